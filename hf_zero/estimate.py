@@ -18,13 +18,13 @@ from typing import Any
 from torch import nn
 
 from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
-from hf_zero.core.policy import POLICIES
-from hf_zero.core.wrap import find_units
 from hf_zero.errors import ConfigError
 from hf_zero.memory import Free
+from hf_zero.parameters.wrap import find_units
 from hf_zero.preflight import ACTIVATIONS, Fit, Group, Plan, fit, groups_of, needs
 from hf_zero.preflight.moments import moments_of
 from hf_zero.preflight.needs import gradient_buffers, unit_bytes
+from hf_zero.units.policy import POLICIES
 
 __all__ = [
     "MemoryEstimate",

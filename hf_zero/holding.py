@@ -8,19 +8,19 @@ from torch import nn
 
 from hf_zero.activations.policy import ActivationPatches
 from hf_zero.config import ZeroConfig
-from hf_zero.core.parameter import owner_of
 from hf_zero.distributed import process_group
 from hf_zero.engine import Engine
+from hf_zero.parameters.parameter import owner_of
 
 
 def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
     """Shard ``model`` as it is, at stage 3 by default: parameters keep their dtype, and
     may be frozen and unfrozen (collective).
 
-    Each rank reads its own elements of parameters made by :func:`hf_zero.core.parameter.pending`;
-    of others it takes rank 0's values. The model can be called, gathered and saved;
-    :func:`hf_zero.initialize` takes it over. Shards live where ``config`` wants those of the
-    training.
+    Each rank reads its own elements of parameters made by
+    :func:`hf_zero.parameters.parameter.pending`; of others it takes rank 0's values. The model can
+    be called, gathered and saved; :func:`hf_zero.initialize` takes it over. Shards live where
+    ``config`` wants those of the training.
     """
     away = config.offload_param if stage == 3 else None
     held = ZeroConfig(

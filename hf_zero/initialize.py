@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from hf_zero.activations.compile import to_be_compiled
 from hf_zero.activations.policy import ActivationPatches
 from hf_zero.config import ZeroConfig, explaining
-from hf_zero.core.leaf_modules import mark_configured
 from hf_zero.device.kinds import device_count
 from hf_zero.distributed import init, process_group, world_group
 from hf_zero.distributed.mpu import check_mpu
@@ -32,6 +31,7 @@ from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.optim.build import build_optimizer
 from hf_zero.optim.elementwise import check as check_elementwise
 from hf_zero.optim.schedules import build_scheduler
+from hf_zero.parameters.leaf_modules import mark_configured
 from hf_zero.preflight import check, moments_of, room_for
 
 E = TypeVar("E", bound=Engine)

@@ -32,7 +32,7 @@ def units_of_one_block() -> Iterator[None]:
     """
     # not a test's own, which is undone before the fixtures of its folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_zero.core.wrap.GRANULARITY", 0)
+        patch.setattr("hf_zero.parameters.wrap.GRANULARITY", 0)
         yield
 
 

@@ -27,11 +27,11 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from hf_zero.config import ActivationCheckpointing
 from hf_zero.core.guards import Override
-from hf_zero.core.tree import transformed
-from hf_zero.core.wrap import repeated_blocks
 from hf_zero.device import kinds
 from hf_zero.errors import ConfigError
 from hf_zero.logs import logger
+from hf_zero.parameters.tree import transformed
+from hf_zero.parameters.wrap import repeated_blocks
 
 PRODUCTS = frozenset(
     ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm")

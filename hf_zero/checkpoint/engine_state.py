@@ -22,7 +22,7 @@ from hf_zero.errors import CheckpointError
 
 if TYPE_CHECKING:
     from hf_zero.core.engine import TrainingEngine
-    from hf_zero.core.flat_buffer import FlatBuffer
+    from hf_zero.units.flat_buffer import FlatBuffer
 
 # of get_extra_state, which is not part of the format
 EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX

@@ -38,7 +38,7 @@ from hf_zero.logs import log_rank0
 
 if TYPE_CHECKING:
     from hf_zero.core.engine import TrainingEngine
-    from hf_zero.core.flat_buffer import FlatBuffer
+    from hf_zero.units.flat_buffer import FlatBuffer
 
 
 def load(

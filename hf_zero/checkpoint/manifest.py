@@ -26,8 +26,8 @@ from hf_zero.checkpoint.records import (
 )
 from hf_zero.checkpoint.storage import AnyPath, store_errors
 from hf_zero.checkpoint.tensorfile import DEFAULT_HASH, algorithm_of, hash_of
-from hf_zero.core.layout import FlatLayout, Slot
 from hf_zero.errors import CheckpointError
+from hf_zero.parameters.layout import FlatLayout, Slot
 
 FORMAT = "hf-zero/checkpoint"
 VERSION = 2

@@ -23,8 +23,8 @@ from hf_zero.checkpoint.manifest import FORMAT, MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.records import FileEntry, FlatEntry
 from hf_zero.checkpoint.storage import AnyPath, modified_ns, store_errors
 from hf_zero.checkpoint.tensorfile import BLOCK, TensorFile, algorithm_of, hash_of_file
-from hf_zero.core.layout import FlatLayout
 from hf_zero.errors import CheckpointError
+from hf_zero.parameters.layout import FlatLayout
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.core.layout import FlatLayout
+from hf_zero.parameters.layout import FlatLayout
 
 MASTER, SHARD = "master", "shard"  # the two names under which the weights of a flat are stored
 

@@ -10,18 +10,18 @@ import torch
 
 from hf_zero.config import ZeroConfig
 from hf_zero.core.accumulation import AccumulationWindow, Counters
-from hf_zero.core.flat_buffer import FlatBuffer
-from hf_zero.core.gradient_intake import MicroBatch
-from hf_zero.core.gradient_reducer import GradientReducer, ReductionOptions
 from hf_zero.core.guards import Attached, refuse_switched
 from hf_zero.core.hooks import Hooks
-from hf_zero.core.losses import Losses
 from hf_zero.core.optimizer_step import OptimizerStep
-from hf_zero.core.precision import LossScaler, Scaling
 from hf_zero.core.sanity import SanityChecks
 from hf_zero.core.sharded_model import DTYPES, ShardedModel
 from hf_zero.core.trouble import refuse_half_done
 from hf_zero.errors import PartitionError, UnusedParameterError
+from hf_zero.gradients.gradient_intake import MicroBatch
+from hf_zero.gradients.gradient_reducer import GradientReducer, ReductionOptions
+from hf_zero.gradients.losses import Losses
+from hf_zero.units.flat_buffer import FlatBuffer
+from hf_zero.units.precision import LossScaler, Scaling
 
 
 class Backward:

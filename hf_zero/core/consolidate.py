@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.flat_buffer import FlatBuffer
-from hf_zero.core.layout import Slot
-from hf_zero.core.unit import Unit
+from hf_zero.parameters.layout import Slot
+from hf_zero.units.flat_buffer import FlatBuffer
+from hf_zero.units.unit import Unit
 
 
 def _gathered(engine: Any, unit: Unit) -> Iterator[tuple[FlatBuffer, Slot, torch.Tensor]]:

@@ -18,27 +18,27 @@ from hf_zero.config import ZeroConfig
 from hf_zero.core.accumulation import AccumulationWindow, Counters
 from hf_zero.core.backward import Backward
 from hf_zero.core.consolidate import consolidated, whole_state_dict
-from hf_zero.core.flat_buffer import FlatBuffer
-from hf_zero.core.gradient_reducer import Broken
 from hf_zero.core.guards import Override, refuse_foreign_step
 from hf_zero.core.optimizer_step import OptimizerStep
 from hf_zero.core.patches import Patches
-from hf_zero.core.policy import POLICIES
-from hf_zero.core.precision import LossScaler
 from hf_zero.core.sanity import SanityChecks
 from hf_zero.core.sharded_model import ShardedModel, retire_flats, take_native_threads
 from hf_zero.core.state_bytes import bytes_by_tier, state_bytes
 from hf_zero.core.stopping import StopRequests
 from hf_zero.core.takeover import patch_optimizer, restore_optimizer
-from hf_zero.core.tree import map_tensors
 from hf_zero.core.trouble import refuse_half_done, refuse_step
-from hf_zero.core.unit import Unit
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group, rank_status
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
+from hf_zero.gradients.gradient_reducer import Broken
 from hf_zero.logs import logger
+from hf_zero.parameters.tree import map_tensors
 from hf_zero.storage.placement import Placement
+from hf_zero.units.flat_buffer import FlatBuffer
+from hf_zero.units.policy import POLICIES
+from hf_zero.units.precision import LossScaler
+from hf_zero.units.unit import Unit
 
 _guarding: list[Any] = []  # the one process-wide hook on optimizer steps
 

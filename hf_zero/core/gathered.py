@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.flat_buffer import FlatBuffer
-from hf_zero.core.parameter import OwnedParameter, name_of, owner_of
 from hf_zero.distributed import process_group, world_group
 from hf_zero.errors import PartitionError
+from hf_zero.parameters.parameter import OwnedParameter, name_of, owner_of
+from hf_zero.units.flat_buffer import FlatBuffer
 
 
 def _engine_of(flat: FlatBuffer) -> Any:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.flat_buffer import FlatBuffer
-from hf_zero.core.parameter import OwnedParameter, name_of, owner_of
 from hf_zero.core.schedule import Schedule
-from hf_zero.core.unit import Unit
 from hf_zero.errors import PartitionError
+from hf_zero.parameters.parameter import OwnedParameter, name_of, owner_of
+from hf_zero.units.flat_buffer import FlatBuffer
+from hf_zero.units.unit import Unit
 
 _parameters, _children = attrgetter("_parameters"), attrgetter("_modules")
 

@@ -30,14 +30,14 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from hf_zero import spans
-from hf_zero.core.gradient_reducer import GradientReducer
 from hf_zero.core.guards import Attached
-from hf_zero.core.outstanding import Outstanding
-from hf_zero.core.parameter import any_raw_grad
 from hf_zero.core.schedule import Schedule
-from hf_zero.core.tree import requiring_grad, tensors_in, transformed, with_replaced
-from hf_zero.core.unit import RootForward, Unit, UnitForward
 from hf_zero.errors import PartitionError
+from hf_zero.gradients.gradient_reducer import GradientReducer
+from hf_zero.gradients.outstanding import Outstanding
+from hf_zero.parameters.parameter import any_raw_grad
+from hf_zero.parameters.tree import requiring_grad, tensors_in, transformed, with_replaced
+from hf_zero.units.unit import RootForward, Unit, UnitForward
 
 FORWARDS_TOLD_APART = 4  # more forwards of one kind before a backward share a plan
 # With these a decoder step of generate goes another way than a whole forward. Other keywords may be

@@ -18,8 +18,8 @@ from hf_zero.core.gathered import (
     safe_get_full_grad,
     safe_set_full_grad,
 )
-from hf_zero.core.parameter import name_of, owner_of
 from hf_zero.errors import PartitionError
+from hf_zero.parameters.parameter import name_of, owner_of
 
 
 def _part(parameter: torch.Tensor, own: torch.Tensor, what: str) -> torch.Tensor:

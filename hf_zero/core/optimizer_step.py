@@ -11,22 +11,22 @@ from typing import Any
 import torch
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core.gradient_offload import GradientOffload
-from hf_zero.core.materialize import ways_back
-from hf_zero.core.norm import squared_norm
-from hf_zero.core.precision import LossScaler
 from hf_zero.core.sanity import SanityChecks
 from hf_zero.core.sharded_model import ShardedModel
 from hf_zero.core.staged_copies import StagedCopies
 from hf_zero.core.trouble import failed_writes, refuse_half_done
-from hf_zero.core.unit import Unit
 from hf_zero.core.update import Updater
-from hf_zero.core.usage import Usage
 from hf_zero.device import kinds
+from hf_zero.gradients.norm import squared_norm
+from hf_zero.gradients.usage import Usage
 from hf_zero.logs import logger
 from hf_zero.spans import span
 from hf_zero.storage.base import MASTER
 from hf_zero.storage.placement import Chunk, room_beside_a_step
+from hf_zero.units.gradient_offload import GradientOffload
+from hf_zero.units.materialize import ways_back
+from hf_zero.units.precision import LossScaler
+from hf_zero.units.unit import Unit
 
 
 class OptimizerStep:

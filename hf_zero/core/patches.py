@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hf_zero.core.unit import Unit
+from hf_zero.units.unit import Unit
 
 
 class Patches(Protocol):

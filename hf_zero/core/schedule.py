@@ -21,11 +21,11 @@ from functools import partial
 
 from torch import nn
 
-from hf_zero.core.order import merged
-from hf_zero.core.unit import State, Unit
 from hf_zero.device import kinds, streams
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
+from hf_zero.gradients.order import merged
+from hf_zero.units.unit import State, Unit
 
 GATHER, END = 1, 0
 EVENTS = 256  # writes whose events are kept; a GPU's queue of launches holds fewer

@@ -11,16 +11,9 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core.flat_buffer import FlatBuffer, packs
 from hf_zero.core.guards import ModuleGuards
-from hf_zero.core.layout import Slot
-from hf_zero.core.materialize import check_parameters, partition
-from hf_zero.core.parameter import owner_of
-from hf_zero.core.policy import POLICIES
 from hf_zero.core.schedule import Schedule
 from hf_zero.core.takeover import refuse_unknown_params
-from hf_zero.core.unit import Unit
-from hf_zero.core.wrap import find_units, packed_elements
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.ops import native
 from hf_zero.optim.elementwise import check
@@ -28,8 +21,15 @@ from hf_zero.optim.fused import reads_16_bits
 from hf_zero.optim.offloaded import OffloadedOptimizer
 from hf_zero.optim.segments import BoundOptimizer
 from hf_zero.optim.state import collect, numbers_kept
+from hf_zero.parameters.layout import Slot
+from hf_zero.parameters.parameter import owner_of
+from hf_zero.parameters.wrap import find_units, packed_elements
 from hf_zero.spans import span
 from hf_zero.storage.placement import Placement
+from hf_zero.units.flat_buffer import FlatBuffer, packs
+from hf_zero.units.materialize import check_parameters, partition
+from hf_zero.units.policy import POLICIES
+from hf_zero.units.unit import Unit
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -38,8 +38,8 @@ class ShardedModel:
     """The units of ``model`` on ``mesh``, partitioned when this is made (collective).
 
     Parameters in no group of ``optimizer`` are kept frozen; without ``precision`` all keep their
-    dtypes. Raises what :func:`hf_zero.core.materialize.partition` raises, and for an optimizer that
-    flat shards cannot run; the model is then as it was.
+    dtypes. Raises what :func:`hf_zero.units.materialize.partition` raises, and for an optimizer
+    that flat shards cannot run; the model is then as it was.
     """
 
     def __init__(

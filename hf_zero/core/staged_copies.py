@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.device import streams
 from hf_zero.spans import span
 from hf_zero.storage.base import Allocator
+from hf_zero.units.flat_buffer import FlatBuffer
 
 # sub-groups on their way to a GPU at once: the small last one of a unit must not hold up the next
 STAGED = 3

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from hf_zero.core.flat_buffer import FlatBuffer
 from hf_zero.storage.base import MASTER
+from hf_zero.units.flat_buffer import FlatBuffer
 
 KINDS = ("parameters", "gradients", "optimizer")
 TIERS = ("device", "ram", "disk")

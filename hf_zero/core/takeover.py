@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from hf_zero.core.parameter import name_of, owner_of
 from hf_zero.errors import PartitionError
+from hf_zero.parameters.parameter import name_of, owner_of
 
 TAKEN = ("step", "add_param_group", "zero_grad", "state_dict", "load_state_dict")
 

@@ -20,17 +20,17 @@ from functools import partial
 
 import torch
 
-from hf_zero.core.gradient_offload import GradientOffload
-from hf_zero.core.parameter import OwnedParameter, UpdatingParameter
 from hf_zero.core.staged_copies import StagedCopies
-from hf_zero.core.unit import Unit
 from hf_zero.core.update_gathers import Gather, UpdateGathers
 from hf_zero.core.update_queue import UpdateQueue
 from hf_zero.device import kinds, streams
 from hf_zero.distributed.collective_log import PendingCollective
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.optim.piecewise import Update
+from hf_zero.parameters.parameter import OwnedParameter, UpdatingParameter
 from hf_zero.spans import span
+from hf_zero.units.gradient_offload import GradientOffload
+from hf_zero.units.unit import Unit
 
 
 class Updater:

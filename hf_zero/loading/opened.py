@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from hf_zero.checkpoint.tensorfile import TensorFile
-from hf_zero.core.parameter import pending
 from hf_zero.loading.expressions import InFile, InMemory
 from hf_zero.loading.lazy import LazyTensor
+from hf_zero.parameters.parameter import pending
 
 
 class Opened:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.core.layout import Slot
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim import hyperparameters, snapshots, state, torch_fused
 from hf_zero.optim.elementwise import elementwise_base
 from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.table import Flat, Region, Segment, cut, divide, masters, split
+from hf_zero.parameters.layout import Slot
 
 
 class BoundOptimizer:

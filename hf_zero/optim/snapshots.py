@@ -1,9 +1,9 @@
 """State dicts of an optimizer over segments: where the elements of each entry lie, and entries for
 segments that are cut elsewhere.
 
-Segments are cut in the course of a run (see core/usage.py), so a state dict may be of fewer or of
-more of them than there are when it is loaded. Elements are counted in the whole flat, as all ranks
-count them.
+Segments are cut in the course of a run (see gradients/usage.py), so a state dict may be of fewer or
+of more of them than there are when it is loaded. Elements are counted in the whole flat, as all
+ranks count them.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hf_zero.core.layout import FlatLayout
 from hf_zero.errors import PartitionError
+from hf_zero.parameters.layout import FlatLayout
 
 
 class Flat(Protocol):

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core.parameter import owner_of
-from hf_zero.core.wrap import UnitSpec, find_units
 from hf_zero.device import kinds
 from hf_zero.errors import DoesNotFitError
 from hf_zero.memory import Free, measure
+from hf_zero.parameters.parameter import owner_of
+from hf_zero.parameters.wrap import UnitSpec, find_units
 from hf_zero.preflight.fit import Fit, fit
 from hf_zero.preflight.needs import Needs, needs
 from hf_zero.preflight.plan import Group, Plan, groups_of
@@ -56,9 +56,9 @@ def check(
     """Whether a model trains as ``config`` says in what is free; no memory is taken for it.
 
     Args:
-        model: the module, on any device, or its units by :func:`hf_zero.core.wrap.find_units` (the
-        first is the root). config: resolved for ``world`` ranks. device: where the model computes;
-        None: a GPU where there is one. free: what this rank has, agreed over the ranks by
+        model: the module, on any device, or its units by :func:`hf_zero.parameters.wrap.find_units`
+        (the first is the root). config: resolved for ``world`` ranks. device: where the model
+        computes; None: a GPU where there is one. free: what this rank has, agreed over the ranks by
         :meth:`Free.numbers`, so that all of them come to one end. None
             measures this rank's own and adds what the model itself occupies, for that is given
             back.

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_zero.core.reductions import IN_FLIGHT
 from hf_zero.core.schedule import AHEAD
+from hf_zero.gradients.reductions import IN_FLIGHT
 from hf_zero.preflight.moments import MASTER_BYTES, moment_bytes
 from hf_zero.preflight.plan import SIXTEEN_BITS, Group, Plan
 from hf_zero.storage.base import StorageFormat, moment_format

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
-from hf_zero.core.layout import FlatLayout
-from hf_zero.core.policy import POLICIES, Policy
-from hf_zero.core.precision import compute_dtype
-from hf_zero.core.wrap import UnitSpec
+from hf_zero.parameters.layout import FlatLayout
+from hf_zero.parameters.wrap import UnitSpec
 from hf_zero.preflight.moments import moments_of
+from hf_zero.units.policy import POLICIES, Policy
+from hf_zero.units.precision import compute_dtype
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 ACCUMULATED = {None: 4, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -42,7 +42,9 @@ class Group:
 
 
 def groups_of(specs: Sequence[UnitSpec], module: nn.Module, precision: str) -> list[Group]:
-    """The flats of the units that :func:`hf_zero.core.wrap.find_units` found, not laid out yet."""
+    """The flats of the units that :func:`hf_zero.parameters.wrap.find_units` found, not laid out
+    yet.
+    """
     found = []
     for spec in specs:
         kinds: dict[tuple[bool, torch.dtype], list[tuple[str, tuple[int, ...]]]] = {}
@@ -71,7 +73,7 @@ class Plan:
     accumulation: int = 1
     accumulation_dtype: str | None = None
     prefetch: int = 50_000_000
-    granularity: int | None = None  # as for hf_zero.core.wrap.find_units
+    granularity: int | None = None  # as for hf_zero.parameters.wrap.find_units
     optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
     param: OffloadParam = field(default_factory=OffloadParam)
     gpu: bool = True

@@ -49,8 +49,8 @@ from torch import nn
 
 import hf_zero
 from hf_zero.checkpoint import save
-from hf_zero.core.layout import FlatLayout
 from hf_zero.hosts.reaching import free_port
+from hf_zero.parameters.layout import FlatLayout
 
 MEASURED = """
 import json, os, sys, time

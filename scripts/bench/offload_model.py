@@ -90,7 +90,7 @@ class Shape:
 
     def sizes(self) -> dict[str, int]:
         """Elements by unit name."""
-        from hf_zero.core.wrap import find_units
+        from hf_zero.parameters.wrap import find_units
 
         return {
             piece.name: sum(parameter.numel() for _, parameter in piece.parameters)
@@ -261,7 +261,7 @@ def machine_for(shape: Shape) -> Machine:
 def device_bytes(shape: Shape, case: Case, activations: float) -> float:
     """Bytes on the GPU: state as the preflight adds it up, and activations."""
     from hf_zero.config import ZeroConfig
-    from hf_zero.core.wrap import find_units
+    from hf_zero.parameters.wrap import find_units
     from hf_zero.preflight import Plan, groups_of, needs
 
     model = shape.build(device="meta")

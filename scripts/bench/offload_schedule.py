@@ -277,10 +277,10 @@ class Recorder:
     def recording(self) -> Iterator[Schedule]:
         """Steps in the block are recorded; :meth:`mark` after each."""
         from hf_zero.core import update as updates
-        from hf_zero.core.flat_buffer import FlatBuffer
-        from hf_zero.core.gradient_offload import GradientOffload
         from hf_zero.device import streams
         from hf_zero.optim.piecewise import Update
+        from hf_zero.units.flat_buffer import FlatBuffer
+        from hf_zero.units.gradient_offload import GradientOffload
 
         engine, gpu = self._engine, torch.device("cuda", 0)
         if engine.updater is not None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.core.wrap import WHOLE
 from hf_zero.optim import Lion
+from hf_zero.parameters.wrap import WHOLE
 from tests.checkpoint.test_offloaded import Away
 from tests.helpers.engines import start
 from tests.helpers.models import ARCHITECTURES

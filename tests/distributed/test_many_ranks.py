@@ -15,14 +15,14 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core.flat_buffer import FlatBuffer
-from hf_zero.core.layout import FlatLayout
-from hf_zero.core.materialize import partition
-from hf_zero.core.policy import POLICIES
-from hf_zero.core.unit import State, Unit
-from hf_zero.core.wrap import find_units
 from hf_zero.distributed.mesh import Mesh
+from hf_zero.parameters.layout import FlatLayout
+from hf_zero.parameters.wrap import find_units
 from hf_zero.storage.placement import Placement
+from hf_zero.units.flat_buffer import FlatBuffer
+from hf_zero.units.materialize import partition
+from hf_zero.units.policy import POLICIES
+from hf_zero.units.unit import State, Unit
 
 META = torch.device("meta")
 # ranks, replicas, this rank

@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from hf_zero.core import wrap
+from hf_zero.parameters import wrap
 from tests.helpers.engines import config_of, start
 from tests.helpers.stacks import squared, stack
 from tests.helpers.training import At, Plan, adamw

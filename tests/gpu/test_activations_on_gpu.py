@@ -1,7 +1,7 @@
 """Activations that leave a GPU and come back: same bits whatever is slow, less memory, and a host
 that waits for nothing.
 
-tests/unit/test_activations_offload.py shows the same logic on the CPU, with copies that run as late
+tests/activations/test_offload.py shows the same logic on the CPU, with copies that run as late
 as they may.
 """
 

@@ -1,4 +1,4 @@
-"""Host memory pinned by a real CUDA; tests/unit/test_ops_host_memory.py plays one."""
+"""Host memory pinned by a real CUDA; tests/ops/test_host_memory.py plays one."""
 
 from __future__ import annotations
 

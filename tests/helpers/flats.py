@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_zero.core.layout import FlatLayout
+from hf_zero.parameters.layout import FlatLayout
 
 
 @dataclass

@@ -22,7 +22,8 @@ from tests.late import device, training
 
 import torch  # isort: skip
 from hf_zero.activations import streams as transfers  # isort: skip
-from hf_zero.core import gradient_offload, schedule, unit, update, update_gathers  # isort: skip
+from hf_zero.core import schedule, update, update_gathers  # isort: skip
+from hf_zero.units import gradient_offload, unit  # isort: skip
 from hf_zero.device import kinds, streams  # isort: skip
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.core import wrap
+from hf_zero.parameters import wrap
 from tests.late import device
 
 wrap.GRANULARITY = 0  # blocks are small, and each is to be a unit

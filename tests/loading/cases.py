@@ -45,7 +45,7 @@ def load(cls: Any, path: Any, **options: Any) -> Any:
 
 
 def assert_released(model: nn.Module) -> None:
-    from hf_zero.core.parameter import ReleasedParameter
+    from hf_zero.parameters.parameter import ReleasedParameter
 
     whole = [
         name
@@ -91,7 +91,7 @@ def assert_same_model(found: nn.Module, expected: nn.Module) -> None:
 
 def let_go(*models: nn.Module) -> None:
     """Take the engines off, and their process groups with them."""
-    from hf_zero.core.parameter import owner_of
+    from hf_zero.parameters.parameter import owner_of
 
     for model in models:
         engines = {flat.engine() for flat in map(owner_of, model.parameters()) if flat is not None}

@@ -60,9 +60,9 @@ def make(rank: int, names: list[str]) -> dict[str, Any]:
     import transformers
     from transformers.integrations import HfDeepSpeedConfig
 
-    from hf_zero.core.parameter import ReleasedParameter
     from hf_zero.integrations.deepspeed import zero_init
     from hf_zero.loading import building as lazily
+    from hf_zero.parameters.parameter import ReleasedParameter
 
     small = transformers.AutoModel.from_config(configurations()["vit"][1])
     assert not any(isinstance(p, ReleasedParameter) for p in small.parameters()), (

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.core.wrap import find_units
+from hf_zero.parameters.wrap import find_units
 from hf_zero.preflight import Plan, groups_of
 from hf_zero.preflight.needs import gathered_bytes
 from tests.helpers.engines import config_of, start

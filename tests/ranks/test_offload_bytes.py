@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core import materialize
-from hf_zero.core.wrap import find_units
+from hf_zero.parameters.wrap import find_units
 from hf_zero.preflight.needs import Part, needs
 from hf_zero.preflight.plan import Plan as Bytes
 from hf_zero.preflight.plan import groups_of
+from hf_zero.units import materialize
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.offloads import WAYS, offload, stages_of

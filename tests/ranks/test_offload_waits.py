@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
-from hf_zero.core.parameter import UpdatingParameter
 from hf_zero.optim.piecewise import Update
+from hf_zero.parameters.parameter import UpdatingParameter
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.offloads import offload

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.core import wrap
-from hf_zero.core.parameter import WatchedParameter
-from hf_zero.core.wrap import find_units
+from hf_zero.parameters import wrap
+from hf_zero.parameters.parameter import WatchedParameter
+from hf_zero.parameters.wrap import find_units
 from tests.helpers import oracle
 from tests.helpers.cells import fast
 from tests.helpers.engines import (

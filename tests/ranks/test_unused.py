@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.core.usage import Usage
+from hf_zero.gradients.usage import Usage
 from hf_zero.ops import dispatch
 from hf_zero.optim import CPUAdam, Lion
 from tests.helpers import oracle

@@ -27,8 +27,8 @@ from hf_zero.checkpoint.records import (
     OptimizerEntry,
 )
 from hf_zero.checkpoint.tensorfile import TensorEntry, TensorFile
-from hf_zero.core.layout import FlatLayout
 from hf_zero.errors import CheckpointError
+from hf_zero.parameters.layout import FlatLayout
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from hf_zero.core.parameter import owner_of
 from hf_zero.errors import PartitionError
 from hf_zero.integrations import finder
+from hf_zero.parameters.parameter import owner_of
 
 AUTO = "auto"
 TOTAL, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"

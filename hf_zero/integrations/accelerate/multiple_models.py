@@ -21,11 +21,11 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
-from hf_zero.core.parameter import owner_of
 from hf_zero.engine import Engine
 from hf_zero.errors import PartitionError
 from hf_zero.integrations import finder
 from hf_zero.logs import log_rank0
+from hf_zero.parameters.parameter import owner_of
 
 _training: weakref.WeakSet[Engine] = weakref.WeakSet()
 _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # Accelerate's wrappers around theirs

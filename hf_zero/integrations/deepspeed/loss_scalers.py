@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.core.precision import LossScaler as _LossScaler
+from hf_zero.units.precision import LossScaler as _LossScaler
 
 INITIAL_LOSS_SCALE = "init_scale"
 SCALE_WINDOW = "scale_window"

@@ -11,10 +11,10 @@ import numpy
 import torch
 from torch import nn
 
-from hf_zero.core.parameter import OwnedParameter
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.deepspeed.accelerator import get_accelerator
 from hf_zero.integrations.deepspeed.placeholders import refuse
+from hf_zero.parameters.parameter import OwnedParameter
 
 T = TypeVar("T")
 

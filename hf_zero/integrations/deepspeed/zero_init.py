@@ -18,7 +18,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core.parameter import ZeroParamStatus
 from hf_zero.distributed import init, process_group
 from hf_zero.holding import hold
 from hf_zero.integrations.deepspeed.zero3_context import (
@@ -27,6 +26,7 @@ from hf_zero.integrations.deepspeed.zero3_context import (
     forced_config,
 )
 from hf_zero.loading import Building, make_pending, make_real
+from hf_zero.parameters.parameter import ZeroParamStatus
 
 # So much of a model is built in memory: that costs little, and a small model has the very numbers
 # that a single process draws. Put off, each parameter's numbers come from a generator of its own,

@@ -15,8 +15,6 @@ from torch import nn
 
 from hf_zero.config.kernels import IN_COMPILED_BLOCKS, NAMES, auto, in_order
 from hf_zero.config.spelling import did_you_mean
-from hf_zero.core.parameter import owner_of, source_of
-from hf_zero.core.wrap import PACKED
 from hf_zero.device import kinds
 from hf_zero.errors import KernelError
 from hf_zero.integrations.fused import families, norms
@@ -27,6 +25,8 @@ from hf_zero.integrations.fused.reporting import Line, Report
 from hf_zero.logs import log_rank0
 from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.ops.packed_linear import adjacent, pack_
+from hf_zero.parameters.parameter import owner_of, source_of
+from hf_zero.parameters.wrap import PACKED
 
 RECORD = "_hf_zero_fused"
 

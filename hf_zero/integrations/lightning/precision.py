@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.parameter import OwnedParameter
-from hf_zero.core.tree import map_tensors
 from hf_zero.errors import ConfigError
+from hf_zero.parameters.parameter import OwnedParameter
+from hf_zero.parameters.tree import map_tensors
 
 KINDS = {
     "32-true": "fp32",

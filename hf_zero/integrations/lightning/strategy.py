@@ -19,7 +19,6 @@ import torch
 
 from hf_zero.checkpoint.objects import split
 from hf_zero.core.consolidate import whole_state_dict
-from hf_zero.core.parameter import owner_of
 from hf_zero.distributed import init, process_group
 from hf_zero.engine import Engine
 from hf_zero.errors import CheckpointError, ConfigError
@@ -30,6 +29,7 @@ from hf_zero.integrations.deepspeed.zero_init import Init
 from hf_zero.integrations.engine_teardown import destroy_and_restore
 from hf_zero.integrations.lightning.settings import read, resolve
 from hf_zero.integrations.transformers.loading import made_under
+from hf_zero.parameters.parameter import owner_of
 
 TAG = "checkpoint"  # what Lightning looks for in the folder of a sharded checkpoint
 STAGES = (0, 1, 2, 3)

@@ -122,7 +122,7 @@ def whole_copies(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    from hf_zero.core.parameter import owner_of
+    from hf_zero.parameters.parameter import owner_of
 
     return any(flat is not None and flat.sharded for flat in map(owner_of, module.parameters()))
 

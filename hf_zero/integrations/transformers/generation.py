@@ -16,9 +16,9 @@ from typing import Any
 from torch import nn
 
 from hf_zero.core.gathered import summon_full_params
-from hf_zero.core.parameter import owner_of
 from hf_zero.engine import Engine
 from hf_zero.memory import free_bytes
+from hf_zero.parameters.parameter import owner_of
 
 # of the free memory that the gathered model may take: caches and activations need the rest
 FREE_SHARE = 0.5

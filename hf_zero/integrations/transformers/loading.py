@@ -19,7 +19,6 @@ from torch import nn
 
 from hf_zero.checkpoint.manifest import MANIFEST_NAME as MANIFEST
 from hf_zero.config import ZeroConfig
-from hf_zero.core.parameter import owner_of
 from hf_zero.distributed import init, process_group, world_group
 from hf_zero.errors import ConfigError, NoModelFolderError, PartitionError
 from hf_zero.holding import hold
@@ -31,6 +30,7 @@ from hf_zero.integrations.deepspeed.zero3_context import (
     forced_config,
 )
 from hf_zero.loading import LazyTensor, make_pending, make_real
+from hf_zero.parameters.parameter import owner_of
 
 
 def load_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:

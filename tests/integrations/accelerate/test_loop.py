@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoModel, BertConfig, BertForSequenceClassification, BertModel
 
-from hf_zero.core.parameter import ReleasedParameter
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
+from hf_zero.parameters.parameter import ReleasedParameter
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 

@@ -25,11 +25,11 @@ import torch
 
 import hf_zero
 from hf_zero.core.gathered import GatheredParameters
-from hf_zero.core.parameter import ZeroParamStatus
 from hf_zero.engine import Engine
 from hf_zero.errors import NotBuiltError
 from hf_zero.integrations.deepspeed import facade
 from hf_zero.integrations.deepspeed.api import API
+from hf_zero.parameters.parameter import ZeroParamStatus
 
 USED = """
 initialize DeepSpeedEngine init_distributed add_config_arguments init_inference tp_model_init

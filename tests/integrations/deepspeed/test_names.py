@@ -15,7 +15,6 @@ from torch import nn
 
 import hf_zero
 from hf_zero.activations import policy as activations
-from hf_zero.core import leaf_modules
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.integrations.deepspeed import (
@@ -27,6 +26,7 @@ from hf_zero.integrations.deepspeed import (
 from hf_zero.integrations.deepspeed.state_dicts import clone_tensors_for_torch_save
 from hf_zero.optim.elementwise import check
 from hf_zero.optim.lion import Lion
+from hf_zero.parameters import leaf_modules
 from tests.helpers.late_transfers import Late
 
 # -- devices ---------------------------------------------------------------------------------------

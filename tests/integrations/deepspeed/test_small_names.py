@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.core.leaf_modules import mark_configured
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.estimate import estimate
 from hf_zero.integrations.deepspeed import accelerator, comm_log, runtime_utils, schedule_arguments
+from hf_zero.parameters.leaf_modules import mark_configured
 
 # -- accelerator and operators ---------------------------------------------------------------------
 

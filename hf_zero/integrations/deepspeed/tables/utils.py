@@ -49,7 +49,7 @@ ACCESS: tuple[Row, ...] = (
 )
 LEAVES: tuple[Row, ...] = (
     *names(
-        "hf_zero.core.leaf_modules",
+        "hf_zero.parameters.leaf_modules",
         "get_z3_leaf_modules",
         "set_z3_leaf_module",
         "set_z3_leaf_modules",

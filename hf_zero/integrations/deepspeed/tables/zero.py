@@ -13,7 +13,7 @@ from hf_zero.integrations.deepspeed.tables.remedies import BY_CONFIG, HERE, INTE
 
 ZERO: tuple[Row, ...] = (
     *names("hf_zero.core.gathered", "GatheredParameters"),
-    *names("hf_zero.core.parameter", "ZeroParamStatus"),
+    *names("hf_zero.parameters.parameter", "ZeroParamStatus"),
     *names(f"{HERE}.zero_init", "Init", "register_external_parameter"),
     *left_out("all parameters are of this rank: there are no remote ones", "ZeroParamType"),
     *left_out("tensor constructors are left alone", "DeepSpeedTensorOverride"),

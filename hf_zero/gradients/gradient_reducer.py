@@ -1,0 +1,432 @@
+"""Which unit is reduced when: units as they become ready, in one order on all ranks.
+
+[Note: order of reductions]
+All ranks launch the reductions of all trainable units, in one fixed order (``order.py``), in every
+backward that reduces. A unit waits for its predecessors; one for which nothing can come any more on
+this rank (``outstanding.py``) is launched at once, with zeros where nothing came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import torch
+
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.errors import PartitionError
+from hf_zero.gradients.gradient_intake import (
+    GradientIntake,
+    MicroBatch,
+    WireBuffers,
+    drop_grads,
+    grad_versions,
+    mark_present,
+    take_in,
+)
+from hf_zero.gradients.order import Gathers, ReductionOrder, Shown
+from hf_zero.gradients.outstanding import Outstanding
+from hf_zero.gradients.reductions import Reductions
+from hf_zero.gradients.usage import Usage
+from hf_zero.parameters.parameter import any_raw_grad
+from hf_zero.units.flat_buffer import FlatBuffer
+from hf_zero.units.gradient_offload import GradientOffload
+from hf_zero.units.policy import Policy
+from hf_zero.units.precision import Scaling
+from hf_zero.units.unit import Unit
+
+
+@dataclass(frozen=True)
+class ReductionOptions:
+    """How gradients are scaled and travel.
+
+    wire_dtype: what travels; None: the dtype of the parameters. kernels: the configuration's.
+    packed: elements that consecutive units may have together in one message.
+    """
+
+    scaling: Scaling
+    wire_dtype: torch.dtype | None = None
+    kernels: Any = "off"
+    packed: int = 0
+
+
+class Broken(Enum):
+    """Whether an exception has broken a backward since the last step or ``zero_grad``."""
+
+    NO = auto()
+    UNHARMED = auto()  # before it had brought a gradient
+    GRADIENTS_LOST = auto()
+
+
+@dataclass(eq=False)
+class _Pass:
+    """One backward. ``key`` tells the kinds of backward apart, alike on all ranks."""
+
+    key: Hashable = None
+    under_way: bool = False
+    next: int = 0  # place in the order of the next unit to be launched
+    # gathers that any rank may wait for before it launches the last reduction launched here
+    depth: int = 0
+    ready: set[Unit] = field(default_factory=set)
+    reduced: set[FlatBuffer] = field(default_factory=set)
+    shown: Shown = field(default_factory=lambda: Shown(False))
+    # gradients on the parameters when units became complete, where that is learned
+    as_complete: dict[Unit, list[Any]] = field(default_factory=dict)
+
+
+class GradientReducer:
+    """Takes gradients in as units become ready and reduces them in order.
+
+    ``offload`` takes offloaded gradients off a GPU.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        mesh: Mesh,
+        policy: Policy,
+        options: ReductionOptions,
+        usage: Usage,
+        offload: GradientOffload | None = None,
+    ):
+        self._units = list(units)
+        self._order = ReductionOrder(units)
+        self._mesh = mesh
+        self._policy = policy
+        self._wire_dtype = options.wire_dtype
+        self._usage = usage
+        self._offload = offload
+        self._buffers = WireBuffers(flat for unit in units for flat in unit.trainable)
+        self._intake = GradientIntake(options.scaling, self._buffers, offload)
+        self._reductions = Reductions(
+            mesh,
+            self._intake,
+            self._buffers,
+            offload,
+            options.kernels,
+            options.packed,
+            self._issue_gathers,
+        )
+        self._known: set[Hashable] = set()  # kinds of backward that have been learned
+        self._pass = _Pass()
+        self._batch = MicroBatch()
+        self._gathers: Gathers | None = None
+        self._outstanding: Outstanding | None = None
+        self.broken = Broken.NO
+
+    def connect(self, gathers: Gathers, outstanding: Outstanding) -> None:
+        """Make known the gathers of the passes, and what may still come."""
+        self._gathers, self._outstanding = gathers, outstanding
+
+    def start(self, batch: MicroBatch) -> None:
+        """The backward of ``batch`` is about to begin."""
+        self._batch = batch
+
+    def begin(self, key: Hashable) -> None:
+        """A backward starts; ``key`` tells the kinds of backward apart, alike on all ranks."""
+        self.wait()
+        gathers = self._gathers is not None and self._gathers.gathers
+        self._mesh.passes.begin("backward", key, joint=self._reduces_now or gathers)
+        self._pass = _Pass(key, True)
+        # A rank must not wait for a reduction that others launch only after a gather it has yet to
+        # join.
+        self._reductions.begin(
+            self.learns and gathers, None if self._batch.on_reduced is None else self._on_reduced
+        )
+        # others are going to be added; as long as nothing is held, an upcast copies nothing
+        if not self._reduces_now:
+            for unit in self._order.units:
+                for flat in unit.trainable:
+                    self._intake.upcast(flat)
+
+    def wait_for_older(self) -> None:
+        """An older forward still waits for its backward, and this one may go through it: nothing
+        is complete before the end.
+        """
+        self._pass.shown.waits = True
+        self._reductions.hold(self._gathers is not None and self._gathers.gathers)
+
+    @property
+    def _reduces_now(self) -> bool:
+        return self._batch.reduces or self._policy.reduces_every_backward
+
+    @property
+    def learns(self) -> bool:
+        """Whether this backward is the first of its kind, or shows anew in which order gathers
+        come.
+        """
+        return self._pass.key not in self._known or (
+            self._gathers is not None and self._gathers.recording
+        )
+
+    def ready(self, unit: Unit) -> None:
+        """The gradients of ``unit`` are complete on this rank, as far as hooks tell."""
+        backward = self._pass
+        if not unit.trainable or unit in backward.ready or not backward.under_way:
+            return
+        backward.ready.add(unit)
+        backward.shown.complete.append(unit.index)
+        if self.learns:
+            backward.as_complete[unit] = grad_versions(unit)
+        if self._gathers is not None and self._gathers.recording:
+            backward.shown.depths[unit.index] = self._gathers.recorded
+        if not self._reduces_now:
+            self._intake.accumulate(unit, self._batch)
+
+    def advance(self) -> None:
+        """Launch the reductions whose turn it is and for which nothing can come any more on this
+        rank.
+        """
+        backward, outstanding = self._pass, self._outstanding
+        if not backward.under_way or not self._reduces_now or outstanding is None:
+            return
+        while backward.next < len(self._order.units):
+            unit = self._order.units[backward.next]
+            if unit in self._order.deferred:
+                return
+            awaits = outstanding.awaits_reruns if unit in backward.ready else outstanding.awaits
+            if awaits(unit, self.learns):
+                return
+            self._launch_next()
+
+    @property
+    def depth(self) -> int:
+        """How many gathers of the plan any rank may have waited for before it launches what this
+        rank has launched.
+        """
+        return self._pass.depth
+
+    @property
+    def launched(self) -> int:
+        """How many messages of reductions this rank has sent in the backward under way."""
+        return self._reductions.sent if self._pass.under_way else 0
+
+    def land_launched(self, number: int) -> None:
+        """Wait for reductions beyond those that may be under way, among the first ``number``
+        messages, which all ranks have sent.
+        """
+        self._reductions.finish_beyond(number)
+
+    def note_unfinished(self) -> None:
+        """The backward is over: remember for which units gradients could have come until now."""
+        backward, outstanding = self._pass, self._outstanding
+        if backward.under_way and outstanding is not None and self.learns:
+            left = (
+                unit for unit in self._order.units[backward.next :] if unit not in backward.ready
+            )
+            backward.shown.unfinished = [
+                unit.index for unit in left if outstanding.awaits(unit, False)
+            ]
+
+    def finish(self, learns: bool = False) -> None:
+        """The backward is over, and all its gathers are issued: reduce what is left, in order, and
+        wait for all of it.
+
+        ``learns``: the order of gathers was recorded in it.
+        """
+        backward = self._pass
+        if not backward.under_way:
+            return
+        learns = learns or self.learns
+        self._leave()
+        if self._reduces_now:
+            launched = self._order.units[: backward.next]
+            waited = self._order.units[backward.next :]
+            backward.shown.parts = [
+                unit.index
+                for unit in waited
+                if unit in backward.as_complete
+                and backward.as_complete[unit] != grad_versions(unit)
+            ]
+            while backward.next < len(self._order.units):
+                self._launch_next()
+            self._reduce_late(launched, learns)
+            self._reductions.finish()
+            self._usage.drop()
+        else:
+            for unit in self._order.units:
+                self._intake.accumulate(unit, self._batch)
+        for unit in self._units:
+            for flat in unit.flats:
+                if not flat.trainable:
+                    # it requires grad but is in no optimizer group: nothing would ever clear it
+                    drop_grads(flat)
+
+    def _leave(self) -> None:
+        self._pass.under_way = False
+        self._reductions.hold(False)
+
+    def _issue_gathers(self) -> None:
+        """Before a reduction is waited for: the gathers that other ranks may wait for before they
+        launch it.
+        """
+        if self._pass.under_way and self._gathers is not None:
+            self._gathers.issue_through(self._pass.depth)
+
+    def _launch_next(self) -> None:
+        backward, units = self._pass, self._order.units
+        unit = units[backward.next]
+        backward.next += 1
+        backward.depth = max(backward.depth, self._order.depth(backward.key, unit))
+        self._launch(unit)
+        if self._reductions.waiting:
+            at = backward.next
+            comes = at < len(units) and units[at] not in self._order.deferred
+            self._reductions.flush_unless_fits(units[at].trainable if comes else ())
+
+    def _reduce_late(self, launched: Sequence[Unit], learns: bool) -> None:
+        backward = self._pass
+        late = [
+            unit for unit in launched if any(any_raw_grad(flat.members) for flat in unit.trainable)
+        ]
+        if late and backward.key in self._known:
+            raise PartitionError(
+                f"gradients of {[unit.label for unit in late]} came after their reduction had "
+                "started, which the first backward of this kind "
+                "did not show; compute what uses these parameters outside their module after the "
+                "forward, or from the first backward on (times 0)"
+            )
+        if not learns:
+            return
+        backward.shown.late = [unit.index for unit in late]
+        shown = self._mesh.all_gather_object(backward.shown, "what a backward has shown")
+        again = {index for each in shown for index in each.late}
+        if again:
+            self._reductions.finish()  # what is on the wire must not change
+        for unit in self._order.units:
+            if unit.index in again:
+                self._launch(unit)
+        self._reductions.flush()
+        # While an older forward waits, units are not complete before the end, which shows nothing.
+        if not any(each.waits for each in shown):
+            self._known.add(backward.key)
+            gathers = self._gathers
+            places, plan = (gathers.places, gathers.plan) if gathers is not None else ((0,), ())
+            self._order.learn(backward.key, shown, places, [unit.index for unit in plan])
+
+    def reduce_accumulated(self) -> None:
+        """Reduce what backwards before the end of the window left, where none of them was said to
+        be the last (collective).
+        """
+        if any(
+            flat.gradient.has_unreduced for unit in self._order.units for flat in unit.trainable
+        ):
+            for unit in self._order.units:
+                for flat in unit.trainable:
+                    self._send_accumulated(flat)
+            self._reductions.finish()
+        if self._offload is not None:
+            self._offload.finish_sums()
+
+    @property
+    def unreduced(self) -> float:
+        """What an accumulated gradient is a multiple of that is the same on all ranks: its average
+        is yet to be taken.
+        """
+        return 1.0 / (self._mesh.world * self._intake.scaling.post)
+
+    def wait(self) -> None:
+        """Return when every gradient that was reduced can be read."""
+        if self._offload is not None:
+            self._offload.wait()
+
+    def close(self) -> None:
+        """Let go of everything: the engine is destroyed."""
+        self.clear()
+        self._buffers.clear()
+        if self._offload is not None:
+            self._offload.close()
+
+    def abandon(self) -> None:
+        """Forget the backward under way, which an exception has broken, and the gradients it
+        left on the parameters.
+
+        If it had brought any, or was a part of a reduction, the window is spoiled until
+        :meth:`clear`: what plain PyTorch would keep in ``.grad`` is lost.
+        """
+        backward = self._pass
+        if self.broken is Broken.NO:
+            self.broken = Broken.UNHARMED
+        if backward.under_way:
+            flats = (flat for unit in self._order.units for flat in unit.trainable)
+            brought = any(any_raw_grad(flat.members) for flat in flats)
+            if brought or backward.ready or backward.next:
+                self.broken = Broken.GRADIENTS_LOST
+        self._leave()
+        self._drop()
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether the gradients that are here are not all that backwards have brought."""
+        return self.broken is Broken.GRADIENTS_LOST
+
+    def clear(self) -> None:
+        """Forget all gradients: after a step, and for ``zero_grad``."""
+        self.broken = Broken.NO
+        self._drop()
+        for unit in self._order.units:
+            for flat in unit.trainable:
+                flat.gradient.clear()
+
+    def _drop(self) -> None:
+        """Let go of gradients on parameters and of reductions on the wire."""
+        self._reductions.drop()
+        self._usage.drop()
+        for unit in self._units:
+            for flat in unit.flats:
+                drop_grads(flat)
+
+    def _launch(self, unit: Unit) -> None:
+        batch = self._batch
+        if self._policy.reduces_every_backward:
+            unit.await_gradients()
+        else:
+            self._intake.accumulate(unit, batch)
+        # the update of the unit may begin as soon as its gradients are here
+        if batch.on_reduced is not None:
+            for flat in unit.trainable:
+                mark_present(flat)
+            self._usage.send(unit)
+        for flat in unit.trainable:
+            if flat.gradient.accumulated_grad is not None:
+                self._send_accumulated(flat)
+                continue
+            wire = self._buffers.acquire(
+                flat.layout.padded, self._wire_dtype or flat.dtype, flat.full.device
+            )
+            before = self._intake.scaling.before(batch.weight, on_the_wire=True) * batch.unscale
+            flat.gradient.mark_used(take_in(flat, wire, False, before))
+            after = self._intake.scaling.after(batch.weight, on_the_wire=True)
+            self._reductions.add(flat, wire, wire, after)
+
+    def _send_accumulated(self, flat: FlatBuffer) -> None:
+        accumulated, scale = (
+            flat.gradient.accumulated_grad,
+            self._intake.scaling.after(self._batch.weight),
+        )
+        assert accumulated is not None
+        dtype = self._wire_dtype or flat.dtype
+        if dtype != accumulated.dtype and self._mesh.world > 1:
+            wire = self._buffers.acquire(flat.layout.padded, dtype, flat.full.device)
+            wire.copy_(accumulated)
+            self._reductions.add(flat, wire, wire, scale)
+        else:
+            self._reductions.add(flat, accumulated, None, scale)
+
+    def _on_reduced(self, flat: FlatBuffer) -> None:
+        """The gradient of ``flat`` is here: where all of its unit's are, its update may begin."""
+        backward, unit = self._pass, flat.unit
+        backward.reduced.add(flat)
+        # In the first backward of its kind more may come.
+        if (
+            self._batch.on_reduced is None
+            or not self._batch.reduces
+            or backward.key not in self._known
+            or not backward.reduced.issuperset(unit.trainable)
+            or (self._offload is not None and self._offload.is_adding)
+        ):
+            return
+        self._usage.receive(unit)
+        self._batch.on_reduced(unit)

@@ -1,0 +1,128 @@
+"""Which parameters have a gradient: on this rank, and on any.
+
+[Note: unused parameters]
+A parameter for which no rank has a gradient in an accumulation window is left as it is by the step,
+weight and optimizer state, as plain PyTorch leaves one whose ``.grad`` is None. Every rank adds
+what it has used to one message, which travels with the sum of the gradient norm. What this rank has
+used itself is used: so the message is read, which on a GPU waits for the device, only where a
+parameter lacks a gradient here. A rank that has all of them reads nothing.
+
+The message counts ranks: the counts of as many parameters share an fp64 number as it holds exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import mul
+
+import torch
+
+from hf_zero.device import pinned
+from hf_zero.distributed.collectives import Handle
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.units.flat_buffer import FlatBuffer
+from hf_zero.units.unit import Unit
+
+EXACT = 1 << 53  # integers up to here are exact in fp64
+
+
+class Usage:
+    """The parameters of ``flats``, which train, by their places in the message."""
+
+    def __init__(self, flats: Sequence[FlatBuffer], mesh: Mesh, device: torch.device):
+        self._flats = list(flats)
+        self._mesh = mesh
+        self._device = device
+        self._base = mesh.world + 1
+        self._powers = [1]
+        while self._powers[-1] * self._base**2 <= EXACT:
+            self._powers.append(self._powers[-1] * self._base)
+        # of a rank that has used everything
+        self._all = self._message(self._flats, [flat.gradient.all_used for flat in self._flats])
+        self._units: dict[Unit, tuple[torch.Tensor, Handle]] = {}
+        for axis in (mesh.shard, mesh.replicate):
+            axis.allow_small_sums(1 + self._all.numel())
+
+    def _message(self, flats: Sequence[FlatBuffer], used: Sequence[int]) -> torch.Tensor:
+        """[words] fp64: a digit for each parameter, 1 where the bit of it in ``used`` is set."""
+        digits = [
+            bits >> place & 1
+            for flat, bits in zip(flats, used)
+            for place in range(len(flat.members))
+        ]
+        length = len(self._powers)
+        words = [
+            sum(map(mul, digits[at : at + length], self._powers))
+            for at in range(0, len(digits), length)
+        ]
+        return pinned.for_copy(torch.tensor(words, dtype=torch.float64), self._device).to(
+            self._device, non_blocking=True
+        )
+
+    def agree(self, squares: torch.Tensor, step: int) -> torch.Tensor:
+        """The sum over the shard axis of ``squares`` (0-dim, fp64); flats learn which of their
+        parameters are unused (collective).
+        """
+        shard, replicate = self._mesh.shard, self._mesh.replicate
+        complete = _complete(self._flats)
+        words = (
+            self._all
+            if complete
+            else self._message(self._flats, [flat.gradient.used for flat in self._flats])
+        )
+        if shard.size > 1:
+            both = torch.cat([squares.view(1), words])
+            shard.all_reduce(both, "gradient norm").wait()
+            squares, words = both[0], both[1:]
+        if replicate.size > 1:
+            words = words.clone()
+            # Its name shows a rank that is at another micro-batch.
+            handle = replicate.verify_same_collective(
+                f"step {step} after {replicate.reductions.sequence_number} reductions", words
+            )
+            if not complete:
+                handle.wait()
+        if not complete:
+            self._read(self._flats, words)
+        return squares
+
+    def send(self, unit: Unit) -> None:
+        """As :meth:`agree` for one unit, whose last gradients of the window are on the wire;
+        :meth:`receive` follows (collective).
+        """
+        axis = self._mesh.shard if self._mesh.shard.size > 1 else self._mesh.replicate
+        words = self._message(unit.trainable, [flat.gradient.used for flat in unit.trainable])
+        if unit in self._units:
+            self._units[unit][1].wait()
+        self._units[unit] = (
+            words,
+            axis.all_reduce(words, f"used parameters of {unit.label}", ordered=True),
+        )
+
+    def receive(self, unit: Unit) -> None:
+        words, handle = self._units.pop(unit)
+        handle.wait()
+        if self._mesh.shard.size > 1 and self._mesh.replicate.size > 1:
+            self._mesh.replicate.all_reduce(
+                words, f"used parameters of {unit.label}", ordered=True
+            ).wait()
+        if not _complete(unit.trainable):
+            self._read(unit.trainable, words)
+
+    def drop(self) -> None:
+        """Wait for what was sent and not received: nothing needs it."""
+        for _, handle in self._units.values():
+            handle.wait()
+        self._units.clear()
+
+    def _read(self, flats: Sequence[FlatBuffer], total: torch.Tensor) -> None:
+        words = [int(word) for word in total.tolist()]
+        counts = iter([word // power % self._base for word in words for power in self._powers])
+        for flat in flats:
+            flat.gradient.set_unused(
+                frozenset(slot.name for slot, count in zip(flat.layout.slots, counts) if count == 0)
+            )
+
+
+def _complete(flats: Sequence[FlatBuffer]) -> bool:
+    return all(flat.gradient.used == flat.gradient.all_used for flat in flats)

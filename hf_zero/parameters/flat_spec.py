@@ -1,0 +1,54 @@
+"""What is fixed of a flat buffer for the life of its engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from hf_zero.parameters.layout import FlatLayout
+
+
+@dataclass(frozen=True, eq=False)
+class FlatSpec:
+    """Name, layout and kind of one flat buffer.
+
+    number: its place among the flat buffers of its engine. raw: its bytes can be read by their
+    module alone and are never cast. sharded: its values are gathered and released. writes: of the
+    ranks that own the same elements, this one writes them into checkpoints. owned: the elements
+    ``[start, stop)`` of the buffer that this rank owns.
+    """
+
+    number: int
+    key: str
+    layout: FlatLayout
+    dtype: torch.dtype
+    trainable: bool
+    raw: bool
+    sharded: bool
+    writes: bool
+    owned: tuple[int, int]
+
+    @property
+    def owned_numel(self) -> int:
+        """How many elements this rank owns."""
+        return self.owned[1] - self.owned[0]
+
+    def own_range(self, name: str) -> tuple[int, int, int]:
+        """Where this rank's part of parameter ``name`` lies: (first element of the parameter, start
+        in owned, stop in owned); zeros where it has none.
+        """
+        slot = self.layout.by_name[name]
+        start, stop = max(slot.offset, self.owned[0]), min(slot.end, self.owned[1])
+        if start >= stop:
+            return 0, 0, 0
+        return start - slot.offset, start - self.owned[0], stop - self.owned[0]
+
+
+def reading(path: str) -> Any:
+    """A read-only property that is the attribute at ``path``, such as ``spec.key``: a lookup
+    without a Python frame.
+    """
+    return property(attrgetter(path))

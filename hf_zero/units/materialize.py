@@ -1,0 +1,481 @@
+"""From a whole model to units: layouts, memory for every flat, and the values of rank 0 cut into
+everybody's shards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.distributed.world_group import raise_on_all_ranks
+from hf_zero.errors import PartitionError, RankMismatchError
+from hf_zero.memory.host import give_back_freed
+from hf_zero.optim.table import sub_groups
+from hf_zero.parameters import attributes
+from hf_zero.parameters.flat_spec import FlatSpec
+from hf_zero.parameters.layout import ALIGNMENT, FlatLayout
+from hf_zero.parameters.parameter import name_of, owner_of, source_of
+from hf_zero.parameters.wrap import UnitSpec
+from hf_zero.storage.base import MASTER
+from hf_zero.storage.memory import DeviceStorage
+from hf_zero.storage.placement import Chunk, Placement
+from hf_zero.units.flat_buffer import EngineFlats, FlatBuffer
+from hf_zero.units.policy import Policy
+from hf_zero.units.precision import CASTABLE, compute_dtype, is_raw
+from hf_zero.units.unit import State, Unit
+
+T = TypeVar("T")
+
+
+def partition(
+    model: nn.Module,
+    specs: Sequence[UnitSpec],
+    group_of: Mapping[str, int],
+    policy: Policy,
+    mesh: Mesh,
+    device: torch.device,
+    precision: str | None,
+    placement: Placement,
+    accumulate: torch.dtype | None = None,
+    wire: torch.dtype | None = None,
+    moments: int = 0,
+    narrow: bool = False,
+) -> list[Unit]:
+    """Turn ``model`` into units on ``device``, with rank 0's values on every rank.
+
+    ``group_of`` gives the optimizer group of each parameter that trains. Parameters in none are
+    kept frozen: gathered and released as the stage says, never reduced. ``precision`` None leaves
+    every dtype as it is; ``placement`` says where shards and optimizer state live; ``accumulate``
+    is the dtype gradients are summed in (default fp32), ``wire`` the one they travel in (default
+    the parameters'); ``moments`` is how many numbers the optimizer keeps for an element;
+    ``narrow``: its update on the device reads gradients in 16 bits, so that whole ones are kept so
+    where nothing is added to them. Raises PartitionError for parameters that cannot be laid out,
+    RankMismatchError where ranks hold different models or one of them has no room on its disk, and
+    DiskSpaceError on that one; the model is then as it was.
+    """
+    _check_alike(specs, group_of, mesh)
+    engine_flats = EngineFlats(mesh)
+    units = [
+        _plan_unit(index, spec, model, group_of, policy, engine_flats, precision)
+        for index, spec in enumerate(specs)
+    ]
+    flats = engine_flats.flats
+    chunks = {
+        flat: Chunk(flat.key, flat.spec.owned_numel, flat.dtype, flat.trainable) for flat in flats
+    }
+    away = placement.offloaded(list(chunks.values()))
+    sub_groups_of = {
+        flat: sub_groups(flat.layout, flat.owned, group_of, placement.sub_group_size)
+        for flat in flats
+        if flat.key in away
+    }
+    if placement.in_files:
+        with raise_on_all_ranks("take the room on its disk that offloading needs"):
+            placement.reserve(
+                [chunks[f] for f in flats if f.sharded],
+                [(chunks[f], those) for f, those in sub_groups_of.items()],
+                moments,
+            )
+    whole = _arena([(flat.layout.padded, flat.dtype) for flat in flats if not flat.sharded], device)
+    shard_of = placement.shards([chunks[flat] for flat in flats if flat.sharded])
+    training = [flat for flat in flats if flat.trainable]
+    masters = _arena(
+        [
+            (flat.spec.owned_numel, torch.float32)
+            for flat in training
+            if flat.key not in away and _needs_master(flat)
+        ],
+        device,
+    )
+    sums = {flat: accumulate or chunks[flat].wide for flat in training}
+    upcasts: set[FlatBuffer] = set()  # kept in 16 bits as long as nothing is added
+    for flat in training:
+        if accumulate is None and (flat.key in away or (narrow and not policy.shards_gradients)):
+            sums[flat] = placement.gradient_dtype(chunks[flat], wire or flat.dtype)
+            if sums[flat].itemsize == 2:
+                upcasts.add(flat)
+    on_device = [flat for flat in training if flat.key not in away or not policy.shards_gradients]
+    grads = _arena(
+        [
+            (flat.spec.owned_numel if policy.shards_gradients else flat.layout.padded, sums[flat])
+            for flat in on_device
+        ],
+        device,
+    )
+
+    former, staging, reads = _Former(), _Staging(), any(_is_pending(flat) for flat in flats)
+    for unit in units:
+        for flat in unit.flats:
+            full = (
+                torch.empty(flat.layout.padded, dtype=flat.dtype, device=device)
+                if flat.sharded
+                else next(whole)
+            )
+            if flat.sharded:
+                flat.keep_shard_in(shard_of(chunks[flat]))
+            if _is_pending(flat):
+                own = _read_own(flat, mesh, former, staging)
+            else:
+                own = _fill(flat, full, mesh, former)[flat.owned[0] : flat.owned[1]]
+            flat.use_full(full)
+            flat.store_shard(own)
+            if flat.trainable:
+                buffer = next(grads) if flat in on_device else None
+                shard, whole_grad = (buffer, None) if policy.shards_gradients else (None, buffer)
+                offloads = flat.key in away
+                if offloads:
+                    state = placement.optimizer_state(chunks[flat], sub_groups_of[flat])
+                    flat.optimizer_shard.keep_in(state)
+                    flat.optimizer_shard.store_master(own)
+                    shard = placement.take_pinned(flat.spec.owned_numel, sums[flat])
+                else:
+                    master = next(masters).copy_(own) if _needs_master(flat) else flat.shard
+                    flat.optimizer_shard.keep_in(DeviceStorage({MASTER: master}))
+                flat.gradient.allocate(shard, whole_grad, flat in upcasts, offloads)
+        if unit.sharded:
+            unit.release()
+        unit.state = State.RELEASED if unit.sharded else State.GATHERED
+        former.drop_spent()
+        if placement.offloads_anything:
+            give_back_freed()  # what this unit was in: the next one needs it
+    former.let_go()
+    if reads:
+        with raise_on_all_ranks("read its part of the model"):
+            former.raise_error()
+    attributes.share((parameter for spec in specs for _, parameter in spec.parameters), mesh)
+    _place_buffers(model, device, mesh)
+    return units
+
+
+def ways_back(flats: Sequence[FlatBuffer], device: torch.device) -> dict[str, Callable[[], None]]:
+    """By key, what brings the offloaded states of each of ``flats`` back to ``device``, where
+    they lie next to each other.
+    """
+    masters = _arena(
+        [(flat.spec.owned_numel, torch.float32) for flat in flats if _needs_master(flat)], device
+    )
+    alone = [flat for flat in flats if flat.gradient.accumulated_grad is None]
+    grads = _arena(
+        [
+            (flat.spec.owned_numel, torch.float32 if _needs_master(flat) else flat.dtype)
+            for flat in alone
+        ],
+        device,
+    )
+    return {
+        flat.key: partial(
+            flat.move_states_to_device,
+            next(masters) if _needs_master(flat) else None,
+            next(grads) if flat.gradient.accumulated_grad is None else None,
+        )
+        for flat in flats
+    }
+
+
+def _needs_master(flat: FlatBuffer) -> bool:
+    return flat.dtype in (torch.bfloat16, torch.float16)
+
+
+def check_parameters(specs: Sequence[UnitSpec], device: torch.device) -> None:
+    """Raise PartitionError for a parameter that cannot be laid out on ``device``: without values,
+    of another engine, of a special class.
+
+    Also for a buffer without values. ``specs[0]`` is the root, whose module is the whole model.
+    """
+    for module in specs[0].module.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                raise PartitionError(
+                    f"buffer {name} of {type(module).__name__} is on the meta device; initialise "
+                    "the model's buffers before hf_zero.initialize"
+                )
+    for spec in specs:
+        for name, parameter in spec.parameters:
+            if parameter.is_meta:
+                raise PartitionError(
+                    f"parameter {name} is on the meta device and has no values; load or initialise "
+                    "the model before hf_zero.initialize"
+                )
+            if parameter.requires_grad and parameter.dtype not in CASTABLE:
+                remedy = (
+                    "as real numbers (torch.view_as_real)"
+                    if parameter.is_complex()
+                    else "in a wider dtype"
+                )
+                raise PartitionError(
+                    f"parameter {name} is {parameter.dtype}; train it {remedy}, or "
+                    "set requires_grad=False"
+                )
+            owner = owner_of(parameter)
+            if owner is not None and not owner.retired:
+                raise PartitionError(
+                    f"parameter {name} belongs to another hf-zero engine already; destroy() that "
+                    "engine first, or pass its module once"
+                )
+            there = parameter.device.type == device.type
+            if not there and not torch._has_compatible_shallow_copy_type(
+                parameter, torch.empty(0, device=device)
+            ):
+                raise PartitionError(
+                    f"parameter {name} is on {parameter.device}, and torch cannot let it go on on "
+                    f"{device.type!r} as the same object: move the "
+                    f"model there first (model.to({device.type!r})), then make the optimizer"
+                )
+            refused = attributes.refusal(parameter, device) if owner is None else None
+            if refused is not None:
+                raise PartitionError(f"parameter {name} {refused}")
+
+
+def _check_alike(specs: Sequence[UnitSpec], group_of: Mapping[str, int], mesh: Mesh) -> None:
+    """All ranks must hold the same names, shapes, dtypes and groups, or their messages would not
+    fit.
+    """
+    if mesh.world == 1:
+        return
+    lines = [
+        f"{name} {attributes.describe(parameter)}{tuple(parameter.shape)} {parameter.dtype} group "
+        f"{group_of.get(name)} in unit {spec.name or '(root)'}"
+        for spec in specs
+        for name, parameter in spec.parameters
+    ]
+    digests = mesh.all_gather_object(hashlib.sha256("\n".join(lines).encode()).hexdigest())
+    if len(set(digests)) > 1:
+        everybody = mesh.all_gather_object(lines)
+        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        difference = sorted(set(everybody[0]) ^ set(everybody[other]))[:4]
+        raise RankMismatchError(
+            f"ranks 0 and {other} hold different models: {difference}; build the same model with "
+            "the same optimizer groups on every rank"
+        )
+
+
+def _plan_unit(
+    index: int,
+    spec: UnitSpec,
+    model: nn.Module,
+    group_of: Mapping[str, int],
+    policy: Policy,
+    engine_flats: EngineFlats,
+    precision: str | None,
+) -> Unit:
+    kinds: dict[tuple[bool, torch.dtype, bool], dict[str, nn.Parameter]] = {}
+    # Ordered by group, so that a group's elements in a unit are one run; odd sizes last, so that
+    # the others start aligned.
+    for name, parameter in sorted(
+        spec.parameters,
+        key=lambda item: (group_of.get(item[0], -1), item[1].numel() % ALIGNMENT != 0),
+    ):
+        dtype = (
+            parameter.dtype
+            if precision is None
+            else compute_dtype(name, parameter, precision, model)
+        )
+        kind = (name in group_of, dtype, is_raw(parameter))
+        kinds.setdefault(kind, {})[name] = parameter
+    flats, mesh = [], engine_flats.mesh
+    for (trainable, dtype, raw), parameters in kinds.items():
+        shards = mesh.shard.size if trainable else policy.parameter_shards(mesh.shard.size)
+        layout = FlatLayout.build(
+            [(name, tuple(p.shape)) for name, p in parameters.items()], shards
+        )
+        writes = mesh.replicate.rank == 0 and (shards > 1 or mesh.shard.rank == 0)
+        state = "trainable" if trainable else "frozen"
+        key = f"{spec.name}|{state}|{str(dtype).removeprefix('torch.')}{'|raw' if raw else ''}"
+        spec_of_flat = FlatSpec(
+            number=len(engine_flats.flats),
+            key=key,
+            layout=layout,
+            dtype=dtype,
+            trainable=trainable,
+            raw=raw,
+            sharded=policy.shards_parameters,
+            writes=writes,
+            owned=layout.rank_range(mesh.shard.rank if shards > 1 else 0),
+        )
+        flats.append(FlatBuffer(spec_of_flat, parameters, engine_flats))
+    return Unit(index, spec.name, dict(zip(spec.paths, spec.modules)), flats)
+
+
+def _arena(
+    pieces: Sequence[tuple[int, torch.dtype]], device: torch.device
+) -> Iterator[torch.Tensor]:
+    """One allocation a dtype, handed out piece by piece in order, so that neighbours can be
+    worked on as one.
+    """
+    arenas = {
+        dtype: torch.zeros(sum(n for n, d in pieces if d == dtype), dtype=dtype, device=device)
+        for dtype in dict.fromkeys(d for _, d in pieces)
+    }
+    at = dict.fromkeys(arenas, 0)
+    for numel, dtype in pieces:
+        yield arenas[dtype][at[dtype] : at[dtype] + numel]
+        at[dtype] += numel
+
+
+class _Former:
+    """Values of parameters that a destroyed engine left sharded: one of its flats whole at a
+    time; and how reading others went.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, EngineFlats] = {}  # of each engine that left some
+        self._flat: FlatBuffer | None = None
+        self._whole = torch.empty(0)
+        self._error: Exception | None = None
+
+    def attempt(self, read: Callable[..., T], *args: Any) -> T | None:
+        """Read what this rank alone may fail to read: an error is kept until all ranks are
+        through, so that none waits for this one.
+        """
+        try:
+            return read(*args)
+        except Exception as error:
+            self._error = self._error or error
+            return None
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def let_go(self) -> None:
+        """Free the shards that have been taken over, and the groups of an engine that nothing is
+        left of.
+        """
+        self._flat, self._whole = None, torch.empty(0)
+        self.drop_spent()
+        for former in self._seen.values():
+            if not any(_owns(flat) for flat in former.flats):
+                former.mesh.close()
+
+    def drop_spent(self) -> None:
+        """Free the shards of which every parameter has been taken over."""
+        for former in self._seen.values():
+            for flat in former.flats:
+                if not _owns(flat):
+                    flat.drop()
+
+    def values(self, parameter: torch.Tensor) -> torch.Tensor:
+        flat, source = owner_of(parameter), source_of(parameter)
+        if source is not None:
+            return source.whole()
+        if flat is None:
+            return parameter
+        if flat is not self._flat:
+            self._flat, self._whole = flat, flat.whole_from_shards()
+            self._seen[id(flat.engine_flats)] = flat.engine_flats
+        slot = flat.layout.by_name[name_of(parameter)]
+        return self._whole[slot.offset : slot.end].view(slot.shape)
+
+
+@torch.no_grad()
+def _fill(flat: FlatBuffer, full: torch.Tensor, mesh: Mesh, former: _Former) -> torch.Tensor:
+    """Rank 0's values into ``full``; returned in the precision they came in, for the master
+    weights: [padded].
+    """
+    given = {parameter.dtype for parameter, _ in flat.items}
+    widest = flat.dtype if given <= {flat.dtype} else torch.float32
+    values = (
+        full
+        if widest == flat.dtype
+        else torch.empty(full.numel(), dtype=widest, device=full.device)
+    )
+    values[flat.layout.numel :].zero_()
+    for parameter, slot in flat.items:
+        values[slot.offset : slot.end].view(slot.shape).copy_(former.values(parameter))
+        parameter.__dict__.pop("_hf_zero_source", None)
+    mesh.broadcast(values, 0)
+    if values is not full:
+        full.copy_(values)
+    return values
+
+
+def _owns(flat: FlatBuffer) -> bool:
+    return any(owner_of(parameter) is flat for parameter, _ in flat.items)
+
+
+class _Staging:
+    """Memory for one whole parameter at a time.
+
+    One piece for all: an allocator keeps many that come and go in sizes of their own.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """[numel] of ``dtype``; what was taken before is overwritten."""
+        if self._bytes.numel() < numel * dtype.itemsize:
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # give it back first
+            self._bytes = torch.empty(numel * dtype.itemsize, dtype=torch.uint8)
+        return self._bytes[: numel * dtype.itemsize].view(dtype)
+
+
+def _is_pending(flat: FlatBuffer) -> bool:
+    return flat.sharded and any(source_of(parameter) is not None for parameter, _ in flat.items)
+
+
+@torch.no_grad()
+def _read_own(flat: FlatBuffer, mesh: Mesh, former: _Former, staging: _Staging) -> torch.Tensor:
+    """This rank's elements, each rank reading its own where they can be read in part: [owned],
+    in the precision they came in.
+    """
+    given = {parameter.dtype for parameter, _ in flat.items}
+    values = (
+        flat.shard_to_fill()
+        if given <= {flat.dtype}
+        else torch.zeros(flat.spec.owned_numel, dtype=torch.float32, device=flat.full.device)
+    )
+    for parameter, slot in flat.items:
+        first, start, stop = flat.spec.own_range(slot.name)
+        source = source_of(parameter)
+        if source is not None and source.sliceable:
+            target = values[start:stop]
+            direct = target.dtype == source.dtype and target.device.type == "cpu"
+            part = target if direct else torch.empty(stop - start, dtype=source.dtype)
+            former.attempt(source.read, first, part)
+            if not direct:
+                target.copy_(part)
+        else:
+            if source is None:
+                whole = former.values(parameter).detach().to(values.device).contiguous()
+            else:
+                staged = staging.take(math.prod(slot.shape), source.dtype)
+                if mesh.rank == 0:
+                    former.attempt(source.read, 0, staged)
+                whole = staged.to(values.device)
+            mesh.broadcast(whole, 0)
+            values[start:stop].copy_(whole.reshape(-1)[first : first + stop - start])
+        parameter.__dict__.pop("_hf_zero_source", None)
+    return values
+
+
+@torch.no_grad()
+def _place_buffers(model: nn.Module, device: torch.device, mesh: Mesh) -> None:
+    """Buffers stay whole and keep their dtype; they move to the device and take rank 0's values."""
+    moved: dict[int, torch.Tensor] = {}  # a buffer of two modules stays one
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if id(buffer) in moved:
+                module._buffers[name] = moved[id(buffer)]
+                continue
+            if buffer.device != device:
+                module._buffers[name] = moved[id(buffer)] = buffer.to(device)
+                buffer = moved[id(buffer)]
+            mesh.broadcast(_without_repeats(buffer), 0)
+
+
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without its expanded dimensions: every element of its memory once."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor

@@ -1,0 +1,376 @@
+"""Units: flats that are gathered and released together, and the calls that use them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from hf_zero.device import kinds, streams
+from hf_zero.distributed.collectives import Handle
+from hf_zero.parameters.parameter import (
+    LiveParameter,
+    OwnedParameter,
+    WatchedParameter,
+    become,
+    given_class,
+    owned_class,
+)
+from hf_zero.spans import span
+from hf_zero.units.flat_buffer import FlatBuffer
+
+
+class State(Enum):
+    """Where the values of a unit are."""
+
+    RELEASED = "released"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+
+
+class RootForward:
+    """One forward from the outermost module called, with what was gathered for it.
+
+    It lives as long as its graph.
+    """
+
+    __slots__ = ("__weakref__", "began", "calls", "reads", "tracked", "whole")
+
+    def __init__(self, whole: bool, began: int = 0):
+        self.began = began  # as that of a call
+        self.whole = whole  # the whole model was called, not a part of it
+        # units that its backward reads where no hook of theirs can tell when
+        self.reads: set[Unit] = set()
+        self.tracked = False  # a hook on its graph tells when its backward runs
+        # those in it whose backward will be told of
+        self.calls: weakref.WeakSet[UnitForward] = weakref.WeakSet()
+
+    @property
+    def pending(self) -> bool:
+        """Whether the backward of a call in it is to come."""
+        return any(call in call.unit.pending for call in self.calls)
+
+
+class UnitForward:
+    """One forward of a unit whose backward may come: of a module of it, or of several in a row
+    where each takes what the one before has returned.
+
+    It lives as long as the graph of that forward.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "began",
+        "last_node",
+        "left",
+        "marked",
+        "marks",
+        "marks_left",
+        "outer",
+        "unit",
+    )
+
+    def __init__(self, unit: Unit, outer: RootForward, began: int):
+        self.unit = unit
+        self.outer = outer
+        # places in the order in which this rank enters and leaves forwards
+        self.began = self.left = began
+        # an input carries the mark that tells when this call's backward is over
+        self.marked = False
+        self.last_node = -1  # of the graph before the forward
+        # of its inputs, while the forward is under way
+        self.marks: Sequence[torch.autograd.graph.Node] = ()
+        # of several inputs that have a part in the backward under way, those whose gradients are to
+        # come
+        self.marks_left = 0
+
+
+def _no_call() -> None:
+    """What a unit awaits whose calls have not been looked at."""
+
+
+class Unit:
+    """One module, or several small ones, and the flats that are gathered and released together
+    for them.
+    """
+
+    def __init__(
+        self, index: int, name: str, modules: Mapping[str, nn.Module], flats: Sequence[FlatBuffer]
+    ):
+        self.index = index
+        self.name = name
+        self.modules = dict(modules)  # by path in the model
+        self.flats = list(flats)
+        self.sharded = [flat for flat in flats if flat.sharded]
+        self.trainable = [flat for flat in flats if flat.trainable]
+        self._optimizer_shards = [flat.optimizer_shard for flat in self.trainable]
+        self.state = State.GATHERED
+        # calls whose backward is to come: decides the reduction
+        self.pending: weakref.WeakSet[UnitForward] = weakref.WeakSet()
+        # calls whose backward is under way: decides the release
+        self.in_backward: set[UnitForward] = set()
+        # weakly, one of these that was found to come last
+        self.awaited: Callable[[], UnitForward | None] = _no_call
+        self.in_forward: list[UnitForward | None] = []  # forwards under way, innermost last
+        # forwards without a graph in training, which a reentrant checkpoint may run again in the
+        # backward
+        self.reruns = 0
+        self.pins = 0
+        # those that read this unit so: it waits for their backward
+        self.pinned_by: weakref.WeakSet[RootForward] = weakref.WeakSet()
+        # on which forwards of it have run, and so its gradients accumulate
+        self._streams: set[streams.Stream] = set()
+        self._watchers = 0
+        # Where there are several modules: the parameters of each, and those modules that are at
+        # work or were the last to be.
+        self._members = [parameter for flat in self.sharded for parameter in flat.members]
+        sharded = set(map(id, self._members))
+        several = modules.values() if len(modules) > 1 else ()
+        self._own = {
+            module: [p for p in module.parameters() if id(p) in sharded] for module in several
+        }
+        self._bare: set[nn.Module] = set()
+        self._shared = False  # somebody may hold views of the values
+        self._handle: Handle | None = None
+        # the shards are here, and their gather is on its way
+        self._brought: streams.Event | None = None
+        for flat in self.flats:
+            flat.join(self)
+
+    def __repr__(self) -> str:
+        return f"Unit({self.label}, {self.state.value})"
+
+    @property
+    def label(self) -> str:
+        return self.name or "(root)"
+
+    def name_of(self, module: nn.Module) -> str:
+        """Where ``module``, one of this unit, stands in the model."""
+        return next((name for name, own in self.modules.items() if own is module), self.label)
+
+    @property
+    def module(self) -> nn.Module:
+        """Its module, or the first of several."""
+        return next(iter(self.modules.values()))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the gathered flats."""
+        return sum(flat.layout.padded * flat.dtype.itemsize for flat in self.sharded)
+
+    @property
+    def offloaded(self) -> list[FlatBuffer]:
+        """The flats whose states are offloaded."""
+        return [flat for flat in self.trainable if flat.optimizer_shard.offloaded]
+
+    def wait_for_update(self) -> None:
+        """Return when no update of this unit is under way: its parameters are those of the last
+        step.
+        """
+        for shard in self._optimizer_shards:
+            if shard.finish_update is not None:
+                shard.finish_update()
+
+    def runs_here(self) -> None:
+        """A forward that has a graph begins, in the current stream."""
+        if self._device_of_streams is not None:
+            self._streams.add(streams.current_stream(self._device_of_streams))
+
+    @cached_property
+    def _device_of_streams(self) -> torch.device | None:
+        """Where its gradients accumulate on streams; None where it has none, or they come in the
+        host's order.
+        """
+        device = self.trainable[0].full.device if self.trainable else None
+        return None if device is None or kinds.is_host(device) else device
+
+    def await_gradients(self) -> None:
+        """From now on the current stream may read the gradients that a backward has accumulated.
+
+        Autograd accumulates on the stream of the forward, and orders it before that of the caller
+        only when the backward is over.
+        """
+        if self._streams:
+            here = streams.current_stream(self.trainable[0].full.device)
+            for stream in self._streams:
+                if stream != here:
+                    here.wait_stream(stream)
+
+    @property
+    def in_use(self) -> bool:
+        return bool(self.pins or self.in_forward or self.in_backward or self.pinned_by)
+
+    @property
+    def watched(self) -> bool:
+        """Whether somebody has asked for values that are sharded, so that parameters tell of
+        what is done with them.
+        """
+        return self._watchers > 0 and bool(self.sharded)
+
+    def guard(self) -> None:
+        """Let parameters that are here tell of graphs that are recorded on them: their own
+        module is not at work.
+        """
+        if not self._own:
+            self._become(LiveParameter, WatchedParameter, self._members)
+        for module in self._bare:
+            self._become(LiveParameter, WatchedParameter, self._own[module])
+        self._bare.clear()
+
+    def unguard(self, module: nn.Module | None = None) -> None:
+        """Let the parameters of ``module`` be plain ones while it is at work; None: those of a
+        unit of one module.
+        """
+        if self._watchers:
+            return
+        if not self._own:
+            self._become(WatchedParameter, LiveParameter, self._members)
+        elif module is not None and module not in self._bare:
+            self._bare.add(module)
+            self._become(WatchedParameter, LiveParameter, self._own[module])
+
+    def watch(self) -> None:
+        """As :meth:`guard`, for as long as somebody has asked for the values, until
+        :meth:`unwatch`.
+        """
+        self._watchers += 1
+        if self._watchers == 1:
+            self.guard()
+
+    def unwatch(self) -> None:
+        self._watchers -= 1
+
+    def share(self) -> None:
+        """Somebody has taken a view of the values (``p.detach()``, ``p.t()``): it must not read
+        memory that was given back.
+        """
+        self._shared = True
+
+    def _become(
+        self,
+        before: type[OwnedParameter],
+        after: type[OwnedParameter],
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
+        for parameter in parameters:
+            kind = type(parameter)
+            if kind is before:
+                parameter.__class__ = after
+            elif kind is owned_class(before, given_class(parameter)):
+                become(parameter, after)
+
+    def launch_gather(self) -> None:
+        """Start the all-gather into the flats' own storage.
+
+        Where the values are here already, they are those of the end of the gather when this
+        returns.
+        """
+        self.finish_gather()
+        self.take_user_writes()
+        pairs = []
+        with torch.inference_mode(False):
+            for flat in self.sharded:
+                storage = flat.full.untyped_storage()
+                if storage.size() == 0:
+                    storage.resize_(flat.layout.padded * flat.dtype.itemsize)
+            device = self.sharded[0].full.device
+            beside = (
+                streams.shard_stream(device) if any(flat.is_away for flat in self.sharded) else None
+            )
+            if beside is not None:
+                # which has used this memory before
+                beside.wait_stream(streams.current_stream(device))
+            with torch.no_grad(), streams.on_stream(beside):
+                for flat in self.sharded:
+                    pairs.append((flat.full, flat.bring_shard()))
+                self._handle = self.sharded[0].axis.all_gather(pairs, self.label)
+                self._brought = streams.record_event(beside) if beside is not None else None
+        if self.state is State.RELEASED:
+            self.state = State.GATHERING
+        else:
+            self.finish_gather()
+
+    def finish_gather(self) -> None:
+        """Wait for the all-gather and let the parameters see the values."""
+        if self._brought is not None:
+            streams.current_stream(self.sharded[0].full.device).wait_event(self._brought)
+            self._brought = None
+        if self._handle is not None:
+            with span("wait_all_gather", self.label):
+                self._handle.wait()
+            self._handle = None
+        if self.state is State.GATHERING:
+            with torch.inference_mode(False), torch.no_grad():
+                for flat in self.sharded:
+                    flat.handles.point_at_full(WatchedParameter if self._own else LiveParameter)
+            self.state = State.GATHERED
+
+    def take_user_writes(self) -> None:
+        """What a script has written to parameters that are whole here goes into the shards (a
+        module may change its own weights).
+        """
+        for flat in self.flats:
+            if not flat.sharded or self.state is State.GATHERED:
+                flat.take_user_writes()
+
+    def drop_user_writes(self) -> None:
+        """What was written to sharded parameters inside GatheredParameters has been kept by it,
+        or is not to be.
+        """
+        for flat in self.sharded:
+            flat.user_writes.accept()
+
+    def chunk_bytes(self) -> bytes:
+        """This rank's chunks of all sharded flats, end to end: for other ranks, from a thread
+        beside the one that trains.
+        """
+        return b"".join(
+            flat.shard_for_others().detach().cpu().view(torch.uint8).numpy().tobytes()
+            for flat in self.sharded
+        )
+
+    def fill(self, chunks: Mapping[int, bytes]) -> None:
+        """Become gathered from the other shards' :meth:`chunk_bytes`, without a collective."""
+        with torch.inference_mode(False), torch.no_grad():
+            at = 0
+            for flat in self.sharded:
+                size = flat.layout.chunk * flat.dtype.itemsize
+                flat.full.untyped_storage().resize_(flat.layout.padded * flat.dtype.itemsize)
+                flat.bring_shard()
+                for shard, data in chunks.items():
+                    values = torch.frombuffer(
+                        bytearray(data[at : at + size]), dtype=torch.uint8
+                    ).view(flat.dtype)
+                    start, stop = flat.layout.rank_range(shard)
+                    flat.full[start:stop].copy_(values)
+                at += size
+        self.state = State.GATHERING
+        self.finish_gather()
+
+    def release(self, keep_views: bool = False) -> None:
+        """Give the whole values back; every rank keeps its shard.
+
+        ``keep_views``: views that somebody has stay readable.
+        """
+        self.finish_gather()
+        if self.state is State.RELEASED or not self.sharded:
+            return
+        self.take_user_writes()
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            span("release", self.label, self.nbytes),
+        ):
+            for flat in self.sharded:
+                left = (keep_views or self._shared) and flat.references
+                flat.user_writes.drop_aliases()
+                flat.handles.point_at_nothing()
+                if left:
+                    flat.leave_storage()
+                flat.full.untyped_storage().resize_(0)
+        self.state, self._shared = State.RELEASED, False
+        self._bare.clear()

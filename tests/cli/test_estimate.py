@@ -1,0 +1,326 @@
+"""``hf_zero.estimate`` counts every parameter of the model as the engine would lay it out, and
+refuses what it cannot price.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, LlamaConfig
+
+import hf_zero
+from hf_zero.config import OptimizerConfig
+from hf_zero.errors import ConfigError
+from hf_zero.estimate import moments_of
+from hf_zero.memory import Free
+from hf_zero.parameters.layout import ALIGNMENT
+from hf_zero.units.policy import bytes_per_parameter
+
+TINY = BertConfig(
+    vocab_size=512,
+    hidden_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    intermediate_size=128,
+    architectures=["BertForMaskedLM"],
+)
+NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@pytest.mark.parametrize("precision", NAMES)
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
+def test_state_is_the_stage_table_times_the_parameters(ranks: int, precision: str) -> None:
+    result = hf_zero.estimate(TINY, ranks=ranks, precision=precision)
+    assert result.total_parameters == BertForMaskedLM(TINY).num_parameters()
+    for row in result.stages:
+        ideal = (
+            bytes_per_parameter(row.stage, ranks if row.stage else 1, NAMES[precision])
+            * result.total_parameters
+        )
+        # What a rank holds above the ideal is padding: less than one alignment step a flat, of at
+        # most 16 + 4 bytes an element.
+        assert ideal <= row.state + 1 <= ideal + 1 + result.units * ALIGNMENT * max(1, ranks) * 20
+        assert row.state == row.parameters + row.gradients + row.optimizer
+
+
+def test_tied_and_frozen_parameters_are_counted_once_and_without_state() -> None:
+    model = BertForMaskedLM(TINY)
+    model.bert.encoder.requires_grad_(False)
+    frozen = sum(p.numel() for p in model.bert.encoder.parameters())
+    result = hf_zero.estimate(model, ranks=4, precision="fp32")
+    assert result.total_parameters - result.trainable_parameters == frozen
+    whole, sharded = result.at(0), result.at(3)
+    assert whole.parameters == pytest.approx(
+        4 * result.total_parameters, abs=4 * ALIGNMENT * result.units
+    )
+    assert whole.optimizer == pytest.approx(
+        8 * result.trainable_parameters, abs=8 * ALIGNMENT * result.units
+    )
+    assert sharded.parameters == pytest.approx(
+        result.total_parameters, abs=4 * ALIGNMENT * result.units
+    )
+
+
+def test_the_largest_unit_is_named() -> None:
+    row = hf_zero.estimate(
+        LlamaConfig(architectures=["LlamaForCausalLM"], num_hidden_layers=2),
+        ranks=8,
+        precision="bf16",
+    ).at(3)
+    assert row.largest_unit_name.startswith("model.layers.")
+    assert row.largest_unit == 2 * 202_383_360
+
+
+def test_units_are_those_of_the_configuration() -> None:
+    def estimated(granularity: int) -> Any:
+        config = {
+            "zero_optimization": {"stage": 3, "stage3_module_granularity_threshold": granularity}
+        }
+        return hf_zero.estimate(TINY, ranks=2, config=config)
+
+    alone, joined = estimated(0), estimated(1_000_000)
+    assert alone.units - joined.units == TINY.num_hidden_layers - 1
+    assert (
+        joined.at(3).largest_unit >= TINY.num_hidden_layers * 4 * 33_000 > alone.at(3).largest_unit
+    )
+
+
+def test_every_way_to_name_a_model_gives_the_same(tmp_path: Path) -> None:
+    TINY.save_pretrained(tmp_path)
+    ways: list[Any] = [
+        TINY,
+        TINY.to_dict(),
+        tmp_path,
+        str(tmp_path),
+        str(tmp_path / "config.json"),
+        BertForMaskedLM(TINY),
+    ]
+    rows = {json.dumps(hf_zero.estimate(way, ranks=2).to_dict()["stages"]) for way in ways}
+    assert len(rows) == 1
+
+
+def test_a_16_bit_configuration_trains_in_what_is_asked(tmp_path: Path) -> None:
+    GPT2Config(
+        n_layer=1,
+        n_embd=32,
+        n_head=2,
+        vocab_size=64,
+        dtype="bfloat16",
+        architectures=["GPT2LMHeadModel"],
+    ).save_pretrained(tmp_path)
+    assert hf_zero.estimate(tmp_path, ranks=1, precision="fp32", stage=0).at(0).parameters > 0
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "moments"),
+    [
+        ("AdamW", 2),
+        ("SGD", 0),
+        ("Lion", 1),
+        ("Adagrad", 1),
+        (OptimizerConfig("SGD", {"momentum": 0.9}), 1),
+        (OptimizerConfig("AdamW", {"amsgrad": True, "torch_adam": True}), 3),
+    ],
+)
+def test_moments_are_what_the_optimizer_keeps(
+    optimizer: str | OptimizerConfig, moments: int
+) -> None:
+    assert (
+        moments_of(
+            optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig(optimizer, {})
+        )
+        == moments
+    )
+    row = hf_zero.estimate(TINY, ranks=1, precision="fp32", optimizer=optimizer, stage=0).at(0)
+    assert row.optimizer == moments * row.parameters
+
+
+def test_a_config_decides_precision_optimizer_and_replicas() -> None:
+    config = {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Lion", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 3, "mics_shard_size": 2},
+    }
+    result = hf_zero.estimate(TINY, ranks=4, precision="fp32", config=config)
+    assert (result.precision, result.optimizer, result.moments, result.replicas) == (
+        "bf16",
+        "Lion",
+        1,
+        2,
+    )
+
+
+def test_replicas_shard_over_fewer_ranks() -> None:
+    over_two = hf_zero.estimate(TINY, ranks=2, precision="bf16")
+    two_replicas = hf_zero.estimate(
+        TINY, ranks=4, config=hf_zero.ZeroConfig(3, bf16=True, replicate_size=2)
+    )
+    assert two_replicas.at(3).state == over_two.at(3).state
+
+
+def test_measured_buffers_of_16_bit_gradients_are_bounded_by_what_is_in_flight() -> None:
+    deep = nn.ModuleList([nn.Linear(256, 256) for _ in range(12)])
+    row = hf_zero.estimate(deep, ranks=2, precision="bf16", stage=3).at(3)
+    block = (256 * 256 + 256) * 2
+    assert row.gradient_buffers == 2 * (block + block // 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model": "/no/such/model"}, "/no/such/model.*pass one of these"),
+        ({"model": {"hidden_size": 3}}, "without model_type"),
+        ({"model": {"model_type": "no-such-type"}}, "no-such-type"),
+        ({"model": 3}, "int 3 describes no model"),
+        ({"ranks": 0}, "ranks = 0"),
+        (
+            {"ranks": 3, "config": {"stage": 3, "replicate_size": 2}},
+            "replicate_size = 2 .* does not divide 3 ranks",
+        ),
+        ({"precision": "int8"}, "precision 'int8' is unknown"),
+        ({"stage": 4}, "stage 4 is unknown"),
+        ({"optimizer": "Adafactor"}, "Adafactor"),
+        ({"config": "/no/such/file.yaml"}, "/no/such/file.yaml"),
+    ],
+)
+def test_bad_input_is_named(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(hf_zero.HfZeroError, match=says):
+        hf_zero.estimate(**{"model": TINY, "ranks": 2, **changes})
+
+
+def test_a_stage_that_was_not_estimated() -> None:
+    with pytest.raises(ConfigError, match="stage 1 was not estimated"):
+        hf_zero.estimate(TINY, ranks=2, stage=3).at(1)
+
+
+def test_nothing_is_allocated() -> None:
+    seen = hf_zero.estimate(
+        LlamaConfig(
+            architectures=["LlamaForCausalLM"],
+            num_hidden_layers=80,
+            hidden_size=8192,
+            intermediate_size=28672,
+        ),
+        ranks=64,
+    )
+    assert seen.total_parameters > 60e9
+    assert torch.get_default_device() == torch.device("cpu")
+
+
+# -- tiers, and what fits --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_without_offload_everything_is_on_the_device(ranks: int) -> None:
+    for row in hf_zero.estimate(TINY, ranks=ranks).stages:
+        beside = row.tiers.device - row.state - row.gradient_buffers
+        assert (row.tiers.ram, row.tiers.pinned, row.tiers.disk) == (0, 0, 0)
+        assert beside == 0 if row.stage < 3 else row.largest_unit <= beside <= 4 * row.largest_unit
+
+
+def test_offload_moves_bytes_between_tiers() -> None:
+    plain = hf_zero.estimate(TINY, ranks=2)
+    moved = hf_zero.estimate(
+        TINY, ranks=2, offload_optimizer={"device": "cpu", "moments": "int8"}, offload_param="cpu"
+    )
+    assert [row.state for row in moved.stages] == [row.state for row in plain.stages]
+    for before, after in zip(plain.stages, moved.stages, strict=True):
+        assert (
+            after.tiers.device < before.tiers.device
+            and after.tiers.ram > after.tiers.pinned > 0 == after.tiers.disk
+        )
+    # the parameters move at stage 3 alone
+    assert (
+        moved.at(2).tiers.device
+        >= moved.at(2).parameters
+        > moved.at(3).tiers.device - moved.at(3).largest_unit * 4
+    )
+    assert json.loads(json.dumps(moved.to_dict()))["offload_optimizer"]["moments"] == "int8"
+
+
+def test_offload_comes_from_the_config_too(tmp_path: Path) -> None:
+    config = {
+        "bf16": {"enabled": True},
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)},
+        },
+    }
+    by_config = hf_zero.estimate(TINY, ranks=2, stage=2, config=config).at(2).tiers
+    once = (
+        hf_zero.estimate(
+            TINY, ranks=2, stage=2, offload_optimizer={"device": "nvme", "nvme_path": str(tmp_path)}
+        )
+        .at(2)
+        .tiers
+    )
+    assert by_config.disk == once.disk > 0
+    # 2 bytes more, over 2 ranks
+    assert by_config.ram - once.ram == pytest.approx(
+        BertForMaskedLM(TINY).num_parameters(), rel=0.01
+    )
+    assert (
+        hf_zero.estimate(TINY, ranks=2, stage=2, config=config, offload_optimizer="none")
+        .at(2)
+        .tiers.disk
+        == 0
+    )
+
+
+def test_gradients_are_summed_in_what_the_config_says() -> None:
+    config = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
+    assert (
+        2 * hf_zero.estimate(TINY, ranks=1, config=config, stage=0).at(0).gradients
+        == hf_zero.estimate(TINY, ranks=1).at(0).gradients
+    )
+
+
+def test_a_proposal_can_be_saved_and_fits() -> None:
+    plenty = hf_zero.propose(TINY, 1, Free(1 << 30, 1 << 30))
+    assert plenty.config == {
+        "optimizer": {"type": "AdamW", "params": {}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+    }
+    state = hf_zero.estimate(TINY, 1, stage=1).at(1).state
+    scarce = hf_zero.propose(TINY, 1, Free(state // 2, 1 << 30))
+    assert (
+        scarce.config is not None
+        and scarce.config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    )
+    assert hf_zero.ZeroConfig.from_dict(scarce.config).offload_optimizer.ratio == "auto"
+    shown = json.loads(json.dumps(scarce.to_dict()))
+    assert (
+        shown["tried"][0]["fits"] is False
+        and "device: " in shown["tried"][0]["why_not"]
+        and shown["tried"][-1]["fits"] is True
+    )
+    assert shown["config"] == scarce.config and shown["margin"] == 0.2
+
+
+def test_a_proposal_keeps_what_the_configuration_says() -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "fp16": {"enabled": True},
+        "optimizer": {"type": "Lion", "params": {"lr": "auto"}},
+        "zero_optimization": {
+            "stage": 2,
+            "overlap_comm": True,
+            "offload_param": {"device": "none"},
+        },
+    }
+    found = hf_zero.propose(TINY, 2, Free(1 << 30, 1 << 30), config=config)
+    assert found.config == {**config, "zero_optimization": {"stage": 2, "overlap_comm": True}}
+    only = hf_zero.propose(TINY, 2, Free(1 << 30, 1 << 30), stage=3, config=config)
+    assert only.config is not None and only.config["zero_optimization"]["stage"] == 3
+
+
+def test_nothing_is_proposed_where_nothing_fits() -> None:
+    found = hf_zero.propose(TINY, 1, Free(10, 10), precision="fp32")
+    assert found.config is None and found.fit.chosen is None and found.to_dict()["config"] is None

@@ -1,0 +1,615 @@
+"""Optimizers on segments of flat shards do what they do on whole parameters."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_zero.errors import PartitionError, UnsupportedOptimizerError
+from hf_zero.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion, Lion
+from hf_zero.optim.cpu_base import CPUOptimizer
+from hf_zero.optim.segments import BoundOptimizer
+from hf_zero.optim.table import Run, cut, group_runs
+from hf_zero.parameters.layout import FlatLayout
+from tests.helpers.flats import ShardFlat, shard
+
+CASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "Adadelta": (torch.optim.Adadelta, {}),
+    "Adagrad": (torch.optim.Adagrad, {"initial_accumulator_value": 0.1, "lr_decay": 0.01}),
+    "Adam": (torch.optim.Adam, {"betas": (0.8, 0.95)}),
+    "Adam-amsgrad-maximize": (torch.optim.Adam, {"amsgrad": True, "maximize": True}),
+    "AdamW": (torch.optim.AdamW, {}),
+    "AdamW-amsgrad": (torch.optim.AdamW, {"amsgrad": True}),
+    "Adamax": (torch.optim.Adamax, {}),
+    "ASGD": (torch.optim.ASGD, {"t0": 2}),
+    "NAdam": (torch.optim.NAdam, {"decoupled_weight_decay": True}),
+    "RAdam": (torch.optim.RAdam, {}),
+    "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    "Rprop": (torch.optim.Rprop, {}),
+    "SGD": (torch.optim.SGD, {}),
+    "SGD-momentum": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.3}),
+    "SGD-nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "Lion": (Lion, {}),
+    "CPUAdam-amsgrad": (CPUAdam, {"amsgrad": True, "weight_decay": 0.1}),
+    "CPUAdam-coupled": (CPUAdam, {"adamw_mode": False, "maximize": True}),
+    "CPULion": (CPULion, {}),
+    "CPUAdagrad": (CPUAdagrad, {"initial_accumulator_value": 0.1, "lr_decay": 0.01}),
+    "CPUSGD-momentum": (CPUSGD, {"momentum": 0.9, "dampening": 0.3}),
+}
+FUSED = [
+    "Adagrad",
+    "Adam",
+    "Adam-amsgrad-maximize",
+    "AdamW",
+    "AdamW-amsgrad",
+    "SGD",
+    "SGD-momentum",
+    "SGD-nesterov",
+]
+UNITS = [
+    {"a.weight": (3, 5), "a.bias": (7,), "a.scale": ()},
+    {"b.weight": (11, 3), "b.none": (0, 3), "b.bias": (2,)},
+]
+GROUP_OF = {"a.weight": 0, "a.bias": 1, "a.scale": 1, "b.weight": 0, "b.none": 0, "b.bias": 1}
+
+
+@dataclass
+class World:
+    """Whole parameters with a plain optimizer, and the same over imagined ranks."""
+
+    case: str
+    whole: dict[str, torch.nn.Parameter]
+    plain: torch.optim.Optimizer
+    ranks: list[list[ShardFlat]]
+    bound: list[BoundOptimizer]
+    seed: int = 0
+
+    def gradients(self, scale: float = 1.0) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        self.seed += 1
+        for parameter in self.whole.values():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        scaled = {
+            name: parameter.grad * scale
+            for name, parameter in self.whole.items()
+            if parameter.grad is not None
+        }
+        for flats in self.ranks:
+            for flat in flats:
+                assert flat.grad is not None
+                flat.write(scaled, flat.grad)
+
+    def step(self, scale: float | None = None, found_inf: float | None = None) -> None:
+        self.gradients(1.0 if scale is None else scale)
+        if not found_inf:
+            self.plain.step()
+        for bound in self.bound:
+            bound.step(
+                None if scale is None else torch.tensor(scale),
+                None if found_inf is None else torch.tensor(found_inf),
+            )
+
+    def sharded(self, name: str = "master") -> dict[str, Tensor]:
+        out = {key: torch.zeros_like(parameter.data) for key, parameter in self.whole.items()}
+        for flats, bound in zip(self.ranks, self.bound):
+            for flat in flats:
+                flat.read(bound.tensors(flat)[name], out)
+        return out
+
+    def assert_equal(self, **tolerance: float) -> None:
+        for name, tensor in self.sharded().items():
+            torch.testing.assert_close(
+                tensor,
+                self.whole[name].data,
+                **(tolerance or {"rtol": 0, "atol": 0}),
+                msg=lambda m, n=name: f"{n}: {m}",
+            )
+
+
+def make(
+    case: str,
+    parameters: dict[str, torch.nn.Parameter],
+    group_of: dict[str, int],
+    groups: int,
+    **more: Any,
+) -> torch.optim.Optimizer:
+    cls, options = CASES[case]
+    options = {**options, **more}
+    if issubclass(cls, CPUOptimizer):
+        options.pop("foreach", None)  # one loop is all they have
+    settings: list[dict[str, Any]] = [{"lr": 0.01}, {"lr": 0.003}, {"lr": 0.03}][:groups]
+    if cls is not torch.optim.Rprop:
+        settings[0]["weight_decay"] = 0.1
+    return cls(
+        [
+            {"params": [p for n, p in parameters.items() if group_of[n] == g], **extra}
+            for g, extra in enumerate(settings)
+        ],
+        **options,
+    )
+
+
+def world(
+    case: str,
+    shards: int = 3,
+    units: list[dict[str, tuple[int, ...]]] | None = None,
+    group_of: dict[str, int] | None = None,
+    together: bool = True,
+    grad_dtype: torch.dtype = torch.float32,
+    steps_before: int = 0,
+    **options: Any,
+) -> World:
+    units, group_of = units or UNITS, group_of or GROUP_OF
+    groups = max(group_of.values()) + 1
+    values = [{name: torch.randn(shape) for name, shape in unit.items()} for unit in units]
+    whole = {
+        name: torch.nn.Parameter(tensor.clone()) for unit in values for name, tensor in unit.items()
+    }
+    plain = make(
+        case, whole, group_of, groups, **{"foreach": options.get("foreach"), **unfused(case)}
+    )
+    copies = [
+        {name: torch.nn.Parameter(p.detach().clone()) for name, p in whole.items()}
+        for _ in range(shards)
+    ]
+    optimizers = [make(case, copy, group_of, groups, **options) for copy in copies]
+    generator = torch.Generator().manual_seed(99)
+    for _ in range(steps_before):
+        gradients = {name: torch.randn(p.shape, generator=generator) for name, p in whole.items()}
+        for parameters, optimizer in [(whole, plain), *zip(copies, optimizers)]:
+            for name, gradient in gradients.items():
+                parameters[name].grad = gradient.clone()
+            optimizer.step()
+    now = [{name: whole[name].data for name in unit} for unit in units]
+    ranks = shard(now, shards, together=together, grad_dtype=grad_dtype)
+    bound = [
+        BoundOptimizer(o, flats, group_of, copy)
+        for o, flats, copy in zip(optimizers, ranks, copies)
+    ]
+    return World(case, whole, plain, ranks, bound)
+
+
+def unfused(case: str) -> dict[str, Any]:
+    return {"fused": False} if case in FUSED else {}
+
+
+@st.composite
+def places(draw: st.DrawFn) -> dict[str, Any]:
+    groups = draw(st.integers(1, 3))
+    units, group_of = [], {}
+    for u in range(draw(st.integers(1, 3))):
+        shapes = draw(
+            st.lists(st.lists(st.integers(0, 6), max_size=2).map(tuple), min_size=1, max_size=4)
+        )
+        units.append({f"u{u}.p{i}": shape for i, shape in enumerate(shapes)})
+        group_of.update({name: draw(st.integers(0, groups - 1)) for name in units[-1]})
+    # Every group has a parameter of some size, so that the plain optimizer has all of them too.
+    units.append({f"last.{g}": (2,) for g in range(groups)})
+    group_of.update({f"last.{g}": g for g in range(groups)})
+    return {
+        "units": units,
+        "group_of": group_of,
+        "shards": draw(st.integers(1, 4)),
+        "together": draw(st.booleans()),
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    where=places(),
+    case=st.sampled_from(sorted(CASES)),
+    foreach=st.sampled_from([None, False, True]),
+)
+def test_sharded_steps_equal_whole_steps_bit_for_bit(
+    where: dict[str, Any], case: str, foreach: bool | None
+) -> None:
+    it = world(case, foreach=foreach, **unfused(case), **where)
+    for _ in range(3):
+        it.step()
+    it.assert_equal()
+
+
+@settings(max_examples=40, deadline=None)
+@given(where=places(), case=st.sampled_from(sorted(CASES)))
+def test_existing_state_is_carried_over_bit_for_bit(where: dict[str, Any], case: str) -> None:
+    it = world(case, steps_before=2, foreach=False, **unfused(case), **where)
+    for _ in range(2):
+        it.step()
+    it.assert_equal()
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_every_listed_class_keeps_its_numbers_on_every_rank(case: str) -> None:
+    # Four shards of the small bias unit: some ranks own nothing of a group, and their counters must
+    # run all the same.
+    it = world(case, shards=4, units=[{"a.weight": (3, 5)}, {"a.bias": (2,), "a.scale": ()}])
+    for _ in range(3):
+        it.step()
+    expected = it.bound[0].scalars()
+    assert all(bound.scalars() == expected for bound in it.bound)
+    for index, group in enumerate(it.plain.param_groups):
+        for name, value in it.plain.state[group["params"][0]].items():
+            if not isinstance(value, Tensor) or value.shape != group["params"][0].shape:
+                assert expected[index][name] == float(value)
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_fused_is_switched_on_and_equals_the_plain_update_up_to_rounding(case: str) -> None:
+    it = world(case)
+    assert all(group["fused"] is True for bound in it.bound for group in bound.groups)
+    for _ in range(5):
+        it.step(scale=64.0, found_inf=0.0)
+    it.assert_equal(rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "options", [{"fused": False}, {"foreach": True}, {"foreach": False}, {"differentiable": True}]
+)
+def test_fused_stays_off_where_the_user_chose_otherwise(options: dict[str, Any]) -> None:
+    it = world("AdamW", **options)
+    assert not any(group["fused"] for bound in it.bound for group in bound.groups)
+    it.step()
+    it.assert_equal(rtol=1e-5, atol=1e-7)
+
+
+def test_the_users_capturable_group_keeps_its_counters_on_the_device() -> None:
+    it = world("AdamW", capturable=True)
+    it.step()
+    it.assert_equal(rtol=1e-5, atol=1e-7)
+    assert it.bound[0].scalars()[0] == {"step": 1.0}
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+@pytest.mark.parametrize("fused", [True, False])
+def test_overflow_leaves_weights_state_and_counters_alone(case: str, fused: bool) -> None:
+    it = world(case, **({} if fused else {"foreach": True, **unfused(case)}))
+    # The first step too: torch's fused SGD would leave its momentum buffers uninitialised there.
+    for found_inf in (1.0, 0.0, 3.0, 0.0):
+        it.step(scale=8.0, found_inf=found_inf)
+    it.assert_equal(rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": False, "foreach": True}])
+def test_overflow_keeps_infinities_out(options: dict[str, Any]) -> None:
+    it = world("AdamW", shards=1, **options)
+    before = {name: tensor.clone() for name, tensor in it.sharded().items()}
+    for flat in it.ranks[0]:
+        assert flat.grad is not None
+        flat.grad.fill_(float("inf"))
+    it.bound[0].step(torch.tensor(2.0), torch.tensor(1.0))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in it.sharded().items())
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": False}, {"foreach": True}])
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_16_bit_are_cast_first(
+    grad_dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    it = world("AdamW", grad_dtype=grad_dtype, **options)
+    for _ in range(2):
+        it.gradients(4.0)
+        for parameter in it.whole.values():
+            assert parameter.grad is not None
+            parameter.grad = (parameter.grad * 4.0).to(grad_dtype).float() / 4.0
+        it.plain.step()
+        for bound in it.bound:
+            bound.step(torch.tensor(4.0), None)
+    it.assert_equal(rtol=1e-5, atol=1e-7)
+
+
+def test_hyperparameters_stay_live_and_the_object_its_own() -> None:
+    it = world("AdamW", shards=2)
+    optimizer = it.bound[0].optimizer
+    dicts = [id(group) for group in optimizer.param_groups]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+    it.step()
+    scheduler.step()
+    assert [group["lr"] for group in it.bound[0].groups] == [0.005, 0.0015]
+    for other in (it.plain, it.bound[1].optimizer):
+        for group, lr in zip(other.param_groups, (0.005, 0.0015)):
+            group["lr"] = lr
+    it.step()
+    it.assert_equal(rtol=1e-5, atol=1e-7)
+    assert [id(group) for group in optimizer.param_groups] == dicts
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.005
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("before", [True, False])
+def test_schedulers_see_the_step(before: bool) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    [[flat]] = shard([{"p": parameter.data}], 1, together=True)
+    made = torch.optim.lr_scheduler.StepLR(optimizer, 1) if before else None
+    bound = BoundOptimizer(optimizer, [flat], {"p": 0}, {"p": parameter})
+    scheduler = made or torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    bound.step(None, None)
+    scheduler.step()
+    bound.step(None, torch.tensor(1.0))
+    scheduler.step()
+
+
+def test_hooks_and_wrappers_of_the_user_run_once_a_step_and_not_for_a_load() -> None:
+    it = world("AdamW", shards=1)
+    bound, calls = it.bound[0], []
+    bound.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    bound.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    bound.optimizer.step = lambda *_: calls.append("what the engine put there")  # type: ignore[method-assign,assignment,func-returns-value]
+    bound.load_scalars([{"step": 3.0}, {"step": 3.0}])
+    assert calls == []
+    it.step()
+    assert calls == ["before", "after"]
+    assert bound.scalars() == [{"step": 4.0}, {"step": 4.0}]
+
+
+def test_state_dict_goes_out_and_in() -> None:
+    it = world("Adam", steps_before=1)
+    it.step()
+    saved = [bound.optimizer.state_dict() for bound in it.bound]
+    for bound, state_dict in zip(it.bound, saved):
+        bound.optimizer.load_state_dict(state_dict)
+    it.step()
+    it.assert_equal(rtol=1e-5, atol=1e-7)
+    assert all(
+        it.bound[0].tensors(flat)["exp_avg"].shape == flat.master.shape for flat in it.ranks[0]
+    )
+
+
+def test_gradients_are_gone_after_the_step_even_when_it_fails() -> None:
+    it = world("AdamW", shards=1)
+    it.gradients()
+    it.bound[0].step()
+    assert all(tensor.grad is None for _, tensor in it.bound[0].segments)
+    it.bound[0].groups[0]["betas"] = None
+    with pytest.raises(TypeError):
+        it.bound[0].step(torch.tensor(1.0), torch.tensor(0.0))
+    assert all(tensor.grad is None for _, tensor in it.bound[0].segments)
+    assert not hasattr(it.bound[0].optimizer, "grad_scale")
+
+
+def test_a_flat_without_gradient_counts_as_zero() -> None:
+    it = world("AdamW", shards=2)
+    for _ in range(2):
+        it.gradients()
+        for name in UNITS[1]:
+            it.whole[name].grad = torch.zeros_like(it.whole[name])
+        for flats in it.ranks:
+            flats[1].grad = None
+        it.plain.step()
+        for bound in it.bound:
+            bound.step()
+        for flats in it.ranks:
+            flats[1].grad = torch.zeros_like(flats[1].master)
+    it.assert_equal(rtol=1e-5, atol=1e-7)
+
+
+def test_gradients_may_move_between_steps() -> None:
+    it = world(
+        "AdamW",
+        shards=2,
+        units=[{"x": (8, 4)}, {"y": (8, 4)}],
+        group_of={"x": 0, "y": 0},
+        fused=False,
+    )
+    assert [len(bound.segments) for bound in it.bound] == [1, 1]
+    it.step()
+    for flats in it.ranks:
+        for flat in flats:
+            flat.grad = torch.zeros_like(flat.master)
+    it.step()
+    it.assert_equal()
+
+
+# ---- the table ----
+
+
+def test_runs_follow_groups_and_padding_joins_the_run_before() -> None:
+    layout = FlatLayout.build([("a", (6,)), ("b", (4,)), ("c", (9,))], 4)
+    group_of = {"a": 0, "b": 1, "c": 1}
+    assert (layout.numel, layout.padded) == (19, 32)
+    assert group_runs(layout, (0, 8), group_of) == [Run(0, 0, 6), Run(1, 6, 8)]
+    assert group_runs(layout, (16, 24), group_of) == [Run(1, 0, 8)]
+    assert group_runs(layout, (24, 32), {"a": 0, "b": 1, "c": 2}) == [Run(2, 0, 8)]
+    assert group_runs(layout, (0, 32), {"a": 0, "c": 0}) == [
+        Run(0, 0, 6),
+        Run(None, 6, 10),
+        Run(0, 10, 32),
+    ]
+    assert group_runs(FlatLayout.build([], 1), (0, 0), {}) == []
+
+
+def test_touching_runs_of_one_group_become_one_segment() -> None:
+    units = [{"x": torch.randn(8, 2)}, {"y": torch.randn(16)}, {"z": torch.randn(8, 4)}]
+    for group_of, lengths in [
+        ({"x": 0, "y": 0, "z": 0}, [64]),
+        ({"x": 0, "y": 1, "z": 1}, [16, 48]),
+        ({"x": 0, "y": 1, "z": 0}, [16, 16, 32]),
+    ]:
+        [flats] = shard(units, 1, together=True)
+        segments = [segment for region in cut(flats, group_of) for segment in region.segments]
+        assert [segment.tensor.numel() for segment in segments] == lengths
+        assert segments[0].tensor.data_ptr() == flats[0].master.data_ptr()
+        for segment in segments:
+            segment.tensor.add_(1.0)
+        assert all(
+            torch.equal(flat.master, units[i][flat.layout.slots[0].name].reshape(-1) + 1.0)
+            for i, flat in enumerate(flats)
+        )
+
+
+def test_masters_that_touch_stay_apart_where_gradients_do_not() -> None:
+    [flats] = shard([{"x": torch.randn(8)}, {"y": torch.randn(8)}], 1, together=True)
+    flats[1].grad = torch.zeros(8)
+    assert len(cut(flats, {"x": 0, "y": 0})) == 2
+    flats[1].grad = None
+    assert len(cut(flats, {"x": 0, "y": 0})) == 2
+
+
+def test_frozen_flats_and_ungrouped_parameters_are_left_alone() -> None:
+    it = world("SGD", shards=2)
+    flats = it.ranks[0]
+    flats[0].trainable = False
+    parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in UNITS[1].items()}
+    optimizer = torch.optim.SGD([parameters["b.weight"]], lr=1.0)
+    bound = BoundOptimizer(optimizer, flats, {"b.weight": 0}, parameters)
+    for flat in flats:
+        flat.grad = torch.ones_like(flat.master)
+    before = [flat.master.clone() for flat in flats]
+    bound.step()
+    assert torch.equal(flats[0].master, before[0])
+    run = bound.segments[0][1].numel()
+    assert run < flats[1].master.numel() or flats[1].layout.shards > 1
+    assert torch.equal(flats[1].master[:run], before[1][:run] - 1.0)
+    assert torch.equal(flats[1].master[run:], before[1][run:])
+
+
+def test_a_trainable_flat_without_master_weights_is_named() -> None:
+    it = world("SGD", shards=1)
+    it.ranks[0][0].master = None  # type: ignore[assignment]
+    with pytest.raises(PartitionError, match="unit0"):
+        cut(it.ranks[0], GROUP_OF)
+
+
+# ---- state in and out ----
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+@pytest.mark.parametrize("together", [True, False])
+def test_saved_state_continues_exactly_on_another_number_of_ranks(
+    case: str, together: bool
+) -> None:
+    one = world(case, shards=3, together=together, foreach=False, **unfused(case))
+    two = world(case, shards=2, together=together, foreach=False, **unfused(case))
+    for _ in range(3):
+        one.step()
+    names = set(one.bound[0].tensors(one.ranks[0][0]))
+    scalars, settings_ = (
+        one.bound[-1].scalars(),
+        json.loads(json.dumps(one.bound[0].hyperparameters())),
+    )
+    for name in sorted(names):
+        whole = one.sharded(name)
+        for flats, bound in zip(two.ranks, two.bound):
+            for flat in flats:
+                chunk = torch.zeros_like(flat.master)
+                flat.write(whole, chunk)
+                bound.load_tensor(flat, name, chunk)
+    for bound in two.bound:
+        bound.load_scalars(scalars)
+        bound.load_hyperparameters(settings_)
+        assert bound.scalars() == scalars
+    two.whole, two.plain, two.seed = one.whole, one.plain, one.seed
+    for _ in range(2):
+        two.step()
+    two.assert_equal()
+
+
+def test_tensors_are_views_that_may_be_written() -> None:
+    it = world("AdamW", shards=2)
+    it.step()
+    for flats, bound in zip(it.ranks, it.bound):
+        for flat in flats:
+            tensors = bound.tensors(flat)
+            assert set(tensors) == {"master", "exp_avg", "exp_avg_sq"}
+            assert tensors["master"].data_ptr() == flat.master.data_ptr()
+            assert all(tensor.shape == flat.master.shape for tensor in tensors.values())
+            again = bound.tensors(flat)
+            assert all(
+                again[name].data_ptr() == tensor.data_ptr() for name, tensor in tensors.items()
+            )
+            tensors["exp_avg"].fill_(0.0)
+            tensors["exp_avg_sq"].fill_(1.0)
+    for state in it.plain.state.values():
+        state["exp_avg"].fill_(0.0)
+        state["exp_avg_sq"].fill_(1.0)
+    it.step()
+    it.assert_equal(rtol=1e-5, atol=1e-7)
+
+
+def test_state_before_the_first_step() -> None:
+    it = world("AdamW", shards=1)
+    bound, flat = it.bound[0], it.ranks[0][0]
+    assert set(bound.tensors(flat)) == {"master"}
+    assert bound.scalars() == [{}, {}]
+    bound.load_scalars([{}, {}])
+    assert bound.scalars() == [{}, {}]
+    bound.load_tensor(flat, "exp_avg", torch.ones_like(flat.master))
+    assert torch.equal(bound.tensors(flat)["exp_avg"], torch.ones_like(flat.master))
+    assert torch.equal(bound.tensors(flat)["exp_avg_sq"], torch.zeros_like(flat.master))
+    assert bound.scalars() == [{"step": 0.0}, {"step": 0.0}]
+
+
+def test_created_state_starts_where_the_class_starts() -> None:
+    it = world("Adagrad", shards=1, together=False)
+    for _, tensor in it.bound[0].segments:
+        assert torch.all(it.bound[0].optimizer.state[tensor]["sum"][: tensor.numel() // 2] == 0.1)
+    it = world("Rprop", shards=1)
+    flat = it.ranks[0][0]
+    it.bound[0].load_tensor(flat, "prev", torch.zeros_like(flat.master))
+    step_sizes = it.bound[0].tensors(flat)["step_size"]
+    torch.testing.assert_close(step_sizes.unique(), torch.tensor([0.003, 0.01]))
+
+
+def test_state_of_another_optimizer_is_refused() -> None:
+    it = world("SGD-momentum", shards=1)
+    bound, flat = it.bound[0], it.ranks[0][0]
+    with pytest.raises(
+        UnsupportedOptimizerError, match=r"SGD keeps no state 'exp_avg' for 'unit0.*momentum_buffer"
+    ):
+        bound.load_tensor(flat, "exp_avg", torch.zeros_like(flat.master))
+    with pytest.raises(UnsupportedOptimizerError, match="no number 'step' in group 0"):
+        bound.load_scalars([{"step": 1.0}, {}])
+    with pytest.raises(
+        UnsupportedOptimizerError,
+        match="step counts of 1 groups cannot go into optimizer SGD with 2",
+    ):
+        bound.load_scalars([{}])
+    with pytest.raises(UnsupportedOptimizerError, match="hyperparameters of 3 groups"):
+        bound.load_hyperparameters([{}, {}, {}])
+
+
+def test_state_of_one_group_passes_over_the_other() -> None:
+    # Momentum in group 0 only. What was saved for a chunk that had both groups is loaded where only
+    # group 1 is owned.
+    it = world("SGD", shards=4, units=[{"x": (24,), "y": (8,)}], group_of={"x": 0, "y": 1})
+    for bound, flats in zip(it.bound, it.ranks):
+        bound.groups[0]["momentum"] = 0.9
+        bound.load_tensor(flats[0], "momentum_buffer", torch.ones(8))
+        bound.load_tensor(flats[0], "master", torch.full((8,), 3.0))
+        assert torch.equal(flats[0].master, torch.full((8,), 3.0))
+    assert [
+        "momentum_buffer" in bound.tensors(flats[0]) for bound, flats in zip(it.bound, it.ranks)
+    ] == [True, True, True, False]
+
+
+def test_hyperparameters_are_json_and_keep_their_form() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(8))
+    optimizer = torch.optim.AdamW([parameter], lr=torch.tensor(0.1), fused=True)
+    optimizer.param_groups[0]["note"] = lambda: None
+    optimizer.param_groups[0]["milestones"] = [1, 2]
+    [[flat]] = shard([{"p": parameter.data}], 1, together=True)
+    bound = BoundOptimizer(optimizer, [flat], {"p": 0}, {"p": parameter})
+    group = optimizer.param_groups[0]
+    saved = json.loads(json.dumps(bound.hyperparameters()))
+    assert set(saved[0]) == {
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "amsgrad",
+        "maximize",
+        "decoupled_weight_decay",
+        "milestones",
+    }
+    saved[0].update(lr=0.25, betas=[0.5, 0.75], initial_lr=0.5, fused=False)
+    lr = group["lr"]
+    bound.load_hyperparameters(saved)
+    assert group is optimizer.param_groups[0] and group["lr"] is lr and lr.item() == 0.25
+    assert group["betas"] == (0.5, 0.75) and group["initial_lr"] == 0.5 and group["fused"] is True

@@ -1,0 +1,119 @@
+"""Widths of the package's classes, read from the source, and that the measures see what they
+count.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.helpers import house
+from tests.package.test_layering import PACKAGE, ROOT
+
+MOST_ATTRIBUTES, MOST_PARAMETERS = 16, 8
+# Wider ones, which may only get fewer and narrower.
+ATTRIBUTES = {
+    "hf_zero.core.hooks.Hooks": 20,
+    "hf_zero.core.schedule.Schedule": 22,
+    "hf_zero.units.unit.Unit": 23,
+    "hf_zero.distributed.consensus.Consensus": 22,
+}
+# most of them have the parameters of the class of DeepSpeed or torch that they stand for
+PARAMETERS = {
+    "hf_zero.integrations.deepspeed.optimizers.DeepSpeedCPUAdam": 9,
+    "hf_zero.integrations.deepspeed.optimizers.FusedAdam": 9,
+    "hf_zero.integrations.deepspeed.tiled_linear.TiledLinear": 10,
+    "hf_zero.integrations.deepspeed.zero_init.Init": 15,
+    "hf_zero.ops.files_reference.Block": 10,
+    "hf_zero.ops.files_reference.Transfer": 10,
+    "hf_zero.ops.sparse_attention.layouts.VariableSparsityConfig": 10,
+    "hf_zero.optim.cpu.CPUAdam": 10,
+    "hf_zero.optim.cycles.OneCycle": 14,
+}
+WIDTHS = [each for each in house.class_widths(house.sources(PACKAGE)) if not each.frozen]
+
+
+def test_no_class_has_more_attributes() -> None:
+    wide = {each.name: each.attributes for each in WIDTHS if each.attributes > MOST_ATTRIBUTES}
+    assert wide == ATTRIBUTES, "give it parts; or it has become narrower: correct its row"
+
+
+def test_no_init_has_more_parameters() -> None:
+    long = {each.name: each.parameters for each in WIDTHS if each.parameters > MOST_PARAMETERS}
+    assert long == PARAMETERS, "pass objects; or it has become shorter: correct its row"
+
+
+WIDE = """
+from dataclasses import dataclass
+
+class Wide:
+    shared: int
+    def __init__(self, a, b=1, *rest, c, **more):
+        self.a, (self.b, self.c) = a, rest
+        other.d = 1
+        self.e.f = 2
+    def later(self):
+        self.g += 1
+        with this as self.h:
+            self.a = 3
+
+@dataclass(frozen=True)
+class Frozen:
+    a: int
+    b: int = 2
+    def look(self):
+        return self.a
+"""
+
+
+def test_what_counts_as_an_attribute_and_as_a_parameter() -> None:
+    wide, frozen = house.class_widths({"p": (WIDE, False)})
+    assert wide == house.ClassWidth("p.Wide", attributes=5, parameters=5, frozen=False)
+    assert frozen == house.ClassWidth("p.Frozen", attributes=2, parameters=2, frozen=True)
+
+
+@pytest.fixture
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("house", ROOT / "scripts" / "house.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_report_of_a_checkout(
+    script: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(script, "live_frames", lambda checkout: f"as in {checkout.name}")
+    core = tmp_path / "hf_zero" / "core"
+    core.mkdir(parents=True)
+    (core.parent / "__init__.py").write_text("")
+    (core / "a.py").write_text("from hf_zero.core import b\n" + WIDE)
+    (core / "b.py").write_text("def f():\n    from hf_zero.core import a\n")
+    script.report(tmp_path)
+    printed = capsys.readouterr().out
+    assert "core.a <-> core.b" in printed and "load time: 0" in printed
+    assert "imports inside core: 1" in printed
+    assert "widest classes: core.a.Wide 5" in printed
+    assert "longest functions: core.a.__init__ 4" in printed
+    assert f"frames of a planned gather: as in {tmp_path.name}" in printed
+
+
+def test_frames_end_at_the_module_that_calls_its_hooks(script: ModuleType) -> None:
+    scope: dict[str, object] = {"seen": [], "script": script}
+    inner = """import sys
+def gather():
+    seen.append(script.frames_below_hook(sys._getframe(), "/p/"))
+"""
+    exec(compile(inner, "/p/inner.py", "exec"), scope)
+    exec(compile("def torch_of():\n    gather()", "/torch/ops.py", "exec"), scope)
+    exec(compile("def hook():\n    torch_of()", "/p/hooks.py", "exec"), scope)
+    exec(compile("def call():\n    hook()", "/torch/nn/modules/module.py", "exec"), scope)
+    exec(compile("def engine():\n    call()\nengine()\nhook()", "/p/engine.py", "exec"), scope)
+    assert scope["seen"] == [["hook", "gather"], []]
