@@ -12,6 +12,7 @@ Lightning has the rows of two.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -44,6 +45,8 @@ pl = importlib.import_module(arguments.package)
 deepspeed_strategy = importlib.import_module(f"{arguments.package}.strategies.deepspeed")
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 ROWS, WIDTH = 8, 8  # rows of a step over all ranks
+# Lightning makes a plain model on its GPU, whose generator draws other values than the CPU's.
+ON_CPU = torch.device("cpu") if arguments.accelerator == "gpu" else contextlib.nullcontext()
 
 
 class Net(pl.LightningModule):  # type: ignore[name-defined, misc]
@@ -61,7 +64,10 @@ class Net(pl.LightningModule):  # type: ignore[name-defined, misc]
         if hasattr(self, "body"):
             return
         torch.manual_seed(0)
-        width = self.hparams.width
+        with ON_CPU:
+            self.make(self.hparams.width)
+
+    def make(self, width: int) -> None:
         self.body = nn.ModuleList(
             nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)
         )
