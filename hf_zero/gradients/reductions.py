@@ -88,13 +88,14 @@ class Reductions:
         """A backward starts. ``holds`` as in :meth:`hold`; ``on_reduced`` is called with each flat
         buffer whose reduction is over.
         """
-        self.sent, self._holds, self._on_reduced = 0, holds, on_reduced
+        self.sent, self._on_reduced = 0, on_reduced
+        self.hold(holds)
 
     def hold(self, holds: bool) -> None:
         """Whether none is waited for before the backward is over, but those that all ranks have
-        launched.
+        launched: all of them, on one rank.
         """
-        self._holds = holds
+        self._holds = holds and self._mesh.world > 1
 
     # ---- sending ----
 

@@ -1,0 +1,52 @@
+"""How many buffers gradients travel in at once: a few, however deep the model, and in the first
+backward as well.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.core.gradient_intake import WireBuffers
+from hf_zero.core.reductions import IN_FLIGHT
+from tests.helpers.engines import config_of, start
+from tests.helpers.models import Stack, seeded
+from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.training import At, adamw
+
+DEPTH = 12
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_few_at_once(stage: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, most = Counter[WireBuffers](), Counter[WireBuffers]()
+    acquire, release = WireBuffers.acquire, WireBuffers.release
+
+    def acquires(self: WireBuffers, *args: Any) -> torch.Tensor:
+        taken[self] += 1
+        most[self] = max(most[self], taken[self])
+        return acquire(self, *args)
+
+    def releases(self: WireBuffers, buffer: torch.Tensor | None) -> None:
+        taken[self] -= buffer is not None
+        release(self, buffer)
+
+    monkeypatch.setattr(WireBuffers, "acquire", acquires)
+    monkeypatch.setattr(WireBuffers, "release", releases)
+    blocks = {"stage": stage, "stage3_module_granularity_threshold": 0}
+
+    def run(rank: int, model: torch.nn.Module) -> None:
+        engine = start(model, adamw(model), config_of(stage, zero_optimization=blocks))
+        for step in range(2):
+            engine.backward(squared(engine, At(step, 0, rank)))
+            engine.step()
+        engine.destroy()
+
+    on_ranks(ranks, run, build=partial(seeded, partial(Stack, depth=DEPTH)))
+    assert len(most) == ranks and not +taken
+    assert max(most.values()) <= IN_FLIGHT + 1
