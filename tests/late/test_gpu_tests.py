@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from tests.late import launch
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["engine"])
-def test_they_pass(name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "host_memory",
+        pytest.param("engine", marks=pytest.mark.long),
+        pytest.param("offload", marks=pytest.mark.long),
+        pytest.param("activations", marks=pytest.mark.long),
+        pytest.param("lightning", marks=pytest.mark.long),
+    ],
+)
+def test_they_pass(name: str, tmp_path: Path) -> None:
     launch.needs_the_device()
-    own = launch.environment(as_cuda=True, HF_ZERO_BACKEND="hf_zero", HF_HUB_OFFLINE="1")
+    own = launch.environment(
+        as_cuda=True,
+        HF_ZERO_BACKEND="hf_zero",
+        HF_HUB_OFFLINE="1",
+        LATE_DEVICES="2" if name == "lightning" else "1",
+        LATE_REPORTS=f"{tmp_path}/{{rank}}-{{process}}.json",
+    )
     own.pop("TRITON_INTERPRET", None)
     out = launch.run(
-        "pytest", "-o", "addopts=", "-q", f"tests/gpu/test_{name}_on_gpu.py", seconds=900, env=own
+        "pytest",
+        *("-o", "addopts=", "-q", f"tests/gpu/test_{name}_on_gpu.py"),
+        *("-k", "not compiled"),
+        seconds=900,
+        env=own,
     )
     assert " passed" in out and "skipped" not in out, out
+    told = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
+    assert told and not any(each["reports"] for each in told), told

@@ -243,6 +243,8 @@ class _Runtime:
 
 
 def cudart() -> _Runtime:
+    # as torch.cuda's: torch takes no memory for pinned before the device is in use
+    torch.empty(1, pin_memory=True)
     return _Runtime()
 
 

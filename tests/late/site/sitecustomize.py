@@ -2,7 +2,8 @@
 CUDA.
 
 Only processes with RANK in their environment, or all with LATE_ALL=1: launchers stay without. What
-was found goes to stderr at the end, and to the file that LATE_REPORTS names ({rank} is filled in).
+was found goes to stderr at the end, and to the file that LATE_REPORTS names ({rank} and {process}
+are filled in).
 """
 
 import os
@@ -26,7 +27,7 @@ if os.environ.get("LATE_AS") == "cuda" and ("RANK" in os.environ or os.environ.g
         device.synchronize_all()
         found = device.reports()
         if "LATE_REPORTS" in os.environ:
-            path = Path(os.environ["LATE_REPORTS"].format(rank=rank))
+            path = Path(os.environ["LATE_REPORTS"].format(rank=rank, process=os.getpid()))
             path.write_text(json.dumps({"reports": found, "stats": device.stats()}))
         counts = device.stats()
         print(
