@@ -1,8 +1,8 @@
 """A training that goes on elsewhere, on the device.
 
-``python -m tests.late.elastic MODE FOLDER LEG``. A leg of a way is two steps with one stage and place of states on some ranks, from the checkpoint of
-the leg before. A step has :data:`PARTS` micro-batches whatever the ranks are. One line of JSON a
-way, and one of a plain loop.
+``python -m tests.late.elastic MODE FOLDER LEG``. A leg of a way is two steps with one stage and
+place of states on some ranks, from the checkpoint of the leg before. A step has :data:`PARTS`
+micro-batches whatever the ranks are. One line of JSON a way, and one of a plain loop.
 """
 
 from __future__ import annotations
