@@ -80,11 +80,12 @@ def select(
     exclude: str = "",
     num_nodes: int | None = None,
     num_procs: int | None = None,
+    may_be_empty: bool = False,
 ) -> list[Host]:
     """The part of ``hosts`` that filters or numbers choose, in the order of ``hosts``.
 
-    Raises LaunchError for unknown hosts and slots, for a filter that leaves nothing, and for
-    filters as well as numbers.
+    Raises LaunchError for unknown hosts and slots, for filters as well as numbers, and unless
+    ``may_be_empty`` for a filter that leaves nothing.
     """
     given = [option for option, value in (("--include", include), ("--exclude", exclude)) if value]
     numbers = [
@@ -112,7 +113,7 @@ def select(
                 for host in hosts
             ]
             chosen = [Host(host.name, slots, slots != host.slots) for host, slots in left if slots]
-        if not chosen:
+        if not chosen and not may_be_empty:
             raise LaunchError(f"{option} {text!r} leaves no host; the hosts are {_names(hosts)}")
     if num_nodes is not None:
         if not 1 <= num_nodes <= len(chosen):

@@ -45,14 +45,13 @@ def parse_resource_filter(
     """The part of ``host_info`` (slots of each host) that one of the filters leaves, such as
     ``worker-0@worker-1:0,2``, in the order of ``host_info``.
 
-    Raises ConfigError for both filters at once, for hosts and slots that are not there, and for a
-    filter that leaves nothing.
+    Raises ConfigError for both filters at once, and for hosts and slots that are not there.
     """
     if not include_str and not exclude_str:
         return host_info
     hosts = [Host(name, tuple(slots)) for name, slots in host_info.items()]
     with _as_value_error():
-        chosen = select(hosts, include_str, exclude_str)
+        chosen = select(hosts, include_str, exclude_str, may_be_empty=True)
     return OrderedDict((host.name, list(host.slots)) for host in chosen)
 
 

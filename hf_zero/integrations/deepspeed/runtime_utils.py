@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -117,7 +118,7 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 def partition_balanced(weights: Sequence[int], num_parts: int) -> list[int]:
     """Where the parts of a list begin, and its end, so that the heaviest part is as light as it
-    can be.
+    can be, and then the lightest as heavy as it can be.
     """
     sums = [0, *prefix_sum_inc(weights)]
     low, high = max(weights, default=0), sums[-1]
@@ -127,8 +128,30 @@ def partition_balanced(weights: Sequence[int], num_parts: int) -> list[int]:
             high = middle
         else:
             low = middle + 1
-    parts = _packed(sums, low)
-    return parts + [len(weights)] * (num_parts + 1 - len(parts))
+    return _even(sums, num_parts, low)
+
+
+def _even(sums: Sequence[int], num_parts: int, most: int) -> list[int]:
+    """Parts that hold at most ``most``, of which the lightest is as heavy as it can be."""
+    ends = range(len(sums))
+    # by end: the lightest of the parts so far, and where the last of them begins
+    lightest: list[list[tuple[float, int]]] = [[(math.inf if end == 0 else -1, 0) for end in ends]]
+    for _ in range(num_parts):
+        before = lightest[-1]
+        lightest.append(
+            [
+                max(
+                    (min(before[at][0], sums[end] - sums[at]), at)
+                    for at in range(end + 1)
+                    if sums[end] - sums[at] <= most
+                )
+                for end in ends
+            ]
+        )
+    bounds = [len(sums) - 1]
+    for row in reversed(lightest[1:]):
+        bounds.append(row[bounds[-1]][1])
+    return bounds[::-1]
 
 
 def _packed(sums: Sequence[int], most: int) -> list[int]:

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
@@ -44,12 +46,15 @@ def _clone(item: Any, device: torch.device, copies: dict[tuple[Any, ...], torch.
     return item
 
 
-def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> BinaryIO:
+def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> BinaryIO | str:
     """What ``torch.load`` reads the client state and the counters from, for code that adds them to
     a consolidated state dict.
 
-    A checkpoint of hf-zero holds them in its manifest; this is a file in memory.
+    A checkpoint of hf-zero holds them in its manifest; this is a file in memory. Of a folder that
+    DeepSpeed wrote it is the path of the file.
     """
+    if files := _files(checkpoint_dir, "model_states.pt"):
+        return files[0]
     with Checkpoint(find_checkpoint(checkpoint_dir)) as checkpoint:
         manifest = checkpoint.manifest
         counters = {name: manifest.counters[name] for name in ("global_steps", "skipped_steps")}
@@ -58,14 +63,22 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
         )
 
 
-def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[BinaryIO]:
+def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[BinaryIO] | list[str]:
     """One file in memory for each rank that saved, from which ``torch.load`` reads the ZeRO
-    stage.
+    stage; of a folder that DeepSpeed wrote the paths of its files.
     """
+    if files := _files(checkpoint_dir, "optim_states.pt"):
+        return files
     with Checkpoint(find_checkpoint(checkpoint_dir)) as checkpoint:
         manifest = checkpoint.manifest
         state = {"zero_stage": manifest.stage, "partition_count": manifest.world["shard"]}
         return [_in_memory({"optimizer_state_dict": state}) for _ in manifest.files]
+
+
+def _files(folder: str | os.PathLike[str], ending: str) -> list[str]:
+    """The files of ``folder`` that end so, in the order of the numbers in their names."""
+    found = Path(folder).glob(f"*_{ending}")
+    return sorted(map(str, found), key=lambda name: [*map(int, re.findall(r"\d+", name))])
 
 
 def _in_memory(content: dict[str, Any]) -> BinaryIO:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.errors import ConfigError
+from hf_zero.errors import PartitionError
 from hf_zero.integrations.deepspeed.runtime_utils import partition_uniform
 
 
@@ -34,7 +34,7 @@ class TiledLinear(nn.Module):
         init_linear: a layer whose values are taken.
 
     Raises:
-        ConfigError: more tiles than features, or none.
+        PartitionError: more tiles than features, or none.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class TiledLinear(nn.Module):
             ("out_splits", out_splits, out_features),
         ):
             if not 1 <= splits <= features:
-                raise ConfigError(f"TiledLinear: {name} is {splits}; write 1 to {features}")
+                raise PartitionError(f"TiledLinear: {name} is {splits}; write 1 to {features}")
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split = input_is_already_split
@@ -106,7 +106,7 @@ class TiledLinear(nn.Module):
             ("bias", self.use_bias, other.bias is not None),
         ):
             if mine != its:
-                raise ConfigError(f"TiledLinear: {name} is {mine} here and {its} in the other")
+                raise PartitionError(f"TiledLinear: {name} is {mine} here and {its} in the other")
         with GatheredParameters([*self.parameters(), *other.parameters()], modifier_rank=0):
             for row, first, stop in zip(self.linears, self.out_parts, self.out_parts[1:]):
                 tiles: list[Any] = list(row)  # type: ignore[arg-type, call-overload]

@@ -4,6 +4,7 @@ DeepSpeed's names, read by :class:`hf_zero.ZeroConfig`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from enum import Enum, IntEnum
 from typing import Any
@@ -12,6 +13,45 @@ from hf_zero.config import ZeroConfig
 from hf_zero.distributed import process_group
 
 ZERO = "zero_optimization"
+DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(
+        (
+            "allgather_partitions",
+            "contiguous_gradients",
+            "load_from_fp32_weights",
+            "memory_efficient_linear",
+            "override_module_apply",
+            "reduce_scatter",
+            "use_multi_rank_bucket_allreduce",
+        ),
+        True,
+    ),
+    **dict.fromkeys(
+        (
+            "elastic_checkpoint",
+            "legacy_stage1",
+            "log_trace_cache_warnings",
+            "pipeline_loading_checkpoint",
+            "round_robin_gradients",
+            "zero_quantized_gradients",
+            "zero_quantized_nontrainable_weights",
+            "zero_quantized_weights",
+        ),
+        False,
+    ),
+    **dict.fromkeys(("allgather_bucket_size", "reduce_bucket_size"), 500_000_000),
+    **dict.fromkeys(("sub_group_size", "stage3_max_reuse_distance"), 1_000_000_000),
+    "ignore_unused_parameters": True,
+    "mics_shard_size": -1,
+    "stage3_gather_16bit_weights_on_model_save": False,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_model_persistence_threshold": sys.maxsize,
+    "stage3_module_granularity_threshold": 0,
+    "stage3_param_persistence_threshold": 100_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "zero_hpz_partition_size": 1,
+}
+"""What DeepSpeed documents for keys of the section that nobody wrote."""
 
 ADAGRAD_OPTIMIZER = "adagrad"
 ADAMW_OPTIMIZER = "adamw"
@@ -58,8 +98,7 @@ class _Section:
             raise AttributeError(name)
         for spelled in (name, f"stage3_{name}", f"zero_{name}"):
             if spelled in self._values:
-                value = self._values[spelled]
-                return _Section(value) if isinstance(value, Mapping) else value
+                return self._values[spelled]
         raise AttributeError(f"the section has no key {name!r}; it has {sorted(self._values)}")
 
     def model_dump(self) -> dict[str, Any]:
@@ -76,8 +115,16 @@ class DeepSpeedZeroConfig(_Section):
 
     def __init__(self, **values: Any) -> None:
         config = ZeroConfig.from_dict({ZERO: {"stage": 0, **_plain(values)}}, allow_auto=True)
-        section = config.to_dict("default")[ZERO]
-        super().__init__({**section, "stage": ZeroStageEnum(config.stage)})
+        section = config.to_dict()[ZERO]
+        offload: dict[str, Any] = {"offload_param": None, "offload_optimizer": None}
+        if "offload_param" in section or values.get("offload_param") is not None:
+            given = section.pop("offload_param", {})
+            offload["offload_param"] = DeepSpeedZeroOffloadParamConfig(**given)
+        if "offload_optimizer" in section or values.get("offload_optimizer") is not None:
+            given = section.pop("offload_optimizer", {})
+            offload["offload_optimizer"] = DeepSpeedZeroOffloadOptimizerConfig(**given)
+        whole = {**DEFAULTS, "overlap_comm": config.stage == 3, **section, **offload}
+        super().__init__({**whole, "stage": ZeroStageEnum(config.stage)})
 
 
 class DeepSpeedZeroOffloadParamConfig(_Section):
@@ -91,13 +138,15 @@ class DeepSpeedZeroOffloadOptimizerConfig(_Section):
     """The section ``offload_optimizer``."""
 
     def __init__(self, **values: Any) -> None:
-        super().__init__(_offload("offload_optimizer", values))
+        section = _offload("offload_optimizer", values)
+        pipelined = bool(values.get("pipeline_read") or values.get("pipeline_write"))
+        super().__init__({**section, "pipeline": pipelined})
 
 
 def _offload(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     given = {ZERO: {"stage": 3, name: _plain(values)}}
     config = ZeroConfig.from_dict(given, allow_auto=True).to_dict("default")
-    section: dict[str, Any] = config[ZERO][name]
+    section: dict[str, Any] = config[ZERO].get(name, {})
     return {**section, "device": OffloadDeviceEnum(section.get("device") or "none")}
 
 

@@ -203,3 +203,12 @@ def test_of_several_that_convert_one_writes(
     assert _load(out / "pytorch_model.bin").keys() == weights.keys()
     assert not list(out.glob(".*"))
     assert len(calls) == 1
+
+
+def test_files_of_deepspeeds_own_checkpoints_are_found(tmp_path: Path) -> None:
+    names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1, 2, 10)]
+    for name in [*names, "mp_rank_00_model_states.pt"]:
+        (tmp_path / name).write_text("")
+    helpers = deepspeed.utils.zero_to_fp32
+    assert [Path(file).name for file in helpers.get_optim_files(tmp_path)] == names
+    assert Path(helpers.get_model_state_file(tmp_path, 2)).name == "mp_rank_00_model_states.pt"

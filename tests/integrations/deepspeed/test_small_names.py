@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.errors import ConfigError, NotBuiltError, PartitionError
 from hf_zero.estimate import estimate
 from hf_zero.integrations.deepspeed import accelerator, comm_log, runtime_utils, schedule_arguments
 from hf_zero.parameters.leaf_modules import mark_configured
@@ -84,6 +84,7 @@ def test_hostfiles_and_filters(tmp_path: Path, heard: list[str]) -> None:
     assert runner.parse_resource_filter(hosts, exclude_str="worker-1:3@worker-0") == {
         "worker-1": [0, 1, 2]
     }
+    assert runner.parse_resource_filter(hosts, exclude_str="worker-1@worker-0") == {}
     for arguments in (("worker-0", "worker-1"), ("worker-9", ""), ("worker-0:7", ""), ("a:b", "")):
         with pytest.raises(ValueError, match="--include"):
             runner.parse_resource_filter(hosts, *arguments)
@@ -110,9 +111,9 @@ def test_tiles_compute_the_layer(splits: tuple[int, int]) -> None:
 
 
 def test_tiles_that_cannot_be_are_named() -> None:
-    with pytest.raises(ConfigError, match="in_splits is 8; write 1 to 7"):
+    with pytest.raises(PartitionError, match="in_splits is 8; write 1 to 7"):
         deepspeed.zero.TiledLinear(7, 5, in_splits=8)
-    with pytest.raises(ConfigError, match="out_features is 5 here and 6 in the other"):
+    with pytest.raises(PartitionError, match="out_features is 5 here and 6 in the other"):
         deepspeed.zero.TiledLinear(7, 5, init_linear=nn.Linear(7, 6))
 
 
@@ -240,6 +241,10 @@ def test_partitions_are_the_best_there_are(parts: int) -> None:
         for cuts in itertools.combinations_with_replacement(range(len(weights) + 1), parts - 1)
     )
     assert heaviest == best
+    if parts <= len(weights):
+        assert all(a < b for a, b in itertools.pairwise(bounds))
+    five = runtime_utils.partition_balanced([1] * 5, 4)
+    assert sorted(b - a for a, b in itertools.pairwise(five)) == [1, 1, 1, 2]
     uniform = runtime_utils.partition_uniform(8, parts)
     sizes = [b - a for a, b in itertools.pairwise(uniform)]
     assert sum(sizes) == 8 and max(sizes) - min(sizes) <= 1
@@ -346,6 +351,13 @@ def test_configurations_as_objects() -> None:
     assert section.stage == zero.ZeroStageEnum.weights and section.prefetch_bucket_size == 7
     with pytest.raises(AttributeError, match="no key 'none_such'"):
         _ = section.none_such
+    assert zero.DeepSpeedZeroConfig().overlap_comm is False and section.overlap_comm is True
+    assert section.offload_param is None and section.reduce_scatter is True
+    old = zero.DeepSpeedZeroConfig(stage=3, cpu_offload_param=True, offload_optimizer={})
+    assert type(old.offload_param) is zero.DeepSpeedZeroOffloadParamConfig
+    assert old.offload_param.device == "cpu" and old.offload_optimizer.device == "none"
+    pipelined = zero.DeepSpeedZeroOffloadOptimizerConfig
+    assert not pipelined().pipeline and pipelined(pipeline_read=True).pipeline
     with pytest.raises(ConfigError, match="stge"):
         zero.DeepSpeedZeroConfig(stge=3)
     offload = deepspeed.runtime.zero.offload_config
