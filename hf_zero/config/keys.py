@@ -242,11 +242,6 @@ _FEATURES = (
         "data efficiency; sort or cut the data in its Dataset",
         "seed data_routing data_sampling",
     ),
-    switched(
-        "elasticity",
-        "elastic batch sizes; write train_batch_size alone: the other batch sizes follow from the "
-        "number of ranks, and every checkpoint resumes on any number of them",
-    ),
     switched("autotuning", "autotuning; `hf-zero propose` finds a configuration that fits"),
     switched("compression_training", "compression; prune or quantise the trained model"),
     switched(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from functools import partial
 
+from hf_zero.config.elasticity import elastic_sizes
 from hf_zero.config.reading import Reading
 from hf_zero.errors import ConfigError, NotBuiltError
 
@@ -14,6 +15,7 @@ TOTAL = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 EQUATION = f"{TOTAL} = {MICRO} × {ACCUMULATION} × ranks"
+ELASTICITY = "elasticity"
 NO_BATCH_SIZE = "default: no batch size is written"
 MICS = "zero_optimization.mics_shard_size"
 NODE_LOCAL = "checkpoint.use_node_local_storage"
@@ -30,6 +32,7 @@ def resolve(reading: Reading, ranks: int, require_batch_size: bool, training: bo
         )
     for settle in (
         reading.refuse_autos,
+        partial(_resolve_elasticity, reading, ranks),
         partial(_resolve_batch, reading, ranks, require_batch_size),
         partial(_resolve_mesh, reading, ranks),
         partial(_check_storage, reading, ranks),
@@ -37,6 +40,24 @@ def resolve(reading: Reading, ranks: int, require_batch_size: bool, training: bo
         with reading.mistakes.noted():
             settle()
     reading.mistakes.throw()
+
+
+def _resolve_elasticity(reading: Reading, ranks: int) -> None:
+    section = reading.values.get(ELASTICITY) or {}
+    if not section.get("enabled"):
+        return
+    total, micro = elastic_sizes(section, ranks)
+    written = [key for key in (TOTAL, MICRO, ACCUMULATION) if key in reading.values]
+    if written and not section.get("ignore_non_elastic_batch_info"):
+        raise ConfigError(
+            f"{ELASTICITY} computes the batch sizes, and {written[0]} is written, too "
+            f"({reading.sources[written[0]]}); remove it, or write "
+            f"{ELASTICITY}.ignore_non_elastic_batch_info: true"
+        )
+    steps = total // (micro * ranks)
+    for key, value in ((TOTAL, total), (MICRO, micro), (ACCUMULATION, steps)):
+        reading.discard(key)
+        reading.fill(key, value, f"computed: {ELASTICITY} on {ranks} ranks")
 
 
 def _resolve_batch(reading: Reading, ranks: int, required: bool) -> None:

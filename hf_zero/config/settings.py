@@ -56,6 +56,13 @@ class Settings:
     gradient_accumulation_steps: int | None = key(
         integer(1), None, "micro-batches of one optimizer step", unit="micro-batches"
     )
+    elasticity: dict[str, Any] | None = key(
+        SECTION,
+        None,
+        "batch sizes that fit many numbers of ranks: max_train_batch_size, micro_batch_sizes, "
+        "min_gpus, max_gpus; every checkpoint resumes on any number of ranks without it",
+        hash=False,
+    )
     gradient_clipping: float = key(number(0), 0.0, "the global norm is clipped to this; 0: never")
     zero: ZeroSection = section("zero_optimization", ZeroSection)
     fp16: Fp16Section = section("fp16", Fp16Section)

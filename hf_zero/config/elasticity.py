@@ -1,0 +1,109 @@
+"""Batch sizes by the section ``elasticity``: one train batch size that fits as many numbers of
+ranks as it can, so that a run goes on with the same batches on another number.
+
+The candidates are multiples of each micro-batch size, and of their least common multiple, by the
+largest highly composite number that stays below the most that is accepted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hf_zero.config.spelling import did_you_mean
+from hf_zero.errors import ConfigError, NotBuiltError
+
+HIGHLY_COMPOSITE = (
+    *(1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560),
+    *(10080, 15120, 20160, 25200, 27720, 45360, 50400, 55440, 83160, 110880, 166320, 221760),
+    *(277200, 332640, 498960, 554400, 665280, 720720),
+)
+DEFAULTS: dict[str, Any] = {
+    "enabled": False,
+    "max_train_batch_size": 2000,
+    "micro_batch_sizes": [2, 4, 6],
+    "min_gpus": 1,
+    "max_gpus": 10_000,
+    "min_time": 0,
+    "prefer_larger_batch": True,
+    "ignore_non_elastic_batch_info": False,
+    "num_gpus_per_node": 1,
+    "model_parallel_size": 1,
+    "version": 0.2,
+}
+
+
+def read(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The section with its defaults. Raises ConfigError for keys and values that cannot be, and
+    NotBuiltError for model parallelism.
+    """
+    for name in section:
+        if name not in DEFAULTS:
+            raise ConfigError(f"unknown key 'elasticity.{name}'{did_you_mean(name, DEFAULTS)}")
+    values = {**DEFAULTS, **section}
+    micros = values["micro_batch_sizes"]
+    numbers = [values[key] for key in ("max_train_batch_size", "min_gpus", "max_gpus")]
+    whole = [*numbers, *(micros if isinstance(micros, list) else [None])]
+    if not all(isinstance(number, int) and number > 0 for number in whole) or not micros:
+        raise ConfigError(
+            "elasticity needs max_train_batch_size, min_gpus, max_gpus and a list of "
+            f"micro_batch_sizes, integers of at least 1; it has {dict(section)}"
+        )
+    if values["model_parallel_size"] != 1:
+        raise NotBuiltError(
+            "elasticity.model_parallel_size asks for model parallelism, which this version of "
+            "hf-zero does not provide; write 1"
+        )
+    return values
+
+
+def elastic_batch(section: Mapping[str, Any]) -> tuple[int, list[int]]:
+    """The train batch size, and the numbers of ranks that it fits, in ascending order."""
+    values = read(section)
+    micros, most = values["micro_batch_sizes"], values["max_train_batch_size"]
+    per_node = int(values["num_gpus_per_node"]) if float(values["version"]) >= 0.2 else 1
+    least, highest = values["min_gpus"] // per_node, values["max_gpus"] // per_node
+    sizes = {_multiple(base, most // per_node) for base in (*micros, math.lcm(*micros))}
+    fitting = {size: _ranks(size, micros, max(least, 1), highest) for size in sizes if size}
+    if not any(fitting.values()):
+        raise ConfigError(
+            f"elasticity: no batch of at most {most} samples fits {values['min_gpus']} to "
+            f"{values['max_gpus']} ranks in micro-batches of {micros}; accept larger batches, or "
+            "smaller micro-batches"
+        )
+    larger = 1 if values["prefer_larger_batch"] else -1
+    best = max(fitting, key=lambda size: (len(fitting[size]), larger * size))
+    return best * per_node, [ranks * per_node for ranks in fitting[best]]
+
+
+def elastic_sizes(section: Mapping[str, Any], ranks: int) -> tuple[int, int]:
+    """The train batch size and the micro-batch size on ``ranks`` ranks. Raises ConfigError for a
+    number that the batch does not fit.
+    """
+    total, fitting = elastic_batch(section)
+    if ranks not in fitting:
+        near = sorted(sorted(fitting, key=lambda each: abs(each - ranks))[:6])
+        raise ConfigError(
+            f"elasticity: the train batch of {total} samples does not fit {ranks} ranks; start "
+            f"one of the numbers that it fits, such as {near}"
+        )
+    micros = read(section)["micro_batch_sizes"]
+    shares = [micro for micro in micros if total // ranks % micro == 0]
+    choose = max if read(section)["prefer_larger_batch"] else min
+    return total, choose(shares)
+
+
+def _multiple(base: int, most: int) -> int:
+    """The largest highly composite multiple of ``base`` up to ``most``; 0 if there is none."""
+    return base * max((each for each in HIGHLY_COMPOSITE if each * base <= most), default=0)
+
+
+def _ranks(size: int, micros: Sequence[int], least: int, most: int) -> list[int]:
+    """Numbers of ranks on which a micro-batch size makes up ``size`` in whole steps."""
+    found = set()
+    for micro in micros:
+        if size % micro == 0:
+            steps = size // micro
+            found |= {each for each in range(least, min(most, steps) + 1) if steps % each == 0}
+    return sorted(found)

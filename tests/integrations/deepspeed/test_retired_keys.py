@@ -1,0 +1,64 @@
+"""The table of retired keys in the facade's README is what happens."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_zero.config import ZeroConfig
+from hf_zero.errors import NotBuiltError
+from hf_zero.integrations.deepspeed.facade import FOLDER
+from hf_zero.optim.build import build_optimizer
+
+VALUES: dict[str, Any] = {
+    "amp": {"enabled": True, "opt_level": "O1"},
+    "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}},
+    "curriculum_learning": {"enabled": True, "curriculum_type": "seqlen"},
+    "eigenvalue": {"enabled": True},
+    "elasticity": {"enabled": True, "max_train_batch_size": 48, "micro_batch_sizes": [2, 4]},
+    "graph_harvesting": True,
+    "nebula": {"enabled": True},
+    "progressive_layer_drop": {"enabled": True, "theta": 0.5},
+    "quantize_training": {"enabled": True},
+    "sparse_attention": {"mode": "fixed", "block": 16},
+    "sparse_gradients": True,
+    "zero_optimization.mics_shard_size": 2,
+    "zero_optimization.mics_hierarchical_params_gather": True,
+    "zero_optimization.zeropp_loco_param": {"err_beta": 0.8},
+}
+
+
+def rows() -> dict[str, str]:
+    text = (
+        (Path(FOLDER) / "README.md").read_text().partition("## Keys that DeepSpeed has retired")[2]
+    )
+    return dict(re.findall(r"^\| `([\w.]+)`[^|]*\|[^|]*\| (.*) \|$", text, re.MULTILINE))
+
+
+def test_all_of_them_are_in_the_table() -> None:
+    assert rows().keys() == {*VALUES, "optimizer.type"}
+
+
+@pytest.mark.parametrize("key", VALUES)
+def test_each_does_what_the_table_says(key: str) -> None:
+    config: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+    section, _, name = key.rpartition(".")
+    (config[section] if section else config)[name] = VALUES[key]
+    said = rows()[key]
+    if said.startswith("works"):
+        ZeroConfig.from_dict(config).resolve(4)
+    else:
+        assert said.startswith("refused: ")
+        with pytest.raises(NotBuiltError, match=re.escape(name)):
+            ZeroConfig.from_dict(config)
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"])
+def test_optimizers_of_one_bit_are_refused(name: str) -> None:
+    config = ZeroConfig.from_dict({"optimizer": {"type": name, "params": {"lr": 0.1}}})
+    assert config.optimizer is not None
+    with pytest.raises(NotBuiltError, match=name):
+        build_optimizer(config.optimizer, [])
