@@ -11,7 +11,7 @@ from typing import Any
 from hf_zero import checkpoint
 from hf_zero.checkpoint.async_save import AsyncSaver
 from hf_zero.core.engine import TrainingEngine
-from hf_zero.core.schedule import Schedule
+from hf_zero.core.shared_shards import SharedShards
 from hf_zero.core.trouble import refuse_half_done
 from hf_zero.distributed.consensus import STOP
 from hf_zero.distributed.mesh import Mesh
@@ -28,19 +28,18 @@ class AsyncSaves:
     ``writer`` is there from the first such save on.
     """
 
-    def __init__(self, mesh: Mesh, schedule: Schedule):
+    def __init__(self, mesh: Mesh, shards: SharedShards):
         self.writer: AsyncSaver | None = None
         self._mesh = mesh
-        self._schedule = schedule
+        self._shards = shards
 
     def start(self) -> AsyncSaver:
         """The writer, made by the first call; every rank must call it."""
         if self.writer is None:
             mesh = self._mesh
             self.writer = AsyncSaver(mesh, mesh.rank, mesh.world, mesh.device)
-            if mesh.consensus is not None:
-                # all ranks hear of a failure after the same step
-                mesh.consensus.serve_out_of_order_gathers(self._schedule.read)
+            # all ranks hear of a failure after the same step
+            self._shards.serve()
         return self.writer
 
     def wait(self, who: str, below: str | None = None) -> None:
@@ -82,7 +81,7 @@ class Engine(TrainingEngine):
 
     def _build(self, mesh: Mesh, installed: ExitStack) -> None:
         super()._build(mesh, installed)
-        self.async_saves = AsyncSaves(mesh, self.schedule)
+        self.async_saves = AsyncSaves(mesh, self.schedule.shards)
 
     def _publish_events(self) -> None:
         self.async_saves.publish_failure()
@@ -186,7 +185,7 @@ class Engine(TrainingEngine):
         self.wait_for_checkpoint(f"the load of {load_dir}")
         if self.updater is not None:
             self.updater.drop_early()
-        with self.schedule.writing():
+        with self.schedule.shards.writing():
             answer = checkpoint.load(
                 self,
                 load_dir,

@@ -78,7 +78,7 @@ def count_frames(rank: int, folder: str) -> None:
     engine(batch)
     dist.barrier()
     if rank == 0:
-        print(" > ".join(max(ways, key=len)) if any(ways) else "no gather was seen")
+        print(" > ".join(sorted(ways, key=len)[-1]) if any(ways) else "no gather was seen")
 
 
 def live_frames(checkout: Path) -> str:

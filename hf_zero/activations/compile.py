@@ -133,7 +133,7 @@ class CompiledForward(Override):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         alone = not (self._module.training or torch.is_grad_enabled()) or transformed()
-        if alone or self._unit.watched or torch.compiler.is_compiling():
+        if alone or self._unit.guard.watched or torch.compiler.is_compiling():
             return self._fn(*args, **kwargs)
         shapes: list[torch.Size] = []
         foreign = signature((*args, *kwargs.values()), shapes)

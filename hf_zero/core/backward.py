@@ -10,6 +10,7 @@ import torch
 
 from hf_zero.config import ZeroConfig
 from hf_zero.core.accumulation import AccumulationWindow, Counters
+from hf_zero.core.backward_tracker import BackwardTracker
 from hf_zero.core.guards import Attached, refuse_switched
 from hf_zero.core.hooks import Hooks
 from hf_zero.core.optimizer_step import OptimizerStep
@@ -27,6 +28,7 @@ from hf_zero.units.precision import LossScaler, Scaling
 class Backward:
     """From a loss to gradients in ``reducer``. :meth:`install` puts its hooks on ``model``."""
 
+    tracker: BackwardTracker
     hooks: Hooks
     losses: Losses
 
@@ -73,21 +75,21 @@ class Backward:
         scales.
         """
         model = self._model
-        self.hooks = Hooks(
-            model.module,
+        self.tracker = BackwardTracker(
             model.units,
             model.schedule,
             self.reducer,
             self._begins,
             lambda: self.losses.part_joins(),
         )
+        self.hooks = Hooks(model.module, model.units, model.schedule, self.tracker)
         self._removable.callback(self.hooks.remove)
         self.losses = Losses(
             model.mesh.rank,
             scaler,
             self._fp16,
             model.trainable,
-            self.hooks.is_in_backward,
+            lambda: self.tracker.under_way,
             self.hooks.watch_gradients,
         )
         self._removable.callback(self.losses.close)
@@ -143,7 +145,7 @@ class Backward:
         """Take in gradients that no hook has announced, and forget a backward that an exception has
         broken (collective).
         """
-        self.hooks.notice_broken()
+        self.tracker.put_away_broken()
         self.hooks.take_in_unannounced()
 
     def reduce(self) -> None:

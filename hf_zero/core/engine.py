@@ -125,12 +125,12 @@ class TrainingEngine(nn.Module):
         self.patches.install(model, sharded.units, device, mesh.rank == 0)
         model.zero_grad = Override(self.zero_grad, model, "zero_grad")  # type: ignore[method-assign, assignment]
         installed.callback(model.__dict__.pop, "zero_grad", None)
-        self.stop_requests = StopRequests(mesh, sharded.schedule)
+        self.stop_requests = StopRequests(mesh, sharded.schedule.shards)
         if self.optimizer is not None:
             patch_optimizer(self.optimizer, self)
             installed.callback(restore_optimizer, self.optimizer)
             self.publish_scale()
-        with sharded.schedule.writing():
+        with sharded.schedule.shards.writing():
             pass  # what the partition wrote
 
     def publish_scale(self) -> None:

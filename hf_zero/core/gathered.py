@@ -79,7 +79,7 @@ class GatheredParameters:
             flat.unit: _engine_of(flat) for flat in sorted(flats, key=lambda flat: flat.number)
         }
         for unit, engine in units.items():
-            watched = unit.watched
+            watched = unit.guard.watched
             self._gathered.enter_context(engine.gathered(unit))
             if not watched:
                 unit.take_user_writes()  # those of a forward, which are not this context's
@@ -136,7 +136,7 @@ class GatheredParameters:
             parameter.data = view
         if modifier is not None:
             world_group.broadcast(view, modifier)
-        with _engine_of(flat).schedule.writing():
+        with _engine_of(flat).schedule.shards.writing():
             flat.adopt(name)
 
 
@@ -228,7 +228,7 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
     flat.unit.take_user_writes()
     engine, master = _engine_of(flat), flat.optimizer_shard.master
     assert master is not None
-    with engine.schedule.writing():
+    with engine.schedule.shards.writing():
         _write(flat, parameter, master, value, "safe_set_full_fp32_param")
         flat.optimizer_shard.store_master(master)
     engine.refresh_params([flat])

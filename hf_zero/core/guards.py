@@ -233,7 +233,7 @@ class ModuleGuards:
 
     @torch.no_grad()
     def _after_load(self, pinned: list[Unit], module: nn.Module, incompatible: Any) -> None:
-        with self._schedule.writing():
+        with self._schedule.shards.writing():
             for name, parameter in self._own.get(module, {}).items():
                 if module._parameters.get(name) is parameter:
                     owner_of(parameter).adopt(name_of(parameter))

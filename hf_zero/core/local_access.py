@@ -65,7 +65,7 @@ def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> N
     flat.unit.take_user_writes()
     engine, master = _engine_of(flat), flat.optimizer_shard.master
     assert master is not None
-    with engine.schedule.writing():
+    with engine.schedule.shards.writing():
         _put(parameter, master, value, "safe_set_local_fp32_param")
         flat.optimizer_shard.store_master(master)
     engine.refresh_params([flat])

@@ -127,7 +127,10 @@ class OptimizerStep:
             divisor = scale * ((self.norm + 1e-6) / limit).clamp(min=1.0)
         elif scale != 1.0:
             divisor = torch.full((), scale, device=model.mesh.device)
-        with model.schedule.writing(), self._updating_state():  # in fp32 the masters are the shards
+        with (
+            model.schedule.shards.writing(),
+            self._updating_state(),
+        ):  # in fp32 the masters are the shards
             self.take_user_writes()
             with span("update", "parameters on the device"):
                 written = self.bound.step(divisor, shards=self._shards_to_write())

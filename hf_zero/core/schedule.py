@@ -15,21 +15,40 @@ gathered twice, and the unit that ends a forward is still there when its backwar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import nn
 
-from hf_zero.device import kinds, streams
+from hf_zero.core.shared_shards import SharedShards
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
-from hf_zero.gradients.order import merged
+from hf_zero.gradients.reduction_order import merged
 from hf_zero.units.unit import State, Unit
 
 GATHER, END = 1, 0
-EVENTS = 256  # writes whose events are kept; a GPU's queue of launches holds fewer
 AHEAD = 2  # units prefetched at most; the byte limit comes from the config
+
+
+class ReductionsUnderWay(Protocol):
+    """What the gathers of a backward must know of its reductions."""
+
+    @property
+    def launched(self) -> int: ...
+
+    def land_launched(self, number: int) -> None: ...
+
+
+@dataclass(eq=False)
+class GatherPass:
+    """One pass under way. ``plan`` is the order of its gathers, None while they are recorded."""
+
+    key: Hashable
+    backward: bool
+    plan: list[Unit] | None
+    cursor: int = 0  # gathers of the plan that are issued
+    record: list[Unit] = field(default_factory=list)
 
 
 class Schedule:
@@ -43,29 +62,32 @@ class Schedule:
         self._mesh = mesh
         self._ahead_bytes = ahead_bytes
         self._reads_ahead = reads_ahead
+        self.gathers = any(unit.sharded for unit in units)
+        self.shards = SharedShards(self._units, mesh)
         self._plans: dict[Hashable, list[Unit]] = {}
         self._before: dict[Hashable, list[Unit]] = {}  # plans that are being recorded anew
-        self._plan: list[Unit] | None = None  # of the pass under way; None while recording
-        self._record: list[Unit] = []
-        self._cursor = 0
-        self.plan: Sequence[Unit] = ()  # of the pass whose gathers were all issued last
-        # where in it the gathers stand that were recorded: after none of them, one, and so on
-        self.places: Sequence[int] = (0,)
-        self._key: Hashable = None
-        self._backward = False
+        self._pass: GatherPass | None = None  # None: between passes, or nothing to gather in it
+        # the pass whose gathers were all issued last: its plan is complete
+        self._issued = GatherPass(None, False, [])
         self._to_reshard: list[Unit] = []
         self._ahead: list[Unit] = []
         # units gathered for other ranks' sake so far, and their places in the plan
         self._passed: list[tuple[int, Unit]] = []
         self._kept: list[Unit] = []  # for the backward that may follow
-        # on a GPU: when the shards were written, by epoch
-        self._written: dict[int, streams.Event] = {}
-        self.gathers = any(unit.sharded for unit in units)
-        self.on_use: Callable[[Unit], None] | None = None  # told of each unit that a forward needs
-        # reductions that this rank has launched in the backward under way
-        self.launched: Callable[[], int] = lambda: 0
-        # told how many of them all ranks have launched
-        self.on_launched: Callable[[int], None] | None = None
+        self.on_use: Callable[[Unit], None] | None = None  # called with each unit that is needed
+        self.reductions: ReductionsUnderWay | None = None
+
+    @property
+    def plan(self) -> Sequence[Unit]:
+        """The order of the gathers of the pass that issued all of them last."""
+        return self._issued.plan or ()
+
+    @property
+    def places(self) -> Sequence[int]:
+        """Where in :attr:`plan` the gathers stand that were recorded in that pass: after none of
+        them, one, and so on.
+        """
+        return _places(self._issued.record, self.plan)
 
     @property
     def gathered(self) -> tuple[int, ...]:
@@ -98,56 +120,59 @@ class Schedule:
             if all(unit.pins for unit in self._units if unit.sharded):
                 # Nothing to gather and so nothing to agree on: ranks may run different numbers of
                 # such forwards.
-                self._key, self._plan = None, None
+                self._pass = None
                 return
-        self._key = (*kind, self.resident)
-        self._plan = self._plans.get(self._key)
-        self._record, self._cursor, self._backward = [], 0, backward
+        key = (*kind, self.resident)
+        self._pass = GatherPass(key, backward, self._plans.get(key))
         if not backward:
-            self._mesh.passes.begin("forward", self._key)
+            self._mesh.passes.begin("forward", key)
 
     def issue_rest(self) -> None:
         """The pass is over on this rank: issue the gathers that others may still need, and wait
         for none of them.
         """
-        if not self.gathers or self._key is None:
+        under_way = self._pass
+        if under_way is None:
             return
-        if self._plan is None:
+        if under_way.plan is None:
             while self._agree_on_gather(END, None):
                 pass
             # What nobody used this time may be used again: a unit that no plan holds is slow to
             # get.
-            self._plan = merged([self._record, self._before.get(self._key, ())])
-            self._plans[self._key], self._cursor = self._plan, len(self._plan)
-            self.plan, self.places = self._plan, _places(self._record, self._plan)
-            if self._mesh.consensus is not None and self._mesh.shard.size > 1:
-                self._mesh.consensus.serve_out_of_order_gathers(
-                    self.read, partial(kinds.set_device, self._mesh.device)
-                )
+            plan = merged([under_way.record, self._before.get(under_way.key, ())])
+            under_way.plan = self._plans[under_way.key] = plan
+            under_way.cursor = len(plan)
+            self._issued = under_way
+            if self._mesh.shard.size > 1:
+                self.shards.serve()
         else:
-            self.issue_through(len(self._plan))
+            self.issue_through(len(under_way.plan))
 
     def end(self, keep_last: bool) -> None:
         """Finish the pass: issue what the plan still holds, then release.
 
         ``keep_last``: its backward may follow.
         """
-        if not self.gathers or self._key is None:
+        under_way = self._pass
+        if under_way is None:
             self._mesh.passes.end()
             return
         self.issue_rest()
         self._mesh.passes.end()
-        assert self._plan is not None
-        self._kept = [self._units[0], *self._plan[-1:]] if keep_last else []
-        self._key, self._plan, self._record = None, None, []
+        assert under_way.plan is not None
+        self._kept = [self._units[0], *under_way.plan[-1:]] if keep_last else []
+        self._pass = None
         self._release_unused()
 
     def issue_through(self, count: int) -> None:
         """Issue the first ``count`` gathers of the plan, if there is one."""
-        while self._plan is not None and self._cursor < count:
-            unit = self._plan[self._cursor]
-            self._passed.append((self._cursor, unit))
-            self._cursor += 1
+        under_way = self._pass
+        if under_way is None or under_way.plan is None:
+            return
+        while under_way.cursor < count:
+            unit = under_way.plan[under_way.cursor]
+            self._passed.append((under_way.cursor, unit))
+            under_way.cursor += 1
             unit.launch_gather()
 
     def let_go(self, through: int, awaits: Callable[[Unit], bool]) -> None:
@@ -167,12 +192,13 @@ class Schedule:
     @property
     def recorded(self) -> int:
         """How many gathers the pass under way, which is being recorded, has issued."""
-        return len(self._record)
+        return len(self._pass.record) if self._pass is not None else 0
 
     @property
     def recording(self) -> bool:
         """Whether the pass under way settles every gather with the other ranks."""
-        return self._key is not None and self._plan is None and self._mesh.world > 1
+        under_way = self._pass
+        return under_way is not None and under_way.plan is None and self._mesh.world > 1
 
     def note(self, error: BaseException | None) -> None:
         """Remember, for the other ranks, the exception that a forward has raised, as long as
@@ -185,7 +211,7 @@ class Schedule:
         uses.
         """
         self._mesh.passes.broke()
-        self._key, self._plan, self._record, self._kept = None, None, [], []
+        self._pass, self._kept = None, []
         self._release_unused()
 
     def ensure_gathered(self, unit: Unit, module: nn.Module | None = None) -> None:
@@ -207,7 +233,7 @@ class Schedule:
         if unit.state is State.RELEASED:
             self._acquire(unit)
         unit.finish_gather()
-        unit.unguard(module)
+        unit.guard.off(module)
         if unit in self._ahead:  # what was gathered before it is not needed, or not in this order
             at = self._ahead.index(unit)
             self._pass_by(self._ahead[:at])
@@ -216,8 +242,8 @@ class Schedule:
 
     def reshard_later(self, unit: Unit) -> None:
         """Say that ``unit`` is not needed for now; it goes when the next one is needed."""
-        if unit.sharded and not unit.in_forward and not unit.in_backward:
-            unit.guard()
+        if unit.sharded and not unit.forwards.in_forward and not unit.forwards.in_backward:
+            unit.guard.on()
             if not unit.in_use and unit not in self._to_reshard:
                 self._to_reshard.append(unit)
 
@@ -225,7 +251,7 @@ class Schedule:
         """Keep ``unit`` whole until :meth:`unpin`. All ranks must pin together."""
         unit.pins += 1
         if (
-            self._key is None
+            self._pass is None
             and unit.sharded
             and unit.pins == 1
             and unit not in self._kept
@@ -243,7 +269,8 @@ class Schedule:
 
     @property
     def between_passes(self) -> bool:
-        return self._key is None
+        """Whether no pass that gathers anything is under way."""
+        return self._pass is None
 
     def agree(self, what: str, value: int) -> int:
         """The largest ``value`` of all ranks, which meet here for ``what`` (collective, outside
@@ -254,70 +281,25 @@ class Schedule:
         return self._mesh.consensus.agree(what, (0, value), lambda wish: "agreement")[1]
 
     def _acquire(self, unit: Unit) -> None:
-        if self._plan is not None and unit in self._plan[self._cursor :]:
+        under_way = self._pass
+        plan = under_way.plan if under_way is not None else None
+        if under_way is not None and plan is not None and unit in plan[under_way.cursor :]:
             self._pass_by(self._ahead)
             self._ahead = []
-            self.issue_through(self._plan.index(unit, self._cursor))
-            self._cursor += 1
+            self.issue_through(plan.index(unit, under_way.cursor))
+            under_way.cursor += 1
             unit.launch_gather()
-        elif self._plan is not None and self._mesh.consensus is not None:
-            self._fetch(unit)
+        elif plan is not None and self._mesh.consensus is not None:
+            self.shards.fetch(unit)
         else:
             while unit.state is State.RELEASED:
                 self._agree_on_gather(GATHER, unit)
 
     def _pass_by(self, units: Sequence[Unit]) -> None:
         """Units gathered ahead have not been needed when their turn came."""
-        if self._plan is not None:
-            issued = self._plan[: self._cursor]
+        if self._pass is not None and self._pass.plan is not None:
+            issued = self._pass.plan[: self._pass.cursor]
             self._passed += [(len(issued) - 1 - issued[::-1].index(unit), unit) for unit in units]
-
-    def _fetch(self, unit: Unit) -> None:
-        """Get ``unit`` although the others follow an order that does not hold it."""
-        consensus, axis = self._mesh.consensus, self._mesh.shard
-        assert consensus is not None
-        peers = [rank for rank in axis.ranks if rank != self._mesh.rank]
-        size = sum(flat.layout.chunk * flat.dtype.itemsize for flat in unit.sharded)
-        unit.fill(
-            {
-                axis.ranks.index(rank): data
-                for rank, data in consensus.fetch(unit.index, unit.label, peers, size).items()
-            }
-        )
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Around every change of this rank's shards: other ranks may be fetching them."""
-        consensus = self._mesh.consensus
-        if consensus is None:
-            yield
-            return
-        with consensus.writing():
-            yield
-            if not self._mesh.blocks:
-                here = streams.current_stream(self._mesh.device)
-                self._written[consensus.epoch + 1] = streams.record_event(here)
-                self._written.pop(consensus.epoch + 1 - EVENTS, None)
-
-    def read(self, index: int, epoch: int) -> bytes:
-        """This rank's chunks of a unit as they are after ``epoch`` writes, for another rank's
-        fetch.
-        """
-        written = self._written.get(epoch)
-        if written is None:
-            assert self._mesh.consensus is not None
-            if not self._mesh.blocks or epoch != self._mesh.consensus.epoch:
-                raise PartitionError(
-                    "the values asked for have been overwritten since; keep the ranks together "
-                    "around writes to parameters"
-                )
-            return self._units[index].chunk_bytes()
-        # Not in the stream that computes: what this host has put there already may wait for the
-        # rank that asks.
-        stream = streams.new_stream(self._units[index].sharded[0].full.device)
-        with streams.on_stream(stream):
-            stream.wait_event(written)
-            return self._units[index].chunk_bytes()
 
     def meet(self) -> None:
         """A step is over: if a rank has left a recorded order, record all of them anew."""
@@ -329,25 +311,28 @@ class Schedule:
         """Agree with the other ranks on the next gather and issue it; False when all of them are
         at the end.
         """
-        sign = 1 if self._backward else -1
+        under_way = self._pass
+        sign = 1 if under_way is not None and under_way.backward else -1
         wish = (kind, sign * unit.index if unit is not None else -len(self._units) - 1)
         consensus, agreed = self._mesh.consensus, wish
         if consensus is not None:
-            agreed = consensus.agree(self._where(), wish, self._say, self.launched())
-            if self.on_launched is not None:
-                self.on_launched(consensus.all_launched)
+            reductions = self.reductions
+            launched = reductions.launched if reductions is not None else 0
+            agreed = consensus.agree(self._where(), wish, self._say, launched)
+            if reductions is not None:
+                reductions.land_launched(consensus.all_launched)
         if agreed[0] == END:
             return False
         chosen = self._units[abs(agreed[1])]
         chosen.launch_gather()
-        if self._key is not None:
-            self._record.append(chosen)
+        if under_way is not None:
+            under_way.record.append(chosen)
         return True
 
     def _where(self) -> str:
-        if self._key is None:
+        if self._pass is None:
             return "a gather outside forward and backward"
-        return f"{'backward' if self._backward else 'forward'} {self._key!r}"
+        return f"{'backward' if self._pass.backward else 'forward'} {self._pass.key!r}"
 
     def _say(self, wish: tuple[int, int]) -> str:
         return (
@@ -357,22 +342,24 @@ class Schedule:
         )
 
     def _prefetch(self) -> None:
-        if self._plan is None:
+        under_way = self._pass
+        if under_way is None or under_way.plan is None:
             return
-        for unit in self._plan[self._cursor : self._cursor + self._reads_ahead]:
+        plan, cursor = under_way.plan, under_way.cursor
+        for unit in plan[cursor : cursor + self._reads_ahead]:
             if unit.state is State.RELEASED:
                 for flat in unit.sharded:
                     flat.prefetch()
         if not self._ahead_bytes:
             return
         waiting = sum(unit.nbytes for unit in self._ahead)
-        while self._cursor < len(self._plan) and len(self._ahead) < AHEAD:
-            unit = self._plan[self._cursor]
+        while under_way.cursor < len(plan) and len(self._ahead) < AHEAD:
+            unit = plan[under_way.cursor]
             if unit.state is not State.RELEASED or (
                 self._ahead and waiting + unit.nbytes > self._ahead_bytes
             ):
                 return
-            self._cursor += 1
+            under_way.cursor += 1
             unit.launch_gather()
             self._ahead.append(unit)
             waiting += unit.nbytes

@@ -101,11 +101,11 @@ class ShardedModel:
         them.
         """
         self.schedule.pin(unit)
-        unit.watch()
+        unit.guard.watch()
         try:
             yield
         finally:
-            unit.unwatch()
+            unit.guard.unwatch()
             self.schedule.unpin(unit)
 
     def refresh(
@@ -119,7 +119,7 @@ class ShardedModel:
 
         The shards of flats whose keys are in ``written`` are up to date already.
         """
-        with self.schedule.writing(), span("update", "shards in compute dtype"):
+        with self.schedule.shards.writing(), span("update", "shards in compute dtype"):
             for flat in stale:
                 master = flat.optimizer_shard.master
                 if master is not None and flat.key not in written:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hf_zero.core.schedule import Schedule
+from hf_zero.core.shared_shards import SharedShards
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.logs import log_rank0
@@ -23,10 +23,10 @@ from hf_zero.logs import log_rank0
 class StopRequests:
     """Requests to stop, of this rank and of others; see :meth:`hf_zero.Engine.stop_on`."""
 
-    def __init__(self, mesh: Mesh, schedule: Schedule):
+    def __init__(self, mesh: Mesh, shards: SharedShards):
         self.agreed = False  # all ranks stop
         self._mesh = mesh
-        self._schedule = schedule
+        self._shards = shards
         self._handlers: list[_Handler] = []
         self._listens = self._asked = False
 
@@ -39,8 +39,7 @@ class StopRequests:
             )
         self.restore_handlers()
         self._listens = True
-        if self._mesh.consensus is not None:
-            self._mesh.consensus.serve_out_of_order_gathers(self._schedule.read)
+        self._shards.serve()
         self._handlers = [_Handler(number, self.request) for number in signals]
 
     def request(self) -> None:

@@ -1,9 +1,10 @@
 """Which unit is reduced when: units as they become ready, in one order on all ranks.
 
 [Note: order of reductions]
-All ranks launch the reductions of all trainable units, in one fixed order (``order.py``), in every
-backward that reduces. A unit waits for its predecessors; one for which nothing can come any more on
-this rank (``outstanding.py``) is launched at once, with zeros where nothing came.
+All ranks launch the reductions of all trainable units, in one fixed order
+(``reduction_order.py``), in every backward that reduces. A unit waits for its predecessors; one for
+which nothing can come any more on this rank (:class:`Outstanding`) is launched at once, with zeros
+where nothing came.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ from hf_zero.gradients.gradient_intake import (
     mark_present,
     take_in,
 )
-from hf_zero.gradients.order import Gathers, ReductionOrder, Shown
-from hf_zero.gradients.outstanding import Outstanding
+from hf_zero.gradients.reduction_order import Gathers, Outstanding, ReductionOrder, Shown
 from hf_zero.gradients.reductions import Reductions
 from hf_zero.gradients.usage import Usage
 from hf_zero.parameters.parameter import any_raw_grad

@@ -52,7 +52,7 @@ class RootForward:
     @property
     def pending(self) -> bool:
         """Whether the backward of a call in it is to come."""
-        return any(call in call.unit.pending for call in self.calls)
+        return any(call in call.unit.forwards.pending for call in self.calls)
 
 
 class UnitForward:
@@ -93,6 +93,102 @@ def _no_call() -> None:
     """What a unit awaits whose calls have not been looked at."""
 
 
+class UnitForwards:
+    """The forwards of one unit: those under way, and those whose backward is to come or is under
+    way.
+    """
+
+    def __init__(self) -> None:
+        # calls whose backward is to come: decides the reduction
+        self.pending: weakref.WeakSet[UnitForward] = weakref.WeakSet()
+        # calls whose backward is under way: decides the release
+        self.in_backward: set[UnitForward] = set()
+        # weakly, one of these that was found to come last
+        self.awaited: Callable[[], UnitForward | None] = _no_call
+        self.in_forward: list[UnitForward | None] = []  # forwards under way, innermost last
+        # forwards without a graph in training, which a reentrant checkpoint may run again in the
+        # backward
+        self.reruns = 0
+        # those that read this unit so: it waits for their backward
+        self.pinned_by: weakref.WeakSet[RootForward] = weakref.WeakSet()
+
+
+class ParameterGuard:
+    """Which classes the parameters of a gathered unit have: plain ones while their own module is at
+    work, else such that record graphs and views taken of them.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], sharded: Sequence[FlatBuffer]):
+        self._members = [parameter for flat in sharded for parameter in flat.members]
+        # Where there are several modules: the parameters of each, and those modules that are at
+        # work or were the last to be.
+        owned = set(map(id, self._members))
+        self._own = {
+            module: [p for p in module.parameters() if id(p) in owned]
+            for module in (modules if len(modules) > 1 else ())
+        }
+        self._bare: set[nn.Module] = set()
+        self._watchers = 0
+
+    @property
+    def watched(self) -> bool:
+        """Whether somebody has asked for the values, with :meth:`watch`."""
+        return self._watchers > 0 and bool(self._members)
+
+    @property
+    def gathered_class(self) -> type[OwnedParameter]:
+        """The class of parameters that have just been gathered."""
+        return WatchedParameter if self._own else LiveParameter
+
+    def on(self) -> None:
+        """Let parameters that are here record graphs on them: their own module is not at work."""
+        if not self._own:
+            _become(LiveParameter, WatchedParameter, self._members)
+        for module in self._bare:
+            _become(LiveParameter, WatchedParameter, self._own[module])
+        self._bare.clear()
+
+    def off(self, module: nn.Module | None = None) -> None:
+        """Let the parameters of ``module`` be plain ones while it is at work; None: those of a
+        unit of one module.
+        """
+        if self._watchers:
+            return
+        if not self._own:
+            _become(WatchedParameter, LiveParameter, self._members)
+        elif module is not None and module not in self._bare:
+            self._bare.add(module)
+            _become(WatchedParameter, LiveParameter, self._own[module])
+
+    def watch(self) -> None:
+        """As :meth:`on`, for as long as somebody has asked for the values, until
+        :meth:`unwatch`.
+        """
+        self._watchers += 1
+        if self._watchers == 1:
+            self.on()
+
+    def unwatch(self) -> None:
+        self._watchers -= 1
+
+    def released(self) -> None:
+        """The values are gone: no parameter is plain any more."""
+        self._bare.clear()
+
+
+def _become(
+    before: type[OwnedParameter],
+    after: type[OwnedParameter],
+    parameters: Sequence[nn.Parameter],
+) -> None:
+    for parameter in parameters:
+        kind = type(parameter)
+        if kind is before:
+            parameter.__class__ = after
+        elif kind is owned_class(before, given_class(parameter)):
+            become(parameter, after)
+
+
 class Unit:
     """One module, or several small ones, and the flats that are gathered and released together
     for them.
@@ -109,31 +205,11 @@ class Unit:
         self.trainable = [flat for flat in flats if flat.trainable]
         self._optimizer_shards = [flat.optimizer_shard for flat in self.trainable]
         self.state = State.GATHERED
-        # calls whose backward is to come: decides the reduction
-        self.pending: weakref.WeakSet[UnitForward] = weakref.WeakSet()
-        # calls whose backward is under way: decides the release
-        self.in_backward: set[UnitForward] = set()
-        # weakly, one of these that was found to come last
-        self.awaited: Callable[[], UnitForward | None] = _no_call
-        self.in_forward: list[UnitForward | None] = []  # forwards under way, innermost last
-        # forwards without a graph in training, which a reentrant checkpoint may run again in the
-        # backward
-        self.reruns = 0
+        self.forwards = UnitForwards()
+        self.guard = ParameterGuard(list(modules.values()), self.sharded)
         self.pins = 0
-        # those that read this unit so: it waits for their backward
-        self.pinned_by: weakref.WeakSet[RootForward] = weakref.WeakSet()
         # on which forwards of it have run, and so its gradients accumulate
         self._streams: set[streams.Stream] = set()
-        self._watchers = 0
-        # Where there are several modules: the parameters of each, and those modules that are at
-        # work or were the last to be.
-        self._members = [parameter for flat in self.sharded for parameter in flat.members]
-        sharded = set(map(id, self._members))
-        several = modules.values() if len(modules) > 1 else ()
-        self._own = {
-            module: [p for p in module.parameters() if id(p) in sharded] for module in several
-        }
-        self._bare: set[nn.Module] = set()
         self._shared = False  # somebody may hold views of the values
         self._handle: Handle | None = None
         # the shards are here, and their gather is on its way
@@ -202,66 +278,15 @@ class Unit:
 
     @property
     def in_use(self) -> bool:
-        return bool(self.pins or self.in_forward or self.in_backward or self.pinned_by)
-
-    @property
-    def watched(self) -> bool:
-        """Whether somebody has asked for values that are sharded, so that parameters tell of
-        what is done with them.
-        """
-        return self._watchers > 0 and bool(self.sharded)
-
-    def guard(self) -> None:
-        """Let parameters that are here tell of graphs that are recorded on them: their own
-        module is not at work.
-        """
-        if not self._own:
-            self._become(LiveParameter, WatchedParameter, self._members)
-        for module in self._bare:
-            self._become(LiveParameter, WatchedParameter, self._own[module])
-        self._bare.clear()
-
-    def unguard(self, module: nn.Module | None = None) -> None:
-        """Let the parameters of ``module`` be plain ones while it is at work; None: those of a
-        unit of one module.
-        """
-        if self._watchers:
-            return
-        if not self._own:
-            self._become(WatchedParameter, LiveParameter, self._members)
-        elif module is not None and module not in self._bare:
-            self._bare.add(module)
-            self._become(WatchedParameter, LiveParameter, self._own[module])
-
-    def watch(self) -> None:
-        """As :meth:`guard`, for as long as somebody has asked for the values, until
-        :meth:`unwatch`.
-        """
-        self._watchers += 1
-        if self._watchers == 1:
-            self.guard()
-
-    def unwatch(self) -> None:
-        self._watchers -= 1
+        """Whether a forward, a backward or somebody who asked for the values still reads them."""
+        forwards = self.forwards
+        return bool(self.pins or forwards.in_forward or forwards.in_backward or forwards.pinned_by)
 
     def share(self) -> None:
         """Somebody has taken a view of the values (``p.detach()``, ``p.t()``): it must not read
         memory that was given back.
         """
         self._shared = True
-
-    def _become(
-        self,
-        before: type[OwnedParameter],
-        after: type[OwnedParameter],
-        parameters: Sequence[nn.Parameter],
-    ) -> None:
-        for parameter in parameters:
-            kind = type(parameter)
-            if kind is before:
-                parameter.__class__ = after
-            elif kind is owned_class(before, given_class(parameter)):
-                become(parameter, after)
 
     def launch_gather(self) -> None:
         """Start the all-gather into the flats' own storage.
@@ -306,7 +331,7 @@ class Unit:
         if self.state is State.GATHERING:
             with torch.inference_mode(False), torch.no_grad():
                 for flat in self.sharded:
-                    flat.handles.point_at_full(WatchedParameter if self._own else LiveParameter)
+                    flat.handles.point_at_full(self.guard.gathered_class)
             self.state = State.GATHERED
 
     def take_user_writes(self) -> None:
@@ -373,4 +398,4 @@ class Unit:
                     flat.leave_storage()
                 flat.full.untyped_storage().resize_(0)
         self.state, self._shared = State.RELEASED, False
-        self._bare.clear()
+        self.guard.released()

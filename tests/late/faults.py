@@ -123,8 +123,9 @@ def _swapped_on_one_rank(plain: Any, self: schedule.Schedule, *args: Any, **kwar
     match by NCCL's rules.
     """
     plain(self, *args, **kwargs)
-    if self._plan is not None and os.environ.get("RANK") == "1":
-        plan = self._plan = list(self._plan)
+    under_way = self._pass
+    if under_way is not None and under_way.plan and os.environ.get("RANK") == "1":
+        plan = under_way.plan = list(under_way.plan)
         for at in range(1, len(plan)):
             if plan[at - 1].nbytes != plan[at].nbytes:
                 plan[at - 1], plan[at] = plan[at], plan[at - 1]
