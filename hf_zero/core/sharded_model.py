@@ -18,7 +18,6 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.ops import native
 from hf_zero.optim.elementwise import check
 from hf_zero.optim.fused import reads_16_bits
-from hf_zero.optim.offloaded import OffloadedOptimizer
 from hf_zero.optim.segments import BoundOptimizer
 from hf_zero.optim.state import collect, numbers_kept
 from hf_zero.parameters.layout import Slot
@@ -161,15 +160,13 @@ class ShardedModel:
     def bind(self, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> BoundOptimizer:
         """``optimizer`` over this rank's segments, with its state where the placement says."""
         shards = [flat.optimizer_shard for flat in self.trainable]
-        if not self.placement.offloads_optimizer:
-            return BoundOptimizer(optimizer, shards, self.group_of, self.parameters, config.kernels)
-        return OffloadedOptimizer(
+        return BoundOptimizer(
             optimizer,
             shards,
             self.group_of,
             self.parameters,
-            self.placement.moments,
             config.kernels,
+            self.placement.moments,
         )
 
 

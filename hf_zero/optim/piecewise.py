@@ -37,7 +37,7 @@ class Counted:
 class Bound(Protocol):
     """What a step needs of the optimizer that is bound to the flats."""
 
-    def hosted(self, flat: Flat) -> Sequence[Segment]:
+    def offloaded_segments(self, flat: Flat) -> Sequence[Segment]:
         """The segments of ``flat``, whose state is offloaded."""
 
     def count(self, flat: Flat, rules: Sequence[Rule | None]) -> Mapping[Segment, Counted]:
@@ -91,7 +91,7 @@ class Update:
         """The sub-groups of ``flat`` with their segments; none where all of its parameters are
         unused.
         """
-        segments = self._bound.hosted(flat)
+        segments = self._bound.offloaded_segments(flat)
         if not any(segment in self._counted for segment in segments):
             return []
         return [

@@ -1,5 +1,5 @@
-"""An optimizer bound to the flat shards of one rank: the user's own object, stepping segments
-instead of parameters.
+"""An optimizer bound to the shards of one rank: the user's own object, stepping segments instead of
+parameters.
 """
 
 from __future__ import annotations
@@ -12,9 +12,14 @@ from torch import Tensor
 
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim import hyperparameters, snapshots, state, torch_fused
+from hf_zero.optim.device_state import DeviceState, StateEntries, replace_segments
 from hf_zero.optim.elementwise import elementwise_base
 from hf_zero.optim.fused import FusedStep
-from hf_zero.optim.table import Flat, Region, Segment, cut, divide, masters, split
+from hf_zero.optim.host_rules import Rule
+from hf_zero.optim.kernel_calls import MASTER
+from hf_zero.optim.offloaded_state import BEGIN_WITH_GRADIENT, OffloadedState, refuse_counters
+from hf_zero.optim.piecewise import Counted, Update
+from hf_zero.optim.table import Flat, Segment, divide, masters, split
 from hf_zero.parameters.layout import Slot
 
 
@@ -22,8 +27,12 @@ class BoundOptimizer:
     """``optimizer`` over this rank's flats.
 
     The object, its group dicts and their number stay; ``group["params"]`` becomes the list of this
-    rank's segments, leaf tensors over the masters. A group that owns nothing on this rank gets a
-    stand-in of one zero, so that its step counters run as on the other ranks.
+    rank's segments, leaf tensors over the masters, or tensors that stand for them where they are
+    offloaded. A group that owns nothing on this rank gets a stand-in of one zero, so that its step
+    counters run as on the other ranks.
+
+    What is on the device is updated by :meth:`step`. What is offloaded follows: :meth:`begin` gives
+    its update, which is made sub-group by sub-group, on another thread as a rule.
 
     Where a group leaves both ``fused`` and ``foreach`` at None, torch has a fused kernel of the
     class for the device and the masters are fp32, ``fused`` is switched on: one pass over memory,
@@ -38,11 +47,14 @@ class BoundOptimizer:
         find state that exists already. Such state
             (whole tensors) is cut to this rank's elements.
         kernels: the configuration's ``kernels``: whether one kernel may update all segments
-        (:mod:`hf_zero.optim.fused`).
+        (:mod:`hf_zero.optim.fused`). moments: how the states that a rule allows are kept where
+        they are offloaded: ``"fp32"``, ``"bf16"`` or ``"int8"``.
 
     Raises:
-        UnsupportedOptimizerError: state exists that cannot be carried over; the optimizer is then
-        unchanged.
+        UnsupportedOptimizerError: state exists that cannot be carried over, or an optimizer that
+        the user vouches for counts its steps elsewhere than in its state, which is offloaded; the
+        optimizer is then unchanged. ConfigError: ``moments`` in fewer bits for an optimizer whose
+        states must be fp32.
     """
 
     def __init__(
@@ -52,35 +64,42 @@ class BoundOptimizer:
         group_of: Mapping[str, int],
         parameters: Mapping[str, Tensor],
         kernels: Any = "auto",
+        moments: str = "fp32",
     ) -> None:
         self.optimizer = optimizer
         self.group_of = dict(group_of)
         self._base = elementwise_base(type(optimizer))
         self._step = optimizer.step  # with the wrappers LR schedulers have put on the object
         self._fused = FusedStep(optimizer, self._base, self._step, kernels)
+        self._entries = StateEntries(optimizer)
+        self._device = DeviceState(self._entries)
+        self._offloaded = OffloadedState(self._entries, self._base, moments)
         self._flats = [flat for flat in flats if flat.trainable]
+        if any(flat.offloaded for flat in self._flats):
+            refuse_counters(optimizer)
         slots: dict[str, Slot] = {
             slot.name: slot for flat in self._flats for slot in flat.layout.slots
         }
         carried = state.collect(optimizer, parameters, slots, group_of)
-        self._bind(self._flats, {group_of[name] for name in slots if name in group_of})
+        self._bind({group_of[name] for name in slots if name in group_of})
         self._carry(carried, group_of)
 
-    def _bind(self, flats: Sequence[Flat], groups: set[int]) -> None:
-        """Cut ``flats`` into segments and put them into the optimizer's groups, with no state;
-        each of ``groups`` gets one.
+    def _bind(self, groups: set[int]) -> None:
+        """Cut the flats into segments and put them into the optimizer's groups, with no state; each
+        of ``groups`` gets one.
         """
-        self._homed = False
         self._fused.reset()
-        self._regions = self._cut(flats)
-        self._region_of = {
-            flat.key: (region, base) for region in self._regions for flat, base in region.flats
-        }
-        segments = [segment for region in self._regions for segment in region.segments]
+        here = [flat for flat in self._flats if not flat.offloaded]
+        away = [flat for flat in self._flats if flat.offloaded]
+        self._device.cut(here, self.group_of)
+        self._offloaded.cut(away, self.group_of)
+        regions = [*self._device.regions, *self._offloaded.regions]
+        segments = [segment for region in regions for segment in region.segments]
         self._stand_ins: list[Segment] = []
         for group in sorted(groups - {segment.group for segment in segments}):
             stand_in = Segment(group, 0, 1, [])
-            stand_in.tensor = torch.nn.Parameter(self._stand_in(flats), requires_grad=False)
+            zero = torch.zeros(1) if away else masters(self._flats[0]).new_zeros(1)
+            stand_in.tensor = torch.nn.Parameter(zero, requires_grad=False)
             self._stand_ins.append(stand_in)
         self._segments = segments + self._stand_ins
         # groups whose parameters have not all made the same steps, as far as this rank has them
@@ -89,18 +108,27 @@ class BoundOptimizer:
         self._list_segments()
         for live in self.groups:
             torch_fused.choose(self._base, live)
+        self._offloaded.create_all()
 
     def _list_segments(self) -> None:
         """Let the optimizer's groups and :meth:`step` know of the segments there are now."""
-        self._stepped = self._segments
+        self._stepped = [segment for segment in self._segments if not segment.offloaded]
+        if self._steps_stand_ins_apart:
+            self._stepped = [segment for segment in self._stepped if segment.parts]
         for index, live in enumerate(self.groups):
             live["params"] = [
                 segment.tensor for segment in self._segments if segment.group == index
             ]
 
-    def _bind_segment(self, segment: Segment) -> None:
-        """Give ``segment``, which was cut out of another, its tensor."""
-        segment.bind()
+    @property
+    def _steps_stand_ins_apart(self) -> bool:
+        """Whether stand-ins are in host memory, whatever others of their group are: they count by
+        themselves.
+        """
+        return bool(self._offloaded.regions)
+
+    def _state_of(self, segment: Segment) -> DeviceState | OffloadedState:
+        return self._offloaded if segment.offloaded else self._device
 
     def _divide(
         self, segments: Iterable[Segment], kind_of: Callable[[str], Hashable]
@@ -120,24 +148,20 @@ class BoundOptimizer:
         for segment, found in changed.items():
             entries: Mapping[str, Any] = self.optimizer.state.pop(segment.tensor, {})
             for piece in found:
-                self._bind_segment(piece)
+                self._state_of(piece).bind(piece)
                 start = piece.start - segment.start
                 if entries:
                     self.optimizer.state[piece.tensor] = state.narrowed(
                         entries, segment.tensor.shape, start, start + piece.tensor.numel()
                     )
         if changed:
-            for region in self._regions:
-                region.segments = [
-                    piece
-                    for segment in region.segments
-                    for piece in changed.get(segment, [segment])
-                ]
+            replace_segments([*self._device.regions, *self._offloaded.regions], changed)
             self._segments = [
                 piece for segment in self._segments for piece in changed.get(segment, [segment])
             ]
             self._list_segments()
             self._fused.divide()
+            self._offloaded.replace(changed)
 
     def _leave_out(self, segments: Iterable[Segment], unused: frozenset[str]) -> set[Segment]:
         """The segments of ``unused`` parameters among ``segments``, which are cut so that they
@@ -150,13 +174,6 @@ class BoundOptimizer:
         for found in self._divide(mixed, unused.__contains__).values():
             left_out |= {piece for is_unused, piece in found if is_unused}
         return left_out
-
-    @staticmethod
-    def _stand_in(flats: Sequence[Flat]) -> Tensor:
-        return masters(flats[0]).new_zeros(1)
-
-    def _cut(self, flats: Sequence[Flat]) -> list[Region]:
-        return cut(flats, self.group_of)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -207,10 +224,11 @@ class BoundOptimizer:
         )
         if self._fused.takes(self._stepped):
             written = self._fused.step(
-                self._regions_here(), self._stepped, left_out, grad_scale, found_inf, shards or {}
+                self._device.regions, self._stepped, left_out, grad_scale, found_inf, shards or {}
             )
             optimizer._opt_called = True
-            self._homed = True
+            self._device.stepped(together=True)
+            self._step_stand_ins_apart(found_inf)
             return written
         self._fused.part()
         segments = (
@@ -236,17 +254,22 @@ class BoundOptimizer:
         # A scheduler made after binding has wrapped whatever stands at ``optimizer.step`` now, to
         # notice this call.
         optimizer._opt_called = True
-        if self._parted:
-            # segments get their first state in different steps; it is brought together where it is
-            # asked for
-            self._homed = False
-        elif not self._homed:
-            self._settle()
+        # segments of a group that is parted get their first state in different steps
+        self._device.stepped(together=False if self._parted else None)
+        self._step_stand_ins_apart(found_inf)
         return set()
 
-    def _regions_here(self) -> list[Region]:
-        """The regions whose states are on the device."""
-        return self._regions
+    def _step_stand_ins_apart(self, found_inf: Tensor | None) -> None:
+        """Step stand-ins that are not stepped with the others, with a gradient of zero that no
+        number of the device scales.
+        """
+        if not self._steps_stand_ins_apart or not self._stand_ins:
+            return
+        if found_inf is None or not bool(found_inf.ne(0)):
+            zeros = [torch.zeros_like(segment.tensor) for segment in self._stand_ins]
+            self._step_over(
+                self._stand_ins, zeros, None, None, self._takes_scale(), self._bare_step
+            )
 
     def _step_over(
         self,
@@ -283,23 +306,105 @@ class BoundOptimizer:
             if in_kernel:
                 del optimizer.grad_scale, optimizer.found_inf
 
+    def _takes_scale(self) -> bool:
+        return torch_fused.takes_scale(self.optimizer, self._base, None)
+
+    def _bare_step(self) -> None:
+        """The class's own step without hooks, which run once for the whole step."""
+        own = type(self.optimizer).step
+        getattr(own, "__wrapped__", own)(self.optimizer)
+
+    # ---- the second half of a step: what is offloaded ----
+
+    def begin(self, divisor: float, number: int) -> Update:
+        """The update of everything that is offloaded, by the groups as they are now; step counters
+        advance as flats are announced.
+
+        ``number`` is another one at each step, and the same on all ranks: stochastic rounding
+        depends on it.
+        """
+        self._offloaded.start_momentum()
+        rules = [self._offloaded.rule(index) for index in range(len(self.groups))]
+        groups = [
+            {name: _now(value) for name, value in group.items() if name != "params"}
+            for group in self.groups
+        ]
+        return Update(self, rules, groups, divisor, number)
+
+    def offloaded_segments(self, flat: Flat) -> list[Segment]:
+        """The segments of ``flat``, whose state is offloaded."""
+        return self._offloaded.segments(flat)
+
+    def count(self, flat: Flat, rules: Sequence[Rule | None]) -> dict[Segment, Counted]:
+        """Advance the step counters of ``flat``, but for parameters that are unused: they are in
+        none of the segments returned.
+        """
+        left_out = (
+            self._leave_out(self._offloaded.segments(flat), flat.unused) if flat.unused else ()
+        )
+        counted = {}
+        for segment in self._offloaded.segments(flat):
+            if segment in left_out:
+                continue
+            count = self.optimizer.state[segment.tensor].get("step")
+            if count is not None and rules[segment.group] is not None:
+                count += 1
+            number = 0 if count is None else int(count)
+            counted[segment] = Counted(number, self._offloaded.take_fresh(segment))
+        return counted
+
+    def step_sub_group(
+        self, segment: Segment, held: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool
+    ) -> None:
+        """One update of ``segment`` by the optimizer itself, over the arrays in ``held``."""
+        entries: Any = self.optimizer.state[segment.tensor]
+        waiting = segment.tensor.data
+        between = {name: entries[name] for name in held if name in entries}
+        segment.tensor.data = held[MASTER]
+        entries.update({name: held[name] for name in between})
+        if fresh and self._base in BEGIN_WITH_GRADIENT:
+            entries.pop("momentum_buffer", None)
+        gradient = grad if grad.dtype == segment.tensor.dtype else grad.to(segment.tensor.dtype)
+        scale = None if divisor == 1.0 else torch.tensor(divisor, dtype=torch.float32)
+        self._step_over([segment], [gradient], scale, None, self._takes_scale(), self._bare_step)
+        for name, entry in between.items():
+            made = entries.get(name)
+            if made is not None and made.data_ptr() != held[name].data_ptr():
+                held[name].copy_(made)
+            entries[name] = entry
+        segment.tensor.data = waiting
+
+    def bring_back(self, moved: Mapping[str, Callable[[], None]]) -> None:
+        """Keep the states of some flats on the device from now on: ``moved`` has, by key, what
+        gives a flat its masters there.
+        """
+        flats = {flat.key: flat for flat in self._flats}
+        scalars, apart = self.scalars(), self.apart()
+        fresh = self._offloaded.fresh_names()
+        kept = {key: self.tensors(flats[key]) for key in moved}
+        for move in moved.values():
+            move()
+        self._bind({segment.group for segment in self._segments})
+        self._offloaded.keep_fresh(fresh)
+        for key, tensors in kept.items():
+            for name, tensor in tensors.items():
+                self.load_tensor(flats[key], name, tensor)
+        self.load_scalars(scalars, apart)
+
     # ---- state, per flat and per group ----
 
     def tensors(self, flat: Flat) -> dict[str, Tensor]:
         """``"master"`` and each per-element state of ``flat``: 1-D over ``flat.owned``, views
-        that may be written.
+        that may be written; of what is offloaded maybe copies, to be changed with
+        :meth:`load_tensor`.
         """
-        out = {"master": masters(flat)}
-        if flat.key not in self._region_of:
-            return out
-        self._settle()
-        region, base = self._region_of[flat.key]
-        numel = flat.owned[1] - flat.owned[0]
-        for segment in region.segments:
-            if any(part.flat is flat for part in segment.parts):
-                for name, home in self._homes(region, segment).items():
-                    out[name] = home[base : base + numel]
-        return out
+        if flat.offloaded:
+            return self._offloaded.tensors(flat)
+        return {"master": masters(flat), **self._device.tensors(flat)}
+
+    def names(self, flat: Flat) -> list[str]:
+        """Arrays of a flat whose states are offloaded that hold something."""
+        return self._offloaded.names(flat)
 
     def load_tensor(self, flat: Flat, name: str, tensor: Tensor) -> None:
         """Copy ``tensor`` (1-D over ``flat.owned``) into the masters or a state; state that does
@@ -311,6 +416,9 @@ class BoundOptimizer:
         Raises:
             UnsupportedOptimizerError: no group keeps a state of that name.
         """
+        if flat.offloaded and name in flat.storage.names():
+            self._offloaded.load_tensor(flat, name, tensor)
+            return
         if name == "master":
             _copy(masters(flat), tensor)
             return
@@ -322,11 +430,13 @@ class BoundOptimizer:
         ]
         known = []
         for segment, part in touched:
-            self._create(segment)
-            if name in self._kept(segment.tensor):
+            self._state_of(segment).create(segment)
+            if name in self._entries.of(segment):
                 known.append((segment, part))
-        if touched and not known and not self._some_group_keeps(name, masters(flat)):
-            have = sorted({key for segment, _ in touched for key in self._elementwise(segment)})
+        if touched and not known and not self._entries.some_group_keeps(name, masters(flat)):
+            have = sorted(
+                {key for segment, _ in touched for key in self._entries.elementwise(segment)}
+            )
             raise UnsupportedOptimizerError(
                 f"optimizer {type(self.optimizer).__name__} keeps no state {name!r} for "
                 f"{flat.key!r} (it keeps {have}); the state was saved "
@@ -341,8 +451,10 @@ class BoundOptimizer:
 
     def forget(self) -> None:
         """Make all state what it was before the first step."""
+        self._offloaded.wait()
         dict.clear(self.optimizer.state)
         self._parted.clear()
+        self._offloaded.renew_all()
 
     def scalars(self) -> list[dict[str, float]]:
         """Per group, the numbers its parameters share, such as ``{"step": 3.0}``; the same on
@@ -351,7 +463,7 @@ class BoundOptimizer:
         out: list[dict[str, float]] = [{} for _ in self.groups]
         # the first of each group
         for segment in {segment.group: segment for segment in reversed(self._segments)}.values():
-            out[segment.group] = self._numbers(segment)
+            out[segment.group] = self._entries.numbers(segment)
         return out
 
     def apart(self) -> list[dict[str, dict[str, float]]]:
@@ -361,16 +473,8 @@ class BoundOptimizer:
         out: list[dict[str, dict[str, float]]] = [{} for _ in self.groups]
         for segment in self._segments:
             if segment.group in self._parted and segment.parts:
-                out[segment.group] |= dict.fromkeys(segment.names, self._numbers(segment))
+                out[segment.group] |= dict.fromkeys(segment.names, self._entries.numbers(segment))
         return out
-
-    def _numbers(self, segment: Segment) -> dict[str, float]:
-        kept, shape = self._kept(segment.tensor), segment.tensor.shape
-        return {
-            name: float(value)
-            for name, value in kept.items()
-            if state.is_scalar(name, value, shape)
-        }
 
     def load_scalars(
         self,
@@ -403,10 +507,10 @@ class BoundOptimizer:
             )
             if not values:
                 if own and segment.parts and min(segment.names) in own:
-                    self._unstep(segment)
+                    self._state_of(segment).unstep(segment)
                 continue
-            self._create(segment)
-            kept = self._kept(segment.tensor)
+            self._state_of(segment).create(segment)
+            kept = self._entries.of(segment)
             for name, number in values.items():
                 if name not in kept:
                     raise UnsupportedOptimizerError(
@@ -435,8 +539,10 @@ class BoundOptimizer:
 
     def packed(self, packed: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's own state dict ``packed``, over the segments of this rank, with where
-        each of them lies and with what is not kept in its books.
+        each of them lies and with what is offloaded, read into memory.
         """
+        in_order = sorted(self._segments, key=lambda segment: segment.group)
+        packed = self._offloaded.packed(packed, in_order)
         return snapshots.described(packed, self._segments, self._parted)
 
     def fitted(self, packed: dict[str, Any]) -> dict[str, Any]:
@@ -464,110 +570,14 @@ class BoundOptimizer:
 
     def unpacked(self) -> None:
         """The optimizer's own ``load_state_dict`` has given its segments other state."""
-        self._homed = False
-
-    # ---- how state is kept ----
-
-    def _kept(self, tensor: Tensor) -> dict[str, Any]:
-        return state.kept(self.optimizer.state[tensor]) if tensor in self.optimizer.state else {}
-
-    def _elementwise(self, segment: Segment) -> dict[str, Tensor]:
-        shape = segment.tensor.shape
-        return {
-            name: v
-            for name, v in self._kept(segment.tensor).items()
-            if state.is_elementwise(name, v, shape)
-        }
-
-    def _create(self, segment: Segment) -> None:
-        """Give ``segment`` the state it would have before its first step, if it has none."""
-        if self._kept(segment.tensor):
-            return
-        for name, value in state.fresh_state(
-            self.optimizer, self.groups[segment.group], segment.tensor
-        ).items():
-            if state.is_elementwise(name, value, (1,)):
-                value = value.expand(segment.tensor.shape).clone()
-            self.optimizer.state[segment.tensor][name] = value
-
-    def _unstep(self, segment: Segment) -> None:
-        """Make ``segment`` one that was never stepped."""
-        self.optimizer.state.pop(segment.tensor, None)
+        self._device.stepped(together=False)
+        self._offloaded.unpacked()
 
     def keeps(self, name: str) -> bool:
         """Whether a group of this optimizer keeps a state ``name``, as far as its class tells
         without a step.
         """
-        return self._some_group_keeps(name, torch.zeros(1))
-
-    def _some_group_keeps(self, name: str, like: Tensor) -> bool:
-        return any(name in state.fresh_state(self.optimizer, group, like) for group in self.groups)
-
-    def _homes(self, region: Region, segment: Segment) -> dict[str, Tensor]:
-        """For each state of ``segment``, the tensor over the whole region that it is a part of
-        (after ``_settle``).
-        """
-        return {
-            name: value.as_strided((region.numel,), (1,), value.storage_offset() - segment.start)
-            for name, value in self._elementwise(segment).items()
-        }
-
-    def _settle(self) -> None:
-        """Keep each state of a region of several segments in one piece of memory, so that flats
-        have views of it.
-
-        torch makes state segment by segment, in the first step. The move costs one state of one
-        region at a time.
-        """
-        for region in self._regions:
-            for segment in region.segments:
-                for name, value in self._kept(segment.tensor).items():
-                    shape = segment.tensor.shape
-                    if not state.is_scalar(name, value, shape) and not state.is_elementwise(
-                        name, value, shape
-                    ):
-                        state.refuse_unknown(
-                            self.optimizer,
-                            name,
-                            value,
-                            f"a segment of {segment.parts[0].flat.key!r}",
-                        )
-            whole = (
-                len(region.segments) == 1
-                and region.segments[0].stop - region.segments[0].start == region.numel
-            )
-            if not whole:
-                for name in sorted(
-                    {name for segment in region.segments for name in self._elementwise(segment)}
-                ):
-                    self._gather_home(region, name)
-        self._homed = True
-
-    def _gather_home(self, region: Region, name: str) -> None:
-        owners = [segment for segment in region.segments if name in self._elementwise(segment)]
-        values = [self.optimizer.state[segment.tensor][name] for segment in owners]
-        origins = {
-            (value.untyped_storage()._cdata, value.storage_offset() - owner.start)
-            for owner, value in zip(owners, values)
-        }
-        size = values[0].untyped_storage().nbytes() // values[0].element_size()
-        if (
-            len(origins) == 1
-            and next(iter(origins))[1] >= 0
-            and size - next(iter(origins))[1] >= region.numel
-        ):
-            return
-        home = values[0].new_zeros(region.numel)
-        for other in region.segments:
-            if other not in owners:  # not stepped yet: what its first step will begin with
-                first = state.fresh_state(
-                    self.optimizer, self.groups[other.group], other.tensor
-                ).get(name)
-                if first is not None:
-                    home[other.start : other.stop] = first
-        for owner, value in zip(owners, values):
-            home[owner.start : owner.stop].copy_(value)
-            self.optimizer.state[owner.tensor][name] = home[owner.start : owner.stop]
+        return self._entries.some_group_keeps(name, torch.zeros(1))
 
     def _carry(self, carried: state.Carried, group_of: Mapping[str, int]) -> None:
         with_state = {group_of[name] for name in carried.tensors}
@@ -575,21 +585,14 @@ class BoundOptimizer:
             scalars = carried.scalars.get(segment.group, {})
             if not scalars and segment.group not in with_state:
                 continue
-            self._create(segment)
+            self._state_of(segment).create(segment)
             live = self.optimizer.state[segment.tensor]
             for name, number in scalars.items():
                 live[name] = state.scalar_like(live[name], number) if name in live else number
             for part in segment.parts:
                 for key, start, stop, at in part.pieces():
                     for name, whole in carried.tensors.get(key, {}).items():
-                        self._put(segment, name, at, whole[start:stop])
-
-    def _put(self, segment: Segment, name: str, at: int, values: Tensor) -> None:
-        """Write ``values`` into state ``name`` from element ``at`` of ``segment`` on."""
-        live = self.optimizer.state[segment.tensor]
-        if name not in live:
-            live[name] = torch.zeros_like(segment.tensor)
-        live[name][at : at + values.numel()].copy_(values)
+                        self._state_of(segment).put(segment, name, at, whole[start:stop])
 
     def _same_groups(self, given: Sequence[Any], what: str) -> None:
         if len(given) != len(self.groups):
@@ -598,6 +601,11 @@ class BoundOptimizer:
                 f"{type(self.optimizer).__name__} with {len(self.groups)}; build the "
                 "optimizer with the groups it was saved with, or load without optimizer states"
             )
+
+
+def _now(setting: Any) -> Any:
+    """What ``setting`` of a group is now: a scheduler writes a rate that is a tensor in place."""
+    return setting.clone() if isinstance(setting, Tensor) else setting
 
 
 def _copy(into: Tensor, values: Tensor) -> None:

@@ -40,6 +40,10 @@ class Flat(Protocol):
     @property
     def grad(self) -> Tensor | None: ...
     @property
+    def offloaded(self) -> bool:
+        """Whether master weights and moments live elsewhere than on the device."""
+
+    @property
     def storage(self) -> Any:
         """The :class:`hf_zero.storage.base.Storage` of master weights, and of moments that are
         offloaded.
@@ -101,6 +105,11 @@ class Segment:
     parts: list[Part]
     sub_group: int = 0  # of the flat whose states are offloaded
     tensor: Tensor = field(init=False)
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether its state lives elsewhere than on the device: it is one sub-group there."""
+        return bool(self.parts) and self.parts[0].flat.offloaded
 
     @cached_property
     def names(self) -> frozenset[str]:

@@ -24,6 +24,7 @@ class ShardFlat:
     grad: Tensor | None = None
     trainable: bool = True
     unused: frozenset[str] = frozenset()
+    offloaded: bool = False
 
     def write(self, values: Mapping[str, Tensor], into: Tensor) -> None:
         """Copy this chunk's elements of whole tensors into ``into`` (1-D over ``owned``)."""

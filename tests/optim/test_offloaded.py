@@ -48,7 +48,7 @@ class Stepping:
             for flat in flats
         }
 
-    def hosted(self, flat: Any) -> list[Segment]:
+    def offloaded_segments(self, flat: Any) -> list[Segment]:
         return self._hosted[flat.key]
 
     def count(self, flat: Any, rules: Any) -> dict[Segment, Counted]:

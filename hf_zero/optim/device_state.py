@@ -1,0 +1,202 @@
+"""Optimizer state of segments whose state is on the device: made by the optimizer, kept so that a
+flat's part of it is one view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.optim import state
+from hf_zero.optim.table import Flat, Region, Segment, cut
+
+
+class StateEntries:
+    """What ``optimizer.state`` has for segments."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's live ``param_groups``."""
+        return self.optimizer.param_groups
+
+    def of(self, segment: Segment) -> dict[str, Any]:
+        """The state of ``segment`` by name; empty without one."""
+        tensor = segment.tensor
+        return state.kept(self.optimizer.state[tensor]) if tensor in self.optimizer.state else {}
+
+    def elementwise(self, segment: Segment) -> dict[str, Tensor]:
+        """Its state with a number for each element."""
+        shape = segment.tensor.shape
+        return {
+            name: value
+            for name, value in self.of(segment).items()
+            if state.is_elementwise(name, value, shape)
+        }
+
+    def numbers(self, segment: Segment) -> dict[str, float]:
+        """Its state of one number for all elements."""
+        shape = segment.tensor.shape
+        return {
+            name: float(value)
+            for name, value in self.of(segment).items()
+            if state.is_scalar(name, value, shape)
+        }
+
+    def fresh(self, group: int, like: Tensor) -> dict[str, Any]:
+        """The state before the first step of a parameter ``like`` this in ``group``."""
+        return state.fresh_state(self.optimizer, self.groups[group], like)
+
+    def some_group_keeps(self, name: str, like: Tensor) -> bool:
+        """Whether a group has a state ``name`` for a parameter ``like`` this."""
+        return any(name in self.fresh(group, like) for group in range(len(self.groups)))
+
+
+class DeviceState:
+    """The state of segments on the device, by region (``table.py``)."""
+
+    def __init__(self, entries: StateEntries) -> None:
+        self._entries = entries
+        self.regions: list[Region] = []
+        self._region_of: dict[str, tuple[Region, int]] = {}  # with a flat's place in it
+        # each state of a region is in one piece of memory, as far as known
+        self._together = False
+
+    def cut(self, flats: Sequence[Flat], group_of: Mapping[str, int]) -> None:
+        """Cut ``flats``, whose state is on the device, into bound segments without state."""
+        self._together = False
+        self.regions = cut(flats, group_of)
+        self._region_of = {
+            flat.key: (region, base) for region in self.regions for flat, base in region.flats
+        }
+
+    def bind(self, segment: Segment) -> None:
+        """Give ``segment``, which was cut out of another, its tensor."""
+        segment.bind()
+
+    def create(self, segment: Segment) -> None:
+        """Give ``segment`` the state it would have before its first step, if it has none."""
+        if self._entries.of(segment):
+            return
+        for name, value in self._entries.fresh(segment.group, segment.tensor).items():
+            if state.is_elementwise(name, value, (1,)):
+                value = value.expand(segment.tensor.shape).clone()
+            self._entries.optimizer.state[segment.tensor][name] = value
+
+    def unstep(self, segment: Segment) -> None:
+        """Make ``segment`` one that was never stepped."""
+        self._entries.optimizer.state.pop(segment.tensor, None)
+
+    def put(self, segment: Segment, name: str, at: int, values: Tensor) -> None:
+        """Write ``values`` into state ``name`` from element ``at`` of ``segment`` on."""
+        live = self._entries.optimizer.state[segment.tensor]
+        if name not in live:
+            live[name] = torch.zeros_like(segment.tensor)
+        live[name][at : at + values.numel()].copy_(values)
+
+    def tensors(self, flat: Flat) -> dict[str, Tensor]:
+        """Each per-element state of ``flat``: 1-D over ``flat.owned``, views that may be
+        written.
+        """
+        if flat.key not in self._region_of:
+            return {}
+        self.bring_together()
+        region, base = self._region_of[flat.key]
+        numel, out = flat.owned[1] - flat.owned[0], {}
+        for segment in region.segments:
+            if any(part.flat is flat for part in segment.parts):
+                for name, home in self._homes(region, segment).items():
+                    out[name] = home[base : base + numel]
+        return out
+
+    def stepped(self, together: bool | None) -> None:
+        """The optimizer has stepped. ``together``: its states lie as :meth:`bring_together` leaves
+        them; False: segments may have got their first state, which is brought together where it is
+        asked for; None: they may have, and it is brought together now.
+        """
+        if together is not None:
+            self._together = together
+        elif not self._together:
+            self.bring_together()
+
+    def bring_together(self) -> None:
+        """Keep each state of a region of several segments in one piece of memory, so that flats
+        have views of it.
+
+        torch makes state segment by segment, in the first step. The move costs one state of one
+        region at a time.
+        """
+        for region in self.regions:
+            for segment in region.segments:
+                self._refuse_unknown(segment)
+            whole = (
+                len(region.segments) == 1
+                and region.segments[0].stop - region.segments[0].start == region.numel
+            )
+            if not whole:
+                names = {
+                    name
+                    for segment in region.segments
+                    for name in self._entries.elementwise(segment)
+                }
+                for name in sorted(names):
+                    self._gather_home(region, name)
+        self._together = True
+
+    def _refuse_unknown(self, segment: Segment) -> None:
+        shape = segment.tensor.shape
+        for name, value in self._entries.of(segment).items():
+            if not state.is_scalar(name, value, shape) and not state.is_elementwise(
+                name, value, shape
+            ):
+                what = f"a segment of {segment.parts[0].flat.key!r}"
+                state.refuse_unknown(self._entries.optimizer, name, value, what)
+
+    def _homes(self, region: Region, segment: Segment) -> dict[str, Tensor]:
+        """For each state of ``segment``, the tensor over the whole region that it is a part of
+        (after :meth:`bring_together`).
+        """
+        return {
+            name: value.as_strided((region.numel,), (1,), value.storage_offset() - segment.start)
+            for name, value in self._entries.elementwise(segment).items()
+        }
+
+    def _gather_home(self, region: Region, name: str) -> None:
+        entries = self._entries
+        owners = [segment for segment in region.segments if name in entries.elementwise(segment)]
+        values = [entries.optimizer.state[segment.tensor][name] for segment in owners]
+        origins = {
+            (value.untyped_storage()._cdata, value.storage_offset() - owner.start)
+            for owner, value in zip(owners, values)
+        }
+        size = values[0].untyped_storage().nbytes() // values[0].element_size()
+        if (
+            len(origins) == 1
+            and next(iter(origins))[1] >= 0
+            and size - next(iter(origins))[1] >= region.numel
+        ):
+            return
+        home = values[0].new_zeros(region.numel)
+        for other in region.segments:
+            if other not in owners:  # not stepped yet: what its first step will begin with
+                first = entries.fresh(other.group, other.tensor).get(name)
+                if first is not None:
+                    home[other.start : other.stop] = first
+        for owner, value in zip(owners, values):
+            home[owner.start : owner.stop].copy_(value)
+            entries.optimizer.state[owner.tensor][name] = home[owner.start : owner.stop]
+
+
+def replace_segments(
+    regions: Iterable[Region], pieces: Mapping[Segment, Sequence[Segment]]
+) -> None:
+    """Put the ``pieces`` of segments into their places in ``regions``."""
+    for region in regions:
+        region.segments = [
+            piece for segment in region.segments for piece in pieces.get(segment, [segment])
+        ]

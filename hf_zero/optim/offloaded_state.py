@@ -1,0 +1,275 @@
+"""Optimizer state of segments whose state is offloaded: a segment for each sub-group of a flat's
+storage, with entries in ``optimizer.state`` that stand for its arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.errors import ConfigError, UnsupportedOptimizerError
+from hf_zero.ops import native
+from hf_zero.optim import state
+from hf_zero.optim.cpu import CPUSGD
+from hf_zero.optim.device_state import StateEntries
+from hf_zero.optim.elementwise import elementwise_base
+from hf_zero.optim.host_rules import Rule, rule_of
+from hf_zero.optim.kernel_calls import MASTER
+from hf_zero.optim.table import Flat, Region, Segment, apart
+from hf_zero.storage.base import StorageFormat, moment_format
+
+# in their first step the gradient itself is the momentum
+BEGIN_WITH_GRADIENT = (torch.optim.SGD, CPUSGD)
+
+
+def refuse_counters(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UnsupportedOptimizerError for an optimizer that the user vouches for and that counts
+    its steps elsewhere than in its state.
+    """
+    if elementwise_base(type(optimizer)) is not None:
+        return
+    counted = [
+        name
+        for group in optimizer.param_groups
+        for name in state.counted_elsewhere(optimizer, group)
+    ]
+    if counted:
+        raise UnsupportedOptimizerError(
+            f"optimizer {type(optimizer).__name__} changes {sorted(set(counted))} of its "
+            "groups or of itself in each step(), and offloaded "
+            "state is stepped piece by piece: keep that number in the state of each parameter, "
+            "or do not offload the optimizer"
+        )
+
+
+class OffloadedState:
+    """The state of segments that is offloaded.
+
+    ``moments``: how the states that a rule allows are kept there: ``"fp32"``, ``"bf16"`` or
+    ``"int8"``. ``base`` is the optimizer's class among those whose update is element-wise.
+    """
+
+    def __init__(self, entries: StateEntries, base: Any, moments: str) -> None:
+        self._entries = entries
+        self._base = base
+        self._moments = moments
+        self._region_of: dict[str, Region] = {}  # by flat
+        self._fresh: set[Segment] = set()  # not stepped yet
+        # arrays, by flat and name, that did not exist when segments were cut
+        self._made: set[tuple[str, str]] = set()
+
+    @property
+    def regions(self) -> list[Region]:
+        """One for each flat."""
+        return list(self._region_of.values())
+
+    def cut(self, flats: Sequence[Flat], group_of: Mapping[str, int]) -> None:
+        """Cut ``flats``, whose state is offloaded, into bound segments."""
+        self._made.clear()
+        self._fresh = set()
+        self._region_of = {flat.key: apart(flat, group_of) for flat in flats}
+        for segment in self._all:
+            self.bind(segment)
+
+    @property
+    def _all(self) -> list[Segment]:
+        return [segment for region in self._region_of.values() for segment in region.segments]
+
+    def segments(self, flat: Flat) -> list[Segment]:
+        """Those of ``flat``."""
+        return self._region_of[flat.key].segments
+
+    def replace(self, pieces: Mapping[Segment, Sequence[Segment]]) -> None:
+        """Segments were cut into ``pieces``."""
+        for segment, found in pieces.items():
+            if segment in self._fresh:
+                self._fresh.discard(segment)
+                self._fresh.update(found)
+
+    @staticmethod
+    def _entry(segment: Segment, name: str) -> Tensor:
+        return segment.parts[0].flat.storage.entry(name)[segment.start : segment.stop]
+
+    def bind(self, segment: Segment) -> None:
+        """Give ``segment`` a tensor that stands for its master weights."""
+        segment.tensor = torch.nn.Parameter(self._entry(segment, MASTER), requires_grad=False)
+
+    def wait(self) -> None:
+        """Return when no update is under way."""
+        for region in self._region_of.values():
+            region.flats[0][0].wait_for_update()
+
+    # ---- first steps ----
+
+    def take_fresh(self, segment: Segment) -> bool:
+        """Whether ``segment``, which is stepped now, was not before."""
+        fresh = segment in self._fresh
+        self._fresh.discard(segment)
+        return fresh
+
+    def fresh_names(self) -> frozenset[str]:
+        """Parameters with elements that were not stepped yet."""
+        return frozenset[str]().union(*(segment.names for segment in self._fresh))
+
+    def keep_fresh(self, names: frozenset[str]) -> None:
+        """Of the segments, none was stepped of those that hold parameters of ``names``."""
+        self._fresh = {segment for segment in self._fresh if not names.isdisjoint(segment.names)}
+
+    # ---- how it is kept ----
+
+    def rule(self, group: int) -> Rule | None:
+        """The host kernel that updates ``group``; None where the optimizer does it itself."""
+        groups = self._entries.groups
+        mine = [segment for segment in self._all if segment.group == group]
+        if any(segment.tensor.dtype != torch.float32 for segment in mine):
+            return None
+        # Without the native core torch's own update is faster than the reference, but knows fp32
+        # only.
+        compressed = self._moments != "fp32" or groups[group].get("moments", "fp32") != "fp32"
+        return rule_of(self._base, groups[group]) if native.available() or compressed else None
+
+    def _format(self, name: str, dtype: torch.dtype, group: int) -> StorageFormat:
+        moments = self._moments
+        if moments == "fp32":
+            moments = self._entries.groups[group].get("moments", "fp32")
+        if moments == "fp32" or dtype != torch.float32:
+            return StorageFormat(dtype)
+        rule = self.rule(group)
+        if rule is None or name not in rule.compressible:
+            raise ConfigError(
+                f"offload_optimizer.moments = {moments!r}: state {name!r} of "
+                f"{type(self._entries.optimizer).__name__} is kept in fp32 only; use Adam, AdamW "
+                'or Lion, or write "moments": "fp32"'
+            )
+        return moment_format(moments, dtype, rule.compressible[name])
+
+    def create_all(self) -> None:
+        """As :meth:`create`, for each segment."""
+        for segment in self._all:
+            self.create(segment)
+
+    def create(self, segment: Segment) -> None:
+        """Give ``segment`` the state it would have before its first step, if it has none."""
+        if self._entries.of(segment):
+            return
+        storage = segment.parts[0].flat.storage
+        for name, value in self._fresh_state(segment).items():
+            if state.is_elementwise(name, value, (1,)):
+                key = segment.parts[0].flat.key, name
+                if name not in storage.names():
+                    storage.add(name, self._format(name, value.dtype, segment.group))
+                    self._made.add(key)
+                if key in self._made and bool(value):  # each group may begin with another number
+                    storage.store(name, segment.start, value.expand(segment.stop - segment.start))
+                value = self._entry(segment, name)
+            self._entries.optimizer.state[segment.tensor][name] = value
+        self._fresh.add(segment)
+
+    def _fresh_state(self, segment: Segment) -> dict[str, Any]:
+        """Its state before the first step, in numbers however it is going to be kept."""
+        group = state.in_numbers(self._entries.groups[segment.group])
+        like = torch.zeros(1, dtype=segment.tensor.dtype)
+        return state.fresh_state(self._entries.optimizer, group, like)
+
+    def unstep(self, segment: Segment) -> None:
+        """Make ``segment`` one that was never stepped."""
+        self._entries.optimizer.state.pop(segment.tensor, None)
+        self.create(segment)
+
+    def renew_all(self) -> None:
+        """Make all segments, whose entries are gone, what they were before the first step."""
+        for segment in self._all:
+            self._renew(segment)
+
+    def _renew(self, segment: Segment) -> None:
+        storage = segment.parts[0].flat.storage
+        for name, value in self._fresh_state(segment).items():
+            if name in storage.names():
+                storage.store(name, segment.start, value.expand(segment.stop - segment.start))
+        self.create(segment)
+
+    def start_momentum(self) -> None:
+        """Make what torch's SGD makes in the step after a momentum was set."""
+        new = [
+            segment
+            for segment in self._all
+            if self._entries.groups[segment.group].get("momentum") and not self._entries.of(segment)
+        ]
+        if new:
+            self.wait()
+        for segment in new:
+            self.create(segment)
+
+    # ---- read and written ----
+
+    def names(self, flat: Flat) -> list[str]:
+        """Arrays of ``flat`` that hold something: a momentum that the first step is to begin does
+        not yet.
+        """
+        begins = self._base in BEGIN_WITH_GRADIENT and self._fresh.issuperset(self.segments(flat))
+        return [MASTER] if begins else flat.storage.names()
+
+    def tensors(self, flat: Flat) -> dict[str, Tensor]:
+        """Master weights and each per-element state of ``flat``: 1-D over ``flat.owned``, maybe
+        copies.
+        """
+        flat.wait_for_update()
+        return {name: flat.storage.fetch(name) for name in self.names(flat)}
+
+    def load_tensor(self, flat: Flat, name: str, tensor: Tensor) -> None:
+        """Copy ``tensor`` (1-D over ``flat.owned``) into an array of ``flat``."""
+        flat.wait_for_update()
+        flat.storage.store(name, 0, tensor)
+        if name != MASTER:
+            self._fresh.difference_update(self.segments(flat))
+
+    def put(self, segment: Segment, name: str, at: int, values: Tensor) -> None:
+        """Write ``values`` into state ``name`` from element ``at`` of ``segment`` on."""
+        storage = segment.parts[0].flat.storage
+        if name not in storage.names():
+            storage.add(name, StorageFormat(values.dtype))
+            self._entries.optimizer.state[segment.tensor][name] = self._entry(segment, name)
+        storage.store(name, segment.start + at, values)
+        self._fresh.discard(segment)
+
+    def packed(self, packed: Mapping[str, Any], segments: Iterable[Segment]) -> dict[str, Any]:
+        """The optimizer's own state dict ``packed`` over ``segments``, in the order of its groups,
+        with the arrays in place of what stands for them. What is in files is read into memory, all
+        of it.
+        """
+        places = {segment: place for place, segment in enumerate(segments)}
+        entries = dict(packed["state"])
+        for region in self._region_of.values():
+            storage, arrays = region.flats[0][0].storage, self.tensors(region.flats[0][0])
+            for segment in region.segments:
+                place = places[segment]
+                entry = entries.get(place, {})
+                numbers = {
+                    name: value for name, value in entry.items() if name not in storage.names()
+                }
+                begins = segment in self._fresh and self._base in BEGIN_WITH_GRADIENT
+                kept = set() if begins else entry.keys() & arrays.keys()
+                entries[place] = numbers | {
+                    name: arrays[name][segment.start : segment.stop] for name in kept
+                }
+        return {**packed, "state": {place: entry for place, entry in entries.items() if entry}}
+
+    def unpacked(self) -> None:
+        """The optimizer's own ``load_state_dict`` has given segments other entries: their arrays
+        take the values.
+        """
+        live = self._entries.optimizer.state
+        for segment in self._all:
+            storage = segment.parts[0].flat.storage
+            given = live.pop(segment.tensor, {})
+            if given.keys().isdisjoint(storage.names()):
+                self._renew(segment)
+            for name, value in given.items():
+                if name in storage.names():
+                    storage.store(name, segment.start, value)
+                    given[name] = self._entry(segment, name)
+                    self._fresh.discard(segment)
+            live[segment.tensor].update(given)
