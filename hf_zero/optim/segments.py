@@ -4,7 +4,7 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,14 +12,16 @@ from torch import Tensor
 
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim import hyperparameters, snapshots, state, torch_fused
-from hf_zero.optim.device_state import DeviceState, StateEntries, replace_segments
+from hf_zero.optim.device_state import StateEntries
 from hf_zero.optim.elementwise import elementwise_base
 from hf_zero.optim.fused import FusedStep
+from hf_zero.optim.group_numbers import GroupNumbers
 from hf_zero.optim.host_rules import Rule
-from hf_zero.optim.kernel_calls import MASTER
-from hf_zero.optim.offloaded_state import BEGIN_WITH_GRADIENT, OffloadedState, refuse_counters
+from hf_zero.optim.offloaded_state import refuse_counters
 from hf_zero.optim.piecewise import Counted, Update
-from hf_zero.optim.table import Flat, Segment, divide, masters, split
+from hf_zero.optim.segment_steps import SegmentSteps
+from hf_zero.optim.segment_table import SegmentTable
+from hf_zero.optim.table import Flat, Segment, masters, split
 from hf_zero.parameters.layout import Slot
 
 
@@ -72,8 +74,9 @@ class BoundOptimizer:
         self._step = optimizer.step  # with the wrappers LR schedulers have put on the object
         self._fused = FusedStep(optimizer, self._base, self._step, kernels)
         self._entries = StateEntries(optimizer)
-        self._device = DeviceState(self._entries)
-        self._offloaded = OffloadedState(self._entries, self._base, moments)
+        self._table = SegmentTable(self._entries, self._base, self._fused, moments)
+        self._steps = SegmentSteps(optimizer, self._base)
+        self._numbers = GroupNumbers(self._entries, self._table)
         self._flats = [flat for flat in flats if flat.trainable]
         if any(flat.offloaded for flat in self._flats):
             refuse_counters(optimizer)
@@ -81,99 +84,9 @@ class BoundOptimizer:
             slot.name: slot for flat in self._flats for slot in flat.layout.slots
         }
         carried = state.collect(optimizer, parameters, slots, group_of)
-        self._bind({group_of[name] for name in slots if name in group_of})
+        groups = {group_of[name] for name in slots if name in group_of}
+        self._table.bind(self._flats, self.group_of, groups)
         self._carry(carried, group_of)
-
-    def _bind(self, groups: set[int]) -> None:
-        """Cut the flats into segments and put them into the optimizer's groups, with no state; each
-        of ``groups`` gets one.
-        """
-        self._fused.reset()
-        here = [flat for flat in self._flats if not flat.offloaded]
-        away = [flat for flat in self._flats if flat.offloaded]
-        self._device.cut(here, self.group_of)
-        self._offloaded.cut(away, self.group_of)
-        regions = [*self._device.regions, *self._offloaded.regions]
-        segments = [segment for region in regions for segment in region.segments]
-        self._stand_ins: list[Segment] = []
-        for group in sorted(groups - {segment.group for segment in segments}):
-            stand_in = Segment(group, 0, 1, [])
-            zero = torch.zeros(1) if away else masters(self._flats[0]).new_zeros(1)
-            stand_in.tensor = torch.nn.Parameter(zero, requires_grad=False)
-            self._stand_ins.append(stand_in)
-        self._segments = segments + self._stand_ins
-        # groups whose parameters have not all made the same steps, as far as this rank has them
-        self._parted: set[int] = set()
-        dict.clear(self.optimizer.state)  # not that of a script, which comes to forget()
-        self._list_segments()
-        for live in self.groups:
-            torch_fused.choose(self._base, live)
-        self._offloaded.create_all()
-
-    def _list_segments(self) -> None:
-        """Let the optimizer's groups and :meth:`step` know of the segments there are now."""
-        self._stepped = [segment for segment in self._segments if not segment.offloaded]
-        if self._steps_stand_ins_apart:
-            self._stepped = [segment for segment in self._stepped if segment.parts]
-        for index, live in enumerate(self.groups):
-            live["params"] = [
-                segment.tensor for segment in self._segments if segment.group == index
-            ]
-
-    @property
-    def _steps_stand_ins_apart(self) -> bool:
-        """Whether stand-ins are in host memory, whatever others of their group are: they count by
-        themselves.
-        """
-        return bool(self._offloaded.regions)
-
-    def _state_of(self, segment: Segment) -> DeviceState | OffloadedState:
-        return self._offloaded if segment.offloaded else self._device
-
-    def _divide(
-        self, segments: Iterable[Segment], kind_of: Callable[[str], Hashable]
-    ) -> dict[Segment, list[tuple[Hashable, Segment]]]:
-        """Cut ``segments``, with their state, wherever a parameter of another kind begins; what
-        each became, with its kind.
-        """
-        divided = {segment: divide(segment, kind_of) for segment in segments}
-        self._replace(
-            {segment: [piece for _, piece in found] for segment, found in divided.items()}
-        )
-        return divided
-
-    def _replace(self, pieces: Mapping[Segment, list[Segment]]) -> None:
-        """Put the pieces that segments were cut into in their places, with their state."""
-        changed = {segment: found for segment, found in pieces.items() if len(found) > 1}
-        for segment, found in changed.items():
-            entries: Mapping[str, Any] = self.optimizer.state.pop(segment.tensor, {})
-            for piece in found:
-                self._state_of(piece).bind(piece)
-                start = piece.start - segment.start
-                if entries:
-                    self.optimizer.state[piece.tensor] = state.narrowed(
-                        entries, segment.tensor.shape, start, start + piece.tensor.numel()
-                    )
-        if changed:
-            replace_segments([*self._device.regions, *self._offloaded.regions], changed)
-            self._segments = [
-                piece for segment in self._segments for piece in changed.get(segment, [segment])
-            ]
-            self._list_segments()
-            self._fused.divide()
-            self._offloaded.replace(changed)
-
-    def _leave_out(self, segments: Iterable[Segment], unused: frozenset[str]) -> set[Segment]:
-        """The segments of ``unused`` parameters among ``segments``, which are cut so that they
-        hold no others.
-        """
-        concerned = [segment for segment in segments if not unused.isdisjoint(segment.names)]
-        left_out = {segment for segment in concerned if unused.issuperset(segment.names)}
-        mixed = [segment for segment in concerned if segment not in left_out]
-        self._parted |= {segment.group for segment in concerned}
-        for found in self._divide(mixed, unused.__contains__).values():
-            left_out |= {piece for is_unused, piece in found if is_unused}
-        return left_out
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -183,13 +96,13 @@ class BoundOptimizer:
     @property
     def segments(self) -> list[tuple[int, Tensor]]:
         """(group index, tensor) of every segment of this rank, stand-ins included."""
-        return [(segment.group, segment.tensor) for segment in self._segments]
+        return [(segment.group, segment.tensor) for segment in self._table.segments]
 
     # ---- stepping ----
 
     def takes_shards(self) -> bool:
         """Whether the next :meth:`step` can write the new values into the shards, too."""
-        return self._fused.takes(self._stepped)
+        return self._fused.takes(self._table.stepped)
 
     def step(
         self,
@@ -218,28 +131,35 @@ class BoundOptimizer:
         optimizer: Any = self.optimizer
         unused = frozenset[str]().union(*(flat.unused for flat in self._flats if flat.unused))
         left_out = (
-            self._leave_out([segment for segment in self._stepped if segment.parts], unused)
+            self._table.leave_out(
+                [segment for segment in self._table.stepped if segment.parts], unused
+            )
             if unused
             else ()
         )
-        if self._fused.takes(self._stepped):
+        if self._fused.takes(self._table.stepped):
             written = self._fused.step(
-                self._device.regions, self._stepped, left_out, grad_scale, found_inf, shards or {}
+                self._table.device.regions,
+                self._table.stepped,
+                left_out,
+                grad_scale,
+                found_inf,
+                shards or {},
             )
             optimizer._opt_called = True
-            self._device.stepped(together=True)
+            self._table.device.stepped(together=True)
             self._step_stand_ins_apart(found_inf)
             return written
         self._fused.part()
         segments = (
-            [segment for segment in self._stepped if segment not in left_out]
+            [segment for segment in self._table.stepped if segment not in left_out]
             if left_out
-            else self._stepped
+            else self._table.stepped
         )
         apart = [
             [segment.tensor for segment in segments if segment.group == group]
             for group in range(len(self.groups))
-            if self._parted
+            if self._table.parted
         ]
         with torch_fused.beginning_apart(optimizer, self._base, apart):
             in_kernel = torch_fused.takes_scale(optimizer, self._base, found_inf)
@@ -250,12 +170,12 @@ class BoundOptimizer:
                 segment.gradient() if segment.parts else torch.zeros_like(segment.tensor)
                 for segment in segments
             ]
-            self._step_over(segments, gradients, grad_scale, found_inf, in_kernel, self._step)
+            self._steps.over(segments, gradients, grad_scale, found_inf, in_kernel, self._step)
         # A scheduler made after binding has wrapped whatever stands at ``optimizer.step`` now, to
         # notice this call.
         optimizer._opt_called = True
         # segments of a group that is parted get their first state in different steps
-        self._device.stepped(together=False if self._parted else None)
+        self._table.device.stepped(together=False if self._table.parted else None)
         self._step_stand_ins_apart(found_inf)
         return set()
 
@@ -263,56 +183,18 @@ class BoundOptimizer:
         """Step stand-ins that are not stepped with the others, with a gradient of zero that no
         number of the device scales.
         """
-        if not self._steps_stand_ins_apart or not self._stand_ins:
+        if not self._table.steps_stand_ins_apart or not self._table.stand_ins:
             return
         if found_inf is None or not bool(found_inf.ne(0)):
-            zeros = [torch.zeros_like(segment.tensor) for segment in self._stand_ins]
-            self._step_over(
-                self._stand_ins, zeros, None, None, self._takes_scale(), self._bare_step
+            zeros = [torch.zeros_like(segment.tensor) for segment in self._table.stand_ins]
+            self._steps.over(
+                self._table.stand_ins,
+                zeros,
+                None,
+                None,
+                self._steps.takes_scale(),
+                self._steps.bare,
             )
-
-    def _step_over(
-        self,
-        segments: Sequence[Segment],
-        gradients: list[Tensor],
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        in_kernel: bool,
-        step: Callable[[], Any],
-    ) -> None:
-        """``step`` with ``gradients``; the optimizer passes over segments that have none."""
-        optimizer: Any = self.optimizer
-        if grad_scale is not None and not in_kernel and gradients:
-            torch._foreach_div_(
-                gradients, grad_scale.to(dtype=gradients[0].dtype, device=gradients[0].device)
-            )
-        try:
-            if in_kernel:
-                # The kernels skip on exactly 1.0 and take fp32.
-                optimizer.grad_scale = (
-                    None
-                    if grad_scale is None
-                    else grad_scale.detach().to(torch.float32).reshape(())
-                )
-                optimizer.found_inf = (
-                    None if found_inf is None else found_inf.ne(0).to(torch.float32).reshape(())
-                )
-            for segment, gradient in zip(segments, gradients):
-                segment.tensor.grad = gradient
-            step()
-        finally:
-            for segment in segments:
-                segment.tensor.grad = None
-            if in_kernel:
-                del optimizer.grad_scale, optimizer.found_inf
-
-    def _takes_scale(self) -> bool:
-        return torch_fused.takes_scale(self.optimizer, self._base, None)
-
-    def _bare_step(self) -> None:
-        """The class's own step without hooks, which run once for the whole step."""
-        own = type(self.optimizer).step
-        getattr(own, "__wrapped__", own)(self.optimizer)
 
     # ---- the second half of a step: what is offloaded ----
 
@@ -323,8 +205,8 @@ class BoundOptimizer:
         ``number`` is another one at each step, and the same on all ranks: stochastic rounding
         depends on it.
         """
-        self._offloaded.start_momentum()
-        rules = [self._offloaded.rule(index) for index in range(len(self.groups))]
+        self._table.offloaded.start_momentum()
+        rules = [self._table.offloaded.rule(index) for index in range(len(self.groups))]
         groups = [
             {name: _now(value) for name, value in group.items() if name != "params"}
             for group in self.groups
@@ -333,46 +215,33 @@ class BoundOptimizer:
 
     def offloaded_segments(self, flat: Flat) -> list[Segment]:
         """The segments of ``flat``, whose state is offloaded."""
-        return self._offloaded.segments(flat)
+        return self._table.offloaded.segments(flat)
 
     def count(self, flat: Flat, rules: Sequence[Rule | None]) -> dict[Segment, Counted]:
         """Advance the step counters of ``flat``, but for parameters that are unused: they are in
         none of the segments returned.
         """
         left_out = (
-            self._leave_out(self._offloaded.segments(flat), flat.unused) if flat.unused else ()
+            self._table.leave_out(self._table.offloaded.segments(flat), flat.unused)
+            if flat.unused
+            else ()
         )
         counted = {}
-        for segment in self._offloaded.segments(flat):
+        for segment in self._table.offloaded.segments(flat):
             if segment in left_out:
                 continue
             count = self.optimizer.state[segment.tensor].get("step")
             if count is not None and rules[segment.group] is not None:
                 count += 1
             number = 0 if count is None else int(count)
-            counted[segment] = Counted(number, self._offloaded.take_fresh(segment))
+            counted[segment] = Counted(number, self._table.offloaded.take_fresh(segment))
         return counted
 
     def step_sub_group(
         self, segment: Segment, held: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool
     ) -> None:
         """One update of ``segment`` by the optimizer itself, over the arrays in ``held``."""
-        entries: Any = self.optimizer.state[segment.tensor]
-        waiting = segment.tensor.data
-        between = {name: entries[name] for name in held if name in entries}
-        segment.tensor.data = held[MASTER]
-        entries.update({name: held[name] for name in between})
-        if fresh and self._base in BEGIN_WITH_GRADIENT:
-            entries.pop("momentum_buffer", None)
-        gradient = grad if grad.dtype == segment.tensor.dtype else grad.to(segment.tensor.dtype)
-        scale = None if divisor == 1.0 else torch.tensor(divisor, dtype=torch.float32)
-        self._step_over([segment], [gradient], scale, None, self._takes_scale(), self._bare_step)
-        for name, entry in between.items():
-            made = entries.get(name)
-            if made is not None and made.data_ptr() != held[name].data_ptr():
-                held[name].copy_(made)
-            entries[name] = entry
-        segment.tensor.data = waiting
+        self._steps.sub_group(segment, held, grad, divisor, fresh)
 
     def bring_back(self, moved: Mapping[str, Callable[[], None]]) -> None:
         """Keep the states of some flats on the device from now on: ``moved`` has, by key, what
@@ -380,12 +249,13 @@ class BoundOptimizer:
         """
         flats = {flat.key: flat for flat in self._flats}
         scalars, apart = self.scalars(), self.apart()
-        fresh = self._offloaded.fresh_names()
+        fresh = self._table.offloaded.fresh_names()
         kept = {key: self.tensors(flats[key]) for key in moved}
         for move in moved.values():
             move()
-        self._bind({segment.group for segment in self._segments})
-        self._offloaded.keep_fresh(fresh)
+        groups = {segment.group for segment in self._table.segments}
+        self._table.bind(self._flats, self.group_of, groups)
+        self._table.offloaded.keep_fresh(fresh)
         for key, tensors in kept.items():
             for name, tensor in tensors.items():
                 self.load_tensor(flats[key], name, tensor)
@@ -399,12 +269,12 @@ class BoundOptimizer:
         :meth:`load_tensor`.
         """
         if flat.offloaded:
-            return self._offloaded.tensors(flat)
-        return {"master": masters(flat), **self._device.tensors(flat)}
+            return self._table.offloaded.tensors(flat)
+        return {"master": masters(flat), **self._table.device.tensors(flat)}
 
     def names(self, flat: Flat) -> list[str]:
         """Arrays of a flat whose states are offloaded that hold something."""
-        return self._offloaded.names(flat)
+        return self._table.offloaded.names(flat)
 
     def load_tensor(self, flat: Flat, name: str, tensor: Tensor) -> None:
         """Copy ``tensor`` (1-D over ``flat.owned``) into the masters or a state; state that does
@@ -417,20 +287,20 @@ class BoundOptimizer:
             UnsupportedOptimizerError: no group keeps a state of that name.
         """
         if flat.offloaded and name in flat.storage.names():
-            self._offloaded.load_tensor(flat, name, tensor)
+            self._table.offloaded.load_tensor(flat, name, tensor)
             return
         if name == "master":
             _copy(masters(flat), tensor)
             return
         touched = [
             (segment, part)
-            for segment in self._segments
+            for segment in self._table.segments
             for part in segment.parts
             if part.flat is flat
         ]
         known = []
         for segment, part in touched:
-            self._state_of(segment).create(segment)
+            self._table.state_of(segment).create(segment)
             if name in self._entries.of(segment):
                 known.append((segment, part))
         if touched and not known and not self._entries.some_group_keeps(name, masters(flat)):
@@ -451,30 +321,22 @@ class BoundOptimizer:
 
     def forget(self) -> None:
         """Make all state what it was before the first step."""
-        self._offloaded.wait()
+        self._table.offloaded.wait()
         dict.clear(self.optimizer.state)
-        self._parted.clear()
-        self._offloaded.renew_all()
+        self._table.parted.clear()
+        self._table.offloaded.renew_all()
 
     def scalars(self) -> list[dict[str, float]]:
         """Per group, the numbers its parameters share, such as ``{"step": 3.0}``; the same on
         every rank, but for :meth:`apart`.
         """
-        out: list[dict[str, float]] = [{} for _ in self.groups]
-        # the first of each group
-        for segment in {segment.group: segment for segment in reversed(self._segments)}.values():
-            out[segment.group] = self._entries.numbers(segment)
-        return out
+        return self._numbers.scalars()
 
     def apart(self) -> list[dict[str, dict[str, float]]]:
         """Per group whose parameters have not all made the same steps: the numbers of each with
         elements on this rank; else nothing.
         """
-        out: list[dict[str, dict[str, float]]] = [{} for _ in self.groups]
-        for segment in self._segments:
-            if segment.group in self._parted and segment.parts:
-                out[segment.group] |= dict.fromkeys(segment.names, self._entries.numbers(segment))
-        return out
+        return self._numbers.apart()
 
     def load_scalars(
         self,
@@ -489,41 +351,7 @@ class BoundOptimizer:
             keep.
         """
         self._same_groups(scalars, "step counts")
-        own = {name: values for group in apart for name, values in group.items()}
-        if own:
-            numbers_of = {name: tuple(sorted(values.items())) for name, values in own.items()}
-            concerned = [
-                segment
-                for segment in self._segments
-                if segment.parts and not segment.names.isdisjoint(own)
-            ]
-            self._parted |= {index for index, group in enumerate(apart) if group}
-            self._divide(concerned, numbers_of.get)
-        for segment in self._segments:
-            values = (
-                own.get(min(segment.names), scalars[segment.group])
-                if own and segment.parts
-                else scalars[segment.group]
-            )
-            if not values:
-                if own and segment.parts and min(segment.names) in own:
-                    self._state_of(segment).unstep(segment)
-                continue
-            self._state_of(segment).create(segment)
-            kept = self._entries.of(segment)
-            for name, number in values.items():
-                if name not in kept:
-                    raise UnsupportedOptimizerError(
-                        f"optimizer {type(self.optimizer).__name__} keeps no number {name!r} in "
-                        f"group {segment.group}; the state was saved by "
-                        "another optimizer. Use the same one, or load without optimizer states."
-                    )
-                if isinstance(kept[name], Tensor):
-                    kept[name].fill_(number)
-                else:
-                    self.optimizer.state[segment.tensor][name] = state.scalar_like(
-                        kept[name], number
-                    )
+        self._numbers.load(scalars, apart)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Per group, the settings a checkpoint keeps, as JSON-able values (see
@@ -541,9 +369,9 @@ class BoundOptimizer:
         """The optimizer's own state dict ``packed``, over the segments of this rank, with where
         each of them lies and with what is offloaded, read into memory.
         """
-        in_order = sorted(self._segments, key=lambda segment: segment.group)
-        packed = self._offloaded.packed(packed, in_order)
-        return snapshots.described(packed, self._segments, self._parted)
+        in_order = sorted(self._table.segments, key=lambda segment: segment.group)
+        packed = self._table.offloaded.packed(packed, in_order)
+        return snapshots.described(packed, self._table.segments, self._table.parted)
 
     def fitted(self, packed: dict[str, Any]) -> dict[str, Any]:
         """``packed``, a state dict of these elements, for the optimizer's own
@@ -558,20 +386,20 @@ class BoundOptimizer:
         saved = snapshots.read(packed, type(self.optimizer).__name__)
         if saved is None:
             return packed
-        self._replace(
+        self._table.replace(
             {
                 segment: split(segment, saved.borders(segment))
-                for segment in self._segments
+                for segment in self._table.segments
                 if segment.parts
             }
         )
-        self._parted = set(saved.parted)
-        return saved.over(self._segments)
+        self._table.parted = set(saved.parted)
+        return saved.over(self._table.segments)
 
     def unpacked(self) -> None:
         """The optimizer's own ``load_state_dict`` has given its segments other state."""
-        self._device.stepped(together=False)
-        self._offloaded.unpacked()
+        self._table.device.stepped(together=False)
+        self._table.offloaded.unpacked()
 
     def keeps(self, name: str) -> bool:
         """Whether a group of this optimizer keeps a state ``name``, as far as its class tells
@@ -581,18 +409,18 @@ class BoundOptimizer:
 
     def _carry(self, carried: state.Carried, group_of: Mapping[str, int]) -> None:
         with_state = {group_of[name] for name in carried.tensors}
-        for segment in self._segments:
+        for segment in self._table.segments:
             scalars = carried.scalars.get(segment.group, {})
             if not scalars and segment.group not in with_state:
                 continue
-            self._state_of(segment).create(segment)
+            self._table.state_of(segment).create(segment)
             live = self.optimizer.state[segment.tensor]
             for name, number in scalars.items():
                 live[name] = state.scalar_like(live[name], number) if name in live else number
             for part in segment.parts:
                 for key, start, stop, at in part.pieces():
                     for name, whole in carried.tensors.get(key, {}).items():
-                        self._state_of(segment).put(segment, name, at, whole[start:stop])
+                        self._table.state_of(segment).put(segment, name, at, whole[start:stop])
 
     def _same_groups(self, given: Sequence[Any], what: str) -> None:
         if len(given) != len(self.groups):

@@ -1,0 +1,120 @@
+"""Which segments an optimizer steps: cut from the flats, put into its groups, and cut again where
+parameters part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hf_zero.optim import state, table, torch_fused
+from hf_zero.optim.device_state import DeviceState, StateEntries, replace_segments
+from hf_zero.optim.fused import FusedStep
+from hf_zero.optim.offloaded_state import OffloadedState
+from hf_zero.optim.table import Flat, Segment, masters
+
+
+class SegmentTable:
+    """The segments of one optimizer, with their state on the device and offloaded."""
+
+    def __init__(self, entries: StateEntries, base: Any, fused: FusedStep, moments: str) -> None:
+        self._optimizer = entries.optimizer
+        self._base = base
+        self._fused = fused
+        self.device = DeviceState(entries)
+        self.offloaded = OffloadedState(entries, base, moments)
+        self.segments: list[Segment] = []
+        self.stepped: list[Segment] = []  # at once, by the optimizer's step
+        # of one zero, for groups that own nothing on this rank
+        self.stand_ins: list[Segment] = []
+        # groups whose parameters have not all made the same steps, as far as this rank has them
+        self.parted: set[int] = set()
+
+    def bind(self, flats: Sequence[Flat], group_of: Mapping[str, int], groups: set[int]) -> None:
+        """Cut ``flats`` into segments and put them into the optimizer's groups, with no state; each
+        of ``groups`` gets one.
+        """
+        self._fused.reset()
+        here = [flat for flat in flats if not flat.offloaded]
+        away = [flat for flat in flats if flat.offloaded]
+        self.device.cut(here, group_of)
+        self.offloaded.cut(away, group_of)
+        regions = [*self.device.regions, *self.offloaded.regions]
+        segments = [segment for region in regions for segment in region.segments]
+        self.stand_ins = []
+        for group in sorted(groups - {segment.group for segment in segments}):
+            stand_in = Segment(group, 0, 1, [])
+            zero = torch.zeros(1) if away else masters(flats[0]).new_zeros(1)
+            stand_in.tensor = torch.nn.Parameter(zero, requires_grad=False)
+            self.stand_ins.append(stand_in)
+        self.segments = segments + self.stand_ins
+        self.parted = set()
+        dict.clear(self._optimizer.state)  # not that of a script, which forgets state
+        self._list()
+        for live in self._optimizer.param_groups:
+            torch_fused.choose(self._base, live)
+        self.offloaded.create_all()
+
+    def _list(self) -> None:
+        """Let the optimizer's groups know of the segments there are now."""
+        self.stepped = [segment for segment in self.segments if not segment.offloaded]
+        if self.steps_stand_ins_apart:
+            self.stepped = [segment for segment in self.stepped if segment.parts]
+        for index, live in enumerate(self._optimizer.param_groups):
+            live["params"] = [segment.tensor for segment in self.segments if segment.group == index]
+
+    @property
+    def steps_stand_ins_apart(self) -> bool:
+        """Whether stand-ins are in host memory, whatever others of their group are: they count by
+        themselves.
+        """
+        return bool(self.offloaded.regions)
+
+    def state_of(self, segment: Segment) -> DeviceState | OffloadedState:
+        """The row that keeps the state of ``segment``."""
+        return self.offloaded if segment.offloaded else self.device
+
+    def divide(
+        self, segments: Iterable[Segment], kind_of: Callable[[str], Hashable]
+    ) -> dict[Segment, list[tuple[Hashable, Segment]]]:
+        """Cut ``segments``, with their state, wherever a parameter of another kind begins; what
+        each became, with its kind.
+        """
+        divided = {segment: table.divide(segment, kind_of) for segment in segments}
+        self.replace({segment: [piece for _, piece in found] for segment, found in divided.items()})
+        return divided
+
+    def replace(self, pieces: Mapping[Segment, list[Segment]]) -> None:
+        """Put the pieces that segments were cut into in their places, with their state."""
+        changed = {segment: found for segment, found in pieces.items() if len(found) > 1}
+        for segment, found in changed.items():
+            entries: Mapping[str, Any] = self._optimizer.state.pop(segment.tensor, {})
+            for piece in found:
+                self.state_of(piece).bind(piece)
+                start = piece.start - segment.start
+                if entries:
+                    self._optimizer.state[piece.tensor] = state.narrowed(
+                        entries, segment.tensor.shape, start, start + piece.tensor.numel()
+                    )
+        if changed:
+            replace_segments([*self.device.regions, *self.offloaded.regions], changed)
+            self.segments = [
+                piece for segment in self.segments for piece in changed.get(segment, [segment])
+            ]
+            self._list()
+            self._fused.divide()
+            self.offloaded.replace(changed)
+
+    def leave_out(self, segments: Iterable[Segment], unused: frozenset[str]) -> set[Segment]:
+        """The segments of ``unused`` parameters among ``segments``, which are cut so that they
+        hold no others.
+        """
+        concerned = [segment for segment in segments if not unused.isdisjoint(segment.names)]
+        left_out = {segment for segment in concerned if unused.issuperset(segment.names)}
+        mixed = [segment for segment in concerned if segment not in left_out]
+        self.parted |= {segment.group for segment in concerned}
+        for found in self.divide(mixed, unused.__contains__).values():
+            left_out |= {piece for is_unused, piece in found if is_unused}
+        return left_out
