@@ -19,6 +19,7 @@ from typing import Any
 
 LAYERS = {"bert": 12, "llama": 8, "gpt2": 8, "t5": 4, "mixtral": 4}
 STEPS, ROWS, LENGTH, VOCAB = 6, 4, 16, 200
+POSITIONS = 64  # that a model has; a case takes LENGTH of them, or its own "length"
 
 HOST = {"device": "cpu"}
 OPTIMIZER = {"offload_optimizer": HOST}
@@ -28,6 +29,10 @@ BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 KEPT = {"checkpoint": {"async_save": True}, "saved": True}
 ACTIVATIONS = {"activation_offload": {"enabled": True, "min_bytes": 1, "in_flight_bytes": 100_000}}
+SPARSE = {
+    "sparse_attention": {"mode": "fixed", "block": 16, "num_local_blocks": 2},
+    "length": POSITIONS,
+}
 
 Case = tuple[int, dict[str, Any], dict[str, Any]]  # stage, keys of zero_optimization, other keys
 
@@ -59,6 +64,8 @@ def cases(folder: str) -> dict[str, Case]:
         "all on the host, pretrained": (3, BOTH, {"made": pretrained}),
         "stage 2, four micro-batches": (2, {}, {"gradient_accumulation_steps": 4}),
         "all on the host, four micro-batches": (3, BOTH, {"gradient_accumulation_steps": 4}),
+        "stage 3, sparse attention": (3, {}, SPARSE),
+        "all on the host, sparse attention": (3, BOTH, SPARSE),
         "stage 3, compiled blocks": (3, {}, {"compile": {"blocks": True, "backend": "aot_eager"}}),
         "parameters on the host": (3, {"offload_param": HOST}, {}),
         "all on the host": (3, BOTH, {}),
@@ -102,18 +109,16 @@ def build(family: str, checkpointed: bool) -> Any:
     model: Any
     if family == "bert":
         model = hf.BertForMaskedLM(
-            hf.BertConfig(**wide, intermediate_size=64, max_position_embeddings=LENGTH, **plain)
+            hf.BertConfig(**wide, intermediate_size=64, max_position_embeddings=POSITIONS, **plain)
         )
     elif family == "llama":
         model = hf.LlamaForCausalLM(
             hf.LlamaConfig(**wide, num_key_value_heads=2, intermediate_size=80)
         )
     elif family == "gpt2":
-        quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        more = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_positions": POSITIONS}
         model = hf.GPT2LMHeadModel(
-            hf.GPT2Config(
-                vocab_size=VOCAB, n_embd=32, n_layer=layers, n_head=4, n_positions=LENGTH, **quiet
-            )
+            hf.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=layers, n_head=4, **more)
         )
     elif family == "t5":
         sizes = {
@@ -171,7 +176,7 @@ def train(family: str, case: Case, rank: int, folder: str) -> list[float]:
 
     stage, zero, more = case[0], case[1], dict(case[2])
     checkpointed, saved = more.pop("checkpointed", False), more.pop("saved", False)
-    made = more.pop("made", None)
+    made, length = more.pop("made", None), more.pop("length", LENGTH)
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": 2,
@@ -194,7 +199,7 @@ def train(family: str, case: Case, rank: int, folder: str) -> list[float]:
     losses = []
 
     def step() -> None:
-        ids = torch.randint(5, VOCAB, (ROWS, LENGTH), generator=generator).to(engine.device)
+        ids = torch.randint(5, VOCAB, (ROWS, length), generator=generator).to(engine.device)
         loss = engine(input_ids=ids, labels=ids).loss
         engine.backward(loss)
         engine.step()
