@@ -183,8 +183,7 @@ class Engine(TrainingEngine):
                 f"load_checkpoint does not know {sorted(unused)}; drop these arguments"
             )
         self.wait_for_checkpoint(f"the load of {load_dir}")
-        if self.updater is not None:
-            self.updater.drop_early()
+        self.updater.drop_early()
         with self.schedule.shards.writing():
             answer = checkpoint.load(
                 self,

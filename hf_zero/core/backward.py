@@ -156,7 +156,7 @@ class Backward:
     def write(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:
         """Make ``value`` the gradient of parameter ``name``; see :meth:`Engine.write_gradient`."""
         updater, scale = self._update.updater, self.losses.scaler.scale
-        if updater is not None and flat.unit in updater.updated_early:
+        if flat.unit in updater.updated_early:
             refuse_half_done(updater, f"writing {name}.grad")
         self.reducer.wait()
         flat.optimizer_shard.wait_for_update()

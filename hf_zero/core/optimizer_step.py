@@ -23,7 +23,7 @@ from hf_zero.logs import logger
 from hf_zero.spans import span
 from hf_zero.storage.base import MASTER
 from hf_zero.storage.placement import Chunk, room_beside_a_step
-from hf_zero.units.gradient_offload import GradientOffload
+from hf_zero.units.gradient_offload import GradientOffload, NoGradientOffload
 from hf_zero.units.materialize import ways_back
 from hf_zero.units.precision import LossScaler
 from hf_zero.units.unit import Unit
@@ -32,7 +32,7 @@ from hf_zero.units.unit import Unit
 class OptimizerStep:
     """Updates the parameters of ``model`` from their reduced gradients with ``optimizer``.
 
-    ``bound`` is None without one, ``updater`` where nothing is offloaded.
+    ``bound`` is None without one; ``updater`` has units where their state is offloaded.
     """
 
     def __init__(
@@ -45,18 +45,14 @@ class OptimizerStep:
     ):
         mesh, placement = model.mesh, model.placement
         self.bound: Any = None if optimizer is None else model.bind(optimizer, config)
-        self.updater: Updater | None = None
-        self.gradient_offload: GradientOffload | None = None  # where gradients leave a GPU
-        if placement.offloads_optimizer and self.bound is not None:
-            if not kinds.is_host(mesh.device):
-                self.gradient_offload = GradientOffload(mesh.device, placement.take_pinned)
-            self.updater = Updater(
-                model.units,
-                mesh,
-                mesh.device,
-                StagedCopies(mesh.device, placement.sub_group_size, placement.take_pinned),
-                self.gradient_offload,
-            )
+        # where gradients leave a GPU
+        self.gradient_offload: GradientOffload | NoGradientOffload = NoGradientOffload()
+        offloads = placement.offloads_optimizer and self.bound is not None
+        if offloads and not kinds.is_host(mesh.device):
+            self.gradient_offload = GradientOffload(mesh.device, placement.take_pinned)
+        copies = StagedCopies(mesh.device, placement.sub_group_size, placement.take_pinned)
+        self.updater = Updater(model.units, mesh, mesh.device, copies, self.gradient_offload)
+        if offloads:
             model.schedule.on_use = self.updater.used
         self.usage = Usage(model.trainable, mesh, mesh.device)
         # to which the gradient is clipped; 0.0: not
@@ -88,7 +84,6 @@ class OptimizerStep:
 
         Its gradients are complete, and nothing can forbid the step any more.
         """
-        assert self.updater is not None
         if unit.offloaded:
             unit.take_user_writes()
             with self._updating_state():
@@ -134,7 +129,7 @@ class OptimizerStep:
             self.take_user_writes()
             with span("update", "parameters on the device"):
                 written = self.bound.step(divisor, shards=self._shards_to_write())
-            if self.updater is not None:
+            if self.updater.units:
                 update = self.updater.early or self.bound.begin(
                     1.0 if divisor is None else float(divisor), steps
                 )
@@ -149,16 +144,16 @@ class OptimizerStep:
         Raises PartitionError where a backward has used it for a part of the model already.
         """
         refuse_half_done(self.updater, "optimizer.state.clear()")
-        if self.updater is not None:
-            self.updater.finish()
+        self.updater.finish()
         self.bound.forget()
 
     def take_user_writes(self) -> None:
         """Take what the script has written to whole parameters over into shards and master
         weights.
         """
+        updated_early = self.updater.updated_early
         for unit in self._model.units:
-            if self.updater is not None and unit in self.updater.updated_early:
+            if unit in updated_early:
                 for name in (name for flat in unit.trainable for name in flat.user_writes.names()):
                     refuse_half_done(self.updater, f"a write to {name}")
             unit.take_user_writes()
@@ -182,7 +177,6 @@ class OptimizerStep:
         """After the first step: keep the state of those units on the device that come first and
         for which it has room (collective).
         """
-        assert self.updater is not None
         model = self._model
         model.placement.measured()
         self.updater.finish()
@@ -214,7 +208,7 @@ class OptimizerStep:
 
     def close(self) -> None:
         """Wait for the update under way; raises what it has raised."""
-        failure = self.updater.close() if self.updater is not None else None
+        failure = self.updater.close()
         if self._model.placement.offloads_anything:
             # no copy may outlive the host memory that it reads or fills
             kinds.synchronize(self._model.mesh.device)

@@ -152,9 +152,8 @@ def patch_optimizer(optimizer: Any, owner: Any) -> None:
 
     def load_state_dict(state_dict: dict[str, Any]) -> None:
         alive = engine()
-        if alive is not None and alive.updater is not None:
-            alive.updater.finish()
         if alive is not None:
+            alive.updater.finish()
             state_dict = alive.bound.fitted(state_dict)
         type(optimizer).load_state_dict(optimizer, state_dict)
         watch_state()
@@ -163,7 +162,7 @@ def patch_optimizer(optimizer: Any, owner: Any) -> None:
 
     def wait() -> None:
         alive = engine()
-        if alive is not None and alive.updater is not None and not alive.updates_state:
+        if alive is not None and not alive.updates_state:
             alive.updater.finish()
 
     def restart() -> None:

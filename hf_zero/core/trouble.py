@@ -14,16 +14,13 @@ from hf_zero.errors import OffloadError, PartitionError
 from hf_zero.storage.placement import Placement
 
 
-def failed_writes(
-    placement: Placement, updater: Updater | None, schedule: Schedule, mesh: Mesh
-) -> str:
+def failed_writes(placement: Placement, updater: Updater, schedule: Schedule, mesh: Mesh) -> str:
     """Which writes of the last update have failed, on any rank; "" if none (collective where
     something is in files).
     """
     if not placement.in_files:
         return ""
-    if updater is not None:
-        updater.finish()
+    updater.finish()
     own = placement.write_error()
     if not schedule.agree("a look at what was written", int(own is not None)):
         return ""
@@ -41,11 +38,11 @@ def refuse_step(failed: str) -> None:
         )
 
 
-def refuse_half_done(updater: Updater | None, what: str) -> None:
+def refuse_half_done(updater: Updater, what: str) -> None:
     """Raise PartitionError if a backward has updated a part of the model and no step has
     followed, which has to come before ``what``.
     """
-    if updater is not None and updater.early is not None:
+    if updater.early is not None:
         raise PartitionError(
             f"{what} comes after a backward that has updated a part of the model already "
             "(offload_optimizer.update_in_backward) and before "

@@ -29,7 +29,7 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.optim.piecewise import Update
 from hf_zero.parameters.parameter import OwnedParameter, UpdatingParameter
 from hf_zero.spans import span
-from hf_zero.units.gradient_offload import GradientOffload
+from hf_zero.units.gradient_offload import GradientOffload, NoGradientOffload
 from hf_zero.units.unit import Unit
 
 
@@ -47,7 +47,7 @@ class Updater:
         mesh: Mesh,
         device: torch.device,
         copies: StagedCopies,
-        offload: GradientOffload | None = None,
+        offload: GradientOffload | NoGradientOffload,
     ):
         self._all = list(units)
         self._watchdog = mesh.watchdog
@@ -70,6 +70,11 @@ class Updater:
     def refresh(self) -> None:
         """Look which units have offloaded flats now."""
         self._order = [unit for unit in self._all if unit.offloaded]
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """Units whose state is offloaded."""
+        return self._order
 
     @property
     def pending(self) -> tuple[Unit, ...]:
@@ -165,8 +170,6 @@ class Updater:
 
     def _copied_gradients(self, unit: Unit) -> list[streams.Event]:
         """The ends of the copies of the gradients of ``unit`` to host memory."""
-        if self._offload is None:
-            return []
         found = [self._offload.event(flat.gradient) for flat in unit.offloaded]
         return [event for event in found if event is not None]
 
@@ -175,8 +178,7 @@ class Updater:
         model's first unit, as a rule.
         """
         if (
-            self._offload is None
-            or self._gathers is not None
+            self._gathers is not None
             or len(units) < 2
             or self._offload.last not in [flat.gradient for flat in units[0].trainable]
         ):

@@ -21,7 +21,7 @@ from hf_zero.gradients.sparse import dense
 from hf_zero.parameters.parameter import any_raw_grad, drop_raw_grads, raw_grads
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.gradient_buffer import GradState
-from hf_zero.units.gradient_offload import GradientOffload
+from hf_zero.units.gradient_offload import GradientOffload, NoGradientOffload
 from hf_zero.units.precision import Scaling
 from hf_zero.units.unit import Unit
 
@@ -72,7 +72,9 @@ class WireBuffers:
 class GradientIntake:
     """Takes gradients off the parameters of a unit."""
 
-    def __init__(self, scaling: Scaling, buffers: WireBuffers, offload: GradientOffload | None):
+    def __init__(
+        self, scaling: Scaling, buffers: WireBuffers, offload: GradientOffload | NoGradientOffload
+    ):
         self.scaling = scaling
         self._buffers = buffers
         self._offload = offload
@@ -105,8 +107,7 @@ class GradientIntake:
         long as nothing was expected to be.
         """
         if flat.gradient.upcast_on_accumulate:
-            if self._offload is not None:
-                self._offload.wait()
+            self._offload.wait()
             flat.optimizer_shard.wait_for_update()
             flat.gradient.upcast()
 

@@ -32,7 +32,7 @@ from hf_zero.gradients.reductions import Reductions
 from hf_zero.gradients.usage import Usage
 from hf_zero.parameters.parameter import any_raw_grad
 from hf_zero.units.flat_buffer import FlatBuffer
-from hf_zero.units.gradient_offload import GradientOffload
+from hf_zero.units.gradient_offload import GradientOffload, NoGradientOffload
 from hf_zero.units.policy import Policy
 from hf_zero.units.precision import Scaling
 from hf_zero.units.unit import Unit
@@ -89,7 +89,7 @@ class GradientReducer:
         policy: Policy,
         options: ReductionOptions,
         usage: Usage,
-        offload: GradientOffload | None = None,
+        offload: GradientOffload | NoGradientOffload,
     ):
         self._units = list(units)
         self._order = ReductionOrder(units)
@@ -317,8 +317,7 @@ class GradientReducer:
                 for flat in unit.trainable:
                     self._send_accumulated(flat)
             self._reductions.finish()
-        if self._offload is not None:
-            self._offload.finish_sums()
+        self._offload.finish_sums()
 
     @property
     def unreduced(self) -> float:
@@ -329,15 +328,13 @@ class GradientReducer:
 
     def wait(self) -> None:
         """Return when every gradient that was reduced can be read."""
-        if self._offload is not None:
-            self._offload.wait()
+        self._offload.wait()
 
     def close(self) -> None:
         """Let go of everything: the engine is destroyed."""
         self.clear()
         self._buffers.clear()
-        if self._offload is not None:
-            self._offload.close()
+        self._offload.close()
 
     def abandon(self) -> None:
         """Forget the backward under way, which an exception has broken, and the gradients it
@@ -425,7 +422,7 @@ class GradientReducer:
             or not self._batch.reduces
             or backward.key not in self._known
             or not backward.reduced.issuperset(unit.trainable)
-            or (self._offload is not None and self._offload.is_adding)
+            or self._offload.is_adding
         ):
             return
         self._usage.receive(unit)

@@ -17,7 +17,7 @@ from hf_zero.gradients.norm import sums_of_squares
 from hf_zero.spans import span
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.gradient_buffer import GradState
-from hf_zero.units.gradient_offload import GradientOffload
+from hf_zero.units.gradient_offload import GradientOffload, NoGradientOffload
 
 IN_FLIGHT = 2  # acquired buffers that may be on the wire at once
 
@@ -60,7 +60,7 @@ class Reductions:
         mesh: Mesh,
         intake: GradientIntake,
         buffers: WireBuffers,
-        offload: GradientOffload | None,
+        offload: GradientOffload | NoGradientOffload,
         kernels: Any,
         packed: int,
         before_wait: Callable[[], None] = _nothing,
@@ -146,7 +146,7 @@ class Reductions:
         takes_memory = (
             len(reductions) > 1
             or reductions[0].acquired is not None
-            or (self._offload is not None and flat.gradient.offloaded)
+            or (flat.gradient.offloaded and self._offload.copies)
         )
         self._messages.append(_Message(reductions, handles, self.sent, takes_memory, part))
         self._taking_memory += takes_memory
@@ -204,7 +204,7 @@ class Reductions:
                 handle.reduce_into(part, False, 1.0)
             handle = self._mesh.replicate.all_reduce(part, flat.key, ordered=True)
         assert gradient.shard is not None
-        if self._offload is not None and gradient.offloaded:
+        if gradient.offloaded and self._offload.copies:
             gradient.mark_reduced(self._send_to_host(reduction, handle, adds))
         else:
             with span("wait_reduction", flat.key):
@@ -218,7 +218,6 @@ class Reductions:
         self, reduction: _Reduction, handle: Handle, adds: bool
     ) -> torch.Tensor | None:
         """Copy the result to host memory; its sum of squares, if it is the whole gradient."""
-        assert self._offload is not None
         gradient, wire = reduction.flat.gradient, reduction.acquired
         if wire is None:
             wire = gradient.accumulated_grad  # in 32 bits by now, if it was upcast meanwhile

@@ -36,6 +36,8 @@ class GradientOffload:
     ``allocator`` gives memory that a GPU can copy to.
     """
 
+    copies = True
+
     def __init__(self, device: torch.device, allocator: Allocator):
         self._device = device
         self._allocator = allocator
@@ -116,6 +118,35 @@ class GradientOffload:
         if self._stream is not None:
             self._stream.synchronize()
         self._copies, self._staging, self._events, self.last = [], [], {}, None
+
+
+class NoGradientOffload:
+    """In the place of :class:`GradientOffload` where gradients stay on the device that has reduced
+    them, be it the host.
+    """
+
+    copies = False
+    is_adding = False
+    last: GradientBuffer | None = None
+
+    def send(
+        self, gradient: GradientBuffer, values: torch.Tensor, accumulate: bool, scale: float = 1.0
+    ) -> None:
+        """``gradient.shard = scale * values``, or ``+=``, at once."""
+        assert gradient.shard is not None
+        _put(gradient.shard, values, accumulate, scale)
+
+    def event(self, gradient: GradientBuffer) -> streams.Event | None:
+        """None is sent."""
+
+    def finish_sums(self) -> None:
+        """Nothing is on its way."""
+
+    def wait(self) -> None:
+        """Nothing is on its way."""
+
+    def close(self) -> None:
+        """It holds nothing."""
 
 
 def _put(grad: torch.Tensor, values: torch.Tensor, adds: bool, scale: float) -> None:

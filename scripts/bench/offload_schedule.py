@@ -283,8 +283,7 @@ class Recorder:
         from hf_zero.units.gradient_offload import GradientOffload
 
         engine, gpu = self._engine, torch.device("cuda", 0)
-        if engine.updater is not None:
-            engine.updater.finish()
+        engine.updater.finish()
         with ExitStack() as stack:
 
             def replace(owner: Any, name: str, value: Any) -> None:
@@ -305,7 +304,7 @@ class Recorder:
             replace(FlatBuffer, "store_part", self._store(FlatBuffer.store_part))
             replace(Update, "_apply", self._apply(Update._apply))
             replace(engine.bound, "step", self._step(engine.bound.step))
-            if engine.updater is not None:
+            if engine.updater.units:
                 offload = GradientOffload(gpu, engine.sharded_model.placement.take_pinned)
                 replace(offload, "send", self._send(offload.send))
                 reducer = engine.backward_pass.reducer
@@ -321,11 +320,11 @@ class Recorder:
             self._on = True
             try:
                 yield self.schedule
-                if engine.updater is not None:
+                if engine.updater.units:
                     engine.updater.finish()
             finally:
                 self._on = False
-                if engine.updater is not None:
+                if engine.updater.units:
                     engine.updater._queue._worker.shutdown()
 
     def mark(self) -> None:
