@@ -61,6 +61,12 @@ class CheckpointError(HfZeroError, RuntimeError):
     """A checkpoint that is missing, damaged, of another format version or of another model."""
 
 
+class TargetMismatchError(CheckpointError, AssertionError):
+    """Ranks that want to save a checkpoint in different places, where the configuration forbids
+    that.
+    """
+
+
 class NoModelFolderError(CheckpointError, ValueError):
     """A sharded checkpoint where a model folder is asked for; Transformers' loaders take it for
     what they raise there themselves.

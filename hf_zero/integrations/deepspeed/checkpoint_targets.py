@@ -10,7 +10,7 @@ from typing import Any
 from hf_zero.checkpoint.find import LATEST, find_checkpoint
 from hf_zero.checkpoint.storage import as_path
 from hf_zero.distributed.world_group import get_world_group
-from hf_zero.errors import CheckpointError
+from hf_zero.errors import CheckpointError, ConfigError, TargetMismatchError
 from hf_zero.logs import log_rank0, logger
 
 Target = tuple[str, str | None]
@@ -20,8 +20,10 @@ def agreed_target(engine: Any, save_dir: str | os.PathLike[str], tag: Any) -> Ta
     """Rank 0's folder and tag (collective). Where another rank's are others it is warned of, as
     ``checkpoint.tag_validation`` says: "ignore" says nothing.
 
-    Raises CheckpointError on all ranks with "fail".
+    Raises TargetMismatchError on all ranks with "fail", and ConfigError without a folder.
     """
+    if not save_dir:
+        raise ConfigError(f"save_checkpoint needs a folder, not {save_dir!r}; pass save_dir")
     given: Target = os.fspath(save_dir), None if tag is None else str(tag)
     if engine.world_size == 1:
         return given
@@ -35,7 +37,7 @@ def agreed_target(engine: Any, save_dir: str | os.PathLike[str], tag: Any) -> Ta
             "pass the same folder and tag on every rank, such as one that rank 0 broadcasts"
         )
         if mode == "fail":
-            raise CheckpointError(said)
+            raise TargetMismatchError(said)
         if engine.global_rank == 0:
             logger.warning("%s; all ranks save as rank 0 says", said)
     return every[0]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hf_zero.distributed import init, process_group, world_group
+from hf_zero.errors import ConfigError
 from hf_zero.integrations.deepspeed.comm_log import LOGGED
 from hf_zero.integrations.deepspeed.comm_log import configure as configure
 
@@ -35,10 +36,15 @@ def init_distributed(
 ) -> None:
     """``hf_zero.distributed.init.init_distributed`` with DeepSpeed's arguments; ranks are found in
     the launcher's variables, without mpi4py. Without a timeout DEEPSPEED_TIMEOUT, in minutes, is
-    it.
+    it. Raises ConfigError where ``dist_init_required`` is False and there is no group.
     """
     if timeout is None and os.environ.get("DEEPSPEED_TIMEOUT"):
         timeout = default_pg_timeout
+    if dist_init_required is False and not process_group.is_initialized():
+        raise ConfigError(
+            "dist_init_required=False but no process group exists; start one first, or drop the "
+            "argument"
+        )
     if dist_init_required is not False:
         init.init_distributed(
             dist_backend, timeout, init_method, rank, world_size, distributed_port

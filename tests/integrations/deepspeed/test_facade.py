@@ -26,7 +26,7 @@ import torch
 import hf_zero
 from hf_zero.core.gathered import GatheredParameters
 from hf_zero.engine import Engine
-from hf_zero.errors import NotBuiltError
+from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.integrations.deepspeed import facade
 from hf_zero.integrations.deepspeed.api import API
 from hf_zero.parameters.parameter import ZeroParamStatus
@@ -284,8 +284,8 @@ def test_comm_is_torch_distributed_for_the_rest() -> None:
 
 def test_comm_starts_a_group_with_the_arguments_of_deepspeed() -> None:
     assert not deepspeed.comm.is_initialized()
-    deepspeed.init_distributed(dist_init_required=False)
-    assert not deepspeed.comm.is_initialized()
+    with pytest.raises(ConfigError, match="no process group exists"):
+        deepspeed.init_distributed(dist_init_required=False)
     try:
         deepspeed.init_distributed(
             dist_backend="gloo", auto_mpi_discovery=False, verbose=False, timeout=60.0

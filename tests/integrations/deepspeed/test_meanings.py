@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import hf_zero
-from hf_zero.errors import CheckpointError, ConfigError, NotBuiltError
+from hf_zero.errors import CheckpointError, ConfigError, NotBuiltError, TargetMismatchError
 from hf_zero.integrations.deepspeed import fp32_files
 from tests.helpers.engines import config_of
 from tests.helpers.stacks import on_ranks, squared, stack
@@ -68,13 +68,15 @@ def test_ranks_that_name_different_places(
             (tmp_path / f"at-{rank}", "tag") if what == "folder" else (tmp_path, f"t{rank}")
         )
         if mode == "fail":
-            with pytest.raises(CheckpointError, match="rank 1 wants to save as"):
+            with pytest.raises(TargetMismatchError, match="rank 1 wants to save as"):
                 engine.save_checkpoint(*place)
         else:
             engine.save_checkpoint(*place)
             saved = tmp_path / "at-0" / "tag" if what == "folder" else tmp_path / "t0"
             assert (saved / "manifest.json").is_file() and not (tmp_path / "at-1").exists()
         different = "that all ranks share" if what == "folder" else "different tags"
+        with pytest.raises(ConfigError, match="needs a folder"):
+            engine.save_checkpoint("")
         with pytest.raises(CheckpointError, match=different):
             hf_zero.Engine.save_checkpoint(engine, *place)
         engine.destroy()
