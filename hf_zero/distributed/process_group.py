@@ -44,12 +44,15 @@ def choose_device(device: torch.device | None) -> None:
 
 
 def default_device() -> torch.device:
-    """The device this rank computes on: its own GPU where the launcher has not forced the CPU,
-    else the CPU.
+    """The device this rank computes on: its own GPU where the launcher or DS_ACCELERATOR has not
+    forced the CPU, else the CPU.
     """
     if _chosen is not None:
         return _chosen
-    forced = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
+    forced = (
+        os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
+        or os.environ.get("DS_ACCELERATOR", "").lower() == "cpu"
+    )
     kind = None if forced else kinds.accelerator()
     if kind is not None:
         return torch.device(kind, get_local_rank() % kinds.device_count())

@@ -37,6 +37,15 @@ def test_the_device_is_the_one_of_the_engine() -> None:
     assert accelerator.get_accelerator() is accelerator.get_accelerator()
 
 
+def test_the_variable_of_deepspeed_chooses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr(process_group.kinds, "accelerator", lambda: "meta")
+    monkeypatch.setattr(process_group.kinds, "device_count", lambda: 1)
+    assert process_group.default_device().type == "meta"
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert process_group.default_device().type == "cpu"
+
+
 def test_the_cpu_under_the_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_SIZE", "3")
     cpu = accelerator.DeepSpeedAccelerator("cpu")
