@@ -436,6 +436,12 @@ class DeepSpeedEngine(Engine):
         """The ranks that data is divided among."""
         return int(self.world_size)
 
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Modules whose gradients are sparse: embeddings with ``sparse=True``."""
+        named = self.module.named_modules()
+        return {name for name, module in named if getattr(module, "sparse", False) is True}
+
     mp_world_size = 1
     pipeline_parallelism = False
 

@@ -283,6 +283,24 @@ def test_small_helpers(tmp_path: Path) -> None:
     assert deepspeed.utils.instrument_w_nvtx(lambda a: a + 1)(2) == 3
 
 
+def test_groups_without_experts_stay_as_they_are() -> None:
+    moe, layer = deepspeed.moe.utils, nn.Linear(2, 2)
+    groups = moe.split_params_into_different_moe_groups_for_optimizer(
+        {"params": layer.parameters(), "lr": 0.5}
+    )
+    assert [(g["lr"], g["params"]) for g in groups] == [(0.5, [layer.weight, layer.bias])]
+    assert moe.configure_moe_param_groups(layer.parameters()) == [layer.weight, layer.bias]
+    assert moe.has_moe_layers(layer) == (False, 0) and not moe.is_moe_param_group(groups[0])
+    marked: Any = layer.bias
+    marked.allreduce = False
+    assert moe.split_params_into_shared_and_expert_params(layer.parameters()) == (
+        [layer.weight],
+        [layer.bias],
+    )
+    with pytest.raises(NotBuiltError, match="set_z3_leaf_modules"):
+        moe.configure_moe_param_groups([{"params": layer.parameters()}])
+
+
 def test_loss_scales_move_like_those_of_the_engine() -> None:
     scalers = deepspeed.runtime.fp16.loss_scaler
     scaler = scalers.CreateLossScaler(

@@ -300,11 +300,17 @@ TOP = (
     module(
         "deepspeed.moe.utils",
         "Parameters of experts.",
-        functions_not_built(
-            NO_EXPERTS,
-            "has_moe_layers is_moe_param is_moe_param_group configure_moe_param_groups "
-            "split_params_into_different_moe_groups_for_optimizer "
-            "split_params_into_shared_and_expert_params "
+        names(
+            f"{HERE}.expert_parameters",
+            "configure_moe_param_groups",
+            "has_moe_layers",
+            "is_moe_param",
+            "is_moe_param_group",
+            "split_params_into_different_moe_groups_for_optimizer",
+            "split_params_into_shared_and_expert_params",
+        ),
+        left_out(
+            "gradients are the engine's: safe_get_full_grad",
             "split_params_grads_into_shared_and_expert_params",
         ),
     ),
