@@ -16,7 +16,7 @@ from hf_zero.core.hooks import Hooks
 from hf_zero.core.optimizer_step import OptimizerStep
 from hf_zero.core.sanity import SanityChecks
 from hf_zero.core.sharded_model import DTYPES, ShardedModel
-from hf_zero.core.trouble import refuse_half_done
+from hf_zero.core.write_errors import refuse_half_done
 from hf_zero.errors import PartitionError, UnusedParameterError
 from hf_zero.gradients.gradient_intake import MicroBatch
 from hf_zero.gradients.gradient_reducer import GradientReducer, ReductionOptions

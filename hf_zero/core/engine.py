@@ -26,7 +26,7 @@ from hf_zero.core.sharded_model import ShardedModel, retire_flats, take_native_t
 from hf_zero.core.state_bytes import bytes_by_tier, state_bytes
 from hf_zero.core.stopping import StopRequests
 from hf_zero.core.takeover import patch_optimizer, restore_optimizer
-from hf_zero.core.trouble import refuse_half_done, refuse_step
+from hf_zero.core.write_errors import refuse_half_done, refuse_step
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group, rank_status
 from hf_zero.distributed.mesh import Mesh

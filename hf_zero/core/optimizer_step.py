@@ -14,8 +14,8 @@ from hf_zero.config import ZeroConfig
 from hf_zero.core.sanity import SanityChecks
 from hf_zero.core.sharded_model import ShardedModel
 from hf_zero.core.staged_copies import StagedCopies
-from hf_zero.core.trouble import failed_writes, refuse_half_done
 from hf_zero.core.update import Updater
+from hf_zero.core.write_errors import failed_writes, refuse_half_done
 from hf_zero.device import kinds
 from hf_zero.gradients.norm import squared_norm
 from hf_zero.gradients.usage import Usage

@@ -26,7 +26,7 @@ from hf_zero.core.update_queue import UpdateQueue
 from hf_zero.device import kinds, streams
 from hf_zero.distributed.collective_log import PendingCollective
 from hf_zero.distributed.mesh import Mesh
-from hf_zero.optim.piecewise import Update
+from hf_zero.optim.sub_group_update import Update
 from hf_zero.parameters.parameter import OwnedParameter, UpdatingParameter
 from hf_zero.spans import span
 from hf_zero.units.gradient_offload import GradientOffload, NoGradientOffload
@@ -78,7 +78,7 @@ class Updater:
 
     @property
     def pending(self) -> tuple[Unit, ...]:
-        """Units whose update nobody has waited for yet."""
+        """Units whose update was begun and not waited for."""
         return tuple(self._pending)
 
     @property

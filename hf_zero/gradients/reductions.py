@@ -39,7 +39,7 @@ class _Message:
     reductions: Sequence[_Reduction]
     handles: Sequence[Handle]  # of each
     number: int  # of the message in its backward
-    takes_memory: bool  # beside the gradients themselves, until it is over
+    takes_memory: bool  # further to the gradients themselves, until it is over
     # where a sum over the shard axis goes that is yet to be summed over the replicas
     part: torch.Tensor | None = None
 

@@ -40,8 +40,8 @@ def refuse_counters(optimizer: torch.optim.Optimizer) -> None:
         raise UnsupportedOptimizerError(
             f"optimizer {type(optimizer).__name__} changes {sorted(set(counted))} of its "
             "groups or of itself in each step(), and offloaded "
-            "state is stepped piece by piece: keep that number in the state of each parameter, "
-            "or do not offload the optimizer"
+            "state is stepped sub-group by sub-group: keep that number in the state of each "
+            "parameter, or do not offload the optimizer"
         )
 
 

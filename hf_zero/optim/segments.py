@@ -18,9 +18,9 @@ from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.group_numbers import GroupNumbers
 from hf_zero.optim.host_rules import Rule
 from hf_zero.optim.offloaded_state import refuse_counters
-from hf_zero.optim.piecewise import Counted, Update
 from hf_zero.optim.segment_steps import SegmentSteps
 from hf_zero.optim.segment_table import SegmentTable
+from hf_zero.optim.sub_group_update import Counted, Update
 from hf_zero.optim.table import Flat, Segment, masters, split
 from hf_zero.parameters.layout import Slot
 

@@ -270,7 +270,7 @@ def sub_groups(
 
 def apart(flat: Flat, group_of: Mapping[str, int]) -> Region:
     """The region of a flat whose states are offloaded: each of their sub-groups is a segment, bound
-    by whoever knows where they are.
+    by the storage.
     """
     region = Region([(flat, 0)], [], flat.owned[1] - flat.owned[0])
     for run in group_runs(flat.layout, flat.owned, group_of):

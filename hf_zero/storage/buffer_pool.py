@@ -63,8 +63,8 @@ class FileBlock:
 class BufferPool:
     """At most ``count`` buffers, of the size of the largest sub-group.
 
-    Used from the thread that trains and from that of updates: whoever uses several methods together
-    holds ``lock``.
+    Used from the thread that trains and from that of updates: a caller of several methods that
+    belong together holds ``lock``.
     """
 
     def __init__(

@@ -80,7 +80,7 @@ def _nameless_file(path: str, rank: int) -> OpenFile:
         descriptor, name = tempfile.mkstemp(
             prefix=f"{PREFIX}{socket.gethostname()}-{os.getpid()}-rank{rank}-", dir=path
         )
-        # a file system without locks: nobody else can lock it either, and so nobody removes it
+        # a file system without locks: no other run can lock it either, and so none removes it
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         # another rank took it for a leftover before it was locked
@@ -143,7 +143,7 @@ class FileExtent:
                 f"{self.nbytes}; allocate a larger one"
             )
         with self._files.lock:
-            # A write that failed stays, so that nobody reads what it should have replaced, until
+            # A write that failed stays, so that what it should have replaced is not read, until
             # another one covers it.
             self._pending = [
                 other
@@ -246,7 +246,7 @@ class NvmeFiles:
         return sum(self._sizes)
 
     def reserve(self, nbytes: int) -> None:
-        """Take room for extents of ``nbytes`` bytes in all, beside those that are there, or
+        """Take room for extents of ``nbytes`` bytes in all, further to those that are there, or
         raise DiskSpaceError.
         """
         self._grow(self._used + nbytes, f"{nbytes} bytes of offloaded state of rank {self.rank}")

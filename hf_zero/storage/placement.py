@@ -235,8 +235,8 @@ class Placement:
         return self._pools[what]
 
     def _stays_in_memory(self, chunk: Chunk, before: int) -> bool:
-        """Whether the shard of ``chunk``, which is not on the device, stays in memory beside
-        ``before`` elements that do.
+        """Whether the shard of ``chunk``, which is not on the device, stays in memory where
+        ``before`` elements do.
         """
         return self._param.device == "cpu" or before + chunk.numel <= self._param.max_in_cpu
 

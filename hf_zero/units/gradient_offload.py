@@ -31,7 +31,7 @@ class GradientCopy:
 
 
 class GradientOffload:
-    """Copies on a stream of their own, beside the backward.
+    """Copies on a stream of their own, while the backward goes on.
 
     ``allocator`` gives memory that a GPU can copy to.
     """

@@ -1,5 +1,5 @@
 """From a whole model to units: layouts, memory for every flat, and the values of rank 0 cut into
-everybody's shards.
+the shards of all ranks.
 """
 
 from __future__ import annotations
@@ -247,9 +247,9 @@ def _check_alike(specs: Sequence[UnitSpec], group_of: Mapping[str, int], mesh: M
     ]
     digests = mesh.all_gather_object(hashlib.sha256("\n".join(lines).encode()).hexdigest())
     if len(set(digests)) > 1:
-        everybody = mesh.all_gather_object(lines)
+        all_lines = mesh.all_gather_object(lines)
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        difference = sorted(set(everybody[0]) ^ set(everybody[other]))[:4]
+        difference = sorted(set(all_lines[0]) ^ set(all_lines[other]))[:4]
         raise RankMismatchError(
             f"ranks 0 and {other} hold different models: {difference}; build the same model with "
             "the same optimizer groups on every rank"

@@ -20,8 +20,8 @@ from hf_zero.units.gradient_buffer import GradientBuffer
 class OptimizerShard:
     """The elements ``owned`` of one flat buffer as the optimizer sees them.
 
-    An update runs on another thread where state is offloaded. Whoever uses a parameter shard, a
-    master weight, a moment or a whole parameter calls :meth:`wait_for_update` before.
+    An update runs on another thread where state is offloaded. A parameter shard, a
+    master weight, a moment or a whole parameter is used after :meth:`wait_for_update`.
     """
 
     key: str = reading("spec.key")

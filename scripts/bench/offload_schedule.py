@@ -278,7 +278,7 @@ class Recorder:
         """Steps in the block are recorded; :meth:`mark` after each."""
         from hf_zero.core import update as updates
         from hf_zero.device import streams
-        from hf_zero.optim.piecewise import Update
+        from hf_zero.optim.sub_group_update import Update
         from hf_zero.units.flat_buffer import FlatBuffer
         from hf_zero.units.gradient_offload import GradientOffload
 

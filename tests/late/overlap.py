@@ -15,7 +15,7 @@ from tests.late import device, timeline, training
 
 import hf_zero  # isort: skip
 from hf_zero.core import update  # isort: skip
-from hf_zero.optim import piecewise  # isort: skip
+from hf_zero.optim import sub_group_update  # isort: skip
 
 # A block computes for about twenty times as long as its gather, its copies or its update take. The
 # host launches at no cost.
@@ -45,7 +45,7 @@ def update_on_its_own_lane(waits: bool) -> Iterator[None]:
         update.Updater._submit,
         update.Updater._run,
         update.Updater.finish,
-        piecewise.Update.run,
+        sub_group_update.Update.run,
     )
 
     def submit_at(self: Any, chosen: Any, units: Any) -> None:
@@ -75,7 +75,7 @@ def update_on_its_own_lane(waits: bool) -> Iterator[None]:
             (update.Updater, "_submit", submit_at),
             (update.Updater, "_run", run_on_lane),
             (update.Updater, "finish", finish_at),
-            (piecewise.Update, "run", apply_at),
+            (sub_group_update.Update, "run", apply_at),
         ):
             stack.enter_context(mock.patch.object(owner, name, function))
         yield

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.optim.kernel_calls import MASTER
-from hf_zero.optim.piecewise import Counted, Update
+from hf_zero.optim.sub_group_update import Counted, Update
 from hf_zero.optim.table import Part, Segment
 
 SUB_GROUPS = 3

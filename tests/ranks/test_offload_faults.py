@@ -21,7 +21,7 @@ from hf_zero.errors import (
     RankMismatchError,
 )
 from hf_zero.ops.files import parse_faults
-from hf_zero.optim.piecewise import Update
+from hf_zero.optim.sub_group_update import Update
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.offloads import offload
 from tests.helpers.stacks import on_ranks, squared

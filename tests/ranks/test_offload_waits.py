@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
-from hf_zero.optim.piecewise import Update
+from hf_zero.optim.sub_group_update import Update
 from hf_zero.parameters.parameter import UpdatingParameter
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES

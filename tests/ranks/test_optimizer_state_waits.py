@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_zero.errors import PartitionError
-from hf_zero.optim.piecewise import Update
+from hf_zero.optim.sub_group_update import Update
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import features
 from tests.helpers.stacks import stack

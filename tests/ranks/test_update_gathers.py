@@ -18,7 +18,7 @@ from hf_zero.core import update_gathers
 from hf_zero.core.update_gathers import UpdateGathers
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.errors import OffloadError
-from hf_zero.optim.piecewise import Update
+from hf_zero.optim.sub_group_update import Update
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.offloads import offload

@@ -101,7 +101,7 @@ class Update:
 
     def run(self, flat: Flat, place: Place, placed: Placed) -> None:
         """Update ``flat``, which was announced, sub-group by sub-group: its new values go to
-        ``place(start, stop)``, and ``placed`` is told.
+        ``place(start, stop)``; ``placed`` is called with the place and them.
         """
         storage, grad = flat.storage, flat.grad
         assert grad is not None

@@ -24,8 +24,8 @@ def failed_writes(placement: Placement, updater: Updater, schedule: Schedule, me
     own = placement.write_error()
     if not schedule.agree("a look at what was written", int(own is not None)):
         return ""
-    told = mesh.all_gather_object("" if own is None else str(own), "writes that failed")
-    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
+    texts = mesh.all_gather_object("" if own is None else str(own), "writes that failed")
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 
 
 def refuse_step(failed: str) -> None:
