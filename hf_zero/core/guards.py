@@ -12,6 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
 
 from hf_zero.core.schedule import Schedule
 from hf_zero.errors import PartitionError
@@ -24,8 +29,17 @@ _parameters, _children = attrgetter("_parameters"), attrgetter("_modules")
 
 class Attached(partial):  # type: ignore[type-arg]
     """A hook of the engine on a module: ``Attached(function, *first_arguments)``. A copy of the
-    module gets one that does nothing.
+    module gets one that does nothing. torch.compile of a whole model neither traces the function
+    into its graphs nor compiles what it calls.
     """
+
+    def __new__(cls, function: Callable[..., Any], /, *first: Any) -> Attached:
+        traced: Any = getattr(function, "__func__", function)
+        traced._torchdynamo_disable = True
+        set_code_exec_strategy(
+            traced.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+        )
+        return super().__new__(cls, function, *first)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attached:
         return Attached(_nothing)
