@@ -143,7 +143,12 @@ class BufferPool:
         self._prefetched[block] = None
 
     def remove_prefetched(self, block: FileBlock) -> None:
+        """``block`` is needed now."""
         self._prefetched.pop(block, None)
+
+    def is_prefetched(self, block: FileBlock) -> bool:
+        """Whether ``block`` was read ahead, and nothing has needed it yet."""
+        return block in self._prefetched
 
     def _drop_oldest_prefetched(self) -> None:
         block = next(iter(self._prefetched))

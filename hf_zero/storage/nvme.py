@@ -194,12 +194,14 @@ class NvmeStorage:
         for sub_group, first, last in self._overlaps(start, start + out.numel()):
             begin, place = self.sub_groups[sub_group][0], out[first - start : last - start]
             with self._pool.lock:  # another thread may fetch the same
+                before = self._blocks.get(sub_group)
+                acquired = before is not None and not self._pool.is_prefetched(before)
                 if alone:
                     array = numbers(self.acquire(sub_group)[name])
                 else:
                     array = numbers(self._alone(name, sub_group))
                 place.copy_(array[first - begin : last - begin], non_blocking=alone)
-                if alone:
+                if alone and not acquired:  # else its release is to come
                     self._discard(sub_group, streams.record_here(out.device))
 
     def store(self, name: str, start: int, values: torch.Tensor) -> None:

@@ -134,3 +134,27 @@ def test_a_read_that_fails_raises_with_the_path(
         storage.acquire(1)
     assert str(tmp_path) in str(raised.value.filename)
     storage.close()
+
+
+def test_a_read_that_has_failed_once_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its buffer is free again: there are no more of them than three."""
+    monkeypatch.setenv("HF_ZERO_IO_FAULT", "read:1:EIO,read:2:EIO,read:3:EIO")
+    storage, _ = in_files(tmp_path)
+    storage.add(MASTER, StorageFormat(torch.float32))
+    for _ in range(3):
+        with pytest.raises(OSError, match="Input/output error"):
+            storage.acquire(1)
+    update(storage, [1])
+    assert storage.fetch(MASTER)[4096:8192].eq(1).all()
+
+
+def test_a_fetch_leaves_an_acquired_sub_group_to_its_release(tmp_path: Path) -> None:
+    storage, _ = in_files(tmp_path)
+    storage.add(MASTER, StorageFormat(torch.float32))
+    held = storage.acquire(1)[MASTER]
+    assert isinstance(held, torch.Tensor) and not storage.fetch(MASTER).any()
+    held += 1
+    storage.release(1)
+    assert storage.fetch(MASTER)[4096:8192].eq(1).all()
