@@ -37,13 +37,15 @@ FIGURES = ROOT / "tests" / "integrations" / "deepspeed"
 RAW, TABLE = FIGURES / "deepspeed_tests.json", FIGURES / "DEEPSPEED_TESTS.md"
 URL = "https://github.com/deepspeedai/DeepSpeed"
 REGISTER = "import hf_zero._autoload; hf_zero._autoload.register()\n"
+NOT_RUN = "not run: another test of the file took longer than the limit"
 CAP = 20  # limits of one test that a file may take
 KINDS = ("public", "mixed", "internals")
 HEAD = """# DeepSpeed's own unit tests over the facade
 
 Written by `scripts/deepspeed_tests.py`; DeepSpeed {ref}, two CPU ranks. A file is *public* if every
 name that it takes from deepspeed is in the facade's table (there or not built), *internals* if none
-is, *mixed* otherwise. Only tests that DeepSpeed itself passes count.
+is, *mixed* otherwise. Of tests that were run over DeepSpeed as well only those count that it
+passes. {all} files are public in all.
 
 | files | tests | passed | failed |
 | --- | --- | --- | --- |
@@ -89,7 +91,12 @@ def run(tests: Path, file: str, limit: int, path: list[str], facade: bool) -> di
             "HF_ZERO_AUTOLOAD": "1" if facade else "0",
         }
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
-        command += ["--rootdir=.", f"--junitxml={report}", f"unit/{file}"]
+        command += ["--rootdir=.", f"unit/{file}"]
+        listed = subprocess.run(
+            [*command, "--co"], cwd=tests, env=environment, capture_output=True, text=True
+        )
+        found = dict.fromkeys(collected(listed.stdout), NOT_RUN)
+        command += [f"--junitxml={report}"]
         process = subprocess.Popen(
             command,
             cwd=tests,
@@ -106,12 +113,24 @@ def run(tests: Path, file: str, limit: int, path: list[str], facade: bool) -> di
             os.killpg(process.pid, signal.SIGKILL)  # workers that it has left, too
         process.wait()
         if not report.is_file():
-            return {file: "the process ended without a report, or took too long"}
-        return dict(results(ElementTree.parse(report)))
+            return found or {file: NOT_RUN}
+        return found | dict(results(ElementTree.parse(report)))
+
+
+def collected(listing: str) -> Iterator[str]:
+    """The tests of the tree that ``pytest --co`` prints, as :func:`results` names them."""
+    owner = ""
+    for kind, name in re.findall(r"<(Module|Class|Function) ([^>]+)>", listing):
+        if kind == "Function":
+            yield f"{owner}::{name}"
+        else:
+            owner = Path(name).stem if kind == "Module" else name
 
 
 def results(report: ElementTree.ElementTree[Any]) -> Iterator[tuple[str, str]]:
     for case in report.iter("testcase"):
+        if not case.get("name"):  # of a run that was broken off
+            continue
         name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
         bad = [item for tag in ("failure", "error") for item in case.findall(tag)]
         if bad:
@@ -125,10 +144,11 @@ def reason(item: ElementTree.Element) -> str:
     text = f"{item.get('message') or ''}\n{item.text or ''}"
     lines = [line.strip(" E") for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Failed|Timeout)\b", line)]
-    return (errors or [line for line in lines if line] or ["failed"])[-1][:200]
+    said = (errors or [line for line in lines if line] or ["failed"])[-1]
+    return re.sub(r" ?\(?/[^\s)]*\)?", "", said)[:200].strip()  # without paths of this machine
 
 
-def write_table(rows: dict[str, Any]) -> None:
+def table(rows: dict[str, Any]) -> str:
     """The figures of all files that have been run."""
     counted: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
     lines, files = [], Counter(row["kind"] for row in rows["files"].values())
@@ -141,12 +161,12 @@ def write_table(rows: dict[str, Any]) -> None:
         counted[row["kind"]].update(tests=len(counts), failed=len(failed))
         for said, times in Counter(failed.values()).most_common():
             lines.append(f"| {file} | {row['kind']} | {times} of {len(counts)} | {said} |")
-    text = HEAD.format(ref=rows["ref"])
+    text = HEAD.format(ref=rows["ref"], all=rows["all"])
     for kind, count in counted.items():
         passed = count["tests"] - count["failed"]
         text += f"| {files[kind]} {kind} | {count['tests']} | {passed} | {count['failed']} |\n"
     text += "\n## What fails\n\n| file | kind | tests | why |\n| --- | --- | --- | --- |\n"
-    TABLE.write_text(text + "\n".join(line.replace("\n", " ") for line in lines) + "\n")
+    return text + "\n".join(lines) + "\n"
 
 
 def main() -> int:
@@ -166,6 +186,8 @@ def main() -> int:
             subprocess.run(clone, check=True)
         rows = json.loads(RAW.read_text()) if RAW.is_file() else {"files": {}}
         rows["ref"] = given.ref
+        unit = source / "tests" / "unit"
+        rows["all"] = sum(kind_of(file) == "public" for file in unit.rglob("test_*.py"))
         more = [str(given.also)] if given.also else []
         for file in given.files:
             row = rows["files"].setdefault(file, {"peer": {}})
@@ -177,7 +199,7 @@ def main() -> int:
             passed = sum(said == "passed" for said in row["facade"].values())
             print(file, row["kind"], f"{passed} of {len(row['facade'])} pass", flush=True)
             RAW.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
-            write_table(rows)
+            TABLE.write_text(table(rows))
     return 0
 
 
