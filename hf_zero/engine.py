@@ -11,8 +11,8 @@ from typing import Any
 from hf_zero import checkpoint
 from hf_zero.checkpoint.async_save import AsyncSaver
 from hf_zero.core.engine import TrainingEngine
+from hf_zero.core.optimizer_step import refuse_half_done
 from hf_zero.core.shared_shards import SharedShards
-from hf_zero.core.write_errors import refuse_half_done
 from hf_zero.distributed.consensus import STOP
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError

@@ -44,7 +44,7 @@ def offload_of(device: torch.device, section: ActivationOffload) -> Offload | No
 
 
 class ActivationPatches:
-    """What ``config`` has put on one model; a :class:`hf_zero.core.patches.Patches`."""
+    """What ``config`` has put on one model; a :class:`hf_zero.core.guards.Patches`."""
 
     def __init__(self, config: ZeroConfig):
         self._config = config

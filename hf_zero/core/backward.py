@@ -1,28 +1,66 @@
-"""The backward of an engine: its hooks, what the loss carries, and the reduction of the gradients
-that come.
+"""The counters of a run, the accumulation window that a step ends, and the backward of an engine:
+its hooks, what the loss carries, and the reduction of the gradients that come.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core.accumulation import AccumulationWindow, Counters
 from hf_zero.core.backward_tracker import BackwardTracker
 from hf_zero.core.guards import Attached, refuse_switched
 from hf_zero.core.hooks import Hooks
-from hf_zero.core.optimizer_step import OptimizerStep
+from hf_zero.core.optimizer_step import OptimizerStep, refuse_half_done
 from hf_zero.core.sanity import SanityChecks
 from hf_zero.core.sharded_model import DTYPES, ShardedModel
-from hf_zero.core.write_errors import refuse_half_done
 from hf_zero.errors import PartitionError, UnusedParameterError
 from hf_zero.gradients.gradient_intake import MicroBatch
 from hf_zero.gradients.gradient_reducer import GradientReducer, ReductionOptions
 from hf_zero.gradients.losses import Losses
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.precision import LossScaler, Scaling
+
+
+@dataclass
+class Counters:
+    """Steps, samples and micro-batches since the beginning of the run."""
+
+    global_steps: int = 0
+    global_samples: int = 0
+    micro_steps: int = 0
+    skipped_steps: int = 0
+
+
+class AccumulationWindow:
+    """The micro-batches whose gradients one step uses: ``steps`` of them, unless the script says
+    where a window ends.
+    """
+
+    def __init__(self, steps: int):
+        self.steps = steps
+        self.micro_batches = 0  # counted since the last step
+        self.boundary: bool | None = None  # whether the next backward ends it, said by the script
+        self.syncs = True  # False inside no_sync
+
+    @property
+    def ends(self) -> bool:
+        """Whether the backward under way, or the next, is the last of the window."""
+        if self.boundary is not None:
+            return self.boundary
+        return self.micro_batches + 1 >= self.steps
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside belong to a window that goes on."""
+        before, self.syncs = self.syncs, False
+        try:
+            yield
+        finally:
+            self.syncs = before
 
 
 class Backward:

@@ -15,18 +15,15 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_zero.config import ZeroConfig
-from hf_zero.core.accumulation import AccumulationWindow, Counters
-from hf_zero.core.backward import Backward
+from hf_zero.core.backward import AccumulationWindow, Backward, Counters
 from hf_zero.core.consolidate import consolidated, whole_state_dict
-from hf_zero.core.guards import Override, refuse_foreign_step
-from hf_zero.core.optimizer_step import OptimizerStep
-from hf_zero.core.patches import Patches
+from hf_zero.core.guards import Override, Patches, refuse_foreign_step
+from hf_zero.core.optimizer_step import OptimizerStep, refuse_half_done
 from hf_zero.core.sanity import SanityChecks
 from hf_zero.core.sharded_model import ShardedModel, retire_flats, take_native_threads
 from hf_zero.core.state_bytes import bytes_by_tier, state_bytes
 from hf_zero.core.stopping import StopRequests
 from hf_zero.core.takeover import patch_optimizer, restore_optimizer
-from hf_zero.core.write_errors import refuse_half_done, refuse_step
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group, rank_status
 from hf_zero.distributed.mesh import Mesh
@@ -280,7 +277,7 @@ class TrainingEngine(nn.Module):
             refuse_half_done(
                 self.updater, "gradient clipping that was switched on after the backward"
             )
-        refuse_step(optimizer_step.failed_writes())
+        optimizer_step.refuse_failed_writes()
         self.backward_pass.reduce_for_step()
         if not self.config.zero.ignore_unused_parameters:
             self.backward_pass.refuse_unused()

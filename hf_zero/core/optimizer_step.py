@@ -15,8 +15,8 @@ from hf_zero.core.sanity import SanityChecks
 from hf_zero.core.sharded_model import ShardedModel
 from hf_zero.core.staged_copies import StagedCopies
 from hf_zero.core.update import Updater
-from hf_zero.core.write_errors import failed_writes, refuse_half_done
 from hf_zero.device import kinds
+from hf_zero.errors import OffloadError, PartitionError
 from hf_zero.gradients.norm import squared_norm
 from hf_zero.gradients.usage import Usage
 from hf_zero.logs import logger
@@ -75,9 +75,33 @@ class OptimizerStep:
             self.updates_state = False
 
     def failed_writes(self) -> str:
-        """Which writes of offloaded state have failed, on any rank; "" if none."""
+        """Which writes of offloaded state have failed in the last update, on any rank; "" if none
+        (collective where something is in files).
+
+        That update is complete all the same: what could not be written stays in memory
+        (storage/buffer_pool.py, the note).
+        """
         model = self._model
-        return failed_writes(model.placement, self.updater, model.schedule, model.mesh)
+        if not model.placement.in_files:
+            return ""
+        self.updater.finish()
+        own = model.placement.write_error()
+        if not model.schedule.agree("a look at what was written", int(own is not None)):
+            return ""
+        errors = model.mesh.all_gather_object("" if own is None else str(own), "writes that failed")
+        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
+
+    def refuse_failed_writes(self) -> None:
+        """Raise OffloadError, on all ranks, if writes of the last update have failed on any: no
+        other update begins (collective).
+        """
+        failed = self.failed_writes()
+        if failed:
+            raise OffloadError(
+                f"a write of offloaded state has failed: {failed}. The last step is complete, what "
+                "could not be written is in memory: save a "
+                "checkpoint now, make room or mend the path, and resume"
+            )
 
     def update_early(self, unit: Unit, steps: int) -> None:
         """Begin the update of ``unit`` within the backward, after ``steps`` steps.
@@ -215,3 +239,18 @@ class OptimizerStep:
         self.bound = None
         if failure is not None:  # the values given back are not those of the last step
             raise failure
+
+
+def refuse_half_done(updater: Updater, what: str) -> None:
+    """Raise PartitionError if a backward has updated a part of the model and no step has
+    followed, which has to come before ``what``.
+    """
+    if updater.early is not None:
+        raise PartitionError(
+            f"{what} comes after a backward that has updated a part of the model already "
+            "(offload_optimizer.update_in_backward) and before "
+            "the step() that updates the rest. Call step() first, or switch update_in_backward "
+            "off; backwards before the last one of a "
+            "step need engine.set_gradient_accumulation_boundary(False). If an exception has "
+            "broken that backward, load a checkpoint"
+        )

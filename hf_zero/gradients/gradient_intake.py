@@ -10,6 +10,8 @@ precision of the accumulator, to this rank's chunk (:class:`Scaling` has the exc
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,7 +19,8 @@ from typing import Any
 
 import torch
 
-from hf_zero.gradients.sparse import dense
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.logs import log_rank0
 from hf_zero.parameters.parameter import any_raw_grad, drop_raw_grads, raw_grads
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.gradient_buffer import GradState
@@ -25,6 +28,7 @@ from hf_zero.units.gradient_offload import GradientOffload, NoGradientOffload
 from hf_zero.units.precision import Scaling
 from hf_zero.units.unit import Unit
 
+_warned: weakref.WeakSet[Mesh] = weakref.WeakSet()  # of engines
 KEPT = 2  # buffers of one size that are kept for the next unit
 
 
@@ -166,3 +170,18 @@ def take_in(flat: FlatBuffer, target: torch.Tensor, accumulate: bool, factor: fl
     if not accumulate:
         target[flat.layout.numel :].zero_()
     return flat.gradient.all_used & ~lacking
+
+
+def dense(flat: FlatBuffer, place: int, grad: torch.Tensor) -> torch.Tensor:
+    """``grad``, the sparse gradient of the parameter at ``place`` of ``flat``, as a dense
+    tensor; the log says so once.
+    """
+    if flat.mesh not in _warned:
+        _warned.add(flat.mesh)
+        log_rank0(
+            f"the gradient of {flat.layout.slots[place].name} is sparse and is made dense, because "
+            "flat buffers travel whole; "
+            "sparse=True saves nothing here and costs a copy",
+            logging.WARNING,
+        )
+    return grad.to_dense()
