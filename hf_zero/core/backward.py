@@ -207,8 +207,8 @@ class Backward:
             raise PartitionError(
                 "a backward of this window was broken by an exception after some of its gradients "
                 "had come: they are lost, and with them what earlier micro-batches of the window "
-                "had added up may be incomplete; call engine.zero_grad() and repeat the window, on "
-                "all ranks"
+                "had added up may be incomplete; call engine.restart_window() and repeat the "
+                "window, on all ranks"
             )
         if not self._window.syncs:
             raise PartitionError(

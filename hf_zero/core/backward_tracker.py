@@ -251,7 +251,11 @@ class BackwardTracker:
         # wait for.
         recorded = self._schedule.recording
         self._schedule.issue_rest()
-        self._reducer.finish(recorded)
+        try:
+            self._reducer.finish(recorded)
+        except BaseException:
+            self._reducer.lose_gradients()
+            raise
         self._schedule.end(keep_last=False)
 
     def _abandon(self) -> None:

@@ -28,7 +28,6 @@ from hf_zero.device import kinds
 from hf_zero.distributed import process_group, rank_status
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
-from hf_zero.gradients.gradient_reducer import Broken
 from hf_zero.logs import logger
 from hf_zero.parameters.tree import map_tensors
 from hf_zero.storage.placement import Placement
@@ -315,17 +314,20 @@ class TrainingEngine(nn.Module):
         self.counters.global_samples += self.train_micro_batch_size_per_gpu() * self.world_size
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, those of the accumulation window too.
-
-        After a backward that an exception has broken the window begins again: its next micro-batch
-        is the first.
+        """Forget all gradients, those of the accumulation window too. Its count of micro-batches
+        stays; :meth:`restart_window` begins it anew.
         """
         self.backward_pass.reset()
         refuse_half_done(self.updater, "zero_grad()")
-        if self.backward_pass.reducer.broken is not Broken.NO:
-            self.accumulation.micro_batches = 0
         self.backward_pass.reducer.clear()
         self.backward_pass.losses.forget()
+
+    def restart_window(self) -> None:
+        """Forget all gradients and begin the accumulation window anew: the next micro-batch is its
+        first. Every rank must call it, or none.
+        """
+        self.zero_grad()
+        self.accumulation.micro_batches = 0
 
     def compile(
         self,

@@ -50,7 +50,8 @@ class OptimizerStep:
         offloads = placement.offloads_optimizer and self.bound is not None
         if offloads and not kinds.is_host(mesh.device):
             self.gradient_offload = GradientOffload(mesh.device, placement.take_pinned)
-        copies = StagedCopies(mesh.device, placement.sub_group_size, placement.take_pinned)
+        widest = max((flat.dtype.itemsize for flat in model.trainable), default=1)
+        copies = StagedCopies(mesh.device, placement.sub_group_size * widest, placement.take_pinned)
         self.updater = Updater(model.units, mesh, mesh.device, copies, self.gradient_offload)
         if offloads:
             model.schedule.on_use = self.updater.used

@@ -16,8 +16,8 @@ STAGED = 3
 class StagedCopies:
     """Host memory for the new elements of a sub-group, which are then copied to ``device``.
 
-    ``allocator`` gives memory that a GPU can copy from; ``largest`` is the number of elements of a
-    sub-group at most. Used from the thread that updates.
+    ``allocator`` gives memory that a GPU can copy from; ``largest`` is the number of bytes of a
+    sub-group's parameters at most. Used from the thread that updates.
     """
 
     def __init__(self, device: torch.device, largest: int, allocator: Allocator):
@@ -47,7 +47,7 @@ class StagedCopies:
             return own
         self.open()
         if len(self._staged) < STAGED:
-            memory = self._allocator(self._largest * torch.float32.itemsize, torch.uint8)
+            memory = self._allocator(self._largest, torch.uint8)
         else:
             memory, copied = self._staged.pop(0)
             if copied is not None:

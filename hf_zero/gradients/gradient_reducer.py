@@ -354,6 +354,12 @@ class GradientReducer:
         self._leave()
         self._drop()
 
+    def lose_gradients(self) -> None:
+        """Gradients of the window have come that are in no reduction: it is spoiled until
+        :meth:`clear`.
+        """
+        self.broken = Broken.GRADIENTS_LOST
+
     @property
     def spoiled(self) -> bool:
         """Whether the gradients that are here are not all that backwards have brought."""

@@ -174,7 +174,7 @@ def _offloaded(trainable: Sequence[_Laid], plan: Plan) -> tuple[int, int, int, i
     buffer = _in_files(
         min(limit, max((flat.leaves for flat in trainable), default=0)), limit, kind, count
     )
-    return 0, on_disk, plan.optimizer.buffer_count * buffer, gradients
+    return 0, on_disk, max(2, plan.optimizer.buffer_count) * buffer, gradients
 
 
 def _in_files(numel: int, limit: int, kind: str, count: int) -> int:

@@ -152,6 +152,7 @@ class BufferPool:
 
     def _drop_oldest_prefetched(self) -> None:
         block = next(iter(self._prefetched))
+        del self._prefetched[block]
         block.owner.drop_prefetched(block.sub_group)
 
     # ---- writes behind ----

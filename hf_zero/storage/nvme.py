@@ -116,6 +116,9 @@ class NvmeStorage:
                 memory = self._pool.acquire(must=True)
                 assert memory is not None
                 block = self._read(sub_group, memory, None if overwrite else Priority.NEEDED)
+        if overwrite:
+            block.end()  # what was read ahead does not matter
+            block.tickets = []
         try:
             block.wait()
         except BaseException:
@@ -134,9 +137,10 @@ class NvmeStorage:
 
     def release(self, sub_group: int) -> None:
         with self._pool.lock:
-            block = self._blocks.pop(sub_group, None)
-            if block is None:
+            block = self._blocks.get(sub_group)
+            if block is None or self._pool.is_prefetched(block):
                 return  # it is kept in memory, or was not acquired
+            del self._blocks[sub_group]
             block.tickets = [
                 self._extents[name].write(offset, part, Priority.BEHIND)
                 for name, offset, part in self._parts(sub_group, block.memory)

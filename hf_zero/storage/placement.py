@@ -273,7 +273,9 @@ class Placement:
         made: Storage
         how = self._optimizer
         if how.device == "nvme":
-            count, reads, writes = how.buffer_count, how.pipeline_read, how.pipeline_write
+            # one for the thread that updates, one for a script that reads meanwhile
+            count = max(2, how.buffer_count)
+            reads, writes = how.pipeline_read, how.pipeline_write
             pool = self._pool("states", count, self.take, reads, writes)
             files = self._files_on(how.nvme_path)
             made = NvmeStorage(chunk.key, chunk.numel, sub_groups, files, pool)

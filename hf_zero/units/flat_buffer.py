@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hf_zero.device import streams
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
@@ -136,6 +137,9 @@ class FlatBuffer:
             return self._storage.fetch(SHARD)
         out = torch.empty(self.layout.chunk, dtype=self.dtype, device=self.full.device)
         self._storage.fetch_into(SHARD, 0, out)
+        copied = streams.record_here(out.device)
+        if copied is not None:
+            copied.synchronize()  # the caller may drop the shard, or write to it on the host
         return out
 
     def shard_for_others(self) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.storage.base import SHARD, Storage, StorageFormat
+from hf_zero.storage.base import SHARD, Storage, StorageFormat, numbers
 from hf_zero.storage.buffer_pool import BufferPool
 from hf_zero.storage.memory import DeviceStorage, HostStorage
 from hf_zero.storage.nvme import NvmeStorage
-from hf_zero.storage.nvme_files import NvmeFiles
+from hf_zero.storage.nvme_files import FileExtent, NvmeFiles
 from tests.helpers.accelerators import play_streams
 
 CPU = torch.device("cpu")
@@ -197,3 +198,44 @@ def test_a_copy_to_the_device_is_not_waited_for_and_its_buffer_is_used_again_aft
     # the host writes a buffer only when no copy from it is under way
     part = shards[0].acquire(0, overwrite=True)[SHARD]
     assert part is not None and played.events[1].over
+
+
+def test_what_was_read_ahead_and_not_acquired_is_not_released(tmp_path: Path) -> None:
+    """Its buffer is free for others, and a later acquisition is not taken for a read ahead."""
+    files, pool = NvmeFiles([tmp_path], 0), BufferPool(2, zeros)
+    shards = [in_files(key, 4096, torch.float32, files, pool) for key in "abc"]
+    for number, shard in enumerate(shards):
+        shard.store(SHARD, 0, torch.full((4096,), float(number)))
+    pool.flush()
+    first, second, third = shards
+    first.prefetch(0)
+    first.release(0)
+    numbers(first.acquire(0, overwrite=True)[SHARD]).fill_(7.0)
+    second.acquire(0, overwrite=True)
+    with pytest.raises(AssertionError, match="more sub-groups are acquired"):
+        third.fetch(SHARD)
+    second.release(0)
+    first.release(0)
+    pool.flush()
+    assert torch.equal(first.fetch(SHARD), torch.full((4096,), 7.0))
+
+
+def test_a_read_ahead_that_failed_does_not_matter_to_what_overwrites_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, pool = NvmeFiles([tmp_path], 0), BufferPool(2, zeros)
+    shard = in_files("a", 4096, torch.float32, files, pool)
+    shard.store(SHARD, 0, torch.ones(4096))
+    pool.flush()
+
+    class Failed:
+        def wait(self) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(FileExtent, "read", lambda *args: Failed())
+    shard.prefetch(0)
+    numbers(shard.acquire(0, overwrite=True)[SHARD]).fill_(2.0)
+    shard.release(0)
+    pool.flush()
+    monkeypatch.undo()
+    assert torch.equal(shard.fetch(SHARD), torch.full((4096,), 2.0))
