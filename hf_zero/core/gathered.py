@@ -13,6 +13,7 @@ from torch import nn
 
 from hf_zero.distributed import process_group, world_group
 from hf_zero.errors import PartitionError
+from hf_zero.logs import logger
 from hf_zero.parameters.parameter import OwnedParameter, name_of, owner_of
 from hf_zero.units.flat_buffer import FlatBuffer
 
@@ -102,6 +103,18 @@ class GatheredParameters:
         for parameter in self._params:
             self._keep(parameter, self._modifier)
 
+    def warn_of_writes(self) -> None:
+        """Warn of writes to sharded parameters that leaving this context drops."""
+        flats = dict.fromkeys(filter(None, map(owner_of, self._params)))
+        names = [name for flat in flats if flat.sharded for name in flat.user_writes.names()]
+        if names:
+            logger.warning(
+                "%s%s: written inside summon_full_params, which drops it for sharded parameters; "
+                "pass writeback=True to keep it",
+                ", ".join(names[:6]),
+                f" and {len(names) - 6} more" if len(names) > 6 else "",
+            )
+
     def _refuse_other_shapes(self) -> None:
         for parameter in self._params:
             flat = owner_of(parameter)
@@ -147,12 +160,15 @@ def summon_full_params(model: nn.Module, writeback: bool = False) -> Iterator[No
 
     Forwards inside gather nothing, so ranks may run different numbers of them: generation for
     reinforcement learning, say. With ``writeback`` what was written to parameters is kept, each
-    rank's own part of it: all ranks must write the same.
+    rank's own part of it: all ranks must write the same. Without it what was written to sharded
+    parameters is dropped, with a warning.
     """
     with GatheredParameters(model) as gathered:
         yield
         if writeback:
             gathered.keep()
+        else:
+            gathered.warn_of_writes()
 
 
 def _owned(parameter: torch.Tensor, what: str) -> FlatBuffer:

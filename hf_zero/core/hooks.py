@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_zero import spans
 from hf_zero.core.backward_tracker import BackwardTracker, graph_task, keep_for_backward
@@ -37,6 +38,7 @@ from hf_zero.parameters.parameter import any_raw_grad
 from hf_zero.parameters.tree import requiring_grad, tensors_in, transformed, with_replaced
 from hf_zero.units.unit import RootForward, Unit, UnitForward
 
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # With these a decoder step of generate goes another way than a whole forward. Other keywords may be
 # None on some ranks only.
 CHOOSES_THE_WAY = ("past_key_values", "cache_params", "encoder_outputs")
@@ -56,9 +58,14 @@ def _mark(
     their gradients are known.
 
     Not each of several inputs has a part in every backward: those that have are counted when the
-    backward of ``call`` begins.
+    backward of ``call`` begins. No dispatch mode sees the views: selective checkpointing compares
+    the operations of a forward with those of its recomputation, which marks other calls.
     """
-    views = [each.view_as(each) for each in inputs]
+    if _modes():
+        with _disable_current_modes():
+            views = [each.view_as(each) for each in inputs]
+    else:
+        views = [each.view_as(each) for each in inputs]
     nodes = [node for view in views if (node := view.grad_fn) is not None]
     if len(nodes) == 1:
         nodes[0].register_hook(over)

@@ -151,8 +151,8 @@ def test_a_gradient_that_comes_late_from_the_first_backward_on(stage: int) -> No
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_step_after_a_backward_that_broke_half_way(stage: int) -> None:
-    """Blocks 2 and 1 have handed their gradients in when block 0 fails; after zero_grad the
-    window can be repeated.
+    """Blocks 2 and 1 have handed their gradients in when block 0 fails; after
+    restart_window the window can be repeated.
     """
     engine, model = begun(stage)
     backward(engine)
@@ -169,10 +169,10 @@ def test_a_step_after_a_backward_that_broke_half_way(stage: int) -> None:
     broken.remove()
     with pytest.raises(
         PartitionError,
-        match=r"broken by an exception.*call engine\.zero_grad\(\) and repeat the window",
+        match=r"broken by an exception.*call engine\.restart_window\(\) and repeat the window",
     ):
         engine.step()
-    engine.zero_grad()
+    engine.restart_window()
     backward(engine, 1)
     engine.step()
     assert engine.was_step_applied() and engine.global_steps == 2

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hf_zero.activations import policy as activations
 from tests.helpers import oracle
@@ -17,12 +18,13 @@ from tests.helpers.engines import (
     STAGES,
     config_of,
     engine_opener,
+    full_grads,
     full_weights,
     start,
     train_on_threads,
 )
 from tests.helpers.late_transfers import Late
-from tests.helpers.models import ARCHITECTURES
+from tests.helpers.models import ARCHITECTURES, seeded
 from tests.helpers.stacks import on_ranks, squared
 from tests.helpers.training import ArchitectureJob, At, Plan, adamw
 from tests.helpers.ways import WAYS
@@ -216,3 +218,47 @@ def test_host_memory_is_kept_over_steps_and_given_back(moved: list[Late]) -> Non
         assert offload.slabs.nbytes == 0
 
     on_ranks(1, run)
+
+
+class CheckpointsItself(torch.nn.Module):
+    """Small blocks, one unit together, each under a selective checkpoint of its own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        saved = [torch.ops.aten.addmm.default]
+        for block in self.blocks:
+            x = checkpoint(
+                block,
+                x,
+                use_reentrant=False,
+                context_fn=lambda: create_selective_checkpoint_contexts(saved),
+            )
+        return x
+
+
+@pytest.mark.parametrize("input_requires_grad", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_selective_checkpoints_in_the_models_own_code(
+    stage: int, input_requires_grad: bool
+) -> None:
+    def batch() -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1)
+        return torch.randn(4, 8, generator=generator).requires_grad_(input_requires_grad)
+
+    plain = seeded(CheckpointsItself)
+    plain(batch()).square().mean().backward()
+    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+
+    def run(rank: int, model: torch.nn.Module) -> None:
+        engine = start(model, adamw(model), config_of(stage))
+        engine.backward(engine(batch()).square().mean())
+        for name, grad in full_grads(engine).items():
+            assert torch.allclose(grad, wanted[name], rtol=1e-5, atol=1e-8), name
+        engine.step()
+
+    on_ranks(2, run, build=lambda: seeded(CheckpointsItself))

@@ -181,7 +181,9 @@ def test_summoned_models_run_as_often_as_each_rank_likes(stage):
 
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
 @pytest.mark.parametrize("writeback", [True, False])
-def test_what_is_written_inside_is_kept_with_writeback(stage, writeback):
+def test_what_is_written_inside_is_kept_with_writeback(stage, writeback, caplog, monkeypatch):
+    monkeypatch.setattr("hf_zero.logs.logger.propagate", True)
+
     def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(stage))
         before = full_weights(engine)
@@ -200,6 +202,8 @@ def test_what_is_written_inside_is_kept_with_writeback(stage, writeback):
             assert torch.equal(master, expected)
 
     on_ranks(RANKS, run)
+    dropped = "blocks.0.up.weight: written inside summon_full_params, which drops it"
+    assert (dropped in caplog.text) == (stage == 3 and not writeback)
 
 
 def test_an_error_inside_keeps_nothing():
