@@ -159,6 +159,10 @@ class OptimizerStep:
                     1.0 if divisor is None else float(divisor), steps
                 )
                 self.updater.start(update)
+        for flat in model.trainable:
+            unused = flat.gradient.unused
+            if not unused or len(unused) < len(flat.members):
+                flat.user_writes.mark_updated()
         stale = [flat for flat in model.flats if not flat.optimizer_shard.offloaded]
         model.refresh(stale, model.flats, frozenset(written))
         return False

@@ -6,7 +6,8 @@ torch counts the changes of a tensor in ``_version``. A parameter keeps its own 
 memory is a view of a flat buffer, so what the engine writes into the buffer does not move it.
 ``parameter.data`` has a count of its own each time it is read; the engine therefore hands out one
 alias a parameter, whose views share one count. So a step compares one sum of integers a flat, and
-looks closer only where something was written.
+looks closer only where something was written. An update of the engine moves the parameters' own
+counts, too, so that autograd raises where a graph from before it goes backward after it.
 
 [Note: whose values count]
 Each rank keeps its own part of what was written, as it keeps its own part of everything. Ranks that
@@ -32,6 +33,7 @@ class UserWrites:
         self._parameters = dict(parameters)
         self._members = list(self._parameters.values())
         self._aliases: dict[str, torch.Tensor] = {}
+        self._updates = 0  # those of the engine, counted in each parameter's ``_version``
         self.accept()
 
     @property
@@ -57,6 +59,13 @@ class UserWrites:
         self._seen = {name: self._count(name) for name in self._parameters}
         self._total = self._sum()
 
+    def mark_updated(self) -> None:
+        """The engine has changed the parameters: autograd is to raise where a graph that was
+        recorded before goes backward after it, as it does for plain parameters.
+        """
+        torch._C._increment_version(self._members)
+        self._updates += 1
+
     def drop_aliases(self) -> None:
         """The memory of the parameters goes; nothing may be written any more."""
         if self._aliases:
@@ -65,10 +74,10 @@ class UserWrites:
 
     def _sum(self) -> int:
         with torch._C.DisableTorchFunctionSubclass():
-            total = sum(map(_version, self._members))
+            total = sum(map(_version, self._members)) - self._updates * len(self._members)
         return total + sum(map(_version, self._aliases.values())) if self._aliases else total
 
     def _count(self, name: str) -> int:
         with torch._C.DisableTorchFunctionSubclass():
-            count = _version(self._parameters[name])
+            count = _version(self._parameters[name]) - self._updates
         return count + _version(self._aliases[name]) if name in self._aliases else count

@@ -377,3 +377,34 @@ def test_a_step_looks_closer_only_where_something_was_written(
     engine.step()
     assert looked == ["head.bias"]
     process_group.destroy_process_group()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_graph_from_before_a_step_does_not_go_backward_after_it(
+    stage: int, offload: bool
+) -> None:
+    """Plain PyTorch raises as well: weights that the backward reads have changed in place."""
+    zero: dict[str, Any] = {"stage": stage}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+
+    def run(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
+        engine = start(model, plain_sgd(model), config_of(stage, zero_optimization=zero))
+        for step in range(2):
+            early = squared(engine, At(step, 1, rank))
+            engine.backward(squared(engine, At(step, 0, rank)))
+            engine.step()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                engine.backward(early)
+            engine.zero_grad()
+        return full_weights(engine)
+
+    plain, optimizer = (model := stack()), plain_sgd(model)
+    early = squared(plain, At(0, 1, 0))
+    squared(plain, At(0, 0, 0)).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        early.backward()
+    one, other = on_ranks(RANKS, run)
+    compare_tensors("weights", one, other)
