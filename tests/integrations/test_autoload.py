@@ -109,6 +109,7 @@ def test_registering_imports_next_to_nothing() -> None:
         "hf_zero.integrations",
         "hf_zero.integrations.deepspeed",
         "hf_zero.integrations.deepspeed.facade",
+        "hf_zero.integrations.deepspeed.version",
         "hf_zero.integrations.finder",
         "hf_zero.integrations.hooks",
     }
