@@ -57,7 +57,7 @@ def digest(engine: Any) -> str:
     """
     found = hashlib.sha256()
     for flat in engine.flats:
-        for name, tensor in sorted(engine.bound.tensors(flat).items()):
+        for name, tensor in sorted(engine.bound.tensors(flat.optimizer_shard).items()):
             found.update(
                 f"{flat.key} {name}".encode()
                 + tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
