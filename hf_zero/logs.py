@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
 
 
 def _rank_of(record: logging.LogRecord) -> bool:
@@ -29,3 +30,10 @@ def log_rank0(message: str, level: int = logging.INFO) -> None:
     """Log once per job: on the process whose ``RANK`` is 0 (or unset)."""
     if os.environ.get("RANK", "0") == "0":
         logger.log(level, message)
+
+
+def listed(names: Iterable[str], most: int = 8) -> str:
+    """Names for a message: the first ``most``, and how many more there are."""
+    ordered = list(names)
+    more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
+    return ", ".join(ordered[:most]) + more

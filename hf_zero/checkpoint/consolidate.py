@@ -16,13 +16,13 @@ from hf_zero.checkpoint.collective_try import collective_try
 from hf_zero.checkpoint.convert.export import convert_checkpoint
 from hf_zero.checkpoint.convert.outputs import choose, dtype_option, outputs
 from hf_zero.checkpoint.find import find_checkpoint
-from hf_zero.checkpoint.match import listed
 from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.checkpoint.records import pair_names, strip_wrappers
 from hf_zero.checkpoint.storage import local_path, write_all
 from hf_zero.checkpoint.tensorfile import FilePlan, bytes_view, plan_file
 from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.errors import CheckpointError
+from hf_zero.logs import listed
 
 if TYPE_CHECKING:
     from hf_zero.core.engine import TrainingEngine

@@ -13,7 +13,7 @@ from hf_zero.checkpoint.manifest import MANIFEST_NAME
 from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.checkpoint.storage import AnyPath, as_path, is_remote, modified_ns, store_errors
 from hf_zero.errors import CheckpointError
-from hf_zero.logs import logger
+from hf_zero.logs import listed, logger
 
 LATEST = "latest"
 MODEL = "huggingface"  # the reader of foreign folders that hold weights and no training state
@@ -296,5 +296,4 @@ def _newest(root: AnyPath, newest_first: list[AnyPath], whole: bool) -> AnyPath:
 
 
 def _listed(root: AnyPath, found: list[AnyPath]) -> str:
-    names = [str(folder.relative_to(root)) for folder in found[:LISTED]]
-    return ", ".join(names) + (f" and {len(found) - LISTED} more" if len(found) > LISTED else "")
+    return listed((str(folder.relative_to(root)) for folder in found), LISTED)

@@ -25,7 +25,6 @@ from hf_zero.checkpoint.match import (
     NameMatch,
     check_optimizer,
     check_scheduler,
-    listed,
     match_names,
     reorder_schedule,
 )
@@ -34,7 +33,7 @@ from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges, open_c
 from hf_zero.checkpoint.storage import AnyPath
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
-from hf_zero.logs import log_rank0
+from hf_zero.logs import listed, log_rank0
 
 if TYPE_CHECKING:
     from hf_zero.core.engine import TrainingEngine

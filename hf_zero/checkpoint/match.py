@@ -5,7 +5,7 @@ and its groups, the schedule.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,18 +14,10 @@ from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.records import GroupEntry, pair_names, strip_wrappers
 from hf_zero.core.consolidate import belongs
 from hf_zero.errors import CheckpointError
+from hf_zero.logs import listed
 
 if TYPE_CHECKING:
     from hf_zero.core.engine import TrainingEngine
-
-_SHOWN = 8
-
-
-def listed(names: Iterable[str]) -> str:
-    """Names for a message: the first few and how many more."""
-    ordered = list(names)
-    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
-    return ", ".join(ordered[:_SHOWN]) + more
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from hf_zero.errors import PartitionError, UnusedParameterError
 from hf_zero.gradients.gradient_intake import MicroBatch
 from hf_zero.gradients.gradient_reducer import GradientReducer, ReductionOptions
 from hf_zero.gradients.losses import Losses
+from hf_zero.logs import listed
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.precision import LossScaler, Scaling
 
@@ -239,9 +240,8 @@ class Backward:
             if not flat.gradient.used >> place & 1
         ]
         if names:
-            more = f" and {len(names) - 6} more" if len(names) > 6 else ""
             raise UnusedParameterError(
-                f"{', '.join(names[:6])}{more} got no gradient, and "
+                f"{listed(names, 6)} got no gradient, and "
                 "zero_optimization.ignore_unused_parameters is false; freeze what is not used, use "
                 "it in every forward, or set the key to true: what no rank uses stays as it is"
             )

@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_zero.distributed import process_group, world_group
 from hf_zero.errors import PartitionError
-from hf_zero.logs import logger
+from hf_zero.logs import listed, logger
 from hf_zero.parameters.parameter import OwnedParameter, name_of, owner_of
 from hf_zero.units.flat_buffer import FlatBuffer
 
@@ -109,10 +109,9 @@ class GatheredParameters:
         names = [name for flat in flats if flat.sharded for name in flat.user_writes.names()]
         if names:
             logger.warning(
-                "%s%s: written inside summon_full_params, which drops it for sharded parameters; "
+                "%s: written inside summon_full_params, which drops it for sharded parameters; "
                 "pass writeback=True to keep it",
-                ", ".join(names[:6]),
-                f" and {len(names) - 6} more" if len(names) > 6 else "",
+                listed(names, 6),
             )
 
     def _refuse_other_shapes(self) -> None:
@@ -191,6 +190,28 @@ def _trains(parameter: torch.Tensor, what: str) -> FlatBuffer:
     return flat
 
 
+def _reduced_gradient(flat: FlatBuffer) -> tuple[Any, torch.Tensor | None]:
+    """The engine of ``flat``, and this rank's part of its averaged gradient under the loss scale:
+    [owned]; None before the first backward of a step (collective: what is unreduced is reduced).
+    """
+    engine = _engine_of(flat)
+    engine.reduce_gradients()
+    return engine, flat.gradient.shard if flat.gradient.has_reduced else None
+
+
+def _gradient_to_replace(
+    flat: FlatBuffer, parameter: torch.Tensor, what: str
+) -> tuple[Any, torch.Tensor]:
+    """As :func:`_reduced_gradient`; raises PartitionError where there is none yet."""
+    engine, own = _reduced_gradient(flat)
+    if own is None:
+        raise PartitionError(
+            f"{what}: parameter {name_of(parameter)} has no gradient yet, and the next backward "
+            "would overwrite one; call it between backward and step"
+        )
+    return engine, own
+
+
 def _whole(flat: FlatBuffer, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """The whole of a per-element tensor of which this rank has ``own`` over ``flat.owned``: in
     the parameter's shape.
@@ -262,25 +283,15 @@ def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
         return parameter.grad
     if not flat.optimizer_shard.has_master:
         return None
-    engine = _engine_of(flat)
-    engine.reduce_gradients()
-    if not flat.gradient.has_reduced or flat.gradient.shard is None:
-        return None
-    return _whole(flat, parameter, flat.gradient.shard.float()) / engine.scaler.scale
+    engine, own = _reduced_gradient(flat)
+    return None if own is None else _whole(flat, parameter, own.float()) / engine.scaler.scale
 
 
 @torch.no_grad()
 def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
     """Replace the gradient that the next step will use; every rank passes the whole tensor."""
     flat = _trains(parameter, "safe_set_full_grad")
-    engine = _engine_of(flat)
-    engine.reduce_gradients()
-    if not flat.gradient.has_reduced or flat.gradient.shard is None:
-        raise PartitionError(
-            f"safe_set_full_grad: parameter {name_of(parameter)} has no gradient yet, and the next "
-            "backward would overwrite one; call it between "
-            "backward and step"
-        )
+    engine, _ = _gradient_to_replace(flat, parameter, "safe_set_full_grad")
     _check_shape(parameter, value, "safe_set_full_grad")
     first, start, stop = flat.spec.own_range(name_of(parameter))
     own = (value * engine.scaler.scale).reshape(-1)[first : first + stop - start]

@@ -13,6 +13,8 @@ import torch
 
 from hf_zero.core.gathered import (
     _engine_of,
+    _gradient_to_replace,
+    _reduced_gradient,
     _state,
     _trains,
     safe_get_full_grad,
@@ -77,27 +79,18 @@ def safe_get_local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     before the first backward of a step (collective: what is unreduced is reduced).
     """
     flat = _trains(parameter, "safe_get_local_grad")
-    engine = _engine_of(flat)
-    engine.reduce_gradients()
-    if not flat.gradient.has_reduced or flat.gradient.shard is None:
+    engine, own = _reduced_gradient(flat)
+    if own is None:
         return None
-    return (
-        _part(parameter, flat.gradient.shard.float(), "safe_get_local_grad") / engine.scaler.scale
-    )
+    return _part(parameter, own.float(), "safe_get_local_grad") / engine.scaler.scale
 
 
 @torch.no_grad()
 def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
     """Replace this rank's part of the gradient that the next step will use (collective)."""
     flat = _trains(parameter, "safe_set_local_grad")
-    engine = _engine_of(flat)
-    engine.reduce_gradients()
-    if not flat.gradient.has_reduced or flat.gradient.shard is None:
-        raise PartitionError(
-            f"safe_set_local_grad: parameter {name_of(parameter)} has no gradient yet, and the "
-            "next backward would overwrite one; call it between backward and step"
-        )
-    _check_numel(parameter, flat.gradient.shard, value, "safe_set_local_grad")
+    engine, own = _gradient_to_replace(flat, parameter, "safe_set_local_grad")
+    _check_numel(parameter, own, value, "safe_set_local_grad")
     flat.gradient.write_own(name_of(parameter), value.reshape(-1) * engine.scaler.scale)
 
 

@@ -34,6 +34,7 @@ from hf_zero.gradients.reductions import IN_FLIGHT
 from hf_zero.preflight.moments import MASTER_BYTES, moment_bytes
 from hf_zero.preflight.plan import SIXTEEN_BITS, Group, Plan
 from hf_zero.storage.base import StorageFormat, moment_format
+from hf_zero.storage.buffer_pool import pool_size
 from hf_zero.storage.nvme import paged, size_in_file
 
 STAGING = 3  # pieces of parameters on their way to the GPU
@@ -174,7 +175,7 @@ def _offloaded(trainable: Sequence[_Laid], plan: Plan) -> tuple[int, int, int, i
     buffer = _in_files(
         min(limit, max((flat.leaves for flat in trainable), default=0)), limit, kind, count
     )
-    return 0, on_disk, max(2, plan.optimizer.buffer_count) * buffer, gradients
+    return 0, on_disk, pool_size(plan.optimizer.buffer_count) * buffer, gradients
 
 
 def _in_files(numel: int, limit: int, kind: str, count: int) -> int:
@@ -206,7 +207,7 @@ def _parameters(flats: Sequence[_Laid], plan: Plan) -> tuple[int, int, int]:
             in_ram += size
         else:
             in_files.append(paged(size))
-    return in_ram, sum(in_files), max(2, plan.param.buffer_count) * max(in_files)
+    return in_ram, sum(in_files), pool_size(plan.param.buffer_count) * max(in_files)
 
 
 def unit_bytes(groups: Sequence[Group], plan: Plan) -> dict[str, int]:

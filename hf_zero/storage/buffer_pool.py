@@ -60,6 +60,13 @@ class FileBlock:
                 continue
 
 
+def pool_size(count: int) -> int:
+    """Buffers of a pool that is to have ``count``: two at least, one of which may be held by the
+    thread that updates while another thread reads through the other.
+    """
+    return max(2, count)
+
+
 class BufferPool:
     """At most ``count`` buffers, of the size of the largest sub-group.
 

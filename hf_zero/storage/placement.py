@@ -15,7 +15,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds, usage
 from hf_zero.ops.host_memory import HostArena
 from hf_zero.storage.base import MASTER, SHARD, Storage, StorageFormat, SubGroup, moment_format
-from hf_zero.storage.buffer_pool import BufferPool
+from hf_zero.storage.buffer_pool import BufferPool, pool_size
 from hf_zero.storage.memory import DeviceStorage, HostStorage
 from hf_zero.storage.nvme import NvmeStorage, paged, size_in_file
 from hf_zero.storage.nvme_files import NvmeFiles
@@ -222,7 +222,7 @@ class Placement:
             self._kept_in_memory += chunk.numel
             made = HostStorage(chunk.numel, whole, self.take_for_shards)
         else:
-            count = max(2, self._param.buffer_count)
+            count = pool_size(self._param.buffer_count)
             pool = self._pool("shards", count, self.take_for_shards)
             files = self._files_on(self._param.nvme_path)
             made = NvmeStorage(chunk.key, chunk.numel, whole, files, pool)
@@ -273,8 +273,7 @@ class Placement:
         made: Storage
         how = self._optimizer
         if how.device == "nvme":
-            # one for the thread that updates, one for a script that reads meanwhile
-            count = max(2, how.buffer_count)
+            count = pool_size(how.buffer_count)
             reads, writes = how.pipeline_read, how.pipeline_write
             pool = self._pool("states", count, self.take, reads, writes)
             files = self._files_on(how.nvme_path)
