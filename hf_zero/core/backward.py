@@ -104,6 +104,7 @@ class Backward:
         self._model = model
         self._update = update
         self._fp16 = config.precision == "fp16"
+        self._refuses_unused = not config.zero.ignore_unused_parameters
         self._window = window
         self._counters = counters
         self._sanity = sanity
@@ -172,7 +173,7 @@ class Backward:
         early = (
             reduces
             and self._model.placement.updates_in_backward
-            and not (update.max_norm or self.losses.may_overflow)
+            and not (update.max_norm or self.losses.may_overflow or self._refuses_unused)
         )
         early = early and not update.failed_writes()
         on_reduced = (
@@ -230,18 +231,13 @@ class Backward:
             )
 
     def refuse_unused(self) -> None:
-        """Raise UnusedParameterError for parameters that train and have no gradient on this
-        rank.
+        """Raise UnusedParameterError, on all ranks, for parameters that train and have no gradient
+        on one rank or more (collective).
         """
-        names = [
-            slot.name
-            for flat in self._model.trainable
-            for place, slot in enumerate(flat.layout.slots)
-            if not flat.gradient.used >> place & 1
-        ]
+        names = self._update.usage.missing()
         if names:
             raise UnusedParameterError(
-                f"{listed(names, 6)} got no gradient, and "
+                f"{listed(names, 6)} got no gradient on at least one rank, and "
                 "zero_optimization.ignore_unused_parameters is false; freeze what is not used, use "
                 "it in every forward, or set the key to true: what no rank uses stays as it is"
             )

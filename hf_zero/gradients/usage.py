@@ -86,6 +86,21 @@ class Usage:
             self._read(self._flats, words)
         return squares
 
+    def missing(self) -> list[str]:
+        """Names of parameters that have no gradient on one rank or more, alike on all ranks
+        (collective).
+        """
+        words = self._message(self._flats, [flat.gradient.used for flat in self._flats])
+        for axis in (self._mesh.shard, self._mesh.replicate):
+            if axis.size > 1:
+                axis.all_reduce(words, "parameters that have a gradient").wait()
+        return [
+            slot.name
+            for flat, counts in zip(self._flats, self._counts(self._flats, words))
+            for slot, count in zip(flat.layout.slots, counts)
+            if count < self._mesh.world
+        ]
+
     def send(self, unit: Unit) -> None:
         """As :meth:`agree` for one unit, whose last gradients of the window are on the wire;
         :meth:`receive` follows (collective).
@@ -116,12 +131,16 @@ class Usage:
         self._units.clear()
 
     def _read(self, flats: Sequence[FlatBuffer], total: torch.Tensor) -> None:
-        words = [int(word) for word in total.tolist()]
-        counts = iter([word // power % self._base for word in words for power in self._powers])
-        for flat in flats:
+        for flat, counts in zip(flats, self._counts(flats, total)):
             flat.gradient.set_unused(
                 frozenset(slot.name for slot, count in zip(flat.layout.slots, counts) if count == 0)
             )
+
+    def _counts(self, flats: Sequence[FlatBuffer], total: torch.Tensor) -> list[list[int]]:
+        """How many ranks have a gradient, for each parameter of each flat."""
+        words = [int(word) for word in total.tolist()]
+        digits = iter([word // power % self._base for word in words for power in self._powers])
+        return [[next(digits) for _ in flat.members] for flat in flats]
 
 
 def _complete(flats: Sequence[FlatBuffer]) -> bool:

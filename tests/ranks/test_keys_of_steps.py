@@ -40,14 +40,19 @@ def test_gradients_are_summed_over_the_ranks_where_asked(stage, precision, presc
         torch.testing.assert_close(summed[name], value * RANKS, rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.parametrize("lacking", [(0, 1), (1,)])
+@pytest.mark.parametrize("offload", [{}, {"offload_optimizer": {"device": "cpu"}}])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_parameter_without_a_gradient_is_an_error_where_asked(stage):
+def test_a_parameter_without_a_gradient_is_an_error_on_all_ranks_where_asked(
+    stage, offload, lacking
+):
     def run(rank, model, ignore):
-        zero = {"stage": stage, "ignore_unused_parameters": ignore}
+        zero = {"stage": stage, "ignore_unused_parameters": ignore, **(offload if stage else {})}
         engine = start(model, adamw(model), config_of(0, zero_optimization=zero))
         engine.backward(squared(engine, At(0, 0, rank)))
         engine.step()
-        model.head.forward = lambda x: x.mean(-1, keepdim=True)  # its weights are not used
+        if rank in lacking:
+            model.head.forward = lambda x: x.mean(-1, keepdim=True)  # its weights are not used
         engine.backward(squared(engine, At(1, 0, rank)))
         if ignore:
             engine.step()
