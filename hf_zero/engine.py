@@ -13,8 +13,8 @@ from hf_zero.checkpoint.async_save import AsyncSaver
 from hf_zero.core.engine import TrainingEngine
 from hf_zero.core.optimizer_step import refuse_half_done
 from hf_zero.core.shared_shards import SharedShards
-from hf_zero.distributed.consensus import STOP
 from hf_zero.distributed.mesh import Mesh
+from hf_zero.distributed.step_events import STOP
 from hf_zero.errors import PartitionError
 from hf_zero.logs import logger
 from hf_zero.spans import span
@@ -53,14 +53,18 @@ class AsyncSaves:
         """Before the ranks meet at the end of a step: rank 0 has seen that a save has failed."""
         writer, consensus = self.writer, self._mesh.consensus
         if writer is not None and writer.failed and self._mesh.rank == 0 and consensus is not None:
-            consensus.broadcast_event(SAVE_FAILED - writer.number)
+            consensus.steps.broadcast_event(SAVE_FAILED - writer.number)
 
     def raise_failure(self) -> None:
         """At the end of a step: raise on all ranks what a save has met with."""
         writer, consensus = self.writer, self._mesh.consensus
         if writer is None:
             return
-        if writer.failed if consensus is None else SAVE_FAILED - writer.number in consensus.events:
+        if consensus is None:
+            failed = writer.failed
+        else:
+            failed = SAVE_FAILED - writer.number in consensus.steps.events
+        if failed:
             writer.wait()
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ Gathers happen in passes: a forward from the outermost module called, a backward
 to its end. Each kind of pass (see :meth:`Schedule.begin`) has a plan, the order of its gathers, and
 all ranks issue exactly that order, units that this rank happens not to use included. The first pass
 of a kind is recorded: before every gather the ranks agree, so that a block used on one rank only
-enters everybody's plan. A gather that is not in the rest of a plan departs from it: see the note in
+enters everybody's plan. A gather that is not in the rest of a plan is a fetch: see the note in
 consensus.py.
 
 A unit is released one step late, when the next unit is needed: a block called twice in a row is not
@@ -278,7 +278,7 @@ class Schedule:
         """
         if self._mesh.consensus is None:
             return value
-        return self._mesh.consensus.agree(what, (0, value), lambda wish: "agreement")[1]
+        return self._mesh.consensus.gathers.agree(what, (0, value), lambda wish: "agreement")[1]
 
     def _acquire(self, unit: Unit) -> None:
         under_way = self._pass
@@ -303,7 +303,7 @@ class Schedule:
 
     def meet(self) -> None:
         """A step is over: if a rank has left a recorded order, record all of them anew."""
-        if self._mesh.consensus is not None and self._mesh.consensus.end_step():
+        if self._mesh.consensus is not None and self._mesh.consensus.steps.end_step():
             self._before.update(self._plans)
             self._plans.clear()
 
@@ -318,9 +318,9 @@ class Schedule:
         if consensus is not None:
             reductions = self.reductions
             launched = reductions.launched if reductions is not None else 0
-            agreed = consensus.agree(self._where(), wish, self._say, launched)
+            agreed = consensus.gathers.agree(self._where(), wish, self._say, launched)
             if reductions is not None:
-                reductions.land_launched(consensus.all_launched)
+                reductions.land_launched(consensus.gathers.all_launched)
         if agreed[0] == END:
             return False
         chosen = self._units[abs(agreed[1])]

@@ -32,17 +32,17 @@ class SharedShards:
         if consensus is None:
             yield
             return
-        with consensus.writing():
+        with consensus.fetches.writing():
             yield
             if not self._mesh.blocks:
                 here = streams.current_stream(self._mesh.device)
-                self._written[consensus.epoch + 1] = streams.record_event(here)
-                self._written.pop(consensus.epoch + 1 - EVENTS, None)
+                self._written[consensus.fetches.epoch + 1] = streams.record_event(here)
+                self._written.pop(consensus.fetches.epoch + 1 - EVENTS, None)
 
     def serve(self) -> None:
         """Answer other ranks' fetches from now on, from a thread of its own. Idempotent."""
         if self._mesh.consensus is not None:
-            self._mesh.consensus.serve_out_of_order_gathers(
+            self._mesh.consensus.fetches.serve(
                 self.read, partial(kinds.set_device, self._mesh.device)
             )
 
@@ -55,7 +55,7 @@ class SharedShards:
         written = self._written.get(epoch)
         if written is None:
             assert self._mesh.consensus is not None
-            if not self._mesh.blocks or epoch != self._mesh.consensus.epoch:
+            if not self._mesh.blocks or epoch != self._mesh.consensus.fetches.epoch:
                 raise PartitionError(
                     "the values asked for have been overwritten since; keep the ranks together "
                     "around writes to parameters"
@@ -74,9 +74,5 @@ class SharedShards:
         assert consensus is not None
         peers = [rank for rank in axis.ranks if rank != self._mesh.rank]
         size = sum(flat.layout.chunk * flat.dtype.itemsize for flat in unit.sharded)
-        unit.fill(
-            {
-                axis.ranks.index(rank): data
-                for rank, data in consensus.fetch(unit.index, unit.label, peers, size).items()
-            }
-        )
+        fetched = consensus.fetches.fetch(unit.index, unit.label, peers, size)
+        unit.fill({axis.ranks.index(rank): data for rank, data in fetched.items()})

@@ -51,12 +51,12 @@ class StopRequests:
             )
         self._asked = True
         if self._mesh.consensus is not None:
-            self._mesh.consensus.request_stop()
+            self._mesh.consensus.steps.request_stop()
 
     def end_step(self) -> None:
         """A step is over, on all ranks alike: see what they have agreed on."""
         before, consensus = self.agreed, self._mesh.consensus
-        self.agreed = before or (self._asked if consensus is None else consensus.stopped)
+        self.agreed = before or (self._asked if consensus is None else consensus.steps.stopped)
         if self.agreed and not before:
             log_rank0(
                 "a rank was told to stop: all ranks see stop_requested now, after the same step"

@@ -69,7 +69,7 @@ class Mesh:
             shared = dist.PrefixStore(f"hf_zero/{self.name}", store)
             self.consensus = Consensus(shared, self.rank, self.world, timeout, self.watchdog, log)
             # Making groups blocks in native code, where a rank that does not come cannot be named.
-            self.consensus.agree("initialize", (0, 0), lambda _: "making of the engine")
+            self.consensus.gathers.agree("initialize", (0, 0), lambda _: "making of the engine")
             if self.watchdog.rank_status is not None:
                 rank_hosts.learn(store, self.rank, self.world)
                 if self.watchdog.rank_status.store_host is not None:

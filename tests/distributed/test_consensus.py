@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hf_zero.distributed import consensus as module
+from hf_zero.distributed import shard_fetches, store_wait
 from hf_zero.distributed.consensus import Consensus
+from hf_zero.distributed.step_events import STOP
 from hf_zero.errors import RankMismatchError
 
 
@@ -54,7 +55,8 @@ def together(
 def test_the_same_wish_is_what_all_get_time_after_time(world: int) -> None:
     def run(consensus: Consensus, rank: int) -> list[tuple[int, int]]:
         return [
-            consensus.agree("forward", wish, say) for wish in [(1, -3), (1, 7), (1, 7), (0, -9)]
+            consensus.gathers.agree("forward", wish, say)
+            for wish in [(1, -3), (1, 7), (1, 7), (0, -9)]
         ]
 
     assert together(world, run) == [[(1, -3), (1, 7), (1, 7), (0, -9)]] * world
@@ -64,9 +66,9 @@ def test_the_store_keeps_the_last_agreement_alone() -> None:
     stores: list[Any] = []
 
     def run(consensus: Consensus, rank: int) -> None:
-        stores.append(consensus._store)
+        stores.append(consensus.gathers._store)
         for unit in range(30):
-            consensus.agree("forward", (1, unit), say)
+            consensus.gathers.agree("forward", (1, unit), say)
 
     together(3, run)
     assert stores[0].check(["29/go"]) and not any(
@@ -87,7 +89,7 @@ def test_of_differing_wishes_all_get_the_largest(
     wishes: list[tuple[int, int]], agreed: tuple[int, int]
 ) -> None:
     assert (
-        together(3, lambda consensus, rank: consensus.agree("backward", wishes[rank], say))
+        together(3, lambda consensus, rank: consensus.gathers.agree("backward", wishes[rank], say))
         == [agreed] * 3
     )
 
@@ -95,14 +97,17 @@ def test_of_differing_wishes_all_get_the_largest(
 def test_what_a_pass_is_called_may_hold_the_separator() -> None:
     where = "forward ('a|b', True)|x"
     assert (
-        together(2, lambda consensus, rank: consensus.agree(where, (1, rank), say)) == [(1, 1)] * 2
+        together(2, lambda consensus, rank: consensus.gathers.agree(where, (1, rank), say))
+        == [(1, 1)] * 2
     )
 
 
 @pytest.mark.parametrize("world, odd", [(2, 0), (4, 2)])
 def test_different_passes_raise_on_all_ranks_and_name_each(world: int, odd: int) -> None:
     def run(consensus: Consensus, rank: int) -> Any:
-        return consensus.agree("backward 'b'" if rank == odd else "forward 'f'", (1, rank), say)
+        return consensus.gathers.agree(
+            "backward 'b'" if rank == odd else "forward 'f'", (1, rank), say
+        )
 
     for error in together(world, run):
         assert isinstance(error, RankMismatchError)
@@ -114,7 +119,7 @@ def test_different_passes_raise_on_all_ranks_and_name_each(world: int, odd: int)
 def test_ranks_that_never_come_are_named_at_the_timeout() -> None:
     answers = together(
         4,
-        lambda consensus, rank: consensus.agree("forward 'f'", (1, 6), say),
+        lambda consensus, rank: consensus.gathers.agree("forward 'f'", (1, 6), say),
         timeout=0.2,
         absent=(1, 3),
     )
@@ -153,12 +158,12 @@ def test_a_rank_that_is_late_is_named_each_minute_until_the_timeout(
 ) -> None:
     store = SilentStore({"0/1"})
     monkeypatch.setattr(
-        module, "time", SimpleNamespace(monotonic=lambda: store.now, sleep=store.sleep)
+        store_wait, "time", SimpleNamespace(monotonic=lambda: store.now, sleep=store.sleep)
     )
     with pytest.raises(
         RankMismatchError, match="waited 150 s for ranks 2 to join the gather of unit 4"
     ):
-        Consensus(store, 0, 3, 150.0).agree("forward", (1, 4), say)
+        Consensus(store, 0, 3, 150.0).gathers.agree("forward", (1, 4), say)
     assert heard == [
         f"rank 0 has waited {waited} s for ranks 2 to join the gather of unit 4 in forward"
         for waited in (60, 120)
@@ -167,9 +172,9 @@ def test_a_rank_that_is_late_is_named_each_minute_until_the_timeout(
 
 def stepped(consensus: Consensus) -> bool:
     """A step of the optimizer: shards are written."""
-    with consensus.writing():
+    with consensus.fetches.writing():
         pass
-    return consensus.end_step()
+    return consensus.steps.end_step()
 
 
 class Chunks:
@@ -184,8 +189,9 @@ class Chunks:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PART", 16)
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.002)
+    monkeypatch.setattr(shard_fetches, "PART", 16)
+    for module in (shard_fetches, store_wait):
+        monkeypatch.setattr(module, "POLL_SECONDS", 0.002)
 
 
 @pytest.fixture
@@ -195,8 +201,8 @@ def trio(quick: None) -> Iterator[tuple[list[Consensus], list[Chunks], Any]]:
     agreements = [Consensus(store, rank, 3, 20.0) for rank in range(3)]
     chunks = [Chunks(rank, 37) for rank in range(3)]
     for consensus, chunk in zip(agreements, chunks):
-        consensus.serve_out_of_order_gathers(chunk.of)
-    threads = [each._thread for each in agreements]
+        consensus.fetches.serve(chunk.of)
+    threads = [each.fetches._thread for each in agreements]
     del consensus, chunk  # what is named here would be kept alive
     yield agreements, chunks, store
     agreements.clear()
@@ -211,7 +217,7 @@ def test_a_unit_is_fetched_from_those_that_do_not_wait_for_it(size: int, trio: A
     agreements, chunks, store = trio
     for chunk in chunks:
         chunk.size = size
-    assert agreements[1].fetch(5, "layer.5", [0, 2], size) == {
+    assert agreements[1].fetches.fetch(5, "layer.5", [0, 2], size) == {
         0: chunks[0].of(5),
         2: chunks[2].of(5),
     }
@@ -222,10 +228,23 @@ def test_a_unit_is_fetched_from_those_that_do_not_wait_for_it(size: int, trio: A
 
 def test_a_fetch_says_that_it_is_slow_and_what_it_is_for(trio: Any, heard: list[str]) -> None:
     agreements, _, _ = trio
-    agreements[0].fetch(1, "layer.1", [1, 2], 37)
+    agreements[0].fetches.fetch(1, "layer.1", [1, 2], 37)
     assert len(heard) == 1 and heard[0].startswith(
         "layer.1 is needed here outside the recorded order"
     )
+
+
+def test_of_many_fetches_the_first_and_every_power_of_ten_is_reported(
+    trio: Any, heard: list[str]
+) -> None:
+    """A model whose steps use other blocks each time fetches in every step."""
+    agreements, _, _ = trio
+    for number in range(1, 25):
+        agreements[0].fetches.fetch(number, f"layer.{number}", [], 0)
+    first, tenth = heard
+    assert first.startswith("layer.1 is needed here")
+    assert tenth.startswith("10 units so far") and "the last one is layer.10:" in tenth
+    assert "zero_optimization.leaf_module" in tenth
 
 
 def test_ranks_fetch_from_each_other_at_the_same_time(trio: Any) -> None:
@@ -234,7 +253,9 @@ def test_ranks_fetch_from_each_other_at_the_same_time(trio: Any) -> None:
 
     def run(rank: int) -> None:
         got[rank] = [
-            agreements[rank].fetch(unit, "unit", [peer for peer in range(3) if peer != rank], 37)
+            agreements[rank].fetches.fetch(
+                unit, "unit", [peer for peer in range(3) if peer != rank], 37
+            )
             for unit in (rank, 7)
         ]
 
@@ -251,11 +272,11 @@ def test_ranks_fetch_from_each_other_at_the_same_time(trio: Any) -> None:
 
 def test_at_the_next_step_all_ranks_know_that_one_has_departed_and_forget_it(trio: Any) -> None:
     agreements, _, _ = trio
-    assert [consensus.end_step() for consensus in agreements] == [False] * 3
-    agreements[2].fetch(3, "layer.3", [0, 1], 37)
-    agreements[0].fetch(4, "layer.4", [1, 2], 37)
-    assert [consensus.end_step() for consensus in agreements] == [True] * 3
-    assert [consensus.end_step() for consensus in agreements] == [False] * 3
+    assert [consensus.steps.end_step() for consensus in agreements] == [False] * 3
+    agreements[2].fetches.fetch(3, "layer.3", [0, 1], 37)
+    agreements[0].fetches.fetch(4, "layer.4", [1, 2], 37)
+    assert [consensus.steps.end_step() for consensus in agreements] == [True] * 3
+    assert [consensus.steps.end_step() for consensus in agreements] == [False] * 3
 
 
 def test_ranks_that_serve_nothing_know_of_it_when_the_fetch_returns(trio: Any) -> None:
@@ -264,11 +285,11 @@ def test_ranks_that_serve_nothing_know_of_it_when_the_fetch_returns(trio: Any) -
     """
     agreements, chunks, store = trio
     for unit in range(20):
-        assert agreements[0].fetch(unit, "unit", [1], 37) == {1: chunks[1].of(unit)}
+        assert agreements[0].fetches.fetch(unit, "unit", [1], 37) == {1: chunks[1].of(unit)}
         assert not store.check([f"fetch/{unit + 1}/0/2"]), (
             "a chunk that nobody takes is left in the store"
         )
-        assert [consensus.end_step() for consensus in agreements] == [True] * 3
+        assert [consensus.steps.end_step() for consensus in agreements] == [True] * 3
 
 
 def test_a_chunk_is_served_at_the_step_it_was_asked_for(trio: Any) -> None:
@@ -277,7 +298,8 @@ def test_a_chunk_is_served_at_the_step_it_was_asked_for(trio: Any) -> None:
     assert not stepped(agreements[0])
     got: list[Any] = []
     ahead = threading.Thread(
-        target=lambda: got.append(agreements[0].fetch(4, "layer.4", [1, 2], 37)), daemon=True
+        target=lambda: got.append(agreements[0].fetches.fetch(4, "layer.4", [1, 2], 37)),
+        daemon=True,
     )
     ahead.start()
     ahead.join(timeout=0.1)
@@ -288,7 +310,7 @@ def test_a_chunk_is_served_at_the_step_it_was_asked_for(trio: Any) -> None:
     ahead.join(timeout=30)
     assert got == [{1: Chunks(2, 37).of(4), 2: Chunks(3, 37).of(4)}]
     del chunk, consensus
-    assert [each.end_step() for each in agreements] == [True] * 3
+    assert [each.steps.end_step() for each in agreements] == [True] * 3
 
 
 def test_hosts_that_are_steps_apart_renew_at_the_same_step(trio: Any) -> None:
@@ -298,10 +320,10 @@ def test_hosts_that_are_steps_apart_renew_at_the_same_step(trio: Any) -> None:
     agreements, _, _ = trio
     ahead = [0, 3, 1]
     for consensus, steps in zip(agreements, ahead):
-        assert [consensus.end_step() for _ in range(steps)] == [False] * steps
-    agreements[0].fetch(4, "layer.4", [1, 2], 37)
+        assert [consensus.steps.end_step() for _ in range(steps)] == [False] * steps
+    agreements[0].fetches.fetch(4, "layer.4", [1, 2], 37)
     for consensus, steps in zip(agreements, ahead):
-        assert [consensus.end_step() for _ in range(5 - steps)] == [
+        assert [consensus.steps.end_step() for _ in range(5 - steps)] == [
             step == 3 for step in range(steps, 5)
         ]
     del consensus
@@ -309,24 +331,26 @@ def test_hosts_that_are_steps_apart_renew_at_the_same_step(trio: Any) -> None:
 
 def test_an_event_comes_to_all_ranks_after_the_same_step_and_once(trio: Any) -> None:
     agreements, _, _ = trio
-    ahead, event = [0, 3, 1], module.STOP - 7
+    ahead, event = [0, 3, 1], STOP - 7
     for consensus, steps in zip(agreements, ahead):
         for _ in range(steps):
-            consensus.end_step()
+            consensus.steps.end_step()
     seen: list[list[int]] = [[], [], []]
 
     def run(rank: int) -> None:
         for step in range(ahead[rank], 6):
             if rank == 0 and step < 4:
-                agreements[0].broadcast_event(event)  # again and again, as long as it has not come
-            assert not agreements[rank].end_step() and not agreements[rank].stopped
-            if agreements[rank].events:
-                assert agreements[rank].events == {event}
+                agreements[0].steps.broadcast_event(
+                    event
+                )  # again and again, as long as it has not come
+            assert not agreements[rank].steps.end_step() and not agreements[rank].steps.stopped
+            if agreements[rank].steps.events:
+                assert agreements[rank].steps.events == {event}
                 seen[rank].append(step)
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in (0, 1, 2)]
     threads[0].start()
-    while not agreements[0]._store.check(["fetch/1/renew"]):
+    while not agreements[0].gathers._store.check(["fetch/1/renew"]):
         threads[0].join(timeout=0.01)
     for thread in threads[1:]:
         thread.start()
@@ -344,17 +368,20 @@ def test_a_request_that_must_wait_keeps_no_other_one_waiting(trio: Any) -> None:
     agreements, chunks, _ = trio
     assert not stepped(agreements[0])
     ahead = threading.Thread(
-        target=lambda: agreements[0].fetch(4, "layer.4", [1, 2], 37), daemon=True
+        target=lambda: agreements[0].fetches.fetch(4, "layer.4", [1, 2], 37), daemon=True
     )
     ahead.start()
-    while not agreements[0]._store.check(["fetch/1"]):
+    while not agreements[0].gathers._store.check(["fetch/1"]):
         ahead.join(timeout=0.01)
-    assert agreements[1].fetch(6, "layer.6", [0, 2], 37) == {0: chunks[0].of(6), 2: chunks[2].of(6)}
+    assert agreements[1].fetches.fetch(6, "layer.6", [0, 2], 37) == {
+        0: chunks[0].of(6),
+        2: chunks[2].of(6),
+    }
     assert ahead.is_alive()
     assert not stepped(agreements[1]) and not stepped(agreements[2])
     ahead.join(timeout=30)
     assert not ahead.is_alive()
-    assert [consensus.end_step() for consensus in agreements] == [True] * 3
+    assert [consensus.steps.end_step() for consensus in agreements] == [True] * 3
 
 
 def test_a_chunk_that_cannot_be_read_is_an_error_of_the_rank_that_asks(
@@ -366,17 +393,17 @@ def test_a_chunk_that_cannot_be_read_is_an_error_of_the_rank_that_asks(
 
     store, broken = dist.HashStore(), Broken()
     serving, asking = Consensus(store, 1, 2, 20.0), Consensus(store, 0, 2, 20.0)
-    serving.serve_out_of_order_gathers(broken.of)
+    serving.fetches.serve(broken.of)
     for _ in range(2):  # the thread lives on
         with pytest.raises(
             RankMismatchError,
             match=r"rank 1 could not serve layer\.3: ValueError: no such shard; its log says where",
         ):
-            asking.fetch(3, "layer.3", [1], 4)
+            asking.fetches.fetch(3, "layer.3", [1], 4)
     serving.close()
-    assert serving._thread is not None
-    serving._thread.join(timeout=10)
-    assert not serving._thread.is_alive()
+    assert serving.fetches._thread is not None
+    serving.fetches._thread.join(timeout=10)
+    assert not serving.fetches._thread.is_alive()
 
 
 def test_nobody_is_served_in_the_middle_of_a_write_or_before_it(trio: Any) -> None:
@@ -384,15 +411,16 @@ def test_nobody_is_served_in_the_middle_of_a_write_or_before_it(trio: Any) -> No
     one is still at it.
     """
     agreements, chunks, _ = trio
-    with agreements[0].writing():
+    with agreements[0].fetches.writing():
         chunks[0].rank = 5
     got: list[Any] = []
     asking = threading.Thread(
-        target=lambda: got.append(agreements[0].fetch(4, "layer.4", [1, 2], 37)), daemon=True
+        target=lambda: got.append(agreements[0].fetches.fetch(4, "layer.4", [1, 2], 37)),
+        daemon=True,
     )
     asking.start()
     for consensus, chunk in zip(agreements[1:], chunks[1:]):
-        with consensus.writing():
+        with consensus.fetches.writing():
             asking.join(timeout=0.05)
             assert got == []
             chunk.rank += 5
@@ -409,13 +437,13 @@ def test_a_rank_that_has_closed_is_named_at_once(trio: Any) -> None:
         match=r"rank 0 needs all ranks to serve layer\.2, but rank 1 has "
         r"destroyed its engine or ended",
     ):
-        agreements[0].fetch(2, "layer.2", [1, 2], 37)
+        agreements[0].fetches.fetch(2, "layer.2", [1, 2], 37)
     with pytest.raises(
         RankMismatchError,
         match=r"rank 2 needs all ranks to join the gather of unit 3 in x, but rank 1 has",
     ):
-        agreements[0]._store.set("0/0", "x|1|3")
-        agreements[2].agree("x", (1, 3), say)
+        agreements[0].gathers._store.set("0/0", "x|1|3")
+        agreements[2].gathers.agree("x", (1, 3), say)
 
 
 def test_those_who_have_heard_of_a_fetch_that_failed_are_told(
@@ -427,44 +455,44 @@ def test_those_who_have_heard_of_a_fetch_that_failed_are_told(
 
     store, whole, broken = dist.HashStore(), Chunks(2, 4), Broken()
     asking, breaking, listening = (Consensus(store, rank, 3, 20.0) for rank in range(3))
-    listening.serve_out_of_order_gathers(whole.of)
-    breaking.serve_out_of_order_gathers(broken.of)
+    listening.fetches.serve(whole.of)
+    breaking.fetches.serve(broken.of)
     with pytest.raises(RankMismatchError, match="rank 1 could not serve"):
-        asking.fetch(3, "layer.3", [2, 1], 4)
+        asking.fetches.fetch(3, "layer.3", [2, 1], 4)
     with pytest.raises(
         RankMismatchError,
         match=r"rank 0 could not make the others serve layer\.3: rank 1 could not serve layer\.3: "
         r"ValueError: no such shard",
     ):
-        breaking.end_step()
+        breaking.steps.end_step()
     for each in (breaking, listening):
         each.close()
 
 
 def test_serving_twice_starts_one_thread(trio: Any) -> None:
     agreements, chunks, _ = trio
-    before = agreements[0]._thread
-    agreements[0].serve_out_of_order_gathers(chunks[0].of)
-    assert agreements[0]._thread is before and before.daemon
+    before = agreements[0].fetches._thread
+    agreements[0].fetches.serve(chunks[0].of)
+    assert agreements[0].fetches._thread is before and before.daemon
 
 
 def test_a_peer_that_does_not_serve_is_named_at_the_timeout(quick: None) -> None:
     store = dist.HashStore()
     chunks = Chunks(1, 4)
     serving = Consensus(store, 1, 3, 20.0)
-    serving.serve_out_of_order_gathers(chunks.of)
+    serving.fetches.serve(chunks.of)
     with pytest.raises(
         RankMismatchError,
         match=r"rank 0 has waited .* for ranks 2 to serve layer\.9; they never came",
     ):
-        Consensus(store, 0, 3, 0.2).fetch(9, "layer.9", [1, 2], 4)
+        Consensus(store, 0, 3, 0.2).fetches.fetch(9, "layer.9", [1, 2], 4)
 
 
 def test_serving_ends_with_what_is_served(quick: None) -> None:
     """A thread must not keep an engine alive, nor outlive it."""
     consensus, chunks = Consensus(dist.HashStore(), 0, 2, 5.0), Chunks(0, 4)
-    consensus.serve_out_of_order_gathers(chunks.of)
-    thread, gone = consensus._thread, weakref.ref(chunks)
+    consensus.fetches.serve(chunks.of)
+    thread, gone = consensus.fetches._thread, weakref.ref(chunks)
     assert thread is not None
     del chunks
     thread.join(timeout=10)
@@ -484,7 +512,7 @@ def test_serving_ends_quietly_when_the_store_is_gone(
     failed: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
     consensus, chunks = Consensus(Gone(), 0, 2, 5.0), Chunks(0, 4)
-    consensus.serve_out_of_order_gathers(chunks.of)
-    assert consensus._thread is not None
-    consensus._thread.join(timeout=10)
-    assert not consensus._thread.is_alive() and failed == []
+    consensus.fetches.serve(chunks.of)
+    assert consensus.fetches._thread is not None
+    consensus.fetches._thread.join(timeout=10)
+    assert not consensus.fetches._thread.is_alive() and failed == []

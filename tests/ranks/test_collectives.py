@@ -118,14 +118,14 @@ def test_one_rank_sends_nothing():
 def test_recorded_steps_need_no_agreement(stage):
     def run(rank, model):
         engine = start(model, adamw(model), config_of(stage))
-        consensus = engine.mesh.consensus
-        asked, settle = [], consensus.agree
+        gathers = engine.mesh.consensus.gathers
+        asked, settle = [], gathers.agree
 
         def counting(*args, **kwargs):
             asked.append(args)
             return settle(*args, **kwargs)
 
-        consensus.agree = counting
+        gathers.agree = counting
         seen = []
         for number in range(4):
             step(engine, rank, number, Plan())

@@ -11,8 +11,7 @@ import time
 import pytest
 
 from hf_zero.core.stopping import _Handler
-from hf_zero.distributed import consensus as agreeing
-from hf_zero.distributed import process_group
+from hf_zero.distributed import process_group, shard_fetches
 from hf_zero.errors import PartitionError, RankMismatchError
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start
@@ -25,7 +24,7 @@ LIMIT = 50  # steps after which nobody waits any longer
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(agreeing, "IDLE_SECONDS", 0.02)
+    monkeypatch.setattr(shard_fetches, "IDLE_SECONDS", 0.02)
 
 
 @pytest.fixture
@@ -112,7 +111,7 @@ def test_steps_in_which_nobody_is_told_cost_nothing(quick):
         engine.mesh.stats.keep_log = True
         for number in range(3):
             train(engine, rank, number)
-        return list(engine.mesh.stats.log), engine.mesh.consensus._store.check(["fetch/n"])
+        return list(engine.mesh.stats.log), engine.mesh.consensus.steps._store.check(["fetch/n"])
 
     plain, listening = on_ranks(2, run, False), on_ranks(2, run, True)
     assert plain == listening and not listening[0][1]
@@ -140,7 +139,7 @@ def test_the_ranks_steps_ahead_of_the_one_that_was_told(quick):
 def test_a_rank_that_does_not_listen_is_named(monkeypatch, quick):
     def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(1))
-        engine.mesh.consensus._timeout = 0.3
+        engine.mesh.consensus.steps._waits._timeout = 0.3
         if rank == 0:
             engine.stop_on()
             engine.request_stop()

@@ -10,7 +10,7 @@ import pytest
 
 from hf_zero.core.update import Updater
 from hf_zero.device import kinds
-from hf_zero.distributed import consensus
+from hf_zero.distributed import shard_fetches
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.offloads import offload
@@ -31,7 +31,7 @@ def train(rank, models, section):
 
 
 @pytest.mark.parametrize(
-    "stage, where, thread", [(2, Updater, "hf-zero update"), (3, consensus, "hf_zero-serve")]
+    "stage, where, thread", [(2, Updater, "hf-zero update"), (3, shard_fetches, "hf_zero-serve")]
 )
 def test_the_device_is_set_first(stage, where, thread, tmp_path, monkeypatch):
     current, worked = threading.local(), []

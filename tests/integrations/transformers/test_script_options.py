@@ -33,7 +33,7 @@ class Owner:
     def read(self, unit):
         return b""
 consensus, owner = Consensus(dist.HashStore(), 0, 2, 60.0), Owner()
-consensus.serve_out_of_order_gathers(owner.read)
+consensus.fetches.serve(owner.read)
 print(sorted(thread.name for thread in threading.enumerate()))
 """
 

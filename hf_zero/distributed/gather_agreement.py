@@ -1,0 +1,69 @@
+"""Agreement of all ranks on the next gather, while the order of gathers is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hf_zero.distributed.collective_log import CollectiveLog
+from hf_zero.distributed.store_wait import StoreWait
+from hf_zero.errors import RankMismatchError
+
+Wish = tuple[int, int]
+
+
+class GatherAgreement:
+    """One rank's side of it, through ``store``; ``log`` numbers the agreements."""
+
+    def __init__(self, store: Any, rank: int, world: int, waits: StoreWait, log: CollectiveLog):
+        self._store = store
+        self._rank = rank
+        self._world = world
+        self._waits = waits
+        self._log = log
+        self._sequence = 0
+        self.all_launched = 0  # reductions that every rank had launched at the last agreement
+
+    def agree(self, where: str, wish: Wish, name: Callable[[Wish], str], launched: int = 0) -> Wish:
+        """The largest wish of all ranks, each a pair ``(kind, unit)``, for the next gather
+        (collective).
+
+        ``name`` puts a wish into words, for messages. ``launched`` is how many reductions this rank
+        has launched; the least of all ranks is in :attr:`all_launched` then. Ranks in different
+        passes (``where``) can never meet; that raises RankMismatchError on all of them. A rank that
+        does not come is named in a warning every minute and in the error at the timeout.
+        """
+        step, self._sequence = self._sequence, self._sequence + 1
+        what = f"join the {name(wish)} in {where}"
+        pending = self._log.issue("agreement on the next gather")._replace(
+            what=f"all ranks to {what}", warns=True
+        )
+        store = self._store
+        store.set(f"{step}/{self._rank}", f"{where}|{wish[0]}|{wish[1]}|{launched}")
+        if store.add(f"{step}/n", 1) == self._world:
+            store.set(f"{step}/go", self._outcome(step, name))
+            if step:  # every rank has been here, so every rank has read the outcome before
+                for key in ("n", "go", *range(self._world)):
+                    store.delete_key(f"{step - 1}/{key}")
+        arrivals = {rank: f"{step}/{rank}" for rank in range(self._world)}
+        outcome = self._waits.wait(f"{step}/go", arrivals, what, pending)
+        if outcome.startswith("!"):
+            raise RankMismatchError(
+                f"ranks ask for different collectives ({outcome[1:]}). Every rank must run the "
+                "same parts of the model in the same order; "
+                "look for a forward, backward or state_dict that only some ranks call"
+            )
+        kind, unit, self.all_launched = map(int, outcome.split("|"))
+        return kind, unit
+
+    def _outcome(self, step: int, name: Callable[[Wish], str]) -> str:
+        """What follows from the wishes of all ranks: ``kind|unit|launched``, or the ranks' wishes
+        after an exclamation mark where they are in different passes.
+        """
+        entries = [self._store.get(f"{step}/{rank}").decode() for rank in range(self._world)]
+        split = [entry.rsplit("|", 3) for entry in entries]
+        if len({where for where, *_ in split}) > 1:
+            wishes = [f"{where}: {name((int(kind), int(unit)))}" for where, kind, unit, _ in split]
+            return "!" + "; ".join(f"rank {rank}: {wish}" for rank, wish in enumerate(wishes))
+        kind, unit = max((int(kind), int(unit)) for _, kind, unit, _ in split)
+        return f"{kind}|{unit}|{min(int(count) for *_, count in split)}"

@@ -1,0 +1,195 @@
+"""Shards fetched through the ranks' store, outside the recorded order of gathers, and the thread
+that serves this rank's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from hf_zero.distributed.step_events import StepEvents
+from hf_zero.distributed.store_wait import ENDED, POLL_SECONDS, publish_closed
+from hf_zero.logs import logger
+
+JOIN_SECONDS = 5.0
+PART = 4 << 20  # bytes of one value in the store
+# between looks where nothing has been asked for a while: many ranks look at one store
+IDLE_SECONDS = 1.0
+
+
+class ShardFetches:
+    """One rank's side of it: :meth:`fetch` reads the others' shards, :meth:`serve` gives its own.
+
+    ``events`` carries the requests, and has the orders recorded anew.
+    """
+
+    def __init__(self, store: Any, rank: int, events: StepEvents):
+        self._store = store
+        self._rank = rank
+        self._events = events
+        self._writes = threading.RLock()  # held while shards are written or read
+        self.epoch = 0  # writes of shards so far
+        self._fetched = 0  # units
+        self._thread: threading.Thread | None = None
+        self.closed = False
+
+    def fetch(self, unit: int, label: str, peers: Sequence[int], size: int) -> dict[int, bytes]:
+        """The bytes that ``peers`` (global ranks) serve for ``unit``, ``size`` of each; they
+        need not be waiting for it.
+        """
+        self._warn(label)
+        number = self._events.request(unit, self.epoch, peers, f"serve {label}")
+        got: dict[int, bytes] = {}
+        for peer in peers:
+            parts = []
+            for part in range(-(-size // PART)):
+                key = f"fetch/{number}/{part}/{peer}"
+                parts.append(self._store.get(key))
+                self._store.delete_key(key)
+            got[peer] = b"".join(parts)
+        return got
+
+    def _warn(self, label: str) -> None:
+        """Warn of the first fetch, then of the 10th, the 100th and so on: a model that uses other
+        blocks in each step fetches in every one.
+        """
+        self._fetched += 1
+        if self._fetched == 1:
+            logger.warning(
+                "%s is needed here outside the recorded order of gathers: fetched through the "
+                "store, which is slow. "
+                "It is recorded anew after the next step; of further ones the 10th, the 100th and "
+                "so on is reported",
+                label,
+            )
+        elif str(self._fetched).strip("0") == "1":
+            logger.warning(
+                "%d units so far were needed outside the recorded order of gathers, the last one "
+                "is %s: each was fetched through the store, which is slow. If the steps use other "
+                "modules each time, name the one that calls them in zero_optimization.leaf_module, "
+                "which gathers them together, or train at stage 2",
+                self._fetched,
+                label,
+            )
+
+    def serve(
+        self, read: Callable[[int, int], bytes], begin: Callable[[], None] = lambda: None
+    ) -> None:
+        """Answer other ranks' requests from now on, from a thread of its own. Idempotent.
+
+        ``read(unit, epoch)``, a method whose object is held weakly, gives this rank's shard as it
+        is after ``epoch`` writes; ``begin`` is the first that the thread calls.
+        """
+        if self._thread is None:
+            store = self._store.clone() if hasattr(self._store, "clone") else self._store
+            self._thread = threading.Thread(
+                target=_serve,
+                args=(weakref.ref(self), store, self._rank, weakref.WeakMethod(read), begin),
+                name="hf_zero-serve",
+                daemon=True,
+            )
+            _threads.add(self._thread)
+            self._thread.start()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around every write of shards, which all ranks make in the same order: no rank is served
+        in the middle of it.
+        """
+        with self._writes:
+            yield
+            self.epoch += 1
+
+    def answer(
+        self,
+        store: Any,
+        number: int,
+        unit: int,
+        epoch: int,
+        peers: Sequence[int],
+        read: Callable[[int, int], bytes],
+    ) -> None:
+        """Serve request ``number`` through ``store``, the serving thread's own client: this rank's
+        shard, if it is among ``peers``, and the step that this rank is at, or what went wrong.
+        """
+        rank, step = self._rank, self._events.hear(number)
+        try:
+            with self._writes:
+                data = read(unit, epoch) if rank in peers else b""
+        except Exception as error:
+            logger.exception("rank %d cannot serve unit %d", rank, unit)
+            store.set(f"fetch/{number}/ack/{rank}", f"!{type(error).__name__}: {error}")
+            return
+        for part in range(-(-len(data) // PART)):
+            store.set(f"fetch/{number}/{part}/{rank}", data[part * PART : (part + 1) * PART])
+        store.set(f"fetch/{number}/ack/{rank}", str(step))
+
+    def close(self, why: str = ENDED) -> None:
+        """Serve no more, and let ranks that ask see ``why``."""
+        if not self.closed:
+            self.closed = True
+            publish_closed(self._store, self._rank, why)
+
+
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_ending = threading.Event()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """A thread that comes back from the store's C++ while the interpreter shuts down aborts the
+    process: end them before.
+    """
+    _ending.set()
+    for thread in list(_threads):
+        thread.join(JOIN_SECONDS)
+
+
+def _serve(
+    owner: weakref.ref[ShardFetches],
+    store: Any,
+    rank: int,
+    read: weakref.WeakMethod[Any],
+    begin: Callable[[], None],
+) -> None:
+    try:
+        begin()
+        _serve_until_closed(owner, store, rank, read)
+    finally:
+        fetches = owner()
+        if fetches is None or not fetches.closed:  # else it has published why
+            publish_closed(store, rank)
+
+
+def _serve_until_closed(
+    owner: weakref.ref[ShardFetches], store: Any, rank: int, read: weakref.WeakMethod[Any]
+) -> None:
+    number, pause = 1, POLL_SECONDS
+    # requests from ranks that are ahead: this rank is still writing what they ask for
+    waiting: list[tuple[int, list[int]]] = []
+    while not _ending.is_set():
+        fetches, reader = owner(), read()
+        if fetches is None or reader is None or fetches.closed:
+            return
+        try:
+            found = store.check([f"fetch/{number}"])
+            if found:
+                waiting.append(
+                    (number, list(map(int, store.get(f"fetch/{number}").decode().split("|"))))
+                )
+                number += 1
+            ready = [entry for entry in waiting if entry[1][2] <= fetches.epoch]
+            waiting = [entry for entry in waiting if entry not in ready]
+            for each, (requester, unit, epoch, *peers) in ready:
+                if requester != rank:
+                    fetches.answer(store, each, unit, epoch, peers, reader)
+        except RuntimeError:
+            return  # the store is gone: the job is over
+        pause = POLL_SECONDS if found or waiting else min(1.5 * pause, IDLE_SECONDS)
+        del fetches, reader
+        if not found:
+            _ending.wait(pause)

@@ -1,0 +1,112 @@
+"""Waiting for a key of the ranks' store, while the ranks that are missing are named."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from hf_zero.distributed.collective_log import PendingCollective
+from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.errors import HfZeroError, RankMismatchError
+from hf_zero.logs import logger
+
+POLL_SECONDS = 0.05
+FIRST_PAUSE = 0.0002
+SLICE_SECONDS = 1.0  # between looks at who is missing
+WARN_SECONDS = 60.0
+ENDED = "destroyed its engine or ended"
+
+
+class StoreWait:
+    """The waits of ``rank`` for keys of ``store``, each of ``timeout`` seconds at most."""
+
+    def __init__(self, store: Any, rank: int, timeout: float, watchdog: Watchdog):
+        self._store = store
+        self._rank = rank
+        self._timeout = timeout
+        self._watchdog = watchdog
+
+    def wait(
+        self,
+        key: str,
+        arrivals: Mapping[int, str],
+        what: str,
+        pending: PendingCollective | None = None,
+    ) -> str:
+        """The value of ``key``, once it is there: it follows when the ranks of ``arrivals`` have
+        set their keys.
+
+        A warning each minute names the ranks whose keys are missing, which are to do ``what``.
+        Raises RankMismatchError where one of them has ended, at the timeout, and for what the
+        watchdog finds.
+        """
+        pending = pending or PendingCollective(f"ranks to {what}", warns=True)
+        try:
+            with self._watchdog.watching(pending):
+                self._poll(key, arrivals, what)
+        except RuntimeError as error:
+            if isinstance(error, HfZeroError):
+                raise
+            raise self._watchdog.explain_failure(pending, error) from error  # the store is gone
+        return str(self._store.get(key).decode())
+
+    def _poll(self, key: str, arrivals: Mapping[int, str], what: str) -> None:
+        # Not store.wait(): torch writes two lines to the terminal whenever it gives up.
+        started = looked = time.monotonic()
+        warned, pause = WARN_SECONDS, FIRST_PAUSE
+        while True:
+            self._watchdog.check()
+            if self._store.check([key]):
+                return
+            now = time.monotonic()
+            if now - looked >= min(SLICE_SECONDS, self._timeout):
+                looked = now
+                warned = self._report_missing(key, arrivals, what, now - started, warned)
+            time.sleep(pause)
+            pause = min(1.2 * pause, POLL_SECONDS)
+
+    def _report_missing(
+        self, key: str, arrivals: Mapping[int, str], what: str, waited: float, warned: float
+    ) -> float:
+        """Raise if ``key`` will never be there, warn each minute; returns the seconds of the
+        next warning.
+        """
+        missing = [rank for rank, arrival in arrivals.items() if not self._store.check([arrival])]
+        gone = {
+            rank: self._store.get(_closed(rank)).decode()
+            for rank in missing
+            if self._store.check([_closed(rank)])
+        }
+        if gone and not self._store.check([key]):
+            raise RankMismatchError(
+                f"rank {self._rank} needs all ranks to {what}, but "
+                f"{'; '.join(f'rank {rank} has {why}' for rank, why in gone.items())}; "
+                "every rank must run the same number of forwards, and destroy or "
+                "end after the last one"
+            )
+        text = (
+            f"rank {self._rank} has waited {waited:.0f} s for ranks "
+            f"{', '.join(map(str, missing))} to {what}"
+        )
+        if waited >= self._timeout:
+            raise RankMismatchError(
+                f"{text}; they never came. Do all ranks call the model, "
+                "state_dict and save together?"
+            )
+        if waited < warned:
+            return warned
+        logger.warning(text)
+        return warned + WARN_SECONDS
+
+
+def publish_closed(store: Any, rank: int, why: str = ENDED) -> None:
+    """Let ranks that wait for ``rank`` see that it answers no more, and why."""
+    try:
+        store.set(_closed(rank), why)
+    except RuntimeError:
+        pass  # the store is gone: no rank can ask
+
+
+def _closed(rank: int) -> str:
+    return f"closed/{rank}"
