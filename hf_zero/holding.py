@@ -18,7 +18,7 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
     may be frozen and unfrozen (collective).
 
     Each rank reads its own elements of parameters made by
-    :func:`hf_zero.parameters.parameter.pending`; of others it takes rank 0's values. The model can
+    :func:`hf_zero.parameters.pending.pending`; of others it takes rank 0's values. The model can
     be called, gathered and saved; :func:`hf_zero.initialize` takes it over. Shards live where
     ``config`` wants those of the training.
     """

@@ -34,7 +34,7 @@ from hf_zero.core.backward_tracker import BackwardTracker, graph_task, keep_for_
 from hf_zero.core.guards import Attached
 from hf_zero.core.schedule import Schedule
 from hf_zero.errors import PartitionError
-from hf_zero.parameters.parameter import any_raw_grad
+from hf_zero.parameters.raw_grads import any_raw_grad
 from hf_zero.parameters.tree import requiring_grad, tensors_in, transformed, with_replaced
 from hf_zero.units.unit import RootForward, Unit, UnitForward
 

@@ -28,7 +28,8 @@ from functools import partial
 import torch
 
 from hf_zero.device import streams
-from hf_zero.distributed.collectives import Handle, MeshDim
+from hf_zero.distributed.collective_handle import Handle
+from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.store import StoreMessages
 
 GRACE_SECONDS = 0.3

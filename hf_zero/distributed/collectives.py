@@ -17,7 +17,7 @@ a fixed order; where a pass broke on some ranks, they compare numbers before the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,7 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_zero.device import kinds, streams
+from hf_zero.device import kinds
+from hf_zero.distributed.collective_handle import Handle
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.spans import span
@@ -70,117 +71,6 @@ class CollectiveStats:
         self.bytes[operation] += size
         if self.keep_log:
             self.log.append((operation, key, size))
-
-
-class Handle:
-    """A collective in flight."""
-
-    def __init__(
-        self,
-        works: Sequence[Any],
-        watchdog: Watchdog,
-        pending: PendingCollective,
-        parts: Sequence[torch.Tensor] = (),
-        free: Callable[[], None] | None = None,
-        finish: Callable[[], None] | None = None,
-        follows: torch.device | None = None,
-    ):
-        """``follows``: the device on which only streams may wait for the works: waiting returns
-        before they are completed.
-        """
-        self._works = list(works)
-        self._watchdog = watchdog
-        self._pending = pending
-        self._parts = list(parts)
-        self._free = free
-        self._finish = finish
-        self._follows = follows
-
-    def finish_with(self, finish: Callable[[], None]) -> None:
-        """Have ``finish`` called by the first wait, when the collective is done."""
-        self._finish = finish
-
-    def wait(self) -> None:
-        """Block (on a GPU: make the current stream wait) until the collective is done."""
-        if not self._works:
-            return
-        works, self._works = self._works, []
-        try:
-            with self._watchdog.watching(self._pending):
-                for work in works:
-                    work.wait()
-        except RuntimeError as error:
-            raise self._watchdog.explain_failure(self._pending, error) from error
-        if self._follows is not None:
-            # The works keep tensors alive; an event in the stream that waits for them does not.
-            event = streams.record_here(self._follows)
-            self._watchdog.follow(
-                self._pending, partial(_are_completed, works) if event is None else event.query
-            )
-        if self._finish is not None:
-            self._finish()
-
-    def reduce_into(self, out: torch.Tensor, accumulate: bool, scale: float) -> None:
-        """Wait, then ``out = scale * sum`` or, accumulating, ``out += scale * sum``; ``out``
-        sets the precision of the sum.
-        """
-        self.wait()
-        first, *rest = self._parts
-        if accumulate:
-            for part in self._parts:
-                out.add_(part, alpha=scale)
-        else:
-            if rest and first.dtype == out.dtype == rest[0].dtype:
-                torch.add(first, rest[0], out=out)
-                rest = rest[1:]
-            elif not rest and first.dtype == out.dtype:
-                torch.mul(first, scale, out=out) if scale != 1.0 else _copy(out, first)
-                scale = 1.0
-            elif first.data_ptr() != out.data_ptr() or first.dtype != out.dtype:
-                out.copy_(first)
-            for part in rest:
-                out.add_(part)
-            if scale != 1.0:
-                out.mul_(scale)
-        self._give_back()
-
-    def split(self, sizes: Sequence[int]) -> list[Handle]:
-        """A handle for each of ``sizes`` elements of the result, end to end: of one message that
-        several tensors travel in.
-        """
-        handles: list[Handle] = []
-        left, at = [len(sizes)], 0
-
-        def free() -> None:
-            left[0] -= 1
-            if not left[0]:
-                self._give_back()
-
-        for size in sizes:
-            parts = [part.narrow(0, at, size) for part in self._parts]
-            handles.append(Handle([self], self._watchdog, self._pending, parts, free))
-            at += size
-        return handles
-
-    def drop(self) -> None:
-        """Wait, and use nothing of the result: the peers wait for what this rank sends."""
-        self.wait()
-        self._give_back()
-
-    def _give_back(self) -> None:
-        self._parts = []
-        if self._free is not None:
-            self._free()
-            self._free = None
-
-
-def _are_completed(works: Sequence[Any]) -> bool:
-    return all(work.is_completed() for work in works)
-
-
-def _copy(out: torch.Tensor, source: torch.Tensor) -> None:
-    if out.data_ptr() != source.data_ptr():
-        out.copy_(source)
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_zero.distributed.collective_handle import Handle
 from hf_zero.distributed.collective_log import CollectiveLog
 from hf_zero.distributed.collectives import (
     BLOCKING,
     CPU,
     DEFAULT_TIMEOUT,
-    Handle,
     abort,
     tagged_barrier,
 )

@@ -21,7 +21,7 @@ import torch
 
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.logs import log_rank0
-from hf_zero.parameters.parameter import any_raw_grad, drop_raw_grads, raw_grads
+from hf_zero.parameters.raw_grads import any_raw_grad, drop_raw_grads, raw_grads
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.gradient_buffer import GradState
 from hf_zero.units.gradient_offload import GradientOffload, NoGradientOffload

@@ -30,7 +30,7 @@ from hf_zero.gradients.gradient_intake import (
 from hf_zero.gradients.reduction_order import Gathers, Outstanding, ReductionOrder, Shown
 from hf_zero.gradients.reductions import Reductions
 from hf_zero.gradients.usage import Usage
-from hf_zero.parameters.parameter import any_raw_grad
+from hf_zero.parameters.raw_grads import any_raw_grad
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.gradient_offload import GradientOffload, NoGradientOffload
 from hf_zero.units.policy import Policy

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.distributed.collectives import Handle
+from hf_zero.distributed.collective_handle import Handle
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.gradients.gradient_intake import GradientIntake, WireBuffers
 from hf_zero.gradients.norm import sums_of_squares

@@ -18,7 +18,7 @@ from operator import mul
 import torch
 
 from hf_zero.device import pinned
-from hf_zero.distributed.collectives import Handle
+from hf_zero.distributed.collective_handle import Handle
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.unit import Unit

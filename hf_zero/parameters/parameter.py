@@ -17,19 +17,17 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from enum import Enum
-from itertools import repeat
-from operator import is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from hf_zero.errors import PartitionError, ReleasedParameterError
+from hf_zero.parameters.raw_grads import raw_grad, set_raw_grad
 from hf_zero.parameters.tree import tensors_in, transformed
 
-_grad: Any = torch.Tensor.grad
 _data: Any = torch.Tensor.data
 _requires_grad: Any = torch.Tensor.requires_grad
 
@@ -40,35 +38,6 @@ class ZeroParamStatus(Enum):
     AVAILABLE = 1
     NOT_AVAILABLE = 2
     INFLIGHT = 3
-
-
-class Source(Protocol):
-    """Where the values of a parameter come from that is nowhere yet; alike on all ranks."""
-
-    dtype: torch.dtype
-    sliceable: bool  # whether reading a part costs about that part
-
-    def read(self, start: int, out: torch.Tensor) -> None:
-        """Fill ``out`` (1-D, on the CPU, of ``dtype``) with the elements from ``start`` on, in
-        row-major order.
-        """
-
-    def whole(self) -> torch.Tensor:
-        """All elements, on the CPU."""
-
-
-def pending(shape: Sequence[int], source: Source) -> nn.Parameter:
-    """A parameter without memory, whose values an engine takes from ``source``."""
-    made = nn.Parameter(
-        torch.zeros((), dtype=source.dtype).expand(tuple(shape)),
-        requires_grad=source.dtype.is_floating_point,
-    )
-    made.__dict__["_hf_zero_source"] = source
-    return made
-
-
-def source_of(parameter: torch.Tensor) -> Source | None:
-    return parameter.__dict__.get("_hf_zero_source")
 
 
 def owner_of(parameter: torch.Tensor) -> Any:
@@ -82,38 +51,6 @@ def owner_of(parameter: torch.Tensor) -> Any:
 
 def name_of(parameter: torch.Tensor) -> str:
     return parameter.__dict__.get("_hf_zero_name", "?")
-
-
-def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that autograd left on ``parameter``, past the guard of
-    :attr:`OwnedParameter.grad`.
-    """
-    with torch._C.DisableTorchFunctionSubclass():
-        return _grad.__get__(parameter)
-
-
-def raw_grads(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-    """:func:`raw_grad` of each: a step asks for every parameter's, so this must be quick."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return [_grad.__get__(parameter) for parameter in parameters]
-
-
-def any_raw_grad(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether autograd has left a gradient on one of ``parameters``."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return not all(map(is_, map(_grad.__get__, parameters), repeat(None)))
-
-
-def set_raw_grad(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
-        _grad.__set__(parameter, value)
-
-
-def drop_raw_grads(parameters: Iterable[torch.Tensor]) -> None:
-    """Take the gradients off ``parameters``."""
-    with torch._C.DisableTorchFunctionSubclass():
-        for parameter in parameters:
-            _grad.__set__(parameter, None)
 
 
 def given_class(parameter: torch.Tensor) -> type[nn.Parameter]:

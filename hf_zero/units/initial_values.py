@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from hf_zero.distributed.mesh import Mesh
-from hf_zero.parameters.parameter import name_of, owner_of, source_of
+from hf_zero.parameters.parameter import name_of, owner_of
+from hf_zero.parameters.pending import source_of
 from hf_zero.units.flat_buffer import EngineFlats, FlatBuffer
 
 T = TypeVar("T")

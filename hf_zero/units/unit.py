@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_zero.device import kinds, streams
-from hf_zero.distributed.collectives import Handle
+from hf_zero.distributed.collective_handle import Handle
 from hf_zero.parameters.parameter import (
     LiveParameter,
     OwnedParameter,

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from hf_zero.distributed import rank_hosts
+from hf_zero.distributed.collective_handle import Handle
 from hf_zero.distributed.collective_log import CollectiveLog
-from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import RankMismatchError
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.distributed import watchdog as module
+from hf_zero.distributed.collective_handle import Handle
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
-from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.rank_status import RankStatus
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import RankMismatchError

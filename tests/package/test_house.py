@@ -13,7 +13,7 @@ import pytest
 from tests.helpers import house
 from tests.package.test_layering import PACKAGE, ROOT
 
-MOST_ATTRIBUTES, MOST_PARAMETERS = 16, 8
+MOST_ATTRIBUTES, MOST_PARAMETERS, MOST_LINES = 16, 8, 450
 # Wider ones, which may only get fewer and narrower.
 ATTRIBUTES: dict[str, int] = {}
 # most of them have the parameters of the class of DeepSpeed or torch that they stand for
@@ -28,7 +28,13 @@ PARAMETERS = {
     "hf_zero.optim.cpu.CPUAdam": 10,
     "hf_zero.optim.cycles.OneCycle": 14,
 }
-WIDTHS = [each for each in house.class_widths(house.sources(PACKAGE)) if not each.frozen]
+SOURCES = house.sources(PACKAGE)
+WIDTHS = [each for each in house.class_widths(SOURCES) if not each.frozen]
+
+
+def test_no_file_is_longer() -> None:
+    lines = {module: text.count("\n") for module, (text, _) in SOURCES.items()}
+    assert {module: count for module, count in lines.items() if count > MOST_LINES} == {}, "cut it"
 
 
 def test_no_class_has_more_attributes() -> None:

@@ -13,18 +13,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.core.gathered import GatheredParameters
 from hf_zero.device import kinds
-from hf_zero.distributed.process_group import backend_for
-from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.initialize import data_loader
 from hf_zero.integrations.deepspeed.checkpoint_targets import agreed_target, nothing_to_load
 from hf_zero.integrations.deepspeed.disabled_monitor import DisabledMonitor
 from hf_zero.integrations.deepspeed.engine_getters import methods
 from hf_zero.integrations.deepspeed.placeholders import refuse
+from hf_zero.integrations.deepspeed.reporting_engine import ReportingEngine
 from hf_zero.integrations.deepspeed.states_away import StatesAway, checked
-from hf_zero.logs import logger
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class _ScaledLoss(torch.autograd.Function):
@@ -41,7 +37,7 @@ class _ScaledLoss(torch.autograd.Function):
         return grads[0], None
 
 
-class DeepSpeedEngine(Engine):
+class DeepSpeedEngine(ReportingEngine):
     """An :class:`hf_zero.Engine` that also answers what DeepSpeed's engine answers."""
 
     monitor = DisabledMonitor()
@@ -331,130 +327,6 @@ class DeepSpeedEngine(Engine):
             refuse("engine.compile(schedule=..., compiled_autograd_enabled=True)", "leave both out")
         super().compile(backend, compile_kwargs, **options)
         self._compiled = True
-
-    def get_mom(self) -> list[Any]:
-        """Each group's momentum or betas, whichever its optimizer has; None for neither."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return [group.get("betas", group.get("momentum")) for group in groups]
-
-    def get_type(self) -> list[Any]:
-        """Each group's ``type``, where the script has set one; None elsewhere."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return [group.get("type") for group in groups]
-
-    def gradient_clipping(self) -> float:
-        """The norm that gradients are clipped to; 0.0: never."""
-        return float(self.config.gradient_clipping or 0.0)
-
-    def dynamic_loss_scale(self) -> bool:
-        return bool(self.scaler.dynamic)
-
-    def initial_dynamic_scale(self) -> float:
-        """The loss scale that dynamic scaling starts with."""
-        return 2.0**self.config.fp16.initial_scale_power
-
-    def dynamic_loss_scale_args(self) -> dict[str, Any] | None:
-        """The settings of dynamic scaling; None where it is off."""
-        fp16 = self.config.fp16
-        settings = {
-            "init_scale": self.initial_dynamic_scale(),
-            "scale_window": fp16.loss_scale_window,
-            "min_scale": fp16.min_loss_scale,
-            "delayed_shift": fp16.hysteresis,
-            "consecutive_hysteresis": fp16.consecutive_hysteresis,
-        }
-        return settings if self.dynamic_loss_scale() else None
-
-    def fp16_enabled(self) -> bool:
-        return self.config.precision == "fp16"
-
-    def bfloat16_enabled(self) -> bool:
-        return self.config.precision == "bf16"
-
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """The dtypes of the model and of summed gradients."""
-        summed = self.config.gradient_accumulation_dtype
-        return DTYPES[self.config.precision], DTYPES[summed or self.config.precision]
-
-    @property
-    def communication_data_type(self) -> torch.dtype:
-        """The dtype of reductions."""
-        return DTYPES[self.config.communication_data_type or self.config.precision]
-
-    def postscale_gradients(self) -> bool:
-        return not self.config.prescale_gradients
-
-    def zero_optimization(self) -> bool:
-        return bool(self.stage > 0)
-
-    def zero_optimization_stage(self) -> int:
-        return self.config.stage
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        return bool(self.stage >= 2)
-
-    def zero_optimization_partition_weights(self) -> bool:
-        return bool(self.stage == 3)
-
-    is_first_weights_partition_group = zero_optimization_partition_weights
-
-    def zero_cpu_offload(self) -> bool:
-        """Whether optimizer state lives in host memory."""
-        return self.config.offload_optimizer.device == "cpu"
-
-    def zero_nvme_offload_optimizer(self) -> bool:
-        """Whether optimizer state lives in files."""
-        return self.config.offload_optimizer.device == "nvme"
-
-    def zero_use_cpu_optimizer(self) -> bool:
-        """Whether the update runs on the host."""
-        return bool(self.config.offload_optimizer.on)
-
-    def zero_partial_offload(self) -> float | str:
-        """The part of the optimizer's state that is offloaded; "auto": what does not fit."""
-        return self.config.offload_optimizer.ratio
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        return bool(self.config.zero.gather_16bit_weights_on_model_save)
-
-    def checkpoint_tag_validation_fail(self) -> bool:
-        return str(self.checkpoint_tag_validation_enabled()).lower() == "fail"
-
-    def optimizer_name(self) -> str | None:
-        """The class of the optimizer; None without one."""
-        return None if self.optimizer is None else type(self.optimizer).__name__
-
-    def scheduler_name(self) -> str | None:
-        """The scheduler that the configuration names; None if it names none."""
-        return None if self.config.scheduler is None else self.config.scheduler.type
-
-    def get_data_parallel_rank(self) -> int:
-        return int(self.global_rank)
-
-    @property
-    def dp_world_size(self) -> int:
-        """The ranks that data is divided among."""
-        return int(self.world_size)
-
-    @property
-    def sparse_tensor_module_names(self) -> set[str]:
-        """Modules whose gradients are sparse: embeddings with ``sparse=True``."""
-        named = self.module.named_modules()
-        return {name for name, module in named if getattr(module, "sparse", False) is True}
-
-    mp_world_size = 1
-    pipeline_parallelism = False
-
-    @property
-    def dist_backend(self) -> str:
-        return backend_for(self.device)
-
-    def get_wall_clock_timers(self) -> dict[str, float]:
-        """Empty: forward and backward are spans of a profile, not timers."""
-        return {}
-
-    def log_level(self) -> int:
-        return logger.getEffectiveLevel()
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False

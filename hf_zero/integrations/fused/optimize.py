@@ -25,7 +25,8 @@ from hf_zero.integrations.fused.reporting import Line, Report
 from hf_zero.logs import log_rank0
 from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.ops.packed_linear import adjacent, pack_
-from hf_zero.parameters.parameter import owner_of, source_of
+from hf_zero.parameters.parameter import owner_of
+from hf_zero.parameters.pending import source_of
 from hf_zero.parameters.wrap import PACKED
 
 RECORD = "_hf_zero_fused"
