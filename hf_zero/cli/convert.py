@@ -12,46 +12,52 @@ from rich.table import Table
 
 from hf_zero.cli.printing import AsJson, in_units, print_json, print_table
 
+Src = Annotated[
+    str,
+    typer.Argument(
+        help="A checkpoint, or a folder or URL with checkpoints in it at any depth: the "
+        "newest whole one is taken."
+    ),
+]
+Dst = Annotated[str, typer.Argument(help="The model folder to write.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help="float32, bfloat16 or float16; default: what each parameter had before training."
+    ),
+]
+MaxShardSize = Annotated[str, typer.Option(help="Largest size of one file, such as 5GB or 500MB.")]
+Tag = Annotated[str | None, typer.Option(help="Which checkpoint in SRC; default: the latest.")]
+Verify = Annotated[
+    bool, typer.Option("--verify", help="Compare the hashes of the checkpoint's files first.")
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Tensors to write, by a pattern over their names such as '*.embed_tokens.*'; "
+        "repeat it for several."
+    ),
+]
+Adapters = Annotated[
+    bool | None,
+    typer.Option(
+        "--adapters/--whole",
+        help="Of a PEFT model the adapters alone (the default), or the wrapped model whole.",
+    ),
+]
+Workers = Annotated[int, typer.Option(min=1, help="Threads that read, cast and write.")]
+
 
 def convert_checkpoint(
-    src: Annotated[
-        str,
-        typer.Argument(
-            help="A checkpoint, or a folder or URL with checkpoints in it at any depth: the "
-            "newest whole one is taken."
-        ),
-    ],
-    dst: Annotated[str, typer.Argument(help="The model folder to write.")],
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="float32, bfloat16 or float16; default: what each parameter had before training."
-        ),
-    ] = None,
-    max_shard_size: Annotated[
-        str, typer.Option(help="Largest size of one file, such as 5GB or 500MB.")
-    ] = "5GB",
-    tag: Annotated[
-        str | None, typer.Option(help="Which checkpoint in SRC; default: the latest.")
-    ] = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Compare the hashes of the checkpoint's files first.")
-    ] = False,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Tensors to write, by a pattern over their names such as '*.embed_tokens.*'; "
-            "repeat it for several."
-        ),
-    ] = None,
-    adapters: Annotated[
-        bool | None,
-        typer.Option(
-            "--adapters/--whole",
-            help="Of a PEFT model the adapters alone (the default), or the wrapped model whole.",
-        ),
-    ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Threads that read, cast and write.")] = 2,
+    src: Src,
+    dst: Dst,
+    dtype: Dtype = None,
+    max_shard_size: MaxShardSize = "5GB",
+    tag: Tag = None,
+    verify: Verify = False,
+    only: Only = None,
+    adapters: Adapters = None,
+    workers: Workers = 2,
     as_json: AsJson = False,
 ) -> None:
     """Write a sharded checkpoint as safetensors that from_pretrained loads, with its config,

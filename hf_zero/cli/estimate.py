@@ -22,65 +22,81 @@ if TYPE_CHECKING:
 NOTHING_FITS = 1
 
 
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A model folder, a config.json, or the name of a model in the local "
+        "cache or on the hub."
+    ),
+]
+Ranks = Annotated[int, typer.Option(help="Number of ranks, one per GPU.")]
+Precision = Annotated[str, typer.Option(help="fp32, bf16 or fp16.")]
+Optimizer = Annotated[
+    str, typer.Option(help="AdamW, SGD, Lion, ... or any optimizer a configuration may name.")
+]
+Stage = Annotated[int | None, typer.Option(help="Only this stage, 0 to 3.")]
+ConfigFile = Annotated[
+    str | None,
+    typer.Option(
+        help="Take precision, optimizer, replicas and offload from this DeepSpeed "
+        "JSON or Accelerate YAML."
+    ),
+]
+OffloadOptimizer = Annotated[
+    str | None, typer.Option(help="Where the optimizer's state lives: none, cpu or nvme.")
+]
+OffloadParam = Annotated[
+    str | None, typer.Option(help="Where the parameters live at stage 3: none, cpu or nvme.")
+]
+Moments = Annotated[
+    str | None,
+    typer.Option(
+        help="What moments are stored in where the optimizer is offloaded: fp32, bf16, int8."
+    ),
+]
+Fit = Annotated[
+    bool,
+    typer.Option(
+        "--fit",
+        help="Propose the fastest configuration that fits this machine, or the one described.",
+    ),
+]
+DeviceMemory = Annotated[
+    str | None,
+    typer.Option(help="For --fit: free memory of a GPU, as 80GB. Default: this machine's."),
+]
+Ram = Annotated[
+    str | None,
+    typer.Option(help="For --fit: free memory of a host, as 512GiB. Default: this machine's."),
+]
+Disk = Annotated[
+    list[str] | None,
+    typer.Option(help="For --fit: a folder on an NVMe disk that may be used. Repeatable."),
+]
+RanksPerHost = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="For --fit: ranks that share a host. Default: as many as it has GPUs, else all.",
+    ),
+]
+
+
 def estimate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A model folder, a config.json, or the name of a model in the local "
-            "cache or on the hub."
-        ),
-    ],
-    ranks: Annotated[int, typer.Option(help="Number of ranks, one per GPU.")],
-    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
-    optimizer: Annotated[
-        str, typer.Option(help="AdamW, SGD, Lion, ... or any optimizer a configuration may name.")
-    ] = "AdamW",
-    stage: Annotated[int | None, typer.Option(help="Only this stage, 0 to 3.")] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(
-            help="Take precision, optimizer, replicas and offload from this DeepSpeed "
-            "JSON or Accelerate YAML."
-        ),
-    ] = None,
-    offload_optimizer: Annotated[
-        str | None, typer.Option(help="Where the optimizer's state lives: none, cpu or nvme.")
-    ] = None,
-    offload_param: Annotated[
-        str | None, typer.Option(help="Where the parameters live at stage 3: none, cpu or nvme.")
-    ] = None,
-    moments: Annotated[
-        str | None,
-        typer.Option(
-            help="What moments are stored in where the optimizer is offloaded: fp32, bf16, int8."
-        ),
-    ] = None,
-    fit: Annotated[
-        bool,
-        typer.Option(
-            "--fit",
-            help="Propose the fastest configuration that fits this machine, or the one described.",
-        ),
-    ] = False,
-    device_memory: Annotated[
-        str | None,
-        typer.Option(help="For --fit: free memory of a GPU, as 80GB. Default: this machine's."),
-    ] = None,
-    ram: Annotated[
-        str | None,
-        typer.Option(help="For --fit: free memory of a host, as 512GiB. Default: this machine's."),
-    ] = None,
-    disk: Annotated[
-        list[str] | None,
-        typer.Option(help="For --fit: a folder on an NVMe disk that may be used. Repeatable."),
-    ] = None,
-    ranks_per_host: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="For --fit: ranks that share a host. Default: as many as it has GPUs, else all.",
-        ),
-    ] = None,
+    model: Model,
+    ranks: Ranks,
+    precision: Precision = "bf16",
+    optimizer: Optimizer = "AdamW",
+    stage: Stage = None,
+    config: ConfigFile = None,
+    offload_optimizer: OffloadOptimizer = None,
+    offload_param: OffloadParam = None,
+    moments: Moments = None,
+    fit: Fit = False,
+    device_memory: DeviceMemory = None,
+    ram: Ram = None,
+    disk: Disk = None,
+    ranks_per_host: RanksPerHost = None,
     as_json: AsJson = False,
 ) -> None:
     """Bytes of training state per rank at each ZeRO stage, without loading the model; with --fit, a

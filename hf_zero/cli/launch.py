@@ -18,105 +18,123 @@ MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 CPU_RANKS = 2
 
 
+Command = Annotated[
+    list[str], typer.Argument(help="The script and its arguments.", metavar="SCRIPT [ARGS]...")
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(help="Start with accelerate launch at zero0, zero1, zero2 or zero3."),
+]
+ConfigFile = Annotated[
+    Path | None, typer.Option(help="Start with accelerate launch and this YAML.")
+]
+Precision = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16, with --preset.")]
+Ranks = Annotated[int | None, typer.Option(help="Ranks in total, on this machine.")]
+NumProcs = Annotated[
+    int | None,
+    typer.Option(
+        "--num-procs",
+        "--num-gpus",
+        "--num_gpus",
+        help="Ranks on each host; default: its slots, or the GPUs of this "
+        "machine, else 2 on the CPU.",
+    ),
+]
+NumNodes = Annotated[
+    int | None,
+    typer.Option(
+        "--num-nodes", "--num_nodes", help="Only so many hosts, the first of the hostfile."
+    ),
+]
+Hostfile = Annotated[
+    Path | None,
+    typer.Option("--hostfile", "-H", help="Lines of `host slots=N`; # begins a comment."),
+]
+Include = Annotated[
+    str,
+    typer.Option(
+        "--include",
+        "-i",
+        help="Only these: worker-0@worker-1:0,2 is all of one and two slots of another.",
+    ),
+]
+Exclude = Annotated[str, typer.Option("--exclude", "-e", help="All but these.")]
+MasterAddr = Annotated[
+    str | None,
+    typer.Option(
+        "--master-addr",
+        "--master_addr",
+        help="Where the ranks meet; default: the first host's address.",
+    ),
+]
+MasterPort = Annotated[
+    int | None,
+    typer.Option(
+        "--master-port",
+        "--master_port",
+        help="At which port; default: a free one, or on another host one by chance.",
+    ),
+]
+NodeRank = Annotated[
+    int | None,
+    typer.Option(
+        "--node-rank",
+        "--node_rank",
+        help="No ssh: start the part of this host alone; on each host with its number.",
+    ),
+]
+Interface = Annotated[
+    str | None, typer.Option(help="Network interface of gloo and NCCL, on all hosts.")
+]
+Module = Annotated[
+    bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for python -m.")
+]
+NoPython = Annotated[
+    bool,
+    typer.Option("--no-python", "--no_python", help="SCRIPT is a program, not run by python."),
+]
+Export = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="NAME or NAME=VALUE of a variable for other hosts. NCCL_, HF_, PYTHON and the "
+        "like go along anyway."
+    ),
+]
+EnvFile = Annotated[
+    list[Path] | None,
+    typer.Option("--env-file", help="NAME=VALUE lines for all hosts, such as .deepspeed_env."),
+]
+Ssh = Annotated[
+    str | None,
+    typer.Option(
+        help="The program called as PROGRAM HOST LINE in place of ssh; default: "
+        "HF_ZERO_SSH, else ssh."
+    ),
+]
+SshPort = Annotated[int | None, typer.Option("--ssh-port", "--ssh_port", help="Port of ssh.")]
+
+
 def launch(
-    command: Annotated[
-        list[str], typer.Argument(help="The script and its arguments.", metavar="SCRIPT [ARGS]...")
-    ],
-    preset: Annotated[
-        str | None,
-        typer.Option(help="Start with accelerate launch at zero0, zero1, zero2 or zero3."),
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="Start with accelerate launch and this YAML.")
-    ] = None,
-    precision: Annotated[
-        str | None, typer.Option(help="fp32, bf16 or fp16, with --preset.")
-    ] = None,
-    ranks: Annotated[int | None, typer.Option(help="Ranks in total, on this machine.")] = None,
-    num_procs: Annotated[
-        int | None,
-        typer.Option(
-            "--num-procs",
-            "--num-gpus",
-            "--num_gpus",
-            help="Ranks on each host; default: its slots, or the GPUs of this "
-            "machine, else 2 on the CPU.",
-        ),
-    ] = None,
-    num_nodes: Annotated[
-        int | None,
-        typer.Option(
-            "--num-nodes", "--num_nodes", help="Only so many hosts, the first of the hostfile."
-        ),
-    ] = None,
-    hostfile: Annotated[
-        Path | None,
-        typer.Option("--hostfile", "-H", help="Lines of `host slots=N`; # begins a comment."),
-    ] = None,
-    include: Annotated[
-        str,
-        typer.Option(
-            "--include",
-            "-i",
-            help="Only these: worker-0@worker-1:0,2 is all of one and two slots of another.",
-        ),
-    ] = "",
-    exclude: Annotated[str, typer.Option("--exclude", "-e", help="All but these.")] = "",
-    master_addr: Annotated[
-        str | None,
-        typer.Option(
-            "--master-addr",
-            "--master_addr",
-            help="Where the ranks meet; default: the first host's address.",
-        ),
-    ] = None,
-    master_port: Annotated[
-        int | None,
-        typer.Option(
-            "--master-port",
-            "--master_port",
-            help="At which port; default: a free one, or on another host one by chance.",
-        ),
-    ] = None,
-    node_rank: Annotated[
-        int | None,
-        typer.Option(
-            "--node-rank",
-            "--node_rank",
-            help="No ssh: start the part of this host alone; on each host with its number.",
-        ),
-    ] = None,
-    interface: Annotated[
-        str | None, typer.Option(help="Network interface of gloo and NCCL, on all hosts.")
-    ] = None,
-    module: Annotated[
-        bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for python -m.")
-    ] = False,
-    no_python: Annotated[
-        bool,
-        typer.Option("--no-python", "--no_python", help="SCRIPT is a program, not run by python."),
-    ] = False,
-    export: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="NAME or NAME=VALUE of a variable for other hosts. NCCL_, HF_, PYTHON and the "
-            "like go along anyway."
-        ),
-    ] = None,
-    env_file: Annotated[
-        list[Path] | None,
-        typer.Option("--env-file", help="NAME=VALUE lines for all hosts, such as .deepspeed_env."),
-    ] = None,
-    ssh: Annotated[
-        str | None,
-        typer.Option(
-            help="The program called as PROGRAM HOST LINE in place of ssh; default: "
-            "HF_ZERO_SSH, else ssh."
-        ),
-    ] = None,
-    ssh_port: Annotated[
-        int | None, typer.Option("--ssh-port", "--ssh_port", help="Port of ssh.")
-    ] = None,
+    command: Command,
+    preset: Preset = None,
+    config: ConfigFile = None,
+    precision: Precision = None,
+    ranks: Ranks = None,
+    num_procs: NumProcs = None,
+    num_nodes: NumNodes = None,
+    hostfile: Hostfile = None,
+    include: Include = "",
+    exclude: Exclude = "",
+    master_addr: MasterAddr = None,
+    master_port: MasterPort = None,
+    node_rank: NodeRank = None,
+    interface: Interface = None,
+    module: Module = False,
+    no_python: NoPython = False,
+    export: Export = None,
+    env_file: EnvFile = None,
+    ssh: Ssh = None,
+    ssh_port: SshPort = None,
     as_json: AsJson = False,
 ) -> None:
     """Start a script's ranks: with torchrun, or with --preset or --config under accelerate launch.

@@ -22,9 +22,9 @@ from hf_zero.gradients.usage import Usage
 from hf_zero.logs import logger
 from hf_zero.spans import span
 from hf_zero.storage.base import MASTER
-from hf_zero.storage.placement import Chunk, room_beside_a_step
+from hf_zero.storage.placement import ShardSpec, room_beside_a_step
+from hf_zero.units.flat_memory import ways_back
 from hf_zero.units.gradient_offload import GradientOffload, NoGradientOffload
-from hf_zero.units.materialize import ways_back
 from hf_zero.units.precision import LossScaler
 from hf_zero.units.unit import Unit
 
@@ -210,7 +210,7 @@ class OptimizerStep:
         model.placement.measured()
         self.updater.finish()
         chunks = [
-            Chunk(flat.key, flat.spec.owned_numel, flat.dtype, True)
+            ShardSpec(flat.key, flat.spec.owned_numel, flat.dtype, True)
             for flat in self._model.trainable
             if flat.optimizer_shard.offloaded
         ]

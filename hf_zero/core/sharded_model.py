@@ -26,6 +26,7 @@ from hf_zero.parameters.wrap import find_units, packed_elements
 from hf_zero.spans import span
 from hf_zero.storage.placement import Placement
 from hf_zero.units.flat_buffer import FlatBuffer, packs
+from hf_zero.units.flat_memory import Dtypes
 from hf_zero.units.materialize import check_parameters, partition
 from hf_zero.units.policy import POLICIES
 from hf_zero.units.unit import Unit
@@ -64,20 +65,14 @@ class ShardedModel:
         }
         self.group_of = _groups(optimizer, self.parameters, config)
         accumulate, wire = config.gradient_accumulation_dtype, config.communication_data_type
-        self.units = partition(
-            model,
-            specs,
-            self.group_of,
-            self.policy,
-            mesh,
-            mesh.device,
+        dtypes = Dtypes(
             precision,
-            placement,
             DTYPES[accumulate] if accumulate else None,
             DTYPES[wire] if wire else None,
             numbers_kept(optimizer) if optimizer is not None and placement.in_files else 0,
             optimizer is not None and reads_16_bits(optimizer, config.kernels, mesh.device),
         )
+        self.units = partition(model, specs, self.group_of, self.policy, mesh, placement, dtypes)
         self.flats: list[FlatBuffer] = [flat for unit in self.units for flat in unit.flats]
         self.trainable = [flat for flat in self.flats if flat.trainable]
         itemsize = max((flat.dtype.itemsize for flat in self.flats), default=4)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -12,9 +14,7 @@ import torch.distributed as dist
 from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
 from hf_zero.distributed.collective_log import PendingCollective
-from hf_zero.distributed.collectives import (
-    DEFAULT_TIMEOUT,
-)
+from hf_zero.distributed.collectives import DEFAULT_TIMEOUT
 from hf_zero.distributed.network_interface import choose_interface
 from hf_zero.distributed.process_group import (
     backends_for,
@@ -54,7 +54,6 @@ def init_distributed(
     seconds = (
         timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or DEFAULT_TIMEOUT
     )
-    limit = timedelta(seconds=seconds + MARGIN_SECONDS)
     device = default_device()
     backend = backend or backends_for(device)
     kinds.set_device(device)
@@ -66,15 +65,10 @@ def init_distributed(
         else LOOPBACK
     )
     choose_interface(meeting, bool(place and place.several_hosts), interface)
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     if by_address:
-        join = partial(
-            dist.init_process_group,
-            backend,
-            init_method=init_method,
-            rank=rank,
-            world_size=world_size,
-            timeout=limit,
-        )
+        where = str(init_method)
+        group: dict[str, Any] = {"init_method": init_method, "rank": rank, "world_size": world_size}
     elif place is not None:
         if place.launcher is not None:
             log_rank0(
@@ -82,21 +76,21 @@ def init_distributed(
                 f"{place.master_addr}:{place.master_port}"
             )
         world_size = place.world_size
-        join = partial(dist.init_process_group, backend, timeout=limit)
+        group = {}
     else:
-        join = partial(
-            dist.init_process_group,
-            backend,
-            store=dist.HashStore(),
-            rank=0,
-            world_size=1,
-            timeout=limit,
-        )
-    where = (
-        init_method
-        if by_address
-        else f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    )
+        group = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    limit = timedelta(seconds=seconds + MARGIN_SECONDS)
+    _join(world_size, where, partial(dist.init_process_group, backend, timeout=limit, **group))
+    if get_world_size() > 1:
+        get_world_group().log.timeout = seconds
+
+
+def _join(world_size: int, where: str, join: Callable[[], None]) -> None:
+    """Call ``join``, which returns when all ranks have met at ``where``; warn each minute of the
+    wait.
+
+    Raises ConfigError for a port that is in use.
+    """
     watchdog = Watchdog(enabled=world_size > 1)
     try:
         with watchdog.watching(PendingCollective(f"all {world_size} ranks to meet at {where}")):
@@ -112,8 +106,6 @@ def init_distributed(
         ) from error
     finally:
         watchdog.close()
-    if get_world_size() > 1:
-        get_world_group().log.timeout = seconds
 
 
 def init_from_config(config: ZeroConfig, port: int | None = None) -> None:

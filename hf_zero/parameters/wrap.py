@@ -4,7 +4,7 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -149,54 +149,13 @@ def find_units(
     module does not have. A parameter that two units reach belongs once, to the root: their lowest
     common ancestor, since units do not nest.
     """
-    first_name: dict[int, str] = {}
-    by_id: dict[int, nn.Parameter] = {}
-    aliases: dict[str, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in first_name:
-            if first_name[id(parameter)] != name:
-                aliases[name] = first_name[id(parameter)]
-        else:
-            first_name[id(parameter)], by_id[id(parameter)] = name, parameter
-
+    names, aliases = _names(model)
     blocks = find_blocks(model)
-    inside = {id(m) for _, block in blocks for m in block.modules()}
-    users: dict[int, int] = {}
-    for module in model.modules():
-        for own in module._parameters.values():
-            if own is not None:
-                users[id(own)] = users.get(id(own), 0) + 1
-    largest = max((_numel(block) for _, block in blocks), default=0)
-    leaves = {
-        id(m)
-        for m in model.modules()
-        if id(m) not in inside
-        and isinstance(m, (nn.Embedding, nn.Linear))
-        and largest
-        and _numel(m) >= max(LARGE_LEAF * largest, MIN_UNIT)
-        and all(users[id(p)] == 1 for p in m.parameters())
-    }
-    whole = _with_parameters(
-        m for m in model.modules() if getattr(m, WHOLE, False) and _is_called(m)
-    )
-    wrapped = _outermost(model, leaves | whole | {id(block) for _, block in blocks})
-
-    reached: dict[int, set[int]] = {}
-    for index, (_, module) in enumerate(wrapped):
-        for parameter in module.parameters():
-            reached.setdefault(id(parameter), set()).add(index)
-    reached_outside = _reached_outside(model, {id(module) for _, module in wrapped})
-    owned: list[list[tuple[str, nn.Parameter]]] = [[] for _ in wrapped]
-    root: list[tuple[str, nn.Parameter]] = []
-    for key, name in first_name.items():
-        units = reached.get(key, set())
-        if len(units) == 1 and key not in reached_outside:
-            owned[next(iter(units))].append((name, by_id[key]))
-        else:
-            root.append((name, by_id[key]))
+    alone = _alone(model, blocks)
+    wrapped = _outermost(model, alone | {id(block) for _, block in blocks})
+    root, owned = _owners(model, names, wrapped)
     packs = _packs(model)
     specs = [UnitSpec(("",), (model,), _in_packs(root, packs))]
-    alone = leaves | whole
     limit = GRANULARITY if granularity is None else granularity
     for (name, module), parameters in zip(wrapped, owned):
         if not parameters:
@@ -219,9 +178,71 @@ def find_units(
     return specs, aliases
 
 
+def _names(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
+    """The parameters of ``model`` by their first names, and the other names of tied ones as
+    ``{alias: first name}``.
+    """
+    first_name: dict[int, str] = {}
+    names: dict[str, nn.Parameter] = {}
+    aliases: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = first_name.setdefault(id(parameter), name)
+        if first == name:
+            names[name] = parameter
+        else:
+            aliases[name] = first
+    return names, aliases
+
+
+def _alone(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> set[int]:
+    """The ids of the modules that are units by themselves: those marked :data:`WHOLE`, and large
+    embeddings and heads outside of ``blocks``.
+    """
+    inside = {id(m) for _, block in blocks for m in block.modules()}
+    users: dict[int, int] = {}
+    for module in model.modules():
+        for own in module._parameters.values():
+            if own is not None:
+                users[id(own)] = users.get(id(own), 0) + 1
+    largest = max((_numel(block) for _, block in blocks), default=0)
+    leaves = {
+        id(m)
+        for m in model.modules()
+        if id(m) not in inside
+        and isinstance(m, (nn.Embedding, nn.Linear))
+        and largest
+        and _numel(m) >= max(LARGE_LEAF * largest, MIN_UNIT)
+        and all(users[id(p)] == 1 for p in m.parameters())
+    }
+    whole = _with_parameters(
+        m for m in model.modules() if getattr(m, WHOLE, False) and _is_called(m)
+    )
+    return leaves | whole
+
+
+def _owners(
+    model: nn.Module, names: Mapping[str, nn.Parameter], wrapped: Sequence[tuple[str, nn.Module]]
+) -> tuple[list[tuple[str, nn.Parameter]], list[list[tuple[str, nn.Parameter]]]]:
+    """The parameters of the root, and those that each of the ``wrapped`` modules alone reaches."""
+    reached: dict[int, set[int]] = {}
+    for index, (_, module) in enumerate(wrapped):
+        for parameter in module.parameters():
+            reached.setdefault(id(parameter), set()).add(index)
+    reached_outside = _reached_outside(model, {id(module) for _, module in wrapped})
+    owned: list[list[tuple[str, nn.Parameter]]] = [[] for _ in wrapped]
+    root: list[tuple[str, nn.Parameter]] = []
+    for name, parameter in names.items():
+        units = reached.get(id(parameter), set())
+        if len(units) == 1 and id(parameter) not in reached_outside:
+            owned[next(iter(units))].append((name, parameter))
+        else:
+            root.append((name, parameter))
+    return root, owned
+
+
 def packed_elements(granularity: int | None = None) -> int:
     """How many elements small units may have together to travel in one message, where blocks of
-    at most ``granularity`` elements share a unit, as in :func:`cut`.
+    at most ``granularity`` elements share a unit, as in :func:`find_units`.
     """
     return PACKED_UNITS * (GRANULARITY if granularity is None else granularity)
 

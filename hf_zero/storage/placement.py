@@ -25,9 +25,9 @@ SUB_GROUP_ELEMENTS = 4096
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """What has to be known of a flat to place it: this rank's elements, and the tensors there
-    are to be.
+class ShardSpec:
+    """What has to be known of a flat buffer to place it: how many elements this rank owns, in
+    which dtype, and whether they train.
     """
 
     key: str
@@ -112,21 +112,21 @@ class Placement:
         errors = [pool.write_error for pool in self._pools.values()]
         return next((error for error in errors if error is not None), None)
 
-    def offloaded(self, chunks: Sequence[Chunk]) -> set[str]:
+    def offloaded(self, specs: Sequence[ShardSpec]) -> set[str]:
         """Keys of the flats whose states are offloaded.
 
         Those that come first in the model stay: their update is over first.
         """
         if not self._optimizer.on:
             return set()
-        training = [chunk for chunk in chunks if chunk.trainable]
+        training = [spec for spec in specs if spec.trainable]
         share = 1.0 if self._optimizer.ratio == "auto" else float(self._optimizer.ratio)
-        room = (1.0 - share) * sum(chunk.numel for chunk in training)
+        room = (1.0 - share) * sum(spec.numel for spec in training)
         chosen = set()
-        for chunk in training:
-            room -= chunk.numel
+        for spec in training:
+            room -= spec.numel
             if room < 0:
-                chosen.add(chunk.key)
+                chosen.add(spec.key)
         return chosen
 
     @property
@@ -147,17 +147,17 @@ class Placement:
         """The first step has shown how much fits."""
         self._measured = True
 
-    def fitting(self, chunks: Sequence[Chunk], moments: int, room: int) -> list[str]:
+    def fitting(self, specs: Sequence[ShardSpec], moments: int, room: int) -> list[str]:
         """Keys of the first offloaded flats whose fp32 state fits into ``room`` bytes of the
         device, ``moments`` numbers an element.
         """
         chosen = []
-        for chunk in chunks:
-            own_master = 0 if chunk.dtype.itemsize >= 4 else 4
-            room -= (own_master + 4 * moments + 4) * chunk.numel
+        for spec in specs:
+            own_master = 0 if spec.dtype.itemsize >= 4 else 4
+            room -= (own_master + 4 * moments + 4) * spec.numel
             if room < 0:
                 break
-            chosen.append(chunk.key)
+            chosen.append(spec.key)
         return chosen
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -194,8 +194,8 @@ class Placement:
             )
         return self._files[paths]
 
-    def shards(self, chunks: Iterable[Chunk]) -> Callable[[Chunk], Storage]:
-        """A function from a chunk to the storage of its parameter shard, for sharded parameters.
+    def shards(self, specs: Iterable[ShardSpec]) -> Callable[[ShardSpec], Storage]:
+        """A function from a spec to the storage of its parameter shard, for sharded parameters.
         Those on the device lie next to each other.
 
         Memory of the host is taken when the function is called: what a flat buffer takes over from
@@ -204,29 +204,29 @@ class Placement:
         if self._param.on:
             return self._shard
         placed: dict[str, Storage] = {}
-        alike: dict[torch.dtype, list[Chunk]] = {}
-        for chunk in chunks:
-            alike.setdefault(chunk.dtype, []).append(chunk)
+        alike: dict[torch.dtype, list[ShardSpec]] = {}
+        for spec in specs:
+            alike.setdefault(spec.dtype, []).append(spec)
         for dtype, those in alike.items():
-            sizes = [chunk.numel for chunk in those]
+            sizes = [spec.numel for spec in those]
             arrays = torch.zeros(sum(sizes), dtype=dtype, device=self._device).split(sizes)
             placed.update(
-                (chunk.key, DeviceStorage({SHARD: array})) for chunk, array in zip(those, arrays)
+                (spec.key, DeviceStorage({SHARD: array})) for spec, array in zip(those, arrays)
             )
-        return lambda chunk: placed[chunk.key]
+        return lambda spec: placed[spec.key]
 
-    def _shard(self, chunk: Chunk) -> Storage:
-        whole: list[SubGroup] = [(0, chunk.numel)]
+    def _shard(self, spec: ShardSpec) -> Storage:
+        whole: list[SubGroup] = [(0, spec.numel)]
         made: Storage
-        if self._stays_in_memory(chunk, self._kept_in_memory):
-            self._kept_in_memory += chunk.numel
-            made = HostStorage(chunk.numel, whole, self.take_for_shards)
+        if self._stays_in_memory(spec, self._kept_in_memory):
+            self._kept_in_memory += spec.numel
+            made = HostStorage(spec.numel, whole, self.take_for_shards)
         else:
             count = pool_size(self._param.buffer_count)
             pool = self._pool("shards", count, self.take_for_shards)
             files = self._files_on(self._param.nvme_path)
-            made = NvmeStorage(chunk.key, chunk.numel, whole, files, pool)
-        made.add(SHARD, StorageFormat(chunk.dtype))
+            made = NvmeStorage(spec.key, spec.numel, whole, files, pool)
+        made.add(SHARD, StorageFormat(spec.dtype))
         return made
 
     def _pool(self, what: str, *args: Any) -> BufferPool:
@@ -234,16 +234,16 @@ class Placement:
             self._pools[what] = BufferPool(*args)
         return self._pools[what]
 
-    def _stays_in_memory(self, chunk: Chunk, before: int) -> bool:
-        """Whether the shard of ``chunk``, which is not on the device, stays in memory where
+    def _stays_in_memory(self, spec: ShardSpec, before: int) -> bool:
+        """Whether the shard of ``spec``, which is not on the device, stays in memory where
         ``before`` elements do.
         """
-        return self._param.device == "cpu" or before + chunk.numel <= self._param.max_in_cpu
+        return self._param.device == "cpu" or before + spec.numel <= self._param.max_in_cpu
 
     def reserve(
         self,
-        shards: Iterable[Chunk],
-        states: Iterable[tuple[Chunk, Sequence[SubGroup]]],
+        shards: Iterable[ShardSpec],
+        states: Iterable[tuple[ShardSpec, Sequence[SubGroup]]],
         moments: int,
     ) -> None:
         """Take the room for all that is going to be in files; ``moments`` numbers are kept for each
@@ -253,14 +253,14 @@ class Placement:
         """
         wanted: Counter[tuple[str, ...]] = Counter()
         in_memory = 0
-        for chunk in shards if self._param.device == "nvme" else ():
-            if self._stays_in_memory(chunk, in_memory):
-                in_memory += chunk.numel
+        for spec in shards if self._param.device == "nvme" else ():
+            if self._stays_in_memory(spec, in_memory):
+                in_memory += spec.numel
             else:
-                wanted[self._param.nvme_path] += paged(chunk.numel * chunk.dtype.itemsize)
-        for chunk, those in states if self._optimizer.device == "nvme" else ():
-            master = StorageFormat(chunk.wide)
-            kept = moment_format(self.moments, chunk.wide)
+                wanted[self._param.nvme_path] += paged(spec.numel * spec.dtype.itemsize)
+        for spec, those in states if self._optimizer.device == "nvme" else ():
+            master = StorageFormat(spec.wide)
+            kept = moment_format(self.moments, spec.wide)
             for start, stop in those:
                 wanted[self._optimizer.nvme_path] += size_in_file(
                     master, stop - start
@@ -268,7 +268,7 @@ class Placement:
         for paths, nbytes in wanted.items():
             self._files_on(paths).reserve(nbytes)
 
-    def optimizer_state(self, chunk: Chunk, sub_groups: Sequence[SubGroup]) -> Storage:
+    def optimizer_state(self, spec: ShardSpec, sub_groups: Sequence[SubGroup]) -> Storage:
         """The storage of optimizer state that is offloaded, with master weights in zeros."""
         made: Storage
         how = self._optimizer
@@ -277,19 +277,19 @@ class Placement:
             reads, writes = how.pipeline_read, how.pipeline_write
             pool = self._pool("states", count, self.take, reads, writes)
             files = self._files_on(how.nvme_path)
-            made = NvmeStorage(chunk.key, chunk.numel, sub_groups, files, pool)
+            made = NvmeStorage(spec.key, spec.numel, sub_groups, files, pool)
         else:
-            made = HostStorage(chunk.numel, sub_groups, self.take)
-        made.add(MASTER, StorageFormat(chunk.wide))
+            made = HostStorage(spec.numel, sub_groups, self.take)
+        made.add(MASTER, StorageFormat(spec.wide))
         return made
 
-    def gradient_dtype(self, chunk: Chunk, wire: torch.dtype) -> torch.dtype:
+    def gradient_dtype(self, spec: ShardSpec, wire: torch.dtype) -> torch.dtype:
         """What a gradient is kept in that is offloaded, or that the update reads in 16 bits: these,
         where one reduction fills it with just what it sent.
         """
         if wire.itemsize == 2 and not (self._accumulates or self._divides_later or self._explicit):
             return wire
-        return chunk.wide
+        return spec.wide
 
     def close(self) -> None:
         """Let go: memory and files go with whatever is the last to use them."""

@@ -1,12 +1,11 @@
-"""From a whole model to units: layouts, memory for every flat, and the values of rank 0 cut into
-the shards of all ranks.
+"""From a whole model to units: layouts, and the values of rank 0 cut into the shards of all
+ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -15,16 +14,14 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.memory.host import give_back_freed
-from hf_zero.optim.table import sub_groups
 from hf_zero.parameters import attributes
 from hf_zero.parameters.flat_spec import FlatSpec
 from hf_zero.parameters.layout import ALIGNMENT, FlatLayout
 from hf_zero.parameters.parameter import owner_of
 from hf_zero.parameters.wrap import UnitSpec
-from hf_zero.storage.base import MASTER
-from hf_zero.storage.memory import DeviceStorage
-from hf_zero.storage.placement import Chunk, Placement
+from hf_zero.storage.placement import Placement
 from hf_zero.units.flat_buffer import EngineFlats, FlatBuffer
+from hf_zero.units.flat_memory import Dtypes, FlatMemory
 from hf_zero.units.initial_values import (
     FormerValues,
     Staging,
@@ -44,105 +41,30 @@ def partition(
     group_of: Mapping[str, int],
     policy: Policy,
     mesh: Mesh,
-    device: torch.device,
-    precision: str | None,
     placement: Placement,
-    accumulate: torch.dtype | None = None,
-    wire: torch.dtype | None = None,
-    moments: int = 0,
-    narrow: bool = False,
+    dtypes: Dtypes,
 ) -> list[Unit]:
-    """Turn ``model`` into units on ``device``, with rank 0's values on every rank.
+    """Turn ``model`` into units on the device of ``mesh``, with rank 0's values on every rank
+    (collective).
 
     ``group_of`` gives the optimizer group of each parameter that trains. Parameters in none are
-    kept frozen: gathered and released as the stage says, never reduced. ``precision`` None leaves
-    every dtype as it is; ``placement`` says where shards and optimizer state live; ``accumulate``
-    is the dtype gradients are summed in (default fp32), ``wire`` the one they travel in (default
-    the parameters'); ``moments`` is how many numbers the optimizer keeps for an element;
-    ``narrow``: its update on the device reads gradients in 16 bits, so that whole ones are kept so
-    where nothing is added to them. Raises PartitionError for parameters that cannot be laid out,
-    RankMismatchError where ranks hold different models or one of them has no room on its disk, and
-    DiskSpaceError on that one; the model is then as it was.
+    kept frozen: gathered and released as the stage says, never reduced. ``placement`` says where
+    shards and optimizer state live, ``dtypes`` in what they are kept. Raises PartitionError for
+    parameters that cannot be laid out, RankMismatchError where ranks hold different models or one
+    of them has no room on its disk, and DiskSpaceError on that one; the model is then as it was.
     """
     _check_alike(specs, group_of, mesh)
-    engine_flats = EngineFlats(mesh)
+    device, engine_flats = mesh.device, EngineFlats(mesh)
     units = [
-        _plan_unit(index, spec, model, group_of, policy, engine_flats, precision)
+        _plan_unit(index, spec, model, group_of, policy, engine_flats, dtypes.precision)
         for index, spec in enumerate(specs)
     ]
     flats = engine_flats.flats
-    chunks = {
-        flat: Chunk(flat.key, flat.spec.owned_numel, flat.dtype, flat.trainable) for flat in flats
-    }
-    away = placement.offloaded(list(chunks.values()))
-    sub_groups_of = {
-        flat: sub_groups(flat.layout, flat.owned, group_of, placement.sub_group_size)
-        for flat in flats
-        if flat.key in away
-    }
-    if placement.in_files:
-        with raise_on_all_ranks("take the room on its disk that offloading needs"):
-            placement.reserve(
-                [chunks[f] for f in flats if f.sharded],
-                [(chunks[f], those) for f, those in sub_groups_of.items()],
-                moments,
-            )
-    whole = _arena([(flat.layout.padded, flat.dtype) for flat in flats if not flat.sharded], device)
-    shard_of = placement.shards([chunks[flat] for flat in flats if flat.sharded])
-    training = [flat for flat in flats if flat.trainable]
-    masters = _arena(
-        [
-            (flat.spec.owned_numel, torch.float32)
-            for flat in training
-            if flat.key not in away and _needs_master(flat)
-        ],
-        device,
-    )
-    sums = {flat: accumulate or chunks[flat].wide for flat in training}
-    upcasts: set[FlatBuffer] = set()  # kept in 16 bits as long as nothing is added
-    for flat in training:
-        if accumulate is None and (flat.key in away or (narrow and not policy.shards_gradients)):
-            sums[flat] = placement.gradient_dtype(chunks[flat], wire or flat.dtype)
-            if sums[flat].itemsize == 2:
-                upcasts.add(flat)
-    on_device = [flat for flat in training if flat.key not in away or not policy.shards_gradients]
-    grads = _arena(
-        [
-            (flat.spec.owned_numel if policy.shards_gradients else flat.layout.padded, sums[flat])
-            for flat in on_device
-        ],
-        device,
-    )
-
+    memory = FlatMemory(flats, group_of, policy, placement, device, dtypes)
     former, staging, reads = FormerValues(), Staging(), any(is_pending(flat) for flat in flats)
     for unit in units:
         for flat in unit.flats:
-            full = (
-                torch.empty(flat.layout.padded, dtype=flat.dtype, device=device)
-                if flat.sharded
-                else next(whole)
-            )
-            if flat.sharded:
-                flat.keep_shard_in(shard_of(chunks[flat]))
-            if is_pending(flat):
-                own = read_own(flat, mesh, former, staging)
-            else:
-                own = fill_whole(flat, full, mesh, former)[flat.owned[0] : flat.owned[1]]
-            flat.use_full(full)
-            flat.store_shard(own)
-            if flat.trainable:
-                buffer = next(grads) if flat in on_device else None
-                shard, whole_grad = (buffer, None) if policy.shards_gradients else (None, buffer)
-                offloads = flat.key in away
-                if offloads:
-                    state = placement.optimizer_state(chunks[flat], sub_groups_of[flat])
-                    flat.optimizer_shard.keep_in(state)
-                    flat.optimizer_shard.store_master(own)
-                    shard = placement.take_pinned(flat.spec.owned_numel, sums[flat])
-                else:
-                    master = next(masters).copy_(own) if _needs_master(flat) else flat.shard
-                    flat.optimizer_shard.keep_in(DeviceStorage({MASTER: master}))
-                flat.gradient.allocate(shard, whole_grad, flat in upcasts, offloads)
+            _fill(flat, memory, mesh, former, staging)
         if unit.sharded:
             unit.release()
         unit.state = State.RELEASED if unit.sharded else State.GATHERED
@@ -158,33 +80,20 @@ def partition(
     return units
 
 
-def ways_back(flats: Sequence[FlatBuffer], device: torch.device) -> dict[str, Callable[[], None]]:
-    """By key, what brings the offloaded states of each of ``flats`` back to ``device``, where
-    they lie next to each other.
-    """
-    masters = _arena(
-        [(flat.spec.owned_numel, torch.float32) for flat in flats if _needs_master(flat)], device
-    )
-    alone = [flat for flat in flats if flat.gradient.accumulated_grad is None]
-    grads = _arena(
-        [
-            (flat.spec.owned_numel, torch.float32 if _needs_master(flat) else flat.dtype)
-            for flat in alone
-        ],
-        device,
-    )
-    return {
-        flat.key: partial(
-            flat.move_states_to_device,
-            next(masters) if _needs_master(flat) else None,
-            next(grads) if flat.gradient.accumulated_grad is None else None,
-        )
-        for flat in flats
-    }
-
-
-def _needs_master(flat: FlatBuffer) -> bool:
-    return flat.dtype in (torch.bfloat16, torch.float16)
+def _fill(
+    flat: FlatBuffer, memory: FlatMemory, mesh: Mesh, former: FormerValues, staging: Staging
+) -> None:
+    """Give ``flat`` its memory, and its first values."""
+    full = memory.full(flat)
+    memory.place_shard(flat)
+    if is_pending(flat):
+        own = read_own(flat, mesh, former, staging)
+    else:
+        own = fill_whole(flat, full, mesh, former)[flat.owned[0] : flat.owned[1]]
+    flat.use_full(full)
+    flat.store_shard(own)
+    if flat.trainable:
+        memory.place_training_state(flat, own)
 
 
 def check_parameters(specs: Sequence[UnitSpec], device: torch.device) -> None:
@@ -305,19 +214,3 @@ def _plan_unit(
         )
         flats.append(FlatBuffer(spec_of_flat, parameters, engine_flats))
     return Unit(index, spec.name, dict(zip(spec.paths, spec.modules)), flats)
-
-
-def _arena(
-    pieces: Sequence[tuple[int, torch.dtype]], device: torch.device
-) -> Iterator[torch.Tensor]:
-    """One allocation a dtype, handed out piece by piece in order, so that neighbours can be
-    worked on as one.
-    """
-    arenas = {
-        dtype: torch.zeros(sum(n for n, d in pieces if d == dtype), dtype=dtype, device=device)
-        for dtype in dict.fromkeys(d for _, d in pieces)
-    }
-    at = dict.fromkeys(arenas, 0)
-    for numel, dtype in pieces:
-        yield arenas[dtype][at[dtype] : at[dtype] + numel]
-        at[dtype] += numel

@@ -20,6 +20,7 @@ from hf_zero.parameters.layout import FlatLayout
 from hf_zero.parameters.wrap import find_units
 from hf_zero.storage.placement import Placement
 from hf_zero.units.flat_buffer import FlatBuffer
+from hf_zero.units.flat_memory import Dtypes
 from hf_zero.units.materialize import partition
 from hf_zero.units.policy import POLICIES
 from hf_zero.units.unit import State, Unit
@@ -60,7 +61,7 @@ def cut_up(
     groups = {} if frozen else {name: 0 for name, _ in model.named_parameters()}
     placement = Placement(ZeroConfig(stage), META, mesh.rank, mesh.world)
     return partition(
-        model, find_units(model)[0], groups, POLICIES[stage], mesh, META, "bf16", placement
+        model, find_units(model)[0], groups, POLICIES[stage], mesh, placement, Dtypes("bf16")
     ), mesh
 
 
