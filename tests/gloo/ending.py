@@ -1,10 +1,11 @@
-"""A training script whose rank ``odd`` ends in the way that is asked for; test_endings.py starts
-it, plainly or by a launcher.
+"""A training script whose rank ``odd`` ends in the way that is asked for, with its state in files
+where a folder for them is given; test_endings.py starts it, plainly or by a launcher.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import time
 from typing import Any
@@ -16,9 +17,18 @@ from tests.helpers.broken_stacks import Latecomer
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import features, seeded
 from tests.helpers.stacks import squared
-from tests.helpers.training import At, plain_sgd
+from tests.helpers.training import At, Plan, adamw
 
 wrap.GRANULARITY = 0  # blocks are small, and each is to be a unit
+
+DISK_FAULTS = {"read": "read:20+:EIO", "write": "write:20+:ENOSPC"}
+
+
+def break_disk(way: str) -> None:
+    if way in DISK_FAULTS:
+        os.environ["HF_ZERO_IO_FAULT"] = DISK_FAULTS[way]
+    elif way == "no room":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
 
 def end(engine: Any, rank: int, way: str) -> None:
@@ -36,12 +46,30 @@ def end(engine: Any, rank: int, way: str) -> None:
         engine.module.late = True
 
 
-def train(rank: int, way: str, odd: int, stage: int) -> None:
+def zero_section(stage: int, disk: str) -> dict[str, Any]:
+    section: dict[str, Any] = {"stage": stage}
+    if disk:
+        nvme = {"device": "nvme", "nvme_path": disk}
+        section["offload_optimizer"] = {**nvme, "buffer_size": 4096}
+        if stage == 3:
+            section["offload_param"] = {**nvme, "max_in_cpu": 0}
+    return section
+
+
+def train(rank: int, way: str, odd: int, stage: int, disk: str = "") -> None:
     torch.set_num_threads(1)
     model = seeded(Latecomer)
-    engine = start(model, plain_sgd(model), config_of(stage, timeout=300))
-    for at in range(5):
-        if rank == odd and at == 2:
+    if rank == odd:
+        break_disk(way)
+    config = config_of(
+        stage,
+        Plan(clip=1.0 if disk else 0.0),
+        zero_optimization=zero_section(stage, disk),
+        timeout=300,
+    )
+    engine = start(model, adamw(model), config)
+    for at in range(30 if disk else 5):
+        if rank == odd and at == 2 and way not in (*DISK_FAULTS, "no room"):
             time.sleep(1.0)  # the others wait by now
             end(engine, rank, way)
             if way == "finish":
@@ -64,6 +92,6 @@ def spawned(rank: int, port: str, way: str, odd: int, stage: int) -> None:
 if __name__ == "__main__":
     way, odd, stage = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     if "RANK" in os.environ:
-        train(int(os.environ["RANK"]), way, odd, stage)
+        train(int(os.environ["RANK"]), way, odd, stage, *sys.argv[4:])
     else:
         torch.multiprocessing.spawn(spawned, (os.environ["MASTER_PORT"], way, odd, stage), nprocs=2)

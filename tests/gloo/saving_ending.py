@@ -1,5 +1,5 @@
 """A training script that ends in the way that is asked for while checkpoints are being written;
-test_save_endings.py starts it.
+test_endings.py starts it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A rank is killed, raises, or is through before the others: these end, and what they print
-names it and its error.
+"""A rank is killed, raises, has a disk that fails, or is through before the others, in a step or
+while a checkpoint is written: all ranks end, what they print names that rank and its error, and
+nothing torn is left.
 """
 
 from __future__ import annotations
@@ -10,93 +11,136 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
+from hf_zero.checkpoint import verify_checkpoint
 from hf_zero.hosts.reaching import free_port
 from tests.helpers.launched import HOST, environment, plainly
 
 SCRIPT = Path(__file__).with_name("ending.py")
+SAVING = Path(__file__).with_name("saving_ending.py")
 LIMIT = 240.0  # seconds for a whole launch: less than the timeout of the configuration
-DEAD = r"rank {odd}.* died"
-ENDED = {
-    "kill": DEAD,
-    "raise": r"rank {odd} has failed: ValueError: bad batch$",
-    "shape": r"rank {odd} has failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied",
-    "device": r"rank {odd} has failed: RuntimeError: .*meta",
-    "dtype": r"rank {odd} has failed: RuntimeError: .*dtype",
-    "late": r"rank {odd} has failed: PartitionError: gradients of \['blocks\.2'\] came "
-    r"after their reduction",
-    "finish": r"rank {odd}.* has ended",
+WAITS = r"rank {other} (waits for|could not finish) (all-gather|reduce-scatter|all-reduce) of"
+FULL = r"OffloadError: a write of offloaded state has failed: rank {odd}: \[Errno 28\].*{disk}"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What the rank that ends prints, what the other one does, and the exit code of the first."""
+
+    own: tuple[str, ...]
+    other: tuple[str, ...]
+    code: int = 1
+
+
+def raised(first_line: str) -> Ending:
+    return Ending(("Traceback", "^(?!.*RankMismatchError)"), (f"rank {{odd}} {first_line}", WAITS))
+
+
+IN_A_STEP = {
+    "kill": Ending((), ("rank {odd}.* died", WAITS), -9),
+    "raise": raised("has failed: ValueError: bad batch$"),
+    "shape": raised("has failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+    "device": raised("has failed: RuntimeError: .*meta"),
+    "dtype": raised("has failed: RuntimeError: .*dtype"),
+    "late": raised(
+        r"has failed: PartitionError: gradients of \['blocks\.2'\] came after their reduction"
+    ),
+    "finish": Ending((), ("rank {odd}.* has ended", WAITS), 0),
 }
+WITH_STATE_IN_FILES = {
+    "read": Ending(
+        (r"OSError: \[Errno 5\] Input/output error \(reading .* of rank {odd};.*{disk}",),
+        (r"rank {odd} has failed: OSError: \[Errno 5\] Input/output error",),
+    ),
+    "write": Ending((FULL,), (FULL,)),
+    "no room": Ending(("Error", r"ulimit|RLIMIT_FSIZE|file size"), (r"rank {odd}|does not fit",)),
+    "kill": Ending((), ("rank {odd}.* died",), -9),
+}
+LONG = pytest.mark.long
 
 
-def launched(command: list[str], folder: Path, *arguments: str) -> str:
-    """What a user sees of a launch that fails."""
-    with subprocess.Popen(
-        [sys.executable, *command, str(SCRIPT), *arguments],
-        cwd=folder,
-        env={**environment(), "MASTER_PORT": str(free_port())},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=LIMIT)
-        finally:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-    assert process.returncode != 0, output
-    return output
+def check(ending: Ending, odd: int, outputs: list[tuple[int, str]], disk: str = "") -> None:
+    (code, own), (other_code, other) = outputs[odd], outputs[1 - odd]
+    assert (code, other_code) == (ending.code, 1), own + other
+    for patterns, output in ((ending.own, own), (ending.other, other)):
+        for pattern in patterns:
+            wanted = pattern.format(odd=odd, other=1 - odd, disk=disk)
+            flags = re.DOTALL if pattern.startswith("^(?!") else re.MULTILINE
+            assert re.search(wanted, output, flags), output
 
 
-def check_plain(way: str, odd: int, stage: int) -> None:
-    ends = plainly(SCRIPT, way, str(odd), str(stage), limit=LIMIT)
-    code, own = ends[odd]
-    assert code == {"kill": -9, "finish": 0}.get(way, 1), own
-    if way not in ("kill", "finish"):
-        assert "Traceback" in own and "RankMismatchError" not in own, own
-    code, other = ends[1 - odd]
-    assert code == 1, other
-    assert re.search(ENDED[way].format(odd=odd), other, re.MULTILINE), other
-    assert re.search(
-        rf"rank {1 - odd} (waits for|could not finish) (all-gather|reduce-scatter|all-reduce) of",
-        other,
-    ), other
-
-
-def test_a_rank_that_is_killed_is_named_by_the_other():
-    check_plain("kill", 1, 3)
-
-
-def test_an_exception_on_one_rank_ends_the_other_by_its_first_line():
-    check_plain("raise", 1, 2)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     "way, odd, stage",
     [
-        ("kill", 1, 0),
-        ("kill", 0, 2),
-        ("raise", 0, 0),
-        ("raise", 1, 3),
-        ("shape", 1, 3),
-        ("device", 1, 3),
-        ("dtype", 1, 0),
-        ("late", 1, 2),
-        ("finish", 0, 3),
-        ("finish", 1, 2),
+        ("kill", 1, 3),
+        ("raise", 1, 2),
+        pytest.param("kill", 1, 0, marks=LONG),
+        pytest.param("kill", 0, 2, marks=LONG),
+        pytest.param("raise", 0, 0, marks=LONG),
+        pytest.param("raise", 1, 3, marks=LONG),
+        pytest.param("shape", 1, 3, marks=LONG),
+        pytest.param("device", 1, 3, marks=LONG),
+        pytest.param("dtype", 1, 0, marks=LONG),
+        pytest.param("late", 1, 2, marks=LONG),
+        pytest.param("finish", 0, 3, marks=LONG),
+        pytest.param("finish", 1, 2, marks=LONG),
     ],
 )
-def test_a_rank_that_ends_is_named_by_the_other(way: str, odd: int, stage: int):
-    check_plain(way, odd, stage)
+def test_a_rank_that_ends_is_named_by_the_other(way: str, odd: int, stage: int) -> None:
+    outputs = plainly(SCRIPT, way, str(odd), str(stage), limit=LIMIT)
+    check(IN_A_STEP[way], odd, outputs)
+
+
+@pytest.mark.parametrize(
+    "way, odd, stage",
+    [
+        ("read", 1, 3),
+        pytest.param("read", 0, 0, marks=LONG),
+        pytest.param("read", 1, 2, marks=LONG),
+        pytest.param("write", 1, 3, marks=LONG),
+        pytest.param("write", 0, 2, marks=LONG),
+        pytest.param("no room", 0, 3, marks=LONG),
+        pytest.param("no room", 1, 2, marks=LONG),
+        pytest.param("kill", 1, 3, marks=LONG),
+        pytest.param("kill", 0, 2, marks=LONG),
+        pytest.param("kill", 1, 0, marks=LONG),
+    ],
+)
+def test_no_file_of_a_rank_that_ends_is_left(
+    way: str, odd: int, stage: int, tmp_path: Path
+) -> None:
+    outputs = plainly(SCRIPT, way, str(odd), str(stage), str(tmp_path), limit=LIMIT)
+    check(WITH_STATE_IN_FILES[way], odd, outputs, str(tmp_path))
+    assert list(tmp_path.iterdir()) == [], "files are left behind"
+
+
+@pytest.mark.parametrize(
+    "way, whole",
+    [
+        pytest.param("return", True, marks=LONG),
+        pytest.param("raise", True, marks=LONG),
+        ("kill", False),
+        ("full", False),
+    ],
+)
+def test_a_checkpoint_that_is_being_written_is_whole_or_not_there(
+    way: str, whole: bool, tmp_path: Path
+) -> None:
+    codes, outputs = zip(*plainly(SAVING, way, str(tmp_path), limit=LIMIT))
+    assert all((code == 0) == (way in ("return", "full")) for code in codes), outputs
+    if way == "full":  # no step is left that could raise it
+        for output in outputs:
+            assert "No space left on device" in output, output
+            assert "free space or save into another folder" in output, output
+    assert (tmp_path / "latest").read_text() == ("new" if whole else "old"), outputs
+    assert verify_checkpoint(tmp_path).problems == ()
+    assert (tmp_path / "new").exists() == whole
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".hf-zero-saving-new")]
 
 
 TORCHRUN = [
@@ -125,6 +169,29 @@ LAUNCHERS = {
     "accelerate launch": ["-m", "accelerate.commands.launch", "--config", "zero.yaml"],
     "spawn": [],
 }
+
+
+def launched(command: list[str], folder: Path, *arguments: str) -> str:
+    """What a user sees of a launch that fails."""
+    with subprocess.Popen(
+        [sys.executable, *command, str(SCRIPT), *arguments],
+        cwd=folder,
+        env={**environment(), "MASTER_PORT": str(free_port())},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=LIMIT)
+        finally:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+    assert process.returncode != 0, output
+    return output
 
 
 @pytest.mark.long
