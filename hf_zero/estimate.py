@@ -20,7 +20,7 @@ from torch import nn
 from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.memory import Free
-from hf_zero.parameters.wrap import find_units
+from hf_zero.parameters.wrap import find_units, persistent_names
 from hf_zero.preflight import ACTIVATIONS, Fit, Group, Plan, fit, groups_of, needs
 from hf_zero.preflight.moments import moments_of
 from hf_zero.preflight.needs import gradient_buffers, unit_bytes
@@ -284,7 +284,8 @@ def _plan(
 def _counted(model: Any, plan: Plan) -> tuple[str, list[Group], int]:
     name, module = _open(model)
     specs, _ = find_units(module, plan.granularity)
-    return name, groups_of(specs, module, plan.precision), len(specs)
+    persistent = persistent_names(module, *plan.persistence)
+    return name, groups_of(specs, module, plan.precision, persistent), len(specs)
 
 
 def _open(model: Any) -> tuple[str, nn.Module]:
@@ -301,9 +302,10 @@ def _open(model: Any) -> tuple[str, nn.Module]:
 def _row(groups: Sequence[Group], plan: Plan) -> StageEstimate:
     if plan.stage < 3:
         plan = replace(plan, param=OffloadParam())
-    policy, shards, plain = plan.policy, plan.shards, plan.on_device()
+    shards, plain = plan.shards, plan.on_device()
     sums: Counter[str] = Counter()
-    for group in groups:
+    for group in plan.flats_of(groups):
+        policy = plan.policy_of(group)
         layout = group.layout(shards if group.trainable else policy.parameter_shards(shards))
         kept = {"gradient": _name(plan.accumulation_dtype)} if plan.accumulation_dtype else {}
         price = policy.bytes_per_parameter(

@@ -7,7 +7,7 @@ from __future__ import annotations
 from torch import nn
 
 from hf_zero.activations.policy import ActivationPatches
-from hf_zero.config import ZeroConfig
+from hf_zero.config import ZeroConfig, ZeroSection
 from hf_zero.distributed import process_group
 from hf_zero.engine import Engine
 from hf_zero.parameters.parameter import owner_of
@@ -20,7 +20,8 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
     Each rank reads its own elements of parameters made by
     :func:`hf_zero.parameters.pending.pending`; of others it takes rank 0's values. The model can
     be called, gathered and saved; :func:`hf_zero.initialize` takes it over. Shards live where
-    ``config`` wants those of the training.
+    ``config`` wants those of the training. Small parameters are sharded as well: which of them stay
+    whole is for the training to say.
     """
     away = config.offload_param if stage == 3 else None
     held = ZeroConfig(
@@ -29,6 +30,7 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
         timeout=config.timeout,
         offload_param=away,
         aio=config.aio,
+        zero=ZeroSection(param_persistence_threshold=0),
     )
     resolved = held.resolve(
         process_group.get_world_size(), require_batch_size=False, training=False

@@ -26,13 +26,14 @@ if not torch.cuda.is_available():
 
 
 @pytest.fixture(autouse=True)
-def units_of_one_block() -> Iterator[None]:
-    """The models of the tests are small, and their blocks are to be units all the same, unless a
-    test or its configuration asks.
+def small_models_are_cut_as_large_ones() -> Iterator[None]:
+    """The models of the tests are small: their blocks are to be units all the same, and their
+    parameters sharded at stage 3, unless a test or its configuration asks.
     """
     # not a test's own, which is undone before the fixtures of its folder
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_zero.parameters.wrap.GRANULARITY", 0)
+        patch.setattr("hf_zero.parameters.wrap.PERSISTENCE", 0)
         yield
 
 

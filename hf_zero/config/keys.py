@@ -45,16 +45,6 @@ _ZERO = under(
     inert("use_multi_rank_bucket_allreduce", BOOLEAN, _MESSAGE),
     inert("sub_group_size", SIZE, "a chunk is updated as one segment for each optimizer group"),
     inert("stage3_max_reuse_distance", SIZE, _UNIT),
-    inert(
-        "stage3_param_persistence_threshold",
-        SIZE,
-        "small parameters travel with their unit and cost no message",
-    ),
-    inert(
-        "stage3_model_persistence_threshold",
-        SIZE,
-        "small parameters travel with their unit and cost no message",
-    ),
     inert("stage3_use_all_reduce_for_fetch_params", BOOLEAN, "units are always all-gathered"),
     inert("stage3_allgather_sequential", BOOLEAN, _MESSAGE),
     inert("elastic_checkpoint", BOOLEAN, "every checkpoint resumes on any number of ranks"),

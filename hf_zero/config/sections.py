@@ -33,6 +33,22 @@ class ZeroSection:
         name="stage3_max_live_parameters",
         unit="elements",
     )
+    param_persistence_threshold: int | None = key(
+        SIZE,
+        None,
+        "parameters of at most so many elements stay whole between steps at stage 3, and the "
+        "optimizer's state of them on the device; 0 or null: none",
+        name="stage3_param_persistence_threshold",
+        unit="elements",
+    )
+    model_persistence_threshold: int | None = key(
+        SIZE,
+        None,
+        "such parameters stay whole as long as they have at most so many elements together; "
+        "null: any number",
+        name="stage3_model_persistence_threshold",
+        unit="elements",
+    )
     mics_shard_size: int = key(
         integer(-1), -1, "ranks that share one copy (MiCS); -1: all", unit="ranks"
     )

@@ -20,7 +20,7 @@ from torch._C._dynamo.eval_frame import (
 
 from hf_zero.core.schedule import Schedule
 from hf_zero.errors import PartitionError
-from hf_zero.parameters.parameter import OwnedParameter, name_of, owner_of
+from hf_zero.parameters.parameter import LiveParameter, OwnedParameter, name_of, owner_of
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.unit import Unit
 
@@ -237,7 +237,7 @@ class ModuleGuards:
             if (
                 isinstance(parameter, OwnedParameter)
                 and key in state
-                and (self._part or owner_of(parameter).sharded)
+                and (self._part or isinstance(parameter, LiveParameter))
             ):
                 # Copies, because a sharded one is released again and a part would be saved with all
                 # memory it is a view of. One copy a parameter, so that tied names still share

@@ -22,7 +22,7 @@ from hf_zero.optim.segments import BoundOptimizer
 from hf_zero.optim.state import collect, numbers_kept
 from hf_zero.parameters.layout import Slot
 from hf_zero.parameters.parameter import owner_of
-from hf_zero.parameters.wrap import find_units, packed_elements
+from hf_zero.parameters.wrap import find_units, packed_elements, persistent_names
 from hf_zero.spans import span
 from hf_zero.storage.placement import Placement
 from hf_zero.units.flat_buffer import FlatBuffer, packs
@@ -72,7 +72,13 @@ class ShardedModel:
             numbers_kept(optimizer) if optimizer is not None and placement.in_files else 0,
             optimizer is not None and reads_16_bits(optimizer, config.kernels, mesh.device),
         )
-        self.units = partition(model, specs, self.group_of, self.policy, mesh, placement, dtypes)
+        zero = config.zero
+        whole = persistent_names(
+            model, zero.param_persistence_threshold, zero.model_persistence_threshold
+        )
+        self.units = partition(
+            model, specs, self.group_of, self.policy, mesh, placement, dtypes, whole
+        )
         self.flats: list[FlatBuffer] = [flat for unit in self.units for flat in unit.flats]
         self.trainable = [flat for flat in self.flats if flat.trainable]
         itemsize = max((flat.dtype.itemsize for flat in self.flats), default=4)

@@ -16,9 +16,10 @@ class FlatSpec:
     """Name, layout and kind of one flat buffer.
 
     number: its place among the flat buffers of its engine. raw: its bytes can be read by their
-    module alone and are never cast. sharded: its values are gathered and released. writes: of the
-    ranks that own the same elements, this one writes them into checkpoints. owned: the elements
-    ``[start, stop)`` of the buffer that this rank owns.
+    module alone and are never cast. sharded: its values are gathered and released. persistent: they
+    are not, at a stage that does so with others. writes: of the ranks that own the same elements,
+    this one writes them into checkpoints. owned: the elements ``[start, stop)`` of the buffer that
+    this rank owns.
     """
 
     number: int
@@ -30,6 +31,7 @@ class FlatSpec:
     sharded: bool
     writes: bool
     owned: tuple[int, int]
+    persistent: bool = False
 
     @property
     def owned_numel(self) -> int:

@@ -256,7 +256,7 @@ class _Stage3Facts:
 
 
 class LiveParameter(_Stage3Facts, OwnedParameter):
-    """A stage 3 parameter whose unit is gathered: whole and readable."""
+    """A stage 3 parameter that is whole and readable: its unit is gathered, or it stays so."""
 
 
 _METADATA = """

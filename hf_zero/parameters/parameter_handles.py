@@ -44,7 +44,8 @@ class ParameterHandles:
         """Make the parameters views of ``full`` [padded], the buffer of ``flat``, which has their
         values.
         """
-        kind = LiveParameter if self._spec.sharded else OwnedParameter
+        at_stage_3 = self._spec.sharded or self._spec.persistent
+        kind = LiveParameter if at_stage_3 else OwnedParameter
         self.lay(full)
         dtype = self._spec.dtype
         for index, (parameter, slot) in enumerate(zip(self.members, self._spec.layout.slots)):

@@ -20,6 +20,9 @@ MIN_UNIT = 1 << 16  # elements: below this a gather costs more in latency than i
 # elements: consecutive blocks of fewer are one unit together, unless the configuration says
 # otherwise
 GRANULARITY = MIN_UNIT
+# elements: parameters of at most so many stay whole between steps where parameters are sharded,
+# unless the configuration says otherwise
+PERSISTENCE = 0
 PACKED_UNITS = 4  # 1 MiB in fp32: what DDP sends first, so that a backward begins to send early
 
 
@@ -238,6 +241,30 @@ def _owners(
         else:
             root.append((name, parameter))
     return root, owned
+
+
+def persistent_names(
+    model: nn.Module, most: int | None = None, in_all: int | None = None
+) -> frozenset[str]:
+    """First names of the parameters of ``model`` that stay whole between steps where parameters
+    are sharded: those of at most ``most`` elements (None: :data:`PERSISTENCE`), in the order of the
+    model, as long as they have at most ``in_all`` elements together (None: any number).
+
+    Of a pack (:data:`PACKED`) all stay whole, or none.
+    """
+    limit = PERSISTENCE if most is None else most
+    chosen: dict[int, str] = {}
+    left = in_all
+    for name, parameter in model.named_parameters():
+        size = parameter.numel()
+        if size <= limit and (left is None or size <= left):
+            chosen[id(parameter)] = name
+            left = None if left is None else left - size
+    for pack in _packs(model):
+        if not chosen.keys() >= set(pack):
+            for key in pack:
+                chosen.pop(key, None)
+    return frozenset(chosen.values())
 
 
 def packed_elements(granularity: int | None = None) -> int:

@@ -17,7 +17,7 @@ from hf_zero.device import kinds
 from hf_zero.errors import DoesNotFitError
 from hf_zero.memory import Free, measure
 from hf_zero.parameters.parameter import owner_of
-from hf_zero.parameters.wrap import UnitSpec, find_units
+from hf_zero.parameters.wrap import UnitSpec, find_units, persistent_names
 from hf_zero.preflight.fit import Fit, fit
 from hf_zero.preflight.needs import Needs, needs
 from hf_zero.preflight.plan import Group, Plan, groups_of
@@ -73,7 +73,10 @@ def check(
     specs = find_units(model, granularity)[0] if isinstance(model, nn.Module) else list(model)
     root = specs[0].module
     where = device or torch.device(kinds.accelerator() or "cpu")
-    groups = groups_of(specs, root, config.precision)
+    persistent = persistent_names(
+        root, config.zero.param_persistence_threshold, config.zero.model_persistence_threshold
+    )
+    groups = groups_of(specs, root, config.precision, persistent)
     if not trains:
         groups = [replace(group, trainable=False) for group in groups]
     plan = Plan.of(config, world, not kinds.is_host(where), moments)

@@ -15,6 +15,8 @@ does (padding included). Per trainable flat, with K bytes a parameter of master 
 - Parameters on the CPU: their chunks in RAM, frozen ones too; in files: the first of them that
   ``max_in_cpu`` elements hold in RAM, the rest on disk, and in RAM those that are under way. The
   device holds the units that are gathered.
+- Parameters that stay whole at stage 3 (persistent ones): on the device, they and the K of this
+  rank's chunk of them, whatever is offloaded.
 
 A gradient in which no micro-batches are added up is kept in 16 bits; see
 :meth:`Plan.gradient_bytes`. What a model computes with (activations) is not known
@@ -76,10 +78,11 @@ class Needs:
 
 def needs(groups: Sequence[Group], plan: Plan) -> Needs:
     """The bytes of one rank; see the note above."""
-    flats = [_Laid.of(group, plan) for group in groups]
+    flats = [_Laid.of(group, plan) for group in plan.flats_of(groups)]
     trainable = [flat for flat in flats if flat.group.trainable]
-    keep = (1.0 - plan.ratio) * sum(flat.chunk for flat in trainable)
-    for flat in trainable:
+    movable = [flat for flat in trainable if not flat.group.whole]
+    keep = (1.0 - plan.ratio) * sum(flat.chunk for flat in movable)
+    for flat in movable:
         keep -= flat.chunk
         flat.stays = flat.chunk if keep >= 0 else 0
     state, state_on_disk, state_pieces, gradients = _offloaded(trainable, plan)
@@ -87,10 +90,10 @@ def needs(groups: Sequence[Group], plan: Plan) -> Needs:
     largest = max((flat.leaves for flat in trainable), default=0)
     wide = max((flat.group.dtype.itemsize for flat in trainable), default=0)
     staging = STAGING * min(plan.optimizer.buffer_size, largest) * wide if plan.gpu else 0
-    on_device = (
-        0
-        if plan.param.on
-        else sum(flat.parameter_chunk * flat.group.dtype.itemsize for flat in flats)
+    on_device = sum(
+        flat.parameter_chunk * flat.group.dtype.itemsize
+        for flat in flats
+        if flat.group.whole or not plan.param.on
     )
     pins = plan.gpu and plan.optimizer.pin_memory is not False
     return Needs(
@@ -134,9 +137,10 @@ class _Laid:
 
     @classmethod
     def of(cls, group: Group, plan: Plan) -> _Laid:
-        parameter_shards = plan.policy.parameter_shards(plan.shards)
+        parameter_shards = plan.policy_of(group).parameter_shards(plan.shards)
         layout = group.layout(plan.shards if group.trainable else parameter_shards)
-        return cls(group, layout.chunk, layout.padded, layout.padded // parameter_shards)
+        parameter_chunk, stays = layout.padded // parameter_shards, layout.chunk * group.whole
+        return cls(group, layout.chunk, layout.padded, parameter_chunk, stays)
 
     @property
     def leaves(self) -> int:
@@ -194,6 +198,7 @@ def _parameters(flats: Sequence[_Laid], plan: Plan) -> tuple[int, int, int]:
     """Chunks of parameters in RAM, on disk, and units between them."""
     if not plan.param.on:
         return 0, 0, 0
+    flats = [flat for flat in flats if not flat.group.whole]
     room = (
         plan.param.max_in_cpu
         if plan.param.device == "nvme"
@@ -213,9 +218,10 @@ def _parameters(flats: Sequence[_Laid], plan: Plan) -> tuple[int, int, int]:
 def unit_bytes(groups: Sequence[Group], plan: Plan) -> dict[str, int]:
     """Bytes of each unit while it is gathered, in the order of the model."""
     whole: dict[str, int] = {}
-    for group in groups:
-        flat = _Laid.of(group, plan)
-        whole[group.unit] = whole.get(group.unit, 0) + flat.padded * group.dtype.itemsize
+    for group in plan.flats_of(groups):
+        if not group.whole:
+            flat = _Laid.of(group, plan)
+            whole[group.unit] = whole.get(group.unit, 0) + flat.padded * group.dtype.itemsize
     return whole
 
 
@@ -247,7 +253,9 @@ def gradient_buffers(groups: Sequence[Group], plan: Plan) -> int:
     """
     policy, shards = plan.policy, plan.shards
     sizes = Counter(
-        (group.layout(shards).padded, group.dtype) for group in groups if group.trainable
+        (group.layout(shards).padded, group.dtype)
+        for group in plan.flats_of(groups)
+        if group.trainable
     )
     total = 0
     for (padded, dtype), count in sizes.items():

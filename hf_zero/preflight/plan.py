@@ -25,12 +25,18 @@ ACCUMULATED = {None: 4, "fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that share a flat: computed in ``dtype``, gathered with unit ``unit``."""
+    """Parameters that share a flat: computed in ``dtype``, gathered with unit ``unit``.
+
+    Those in ``persistent`` stay whole between steps where parameters are sharded, in a flat of
+    their own (:meth:`Plan.flats_of`), which is ``whole``.
+    """
 
     unit: str
     trainable: bool
     dtype: torch.dtype
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    persistent: frozenset[str] = frozenset()
+    whole: bool = False
 
     @cached_property
     def numel(self) -> int:
@@ -41,9 +47,14 @@ class Group:
         return FlatLayout.build([(self.unit, (self.numel,))], shards)
 
 
-def groups_of(specs: Sequence[UnitSpec], module: nn.Module, precision: str) -> list[Group]:
+def groups_of(
+    specs: Sequence[UnitSpec],
+    module: nn.Module,
+    precision: str,
+    persistent: frozenset[str] = frozenset(),
+) -> list[Group]:
     """The flats of the units that :func:`hf_zero.parameters.wrap.find_units` found, not laid out
-    yet.
+    yet; ``persistent`` as :func:`hf_zero.parameters.wrap.persistent_names` gives it.
     """
     found = []
     for spec in specs:
@@ -52,7 +63,7 @@ def groups_of(specs: Sequence[UnitSpec], module: nn.Module, precision: str) -> l
             kind = (parameter.requires_grad, compute_dtype(name, parameter, precision, module))
             kinds.setdefault(kind, []).append((name, tuple(parameter.shape)))
         found += [
-            Group(spec.name or "(root)", trainable, dtype, tuple(shapes))
+            Group(spec.name or "(root)", trainable, dtype, tuple(shapes), persistent)
             for (trainable, dtype), shapes in kinds.items()
         ]
     return found
@@ -77,6 +88,8 @@ class Plan:
     optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
     param: OffloadParam = field(default_factory=OffloadParam)
     gpu: bool = True
+    # as for hf_zero.parameters.wrap.persistent_names
+    persistence: tuple[int | None, int | None] = (None, None)
 
     @classmethod
     def of(
@@ -97,6 +110,10 @@ class Plan:
             accumulation_dtype=config.gradient_accumulation_dtype,
             prefetch=config.zero.prefetch_bucket_size,
             granularity=config.zero.module_granularity_threshold,
+            persistence=(
+                config.zero.param_persistence_threshold,
+                config.zero.model_persistence_threshold,
+            ),
             optimizer=config.offload_optimizer,
             param=config.offload_param,
             gpu=gpu,
@@ -105,6 +122,27 @@ class Plan:
     @property
     def policy(self) -> Policy:
         return POLICIES[self.stage]
+
+    def flats_of(self, groups: Sequence[Group]) -> list[Group]:
+        """``groups`` as the flats that they are at this stage; of those that are flats already,
+        the same.
+        """
+        if not self.policy.shards_parameters:
+            return list(groups)
+        found = []
+        for group in groups:
+            parts: dict[bool, list[tuple[str, tuple[int, ...]]]] = {}
+            for name, shape in group.shapes:
+                parts.setdefault(group.whole or name in group.persistent, []).append((name, shape))
+            found += [
+                replace(group, shapes=tuple(shapes), persistent=frozenset(), whole=whole)
+                for whole, shapes in parts.items()
+            ]
+        return found
+
+    def policy_of(self, group: Group) -> Policy:
+        """What becomes of a flat."""
+        return self.policy.of_persistent if group.whole else self.policy
 
     @property
     def shards(self) -> int:

@@ -250,7 +250,7 @@ class FlatBuffer:
             value.shape == view.shape and value.dtype == view.dtype and value.device == view.device
         )
         if not fits:
-            if self.trainable and not self.unit.guard.watched:
+            if self.trainable and not (self.sharded and self.unit.guard.watched):
                 raise PartitionError(
                     f"{name}.data of shape {tuple(view.shape)}, {view.dtype} on {view.device} was "
                     "given a tensor of shape "

@@ -57,7 +57,9 @@ class FlatMemory:
             flat: ShardSpec(flat.key, flat.spec.owned_numel, flat.dtype, flat.trainable)
             for flat in flats
         }
-        away = placement.offloaded(list(self._specs.values()))
+        away = placement.offloaded(
+            [spec for flat, spec in self._specs.items() if not flat.spec.persistent]
+        )
         self._sub_groups = {
             flat: sub_groups(flat.layout, flat.owned, group_of, placement.sub_group_size)
             for flat in flats

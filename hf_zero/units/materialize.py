@@ -43,20 +43,22 @@ def partition(
     mesh: Mesh,
     placement: Placement,
     dtypes: Dtypes,
+    persistent: frozenset[str] = frozenset(),
 ) -> list[Unit]:
     """Turn ``model`` into units on the device of ``mesh``, with rank 0's values on every rank
     (collective).
 
     ``group_of`` gives the optimizer group of each parameter that trains. Parameters in none are
     kept frozen: gathered and released as the stage says, never reduced. ``placement`` says where
-    shards and optimizer state live, ``dtypes`` in what they are kept. Raises PartitionError for
+    shards and optimizer state live, ``dtypes`` in what they are kept; ``persistent`` names
+    parameters that stay whole at every stage. Raises PartitionError for
     parameters that cannot be laid out, RankMismatchError where ranks hold different models or one
     of them has no room on its disk, and DiskSpaceError on that one; the model is then as it was.
     """
     _check_alike(specs, group_of, mesh)
     device, engine_flats = mesh.device, EngineFlats(mesh)
     units = [
-        _plan_unit(index, spec, model, group_of, policy, engine_flats, dtypes.precision)
+        _plan_unit(index, spec, model, group_of, policy, engine_flats, dtypes.precision, persistent)
         for index, spec in enumerate(specs)
     ]
     flats = engine_flats.flats
@@ -177,8 +179,9 @@ def _plan_unit(
     policy: Policy,
     engine_flats: EngineFlats,
     precision: str | None,
+    persistent: frozenset[str],
 ) -> Unit:
-    kinds: dict[tuple[bool, torch.dtype, bool], dict[str, nn.Parameter]] = {}
+    kinds: dict[tuple[bool, torch.dtype, bool, Policy], dict[str, nn.Parameter]] = {}
     # Ordered by group, so that a group's elements in a unit are one run; odd sizes last, so that
     # the others start aligned.
     for name, parameter in sorted(
@@ -190,17 +193,20 @@ def _plan_unit(
             if precision is None
             else compute_dtype(name, parameter, precision, model)
         )
-        kind = (name in group_of, dtype, is_raw(parameter))
+        own = policy.of_persistent if name in persistent else policy
+        kind = (name in group_of, dtype, is_raw(parameter), own)
         kinds.setdefault(kind, {})[name] = parameter
     flats, mesh = [], engine_flats.mesh
-    for (trainable, dtype, raw), parameters in kinds.items():
-        shards = mesh.shard.size if trainable else policy.parameter_shards(mesh.shard.size)
+    for (trainable, dtype, raw, own), parameters in kinds.items():
+        shards = mesh.shard.size if trainable else own.parameter_shards(mesh.shard.size)
+        stays = own != policy
         layout = FlatLayout.build(
             [(name, tuple(p.shape)) for name, p in parameters.items()], shards
         )
         writes = mesh.replicate.rank == 0 and (shards > 1 or mesh.shard.rank == 0)
         state = "trainable" if trainable else "frozen"
         key = f"{spec.name}|{state}|{str(dtype).removeprefix('torch.')}{'|raw' if raw else ''}"
+        key += "|whole" if stays else ""
         spec_of_flat = FlatSpec(
             number=len(engine_flats.flats),
             key=key,
@@ -208,7 +214,8 @@ def _plan_unit(
             dtype=dtype,
             trainable=trainable,
             raw=raw,
-            sharded=policy.shards_parameters,
+            sharded=own.shards_parameters,
+            persistent=stays,
             writes=writes,
             owned=layout.rank_range(mesh.shard.rank if shards > 1 else 0),
         )

@@ -8,7 +8,7 @@ the mesh whose shard axis is 1 long.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 ADAM_MOMENTS = 2
@@ -36,6 +36,11 @@ class Policy:
 
     def parameter_shards(self, shards: int) -> int:
         return shards if self.shards_parameters else 1
+
+    @property
+    def of_persistent(self) -> Policy:
+        """That of parameters that stay whole between steps, whatever becomes of others."""
+        return replace(self, shards_parameters=False)
 
     @property
     def reduces_every_backward(self) -> bool:

@@ -20,6 +20,7 @@ from tests.helpers.stacks import squared
 from tests.helpers.training import At, Plan, adamw
 
 wrap.GRANULARITY = 0  # blocks are small, and each is to be a unit
+wrap.PERSISTENCE = 0  # and its parameters sharded
 
 DISK_FAULTS = {"read": "read:20+:EIO", "write": "write:20+:ENOSPC"}
 

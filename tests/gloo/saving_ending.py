@@ -21,6 +21,7 @@ from tests.helpers.stacks import squared
 from tests.helpers.training import At, plain_sgd
 
 wrap.GRANULARITY = 0  # blocks are small, and each is to be a unit
+wrap.PERSISTENCE = 0  # and its parameters sharded
 
 SECONDS = 2.0  # that writing takes
 

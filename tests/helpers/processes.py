@@ -61,7 +61,8 @@ def _child(
             MASTER_ADDR=HOST, MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1"
         )
         torch.set_num_threads(1)
-        wrap.GRANULARITY = 0  # as in conftest.py: small blocks are units all the same
+        # as in conftest.py: small blocks are units all the same, and their parameters sharded
+        wrap.GRANULARITY = wrap.PERSISTENCE = 0
         try:
             store = dist.TCPStore(
                 HOST, port, world, is_master=False, timeout=timedelta(seconds=timeout)

@@ -12,7 +12,7 @@ from tests.late import launch
 def wrong(mode: str) -> list[Any]:
     """Rows of the sweep that are not right."""
     rows = launch.run_ranks("tests.late.sweep", mode)
-    assert len(rows) == 2 * 15
+    assert len(rows) == 2 * 17
     return [row for row in rows if row["reports"] or not row["worst"] < 1e-5]
 
 

@@ -16,6 +16,7 @@ from hf_zero.parameters import wrap
 from tests.late import device
 
 wrap.GRANULARITY = 0  # blocks are small, and each is to be a unit
+wrap.PERSISTENCE = 0  # and its parameters sharded
 
 WIDTH, BLOCKS, ROWS = 48, 6, 4
 
@@ -25,6 +26,7 @@ AT_ONCE = {
 }
 BOTH = {**OPTIMIZER, "offload_param": {"device": "cpu", "pin_memory": True}}
 HALF = {"offload_optimizer": {**OPTIMIZER["offload_optimizer"], "ratio": 0.5}}
+WHOLE = {"stage3_param_persistence_threshold": 100}  # biases and norms
 ACTIVATIONS = {"activation_offload": {"enabled": True, "min_bytes": 1, "in_flight_bytes": 4000}}
 ONCE = {"gradient_accumulation_steps": 1}
 
@@ -55,6 +57,8 @@ JOBS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"offload_optimizer": {**OPTIMIZER["offload_optimizer"], "buffer_size": 512}},
         ONCE,
     ),
+    "stage 3, small parameters whole": (3, WHOLE, ONCE),
+    "stage 3, small parameters whole, all else on the host": (3, {**BOTH, **WHOLE}, {}),
     "stage 3, all on the host": (3, BOTH, {}),
     "stage 3, all on the host, one micro-batch": (3, BOTH, {**ONCE, "gradient_clipping": 0.0}),
     "stage 3, all on the host, updated in the backward": (

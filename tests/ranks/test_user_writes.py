@@ -104,6 +104,7 @@ WRITES: dict[str, Write] = {
     )
 }
 CPU = {"device": "cpu"}
+WHOLE = {"stage3_param_persistence_threshold": 1_000_000}
 SETTINGS = [
     (0, "fp32", {}),
     (1, "fp32", {}),
@@ -112,6 +113,8 @@ SETTINGS = [
     (1, "bf16", {"offload_optimizer": CPU}),
     (2, "bf16", {}),
     (1, "fp16", {}),
+    (3, "fp32", WHOLE),
+    (3, "bf16", WHOLE | {"offload_optimizer": CPU, "offload_param": CPU}),
 ]
 
 
