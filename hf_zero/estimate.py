@@ -21,7 +21,7 @@ from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, Zero
 from hf_zero.errors import ConfigError
 from hf_zero.memory import Free
 from hf_zero.parameters.wrap import find_units, persistent_names
-from hf_zero.preflight import ACTIVATIONS, Fit, Group, Plan, fit, groups_of, needs
+from hf_zero.preflight import ACTIVATIONS, Fit, FlatParameters, MemoryPlan, fit, groups_of, needs
 from hf_zero.preflight.moments import moments_of
 from hf_zero.preflight.needs import gradient_buffers, unit_bytes
 from hf_zero.units.policy import POLICIES
@@ -251,7 +251,7 @@ def _plan(
     config: Any,
     offload: Any,
     param: Any,
-) -> tuple[Plan, OptimizerConfig]:
+) -> tuple[MemoryPlan, OptimizerConfig]:
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ConfigError(
             f"ranks = {ranks!r} is not a number of ranks; pass an integer of at least 1"
@@ -273,7 +273,7 @@ def _plan(
         if section is not None
     }
     sections = ZeroConfig(3, **given)
-    plan = Plan.of(settings, ranks, moments=moments_of(wanted))
+    plan = MemoryPlan.of(settings, ranks, moments=moments_of(wanted))
     return replace(
         plan,
         optimizer=sections.offload_optimizer if offload is not None else plan.optimizer,
@@ -281,7 +281,7 @@ def _plan(
     ), wanted
 
 
-def _counted(model: Any, plan: Plan) -> tuple[str, list[Group], int]:
+def _counted(model: Any, plan: MemoryPlan) -> tuple[str, list[FlatParameters], int]:
     name, module = _open(model)
     specs, _ = find_units(module, plan.granularity)
     persistent = persistent_names(module, *plan.persistence)
@@ -299,7 +299,7 @@ def _open(model: Any) -> tuple[str, nn.Module]:
     ).__name__, module
 
 
-def _row(groups: Sequence[Group], plan: Plan) -> StageEstimate:
+def _row(groups: Sequence[FlatParameters], plan: MemoryPlan) -> StageEstimate:
     if plan.stage < 3:
         plan = replace(plan, param=OffloadParam())
     shards, plain = plan.shards, plan.on_device()
@@ -341,7 +341,9 @@ def _sums(own: Any) -> dict[str, int]:
     }
 
 
-def _written(config: Any, plan: Plan, wanted: OptimizerConfig, found: Fit) -> dict[str, Any] | None:
+def _written(
+    config: Any, plan: MemoryPlan, wanted: OptimizerConfig, found: Fit
+) -> dict[str, Any] | None:
     """The configuration that was asked about, or one of the arguments, with what fits."""
     if found.chosen is None:
         return None

@@ -16,7 +16,7 @@ FIRST, MOST = 16 << 20, 256 << 20
 ALIGN = 512  # bytes, as the device's allocator aligns
 
 
-class Region:
+class HostRegion:
     """``nbytes`` of host memory: ``memory``, uint8.
 
     It goes back to its slab when this object dies.
@@ -40,13 +40,13 @@ class _Slab:
         # regions that have gone: appended to by whatever thread frees a graph
         self.left: deque[None] = deque()
 
-    def take(self, nbytes: int) -> Region | None:
+    def take(self, nbytes: int) -> HostRegion | None:
         if self.taken == len(self.left):
             self.filled = self.taken = 0
             self.left.clear()
         if self.filled + nbytes > self.memory.numel():
             return None
-        region = Region(self, self.filled, nbytes)
+        region = HostRegion(self, self.filled, nbytes)
         self.filled += -(-nbytes // ALIGN) * ALIGN
         self.taken += 1
         return region
@@ -71,7 +71,7 @@ class Slabs:
         """Bytes of all slabs."""
         return sum(slab.memory.numel() for slab in self._slabs)
 
-    def take(self, nbytes: int) -> Region:
+    def take(self, nbytes: int) -> HostRegion:
         """Raises HostMemoryError."""
         for slab in reversed(self._slabs):
             region = slab.take(nbytes)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_zero.activations.host_buffers import Region, Slabs
+from hf_zero.activations.host_buffers import HostRegion, Slabs
 from hf_zero.activations.streams import Brought, Transfers
 from hf_zero.errors import OffloadError
 from hf_zero.parameters.tree import transformed
@@ -50,11 +50,11 @@ class _Record:
 
     def __init__(
         self,
-        run: _Pass,
+        run: _OffloadedPass,
         position: int,
         source: torch.Tensor,
         nbytes: int,
-        region: Region,
+        region: HostRegion,
         sent: Any,
     ):
         self.run = run
@@ -65,7 +65,7 @@ class _Record:
         # On the device, as long as it is kept there. Without its graph: a node that saved its own
         # result would keep itself.
         self.source: torch.Tensor | None = source.detach()
-        self.region: Region | None = region
+        self.region: HostRegion | None = region
         self.sent = sent
         self.brought: Brought | None = None
         self.waiting = 0  # tickets that have not been used
@@ -151,7 +151,7 @@ class _Stayed:
 
     __slots__ = ("_position", "_run", "_tensor", "_version")
 
-    def __init__(self, run: _Pass, tensor: torch.Tensor):
+    def __init__(self, run: _OffloadedPass, tensor: torch.Tensor):
         self._run, self._position = run, run.length
         # without its graph: see _Record
         self._tensor, self._version = tensor.detach(), tensor._version
@@ -162,7 +162,7 @@ class _Stayed:
         return self._tensor
 
 
-class _Pass:
+class _OffloadedPass:
     """One forward and its backward. It lives as long as its graph."""
 
     def __init__(self, offload: Offload, stays: Collection[int]):
@@ -305,7 +305,7 @@ class Offload:
         self.in_flight = IN_FLIGHT if in_flight is None else in_flight
         # no copy may outlive the host memory that it reads or fills
         weakref.finalize(self, transfers.close).atexit = False
-        self._run: _Pass | None = None
+        self._run: _OffloadedPass | None = None
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
 
     def begin(self, stays: Collection[int]) -> None:
@@ -313,7 +313,7 @@ class Offload:
         self.end()
         if transformed():
             return  # torch has no hooks on what such a forward saves
-        self._run = _Pass(self, stays)
+        self._run = _OffloadedPass(self, stays)
         self._hooks.append(self._run.hooks())
         self._hooks[-1].__enter__()
 
@@ -346,7 +346,7 @@ class Offload:
             yield
             return
         if self._run is None or self._run.ended:
-            self._run = _Pass(self, ())
+            self._run = _OffloadedPass(self, ())
         with self._run.hooks():
             yield
 

@@ -44,7 +44,7 @@ def weights_of(flat: FlatBuffer) -> tuple[str, torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class LazyTensor:
+class DeferredTensor:
     """A tensor of this rank that need not be in memory before it is written: [numel]."""
 
     dtype: torch.dtype
@@ -52,31 +52,31 @@ class LazyTensor:
     values: Callable[[], torch.Tensor]
 
     @classmethod
-    def here(cls, tensor: torch.Tensor) -> LazyTensor:
+    def here(cls, tensor: torch.Tensor) -> DeferredTensor:
         return cls(tensor.dtype, tensor.numel(), lambda: tensor)
 
 
-def flat_tensors(flat: FlatBuffer, bound: Any) -> dict[str, LazyTensor]:
+def flat_tensors(flat: FlatBuffer, bound: Any) -> dict[str, DeferredTensor]:
     """All that this rank keeps for ``flat``: the weights and each per-element optimizer state."""
     kept = flat.optimizer_shard
     if kept.storage.offloaded and bound is not None:
         kept.wait_for_update()
         storage, numel = kept.storage, flat.owned[1] - flat.owned[0]
         return {
-            name: LazyTensor(storage.dtype(name), numel, partial(storage.fetch, name))
+            name: DeferredTensor(storage.dtype(name), numel, partial(storage.fetch, name))
             for name in bound.names(kept)
         }
     if not flat.trainable:
         return {
-            SHARD: LazyTensor(
+            SHARD: DeferredTensor(
                 flat.dtype, flat.owned[1] - flat.owned[0], lambda: weights_of(flat)[1]
             )
         }
     name, weights = weights_of(flat)
-    held = {name: LazyTensor.here(weights)}
+    held = {name: DeferredTensor.here(weights)}
     if bound is not None:
         held |= {
-            key: LazyTensor.here(tensor)
+            key: DeferredTensor.here(tensor)
             for key, tensor in bound.tensors(kept).items()
             if key != MASTER
         }

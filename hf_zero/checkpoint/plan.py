@@ -48,7 +48,7 @@ class SavePlan:
     """The file of this rank: where everything stands in it, and what fetches it."""
 
     file: FilePlan
-    tensors: dict[str, engine_state.LazyTensor]
+    tensors: dict[str, engine_state.DeferredTensor]
     report: RankReport
 
 
@@ -63,7 +63,7 @@ class ExtraState:
 
 def plan_save(engine: TrainingEngine, name: str, save_id: str, exclude_frozen: bool) -> SavePlan:
     """The file ``name`` of this rank."""
-    tensors: dict[str, engine_state.LazyTensor] = {}
+    tensors: dict[str, engine_state.DeferredTensor] = {}
     chunks: dict[str, tuple[int, int, tuple[str, ...]]] = {}
     for flat in engine.flats:
         if not flat.writes or (exclude_frozen and not flat.trainable):
@@ -76,11 +76,11 @@ def plan_save(engine: TrainingEngine, name: str, save_id: str, exclude_frozen: b
             engine.module, engine_state.frozen_names(engine) if exclude_frozen else ()
         )
         tensors |= {
-            engine_state.BUFFER + name: engine_state.LazyTensor.here(buffer)
+            engine_state.BUFFER + name: engine_state.DeferredTensor.here(buffer)
             for name, buffer in buffers.items()
         }
     tensors |= {
-        name: engine_state.LazyTensor.here(state)
+        name: engine_state.DeferredTensor.here(state)
         for name, state in engine_state.rng_states().items()
     }
     metadata = {"format": FORMAT, "save_id": save_id, "rank": str(engine.global_rank)}

@@ -12,7 +12,7 @@ import typer
 from hf_zero.cli.printing import AsJson, print_json
 from hf_zero.errors import ConfigError, LaunchError
 from hf_zero.hosts.front import carry_out
-from hf_zero.hosts.plan import Plan, Request, plan
+from hf_zero.hosts.plan import LaunchPlan, Request, plan
 
 MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 CPU_RANKS = 2
@@ -186,7 +186,7 @@ def launch(
     raise typer.Exit(carry_out(planned))
 
 
-def _told(planned: Plan) -> dict[str, object]:
+def _told(planned: LaunchPlan) -> dict[str, object]:
     """What would run. Of the variables the names: a token among them is not to be shown."""
     if planned.alone:
         return {

@@ -10,7 +10,7 @@ from typing import Any
 from hf_zero.config.files import load_file
 from hf_zero.config.keys import KEYS
 from hf_zero.config.kinds import ANYTHING, BOOLEAN, PATH, TEXT, Kind
-from hf_zero.config.reading import Reading
+from hf_zero.config.reading import ConfigReading
 from hf_zero.config.rows import Key, Status, placed
 from hf_zero.config.sections import LaunchSection
 from hf_zero.config.spelling import closest, did_you_mean
@@ -99,9 +99,9 @@ def is_accelerate(mapping: Mapping[str, Any]) -> bool:
     return any(mark in mapping for mark in _MARKS)
 
 
-def read_accelerate(mapping: Mapping[str, Any], label: str) -> Reading:
+def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
     """The values of an Accelerate configuration whose distributed_type is DEEPSPEED."""
-    reading = Reading()
+    reading = ConfigReading()
     mistakes = reading.mistakes
     for name in mapping:
         if name not in ACCELERATE_KEYS:
@@ -161,7 +161,7 @@ def _unknown(name: str, key: Any, label: str) -> ConfigError:
     return ConfigError(f"{label}: unknown key {key!r}{did_you_mean(name, siblings)}")
 
 
-def _read_section(section: Mapping[str, Any], reading: Reading, label: str) -> None:
+def _read_section(section: Mapping[str, Any], reading: ConfigReading, label: str) -> None:
     own = [path.partition(".")[2] for path in ACCELERATE_KEYS if path.startswith(f"{_SECTION}.")]
     for name in section:
         if name not in TRANSLATED and name not in own and name not in PASSED_ON:
@@ -190,12 +190,12 @@ def _read_section(section: Mapping[str, Any], reading: Reading, label: str) -> N
                     f"{label}: {said}, and Accelerate reads the file alone; move {them} into {path}"
                 )
             )
-        reading.update(Reading().read(load_file(path), f"config file {path}"))
+        reading.update(ConfigReading().read(load_file(path), f"config file {path}"))
     for name in TRANSLATED:
         if name in section and not (name.endswith("nvme_path") and section[name] == "none"):
             reading.put(TRANSLATED[name], section[name], f"{_SECTION}.{name}", label)
     reading.update(
-        Reading().read(
+        ConfigReading().read(
             {name: section[name] for name in PASSED_ON if name in section}, f"{label}: {_SECTION}"
         )
     )
@@ -208,7 +208,7 @@ def _read_section(section: Mapping[str, Any], reading: Reading, label: str) -> N
         )
 
 
-def _apply_mixed_precision(reading: Reading, label: str) -> None:
+def _apply_mixed_precision(reading: ConfigReading, label: str) -> None:
     precision = reading.values.get("mixed_precision")
     if precision == "fp8":
         raise NotBuiltError(

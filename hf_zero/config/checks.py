@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_zero.config.activations import BLOCKS, ENABLED, NUMBER
 from hf_zero.config.activations import OFFLOAD as ACTIVATION_OFFLOAD
-from hf_zero.config.reading import Reading
+from hf_zero.config.reading import ConfigReading
 from hf_zero.errors import ConfigError, NotBuiltError
 
 OPTIMIZER = "zero_optimization.offload_optimizer"
@@ -14,13 +14,13 @@ BF16_STATES = "bf16.bf16_optimizer_states"
 STAGE = "zero_optimization.stage"
 
 
-def complete(reading: Reading) -> None:
+def complete(reading: ConfigReading) -> None:
     """Fill in, in place, what written keys say about others."""
     _complete_offload(reading)
     _complete_activations(reading)
 
 
-def check(reading: Reading) -> None:
+def check(reading: ConfigReading) -> None:
     """Raise for all that is wrong with ``reading``, what was met while it was read and what its
     values contradict, at once.
     """
@@ -47,7 +47,7 @@ def check(reading: Reading) -> None:
     mistakes.throw()
 
 
-def _complete_offload(reading: Reading) -> None:
+def _complete_offload(reading: ConfigReading) -> None:
     """Fill in what one key of offload says about another, in place: 16-bit optimizer states are
     bf16 moments.
     """
@@ -57,7 +57,7 @@ def _complete_offload(reading: Reading) -> None:
         reading.fill(MOMENTS, "bf16", f"computed: {BF16_STATES}")
 
 
-def _check_offload(reading: Reading) -> None:
+def _check_offload(reading: ConfigReading) -> None:
     """Note in ``reading`` sections of offload that contradict each other or the stage.
 
     What rests on a key that is not there is noted only where all else is right: a misspelt key may
@@ -106,7 +106,7 @@ def _check_offload(reading: Reading) -> None:
         )
 
 
-def _complete_activations(reading: Reading) -> None:
+def _complete_activations(reading: ConfigReading) -> None:
     """Fill in, in place, that a section which is written is meant, unless it says ``enabled:
     false``.
     """
@@ -118,7 +118,7 @@ def _complete_activations(reading: Reading) -> None:
         reading.fill(ENABLED, True, f"computed: {written} is written")
 
 
-def _check_activations(reading: Reading) -> None:
+def _check_activations(reading: ConfigReading) -> None:
     """Note in ``reading`` two numbers of blocks."""
     values, sources = reading.values, reading.sources
     blocks, number = values.get(BLOCKS), values.get(NUMBER)

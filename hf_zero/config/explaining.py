@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS
 from hf_zero.config.keys import KEYS
 from hf_zero.config.provenance import SourcedDict, flattened, is_written
-from hf_zero.config.reading import AUTO, Reading
+from hf_zero.config.reading import AUTO, ConfigReading
 from hf_zero.config.rows import Status
 
 Unset = Literal["omit", "default"]
@@ -27,7 +27,7 @@ class ExplainRow(NamedTuple):
     note: str
 
 
-def as_dialect(reading: Reading, unset: Unset) -> SourcedDict:
+def as_dialect(reading: ConfigReading, unset: Unset) -> SourcedDict:
     """The values of a reading as a nested mapping in DeepSpeed's dialect, which remembers where
     they stood.
     """
@@ -63,14 +63,14 @@ def as_dialect(reading: Reading, unset: Unset) -> SourcedDict:
     return SourcedDict(nested).remember(remembered)
 
 
-def sources(reading: Reading) -> dict[str, str]:
+def sources(reading: ConfigReading) -> dict[str, str]:
     """Where the value of each key that acts, and of each other key that was written, came from."""
     return {
         path: reading.sources.get(path, "default") for path, key in KEYS.items() if _acts(path)
     } | reading.sources
 
 
-def explain(reading: Reading) -> list[ExplainRow]:
+def explain(reading: ConfigReading) -> list[ExplainRow]:
     """A row for every key that acts here and for every other key that was written."""
     rows = []
     for path, key in [*KEYS.items(), *ACCELERATE_KEYS.items()]:

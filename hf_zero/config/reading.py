@@ -19,7 +19,7 @@ AUTO = "auto"
 
 
 @dataclass
-class Reading:
+class ConfigReading:
     """Values by their path in the table.
 
     ``sources`` says where each value stood, ``autos`` are paths whose value is still "auto", and
@@ -35,11 +35,11 @@ class Reading:
     mistakes: Mistakes = field(default_factory=Mistakes)
     origins: SourcedDict | None = None
 
-    def read(self, mapping: Mapping[str, Any], label: str) -> Reading:
+    def read(self, mapping: Mapping[str, Any], label: str) -> ConfigReading:
         """Take in a mapping of the DeepSpeed dialect or of our own keywords; later readings
         replace earlier ones.
         """
-        own = Reading(origins=mapping if isinstance(mapping, SourcedDict) else None)
+        own = ConfigReading(origins=mapping if isinstance(mapping, SourcedDict) else None)
         own._walk(
             {key: value for key, value in mapping.items() if "." not in str(key)}, "", "", label
         )
@@ -47,7 +47,7 @@ class Reading:
         # is meant
         for key, value in mapping.items():
             if "." in str(key):
-                dotted = Reading(origins=own.origins)
+                dotted = ConfigReading(origins=own.origins)
                 with dotted.mistakes.noted():
                     dotted._take(_canonical(key), key, value, label)
                 own.update(dotted)
@@ -63,7 +63,7 @@ class Reading:
         with self.mistakes.noted():
             self._judge(keys[path], value, written, label)
 
-    def update(self, other: Reading) -> None:
+    def update(self, other: ConfigReading) -> None:
         """Replace values by those of ``other``."""
         for path in [*other.values, *other.autos]:
             self.discard(path)

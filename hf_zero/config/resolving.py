@@ -8,7 +8,7 @@ import os
 from functools import partial
 
 from hf_zero.config.elasticity import elastic_sizes
-from hf_zero.config.reading import Reading
+from hf_zero.config.reading import ConfigReading
 from hf_zero.errors import ConfigError, NotBuiltError
 
 TOTAL = "train_batch_size"
@@ -21,7 +21,7 @@ MICS = "zero_optimization.mics_shard_size"
 NODE_LOCAL = "checkpoint.use_node_local_storage"
 
 
-def resolve(reading: Reading, ranks: int, require_batch_size: bool, training: bool) -> None:
+def resolve(reading: ConfigReading, ranks: int, require_batch_size: bool, training: bool) -> None:
     """Settle every open value of ``reading``, in place, for ``ranks`` ranks."""
     # what an earlier resolve computed holds for its number of ranks only
     for path in list(reading.filled):
@@ -42,7 +42,7 @@ def resolve(reading: Reading, ranks: int, require_batch_size: bool, training: bo
     reading.mistakes.throw()
 
 
-def _resolve_elasticity(reading: Reading, ranks: int) -> None:
+def _resolve_elasticity(reading: ConfigReading, ranks: int) -> None:
     section = reading.values.get(ELASTICITY) or {}
     if not section.get("enabled"):
         return
@@ -60,7 +60,7 @@ def _resolve_elasticity(reading: Reading, ranks: int) -> None:
         reading.fill(key, value, f"computed: {ELASTICITY} on {ranks} ranks")
 
 
-def _resolve_batch(reading: Reading, ranks: int, required: bool) -> None:
+def _resolve_batch(reading: ConfigReading, ranks: int, required: bool) -> None:
     total, micro, accumulation = (reading.values.get(key) for key in (TOTAL, MICRO, ACCUMULATION))
     if total is None:
         if micro is None:
@@ -102,7 +102,7 @@ def _resolve_batch(reading: Reading, ranks: int, required: bool) -> None:
         )
 
 
-def _share(reading: Reading, other: str, factor: int, ranks: int) -> int:
+def _share(reading: ConfigReading, other: str, factor: int, ranks: int) -> int:
     total = reading.values[TOTAL]
     if total % (factor * ranks):
         raise ConfigError(
@@ -113,7 +113,7 @@ def _share(reading: Reading, other: str, factor: int, ranks: int) -> int:
     return int(total // (factor * ranks))
 
 
-def _resolve_mesh(reading: Reading, ranks: int) -> None:
+def _resolve_mesh(reading: ConfigReading, ranks: int) -> None:
     """MiCS names the size of a shard group, replicate_size their number: one follows from the
     other.
     """
@@ -142,7 +142,7 @@ def _resolve_mesh(reading: Reading, ranks: int) -> None:
         )
 
 
-def _check_storage(reading: Reading, ranks: int) -> None:
+def _check_storage(reading: ConfigReading, ranks: int) -> None:
     if not reading.values.get(NODE_LOCAL):
         return
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))

@@ -19,7 +19,7 @@ from hf_zero.config.explaining import ExplainRow, Unset
 from hf_zero.config.files import load_file, load_text
 from hf_zero.config.keys import KEYS
 from hf_zero.config.provenance import SourcedDict
-from hf_zero.config.reading import Reading
+from hf_zero.config.reading import ConfigReading
 from hf_zero.config.rows import section, sections_of
 from hf_zero.config.sections import LaunchSection, OptimizerConfig, SchedulerConfig
 from hf_zero.config.settings import Settings
@@ -45,13 +45,13 @@ class ZeroConfig(Settings):
 
     launch: LaunchSection = section("", LaunchSection, init=False, compare=False)
     world_size: int | None = field(init=False, compare=False)
-    _reading: Reading = field(init=False, compare=False, repr=False)
+    _reading: ConfigReading = field(init=False, compare=False, repr=False)
 
     def __init__(self, stage: int, **keywords: Any):
         given = {name: value for name, value in keywords.items() if value is not None}
         unknown = [name for name in keywords if name not in KEYWORDS]
         known = {name: value for name, value in given.items() if name in KEYWORDS}
-        reading = Reading().read(_as_dialect(known | {"stage": stage}), "keyword")
+        reading = ConfigReading().read(_as_dialect(known | {"stage": stage}), "keyword")
         for name in unknown:
             dialect = name.partition(".")[0] in {path.partition(".")[0] for path in KEYS}
             hint = (
@@ -78,7 +78,7 @@ class ZeroConfig(Settings):
         reading = (
             read_accelerate(values, source)
             if is_accelerate(values)
-            else Reading().read(values, source)
+            else ConfigReading().read(values, source)
         )
         if not allow_auto:
             with reading.mistakes.noted():
@@ -105,7 +105,7 @@ class ZeroConfig(Settings):
             stage = SourcedDict(stage=PRESETS[value]).remember(
                 {"stage": (PRESETS[value], f"preset {value}")}
             )
-            return cls._of(Reading().read(stage, f"preset {value}"))
+            return cls._of(ConfigReading().read(stage, f"preset {value}"))
         if isinstance(value, str) and not os.path.exists(value):
             text = load_text(value)
             if text is not None:
@@ -223,17 +223,17 @@ class ZeroConfig(Settings):
         return key in self.to_dict("default")
 
     @classmethod
-    def _of(cls, reading: Reading, world_size: int | None = None) -> ZeroConfig:
+    def _of(cls, reading: ConfigReading, world_size: int | None = None) -> ZeroConfig:
         config = object.__new__(cls)
         config._fill(reading, world_size)
         return config
 
-    def _copy(self) -> Reading:
-        copy = Reading()
+    def _copy(self) -> ConfigReading:
+        copy = ConfigReading()
         copy.update(self._reading)
         return copy
 
-    def _fill(self, reading: Reading, world_size: int | None) -> None:
+    def _fill(self, reading: ConfigReading, world_size: int | None) -> None:
         """Set every field from the values of ``reading`` and the table's defaults."""
         checks.complete(reading)
         checks.check(reading)

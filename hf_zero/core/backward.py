@@ -23,7 +23,7 @@ from hf_zero.gradients.gradient_reducer import GradientReducer, ReductionOptions
 from hf_zero.gradients.losses import Losses
 from hf_zero.logs import listed
 from hf_zero.units.flat_buffer import FlatBuffer
-from hf_zero.units.precision import LossScaler, Scaling
+from hf_zero.units.precision import Fp16LossScaler, Scaling
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Backward:
         self._sanity = sanity
         self._removable = ExitStack()
 
-    def install(self, scaler: LossScaler) -> None:
+    def install(self, scaler: Fp16LossScaler) -> None:
         """Put the hooks on the model; in fp16 also one that scales a loss which nothing else
         scales.
         """

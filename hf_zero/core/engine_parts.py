@@ -27,7 +27,7 @@ from hf_zero.distributed import process_group, rank_status
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.storage.placement import Placement
 from hf_zero.units.policy import POLICIES
-from hf_zero.units.precision import LossScaler
+from hf_zero.units.precision import Fp16LossScaler
 
 _guarding: list[Any] = []  # the one process-wide hook on optimizer steps
 
@@ -96,7 +96,7 @@ class EngineParts(nn.Module):
         sharded.attach(weakref.ref(self))
         if self.optimizer is not None:
             installed.callback(take_native_threads(placement))
-        scaler = LossScaler.from_config(config)
+        scaler = Fp16LossScaler.from_config(config)
         sanity = SanityChecks(device, self.accumulation.steps, config.precision, mesh.rank)
         self.optimizer_step = OptimizerStep(sharded, self.optimizer, config, scaler, sanity)
         self.backward_pass = Backward(

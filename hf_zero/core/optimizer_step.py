@@ -25,7 +25,7 @@ from hf_zero.storage.base import MASTER
 from hf_zero.storage.placement import ShardSpec, room_beside_a_step
 from hf_zero.units.flat_memory import ways_back
 from hf_zero.units.gradient_offload import GradientOffload, NoGradientOffload
-from hf_zero.units.precision import LossScaler
+from hf_zero.units.precision import Fp16LossScaler
 from hf_zero.units.unit import Unit
 
 
@@ -40,7 +40,7 @@ class OptimizerStep:
         model: ShardedModel,
         optimizer: torch.optim.Optimizer | None,
         config: ZeroConfig,
-        scaler: LossScaler,
+        scaler: Fp16LossScaler,
         sanity: SanityChecks,
     ):
         mesh, placement = model.mesh, model.placement

@@ -16,9 +16,9 @@ from hf_zero.core.schedule import Schedule
 from hf_zero.core.takeover import refuse_unknown_params
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.ops import native
+from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.elementwise import check
-from hf_zero.optim.fused import reads_16_bits
-from hf_zero.optim.segments import BoundOptimizer
+from hf_zero.optim.fused_support import reads_16_bits
 from hf_zero.optim.state import collect, numbers_kept
 from hf_zero.parameters.layout import Slot
 from hf_zero.parameters.parameter import owner_of

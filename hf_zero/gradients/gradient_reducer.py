@@ -61,7 +61,7 @@ class Broken(Enum):
 
 
 @dataclass(eq=False)
-class _Pass:
+class _BackwardPass:
     """One backward. ``key`` tells the kinds of backward apart, alike on all ranks."""
 
     key: Hashable = None
@@ -110,7 +110,7 @@ class GradientReducer:
             self._issue_gathers,
         )
         self._known: set[Hashable] = set()  # kinds of backward that have been learned
-        self._pass = _Pass()
+        self._pass = _BackwardPass()
         self._batch = MicroBatch()
         self._gathers: Gathers | None = None
         self._outstanding: Outstanding | None = None
@@ -129,7 +129,7 @@ class GradientReducer:
         self.wait()
         gathers = self._gathers is not None and self._gathers.gathers
         self._mesh.passes.begin("backward", key, joint=self._reduces_now or gathers)
-        self._pass = _Pass(key, True)
+        self._pass = _BackwardPass(key, True)
         # A rank must not wait for a reduction that others launch only after a gather it has yet to
         # join.
         self._reductions.begin(

@@ -24,7 +24,7 @@ from torch import nn
 from hf_zero.errors import PartitionError
 from hf_zero.parameters.tree import map_tensors, tensors_in, transformed
 from hf_zero.units.flat_buffer import FlatBuffer
-from hf_zero.units.precision import LossScaler
+from hf_zero.units.precision import Fp16LossScaler
 
 SCALED_ONCE = (
     "this loss.backward() goes through more than one fp16 forward of the model, or through a part "
@@ -102,7 +102,7 @@ class Losses:
     def __init__(
         self,
         rank: int,
-        scaler: LossScaler,
+        scaler: Fp16LossScaler,
         fp16: bool,
         training: Sequence[FlatBuffer],
         in_backward: Callable[[], bool],
@@ -220,7 +220,7 @@ class Losses:
         """Whether the gradients held here have carried a scale: this engine's or another's."""
         return self._scales or self._scale_owner is not None
 
-    def update_scale(self, overflow: bool) -> LossScaler:
+    def update_scale(self, overflow: bool) -> Fp16LossScaler:
         """Gradients have been used, or skipped because of ``overflow``: move the scale they
         carried, which is returned.
         """

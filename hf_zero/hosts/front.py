@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import BinaryIO
 
 from hf_zero.hosts.agent import GRACE_SECONDS
-from hf_zero.hosts.plan import Plan, Start
+from hf_zero.hosts.plan import LaunchPlan, Start
 
 # The agents give their ranks so long; who has not come back after that is cut off.
 PATIENCE_SECONDS = GRACE_SECONDS + 10.0
@@ -36,7 +36,7 @@ class Ended:
     signalled: bool = False
 
 
-def carry_out(plan: Plan, patience: float = PATIENCE_SECONDS) -> int:
+def carry_out(plan: LaunchPlan, patience: float = PATIENCE_SECONDS) -> int:
     """Run the plan to its end: 0 if every host ended with 0, else the code of the first that did
     not.
 

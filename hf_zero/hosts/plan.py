@@ -79,7 +79,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """All hosts' parts; ``alone`` where one part is all there is and runs here, in place of this
     process.
     """
@@ -92,7 +92,7 @@ class Plan:
         return len(self.starts) == 1 and self.starts[0].here
 
 
-def plan(request: Request, default_ranks: Callable[[], int]) -> Plan:
+def plan(request: Request, default_ranks: Callable[[], int]) -> LaunchPlan:
     """Raises LaunchError for hosts that cannot be chosen or reached as asked.
 
     ``default_ranks`` counts those of this machine.
@@ -138,7 +138,7 @@ def plan(request: Request, default_ranks: Callable[[], int]) -> Plan:
         )
     if request.node_rank is not None:
         starts = [starts[request.node_rank]]
-    return Plan(starts, f"{meeting[0]}:{meeting[1]}" if meeting else None)
+    return LaunchPlan(starts, f"{meeting[0]}:{meeting[1]}" if meeting else None)
 
 
 def _hosts(request: Request, default_ranks: Callable[[], int]) -> list[Host]:

@@ -16,7 +16,7 @@ CAP_IPC_LOCK = 14  # the bit of the capability in /proc/self/status
 ROOT = Path("/")
 
 
-class Bound(NamedTuple):
+class MemoryLimit(NamedTuple):
     """One limit: what is left below it, who sets it, and whether the ranks of this host share
     it.
     """
@@ -54,14 +54,14 @@ _VERSIONS = (
 )
 
 
-def bounds(root: Path = ROOT) -> Iterator[Bound]:
+def bounds(root: Path = ROOT) -> Iterator[MemoryLimit]:
     """Everything that limits what this process may still take of the host's memory.
 
     ``root`` is where /proc and /sys lie.
     """
     import psutil
 
-    yield Bound(psutil.virtual_memory().available, "available on this machine", True)
+    yield MemoryLimit(psutil.virtual_memory().available, "available on this machine", True)
     yield from cgroups(root)
     own = psutil.Process().memory_info()
     for limit, used, name in (
@@ -70,10 +70,10 @@ def bounds(root: Path = ROOT) -> Iterator[Bound]:
     ):
         soft = resource.getrlimit(limit)[0]
         if soft != resource.RLIM_INFINITY:
-            yield Bound(max(0, soft - used), name, False)
+            yield MemoryLimit(max(0, soft - used), name, False)
 
 
-def cgroups(root: Path = ROOT) -> Iterator[Bound]:
+def cgroups(root: Path = ROOT) -> Iterator[MemoryLimit]:
     """What each control group that holds this process leaves, from the innermost to the root, in
     both versions.
 
@@ -97,16 +97,16 @@ def cgroups(root: Path = ROOT) -> Iterator[Bound]:
             for folder in (mount / each for each in (inner, *inner.parents)):
                 left = _left(folder, version)
                 if left is not None:
-                    yield Bound(left, f"left by the control group {folder}", True)
+                    yield MemoryLimit(left, f"left by the control group {folder}", True)
 
 
-def free_ram(root: Path = ROOT, ranks: int = 1) -> Bound:
+def free_ram(root: Path = ROOT, ranks: int = 1) -> MemoryLimit:
     """The tightest of :func:`bounds` for one of ``ranks`` processes on this host, which share
     what is shared equally.
     """
     return min(
         (
-            Bound(each.nbytes // (ranks if each.shared else 1), each.why, each.shared)
+            MemoryLimit(each.nbytes // (ranks if each.shared else 1), each.why, each.shared)
             for each in bounds(root)
         ),
         key=lambda b: b.nbytes,

@@ -150,7 +150,7 @@ def open_direct(path: str) -> int:
         raise
 
 
-class Piece(NamedTuple):
+class TransferPart(NamedTuple):
     """``bytes`` bytes of ``file`` from ``offset``, and where in the tensor's memory they stand."""
 
     file: OpenFile
@@ -282,7 +282,7 @@ class FileQueue:
         self, file: OpenFile, offset: int, out: torch.Tensor, priority: Priority = Priority.NEEDED
     ) -> Ticket:
         """Fill ``out`` (contiguous, CPU) from byte ``offset`` of ``file``."""
-        return self.transfer(False, [Piece(file, offset, 0, out.nbytes)], out, priority)
+        return self.transfer(False, [TransferPart(file, offset, 0, out.nbytes)], out, priority)
 
     def write(
         self, file: OpenFile, offset: int, data: torch.Tensor, priority: Priority = Priority.BEHIND
@@ -290,12 +290,12 @@ class FileQueue:
         """Write ``data`` (contiguous, CPU; not to be changed until done) at byte ``offset`` of
         ``file``.
         """
-        return self.transfer(True, [Piece(file, offset, 0, data.nbytes)], data, priority)
+        return self.transfer(True, [TransferPart(file, offset, 0, data.nbytes)], data, priority)
 
     def transfer(
         self,
         write: bool,
-        pieces: Sequence[Piece],
+        pieces: Sequence[TransferPart],
         tensor: torch.Tensor,
         priority: Priority,
         after: Sequence[Ticket] = (),

@@ -7,8 +7,8 @@ settings is now, by another that is uploaded when one of them has changed. A ste
 the device; :func:`adam_` or :func:`lion_` then reads gradient, master and moments once and writes
 master, moments and, if there is one, the 16-bit copy::
 
-    tiles = Tiles.cut([Piece(length=…, row=0, master=0, grad=0, moment=0), …], device)
-    coefficients = advance_(steps, settings_table([Settings(lr=1e-3)], device))
+    tiles = Tiles.cut([FlatRun(length=…, row=0, master=0, grad=0, moment=0), …], device)
+    coefficients = advance_(steps, settings_table([RowSettings(lr=1e-3)], device))
     adam_(master, grad, exp_avg, exp_avg_sq, tiles, coefficients, divisor=divisor, out=copy)
 
 Nothing waits for the device: the loss scale and the clipping factor (``divisor``), the overflow
@@ -30,11 +30,11 @@ from hf_zero.errors import KernelError
 from hf_zero.ops import flat_optimizers_reference as reference
 from hf_zero.ops.dispatch import Kernel
 from hf_zero.ops.flat_norm import squared_norm as squared_norm
-from hf_zero.ops.flat_tiles import COEFFICIENTS, SETTINGS, Piece, Tiles, upload
+from hf_zero.ops.flat_tiles import COEFFICIENTS, SETTINGS, FlatRun, Tiles, upload
 
 __all__ = [
-    "Piece",
-    "Settings",
+    "FlatRun",
+    "RowSettings",
     "Tiles",
     "adam_",
     "advance_",
@@ -47,12 +47,12 @@ _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _advance_example(device: torch.device) -> tuple[Any, ...]:
-    return torch.zeros(1, device=device), settings_table([Settings(lr=1e-3)], device), None
+    return torch.zeros(1, device=device), settings_table([RowSettings(lr=1e-3)], device), None
 
 
 def _update_example(moments: int) -> Any:
     def example(device: torch.device) -> tuple[Any, ...]:
-        tiles = Tiles.cut([Piece(20, 0, 0, 0, 0)], device, tile=16)
+        tiles = Tiles.cut([FlatRun(20, 0, 0, 0, 0)], device, tile=16)
         arrays = [torch.rand(20, device=device) for _ in range(2 + moments)]
         coefficients = advance_(*_advance_example(device))
         return (
@@ -76,7 +76,7 @@ LION = Kernel("flat_lion", "flat_optimizers:lion_", reference.lion_, example=_up
 
 
 @dataclass(frozen=True, eq=False)
-class Settings:
+class RowSettings:
     """Of one row: Adam's (Kingma & Ba 2014, arXiv:1412.6980), AdamW's (Loshchilov & Hutter 2017,
     arXiv:1711.05101) where ``decoupled``.
 
@@ -114,7 +114,7 @@ def _log(beta: float) -> float:
     return math.log(beta) if beta > 0.0 else -math.inf
 
 
-def settings_table(rows: Sequence[Settings], device: torch.device | str) -> Tensor:
+def settings_table(rows: Sequence[RowSettings], device: torch.device | str) -> Tensor:
     """``rows`` as [rows, SETTINGS] fp64 on ``device``, copied there without waiting."""
     table = upload(
         torch.tensor([row.numbers() for row in rows], dtype=torch.float64).view(

@@ -29,7 +29,7 @@ TILE = 4096
 
 
 @dataclass(frozen=True)
-class Piece:
+class FlatRun:
     """``length`` elements of one segment: where they begin in each buffer, in elements, and the row
     of their settings.
 
@@ -43,7 +43,7 @@ class Piece:
     moment: int
     out: int | None = None
 
-    def joins(self, other: Piece) -> bool:
+    def joins(self, other: FlatRun) -> bool:
         """Whether ``other`` goes on where this one ends, in every buffer."""
         return self.row == other.row and all(
             there == here + self.length for here, there in zip(self.places, other.places)
@@ -69,7 +69,7 @@ class Tiles:
     extents: tuple[int, int, int, int]  # elements that master, gradient, moments and copy must have
 
     @classmethod
-    def cut(cls, pieces: Iterable[Piece], device: torch.device | str, tile: int = TILE) -> Tiles:
+    def cut(cls, pieces: Iterable[FlatRun], device: torch.device | str, tile: int = TILE) -> Tiles:
         """Cut ``pieces``, which share no element, into tiles. Those that go on in every buffer are
         joined first.
 
@@ -110,14 +110,14 @@ def upload(table: Tensor, device: torch.device | str) -> Tensor:
     return pinned.for_copy(table, torch.device(device)).to(device, non_blocking=True)
 
 
-def _joined(pieces: Iterable[Piece]) -> Sequence[Piece]:
-    joined: list[Piece] = []
+def _joined(pieces: Iterable[FlatRun]) -> Sequence[FlatRun]:
+    joined: list[FlatRun] = []
     for piece in pieces:
         if piece.length == 0:
             continue
         if joined and joined[-1].joins(piece):
             last = joined[-1]
-            piece = Piece(
+            piece = FlatRun(
                 last.length + piece.length, last.row, last.master, last.grad, last.moment, last.out
             )
             joined.pop()
@@ -125,7 +125,7 @@ def _joined(pieces: Iterable[Piece]) -> Sequence[Piece]:
     return joined
 
 
-def _cut(piece: Piece, tile: int) -> Tensor:
+def _cut(piece: FlatRun, tile: int) -> Tensor:
     even = len({place % PHASE for place in piece.places}) == 1
     lead = min(-piece.master % PHASE, piece.length) if even else 0
     starts = torch.arange(lead, piece.length, tile, dtype=torch.int64)

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
-    "BoundOptimizer": "hf_zero.optim.segments",
+    "BoundOptimizer": "hf_zero.optim.bound_optimizer",
     "CPUAdagrad": "hf_zero.optim.cpu",
     "CPUAdam": "hf_zero.optim.cpu",
     "CPULion": "hf_zero.optim.cpu",
@@ -28,6 +28,7 @@ _EXPORTS = {
 __all__ = list(_EXPORTS)
 
 if TYPE_CHECKING:
+    from hf_zero.optim.bound_optimizer import BoundOptimizer as BoundOptimizer
     from hf_zero.optim.build import build_optimizer as build_optimizer
     from hf_zero.optim.cpu import CPUSGD as CPUSGD
     from hf_zero.optim.cpu import CPUAdagrad as CPUAdagrad
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from hf_zero.optim.schedules import WarmupDecayLR as WarmupDecayLR
     from hf_zero.optim.schedules import WarmupLR as WarmupLR
     from hf_zero.optim.schedules import build_scheduler as build_scheduler
-    from hf_zero.optim.segments import BoundOptimizer as BoundOptimizer
 
 
 def __getattr__(name: str) -> Any:

@@ -6,10 +6,10 @@ import math
 import warnings
 from typing import Any
 
-from hf_zero.optim.schedule_base import PerGroup, Schedule
+from hf_zero.optim.schedule_base import LRSchedule, PerGroup
 
 
-class LRRangeTest(Schedule):
+class LRRangeTest(LRSchedule):
     """A learning rate that only grows, to find where training breaks.
 
     Args:
@@ -50,7 +50,7 @@ class LRRangeTest(Schedule):
         return [lr * (1.0 + self.step_rate * intervals) for lr in self.min_lrs]
 
 
-class OneCycle(Schedule):
+class OneCycle(LRSchedule):
     """Up from ``cycle_min_lr`` to ``cycle_max_lr``, down again, then a decay; momentum moves the
     other way.
 

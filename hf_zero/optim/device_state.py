@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.optim import state
-from hf_zero.optim.table import Flat, Region, Segment, cut
+from hf_zero.optim.table import Flat, MemoryRegion, Segment, cut
 
 
 class StateEntries:
@@ -62,8 +62,8 @@ class DeviceState:
 
     def __init__(self, entries: StateEntries) -> None:
         self._entries = entries
-        self.regions: list[Region] = []
-        self._region_of: dict[str, tuple[Region, int]] = {}  # with a flat's place in it
+        self.regions: list[MemoryRegion] = []
+        self._region_of: dict[str, tuple[MemoryRegion, int]] = {}  # with a flat's place in it
         # each state of a region is in one piece of memory, as far as known
         self._together = False
 
@@ -157,7 +157,7 @@ class DeviceState:
                 what = f"a segment of {segment.parts[0].flat.key!r}"
                 state.refuse_unknown(self._entries.optimizer, name, value, what)
 
-    def _homes(self, region: Region, segment: Segment) -> dict[str, Tensor]:
+    def _homes(self, region: MemoryRegion, segment: Segment) -> dict[str, Tensor]:
         """For each state of ``segment``, the tensor over the whole region that it is a part of
         (after :meth:`bring_together`).
         """
@@ -166,7 +166,7 @@ class DeviceState:
             for name, value in self._entries.elementwise(segment).items()
         }
 
-    def _gather_home(self, region: Region, name: str) -> None:
+    def _gather_home(self, region: MemoryRegion, name: str) -> None:
         entries = self._entries
         owners = [segment for segment in region.segments if name in entries.elementwise(segment)]
         values = [entries.optimizer.state[segment.tensor][name] for segment in owners]
@@ -193,7 +193,7 @@ class DeviceState:
 
 
 def replace_segments(
-    regions: Iterable[Region], pieces: Mapping[Segment, Sequence[Segment]]
+    regions: Iterable[MemoryRegion], pieces: Mapping[Segment, Sequence[Segment]]
 ) -> None:
     """Put the ``pieces`` of segments into their places in ``regions``."""
     for region in regions:

@@ -20,15 +20,20 @@ import torch
 from torch import Tensor
 
 from hf_zero.ops import dispatch
-from hf_zero.ops.flat_optimizers import ADAM, LION, Settings, adam_, advance_, lion_, settings_table
-from hf_zero.ops.flat_tiles import PHASE, Piece, Tiles, upload
-from hf_zero.optim.elementwise import elementwise_base
-from hf_zero.optim.lion import Lion
-from hf_zero.optim.table import Part, Region, Segment
+from hf_zero.ops.flat_optimizers import (
+    ADAM,
+    LION,
+    RowSettings,
+    adam_,
+    advance_,
+    lion_,
+    settings_table,
+)
+from hf_zero.ops.flat_tiles import PHASE, FlatRun, Tiles, upload
+from hf_zero.optim.fused_support import KERNELS, is_own, is_plain, is_ready
+from hf_zero.optim.table import MemoryRegion, Segment, SegmentPart
 
-_KERNELS = {torch.optim.Adam: ADAM, torch.optim.AdamW: ADAM, Lion: LION}
 _MOMENTS = {"flat_adam": ("exp_avg", "exp_avg_sq"), "flat_lion": ("exp_avg",)}
-_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class _Launch:
     """
 
     segment: Segment
-    part: Part
+    part: SegmentPart
     tiles: Tiles
 
 
@@ -56,9 +61,9 @@ class FusedStep:
     ):
         self._optimizer = optimizer
         self._base = base
-        self._kernel = _KERNELS.get(base) if base is not None else None
+        self._kernel = KERNELS.get(base) if base is not None else None
         self._kernels = kernels
-        self._own_step = _is_own(step, optimizer)
+        self._own_step = is_own(step, optimizer)
         self.reset()
 
     def reset(self) -> None:
@@ -104,12 +109,11 @@ class FusedStep:
             return False
         groups = self._optimizer.param_groups
         return all(
-            _is_plain(groups[index], self._base)
-            for index in {segment.group for segment in segments}
+            is_plain(groups[index], self._base) for index in {segment.group for segment in segments}
         ) and all(
             segment.tensor.device == device
             and segment.tensor.dtype == torch.float32
-            and all(_is_ready(part, device) for part in segment.parts)
+            and all(is_ready(part, device) for part in segment.parts)
             for segment in segments
         )
 
@@ -117,7 +121,7 @@ class FusedStep:
 
     def step(
         self,
-        regions: Sequence[Region],
+        regions: Sequence[MemoryRegion],
         segments: Sequence[Segment],
         left_out: Collection[Segment],
         grad_scale: Tensor | None,
@@ -196,7 +200,7 @@ class FusedStep:
             used = {segment.group for segment in segments}
             groups = self._optimizer.param_groups
             rows = [
-                self._row(group) if index in used else Settings(0.0)
+                self._row(group) if index in used else RowSettings(0.0)
                 for index, group in enumerate(groups)
             ]
             return advance_(steps, self._uploaded(rows, steps.device), skip)
@@ -217,7 +221,7 @@ class FusedStep:
         coefficients[place] = found
         return coefficients
 
-    def _uploaded(self, rows: Sequence[Settings], device: torch.device) -> Tensor:
+    def _uploaded(self, rows: Sequence[RowSettings], device: torch.device) -> Tensor:
         """The settings ``rows``, on the device; copied there if one of them has changed."""
         told = [row.numbers() for row in rows]
         if (
@@ -228,7 +232,7 @@ class FusedStep:
             self._settings, self._told = settings_table(rows, device), told
         return self._settings
 
-    def _row(self, group: Mapping[str, Any]) -> Settings:
+    def _row(self, group: Mapping[str, Any]) -> RowSettings:
         beta1, beta2 = group["betas"]
         shared = {
             "lr": group["lr"],
@@ -238,9 +242,9 @@ class FusedStep:
             "maximize": group["maximize"],
         }
         if self._kernel is LION:
-            return Settings(**shared, corrected=False)
+            return RowSettings(**shared, corrected=False)
         decoupled = group.get("decoupled_weight_decay", self._base is torch.optim.AdamW)
-        return Settings(**shared, eps=group["eps"], decoupled=bool(decoupled))
+        return RowSettings(**shared, eps=group["eps"], decoupled=bool(decoupled))
 
     # ---- where things lie ----
 
@@ -257,7 +261,7 @@ class FusedStep:
         )
         if self._launches and key == self._key:
             return
-        together: dict[tuple[Any, ...], tuple[Segment, Part, list[Piece]]] = {}
+        together: dict[tuple[Any, ...], tuple[Segment, SegmentPart, list[FlatRun]]] = {}
         covered: dict[str, int] = {}
         for segment in segments:
             for part in segment.parts:
@@ -267,7 +271,7 @@ class FusedStep:
                     None if t is None else (t.untyped_storage()._cdata, t.dtype)
                     for t in (segment.tensor, grad, shard)
                 )
-                piece = Piece(
+                piece = FlatRun(
                     part.stop - part.start,
                     self._row_of(segment),
                     _begin(segment.tensor) + part.offset,
@@ -294,7 +298,7 @@ class FusedStep:
             for name, home in self._homes[segment].items()
         )
 
-    def _bring_home(self, regions: Sequence[Region], segments: Sequence[Segment]) -> None:
+    def _bring_home(self, regions: Sequence[MemoryRegion], segments: Sequence[Segment]) -> None:
         """Move the state of ``segments`` into the arenas; state that does not exist yet is
         created there.
         """
@@ -345,7 +349,7 @@ class FusedStep:
         state[name] = homes[name] = home
 
     @staticmethod
-    def _places(regions: Sequence[Region]) -> tuple[dict[Segment, int], int]:
+    def _places(regions: Sequence[MemoryRegion]) -> tuple[dict[Segment, int], int]:
         """Where each segment begins in an arena, and how long that is.
 
         A region lies there as its masters do, and at the same phase.
@@ -371,60 +375,6 @@ class FusedStep:
                 if entries.get("step") is homes["step"]:
                     entries["step"] = homes["step"].clone()
         self._homes = {}
-
-
-def reads_16_bits(optimizer: torch.optim.Optimizer, kernels: Any, device: torch.device) -> bool:
-    """Whether the update of ``optimizer`` on ``device`` is a launch that reads gradients in 16 bits
-    as they are. torch's own update has all of them cast to fp32 first, and so needs more memory at
-    its peak than fp32 gradients take.
-    """
-    base = elementwise_base(type(optimizer))
-    kernel = _KERNELS.get(base) if base is not None else None
-    if (
-        kernel is None
-        or not dispatch.wanted("optimizer", kernels, device)
-        or kernel.name in dispatch.broken()
-    ):
-        return False
-    # torch's classes are told to be fused when they are bound, unless the group says otherwise.
-    plain = [
-        {**group, "fused": group.get("fused") is not False and group.get("foreach") is None}
-        for group in optimizer.param_groups
-    ]
-    return all(_is_plain(group, base) for group in plain)
-
-
-def _is_own(step: Any, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``step`` is the method of the class, at most with a scheduler's wrapper, which
-    notes the call, around it.
-    """
-    function = getattr(
-        step, "__wrapped__" if getattr(step, "_wrapped_by_lr_sched", False) else "__func__", None
-    )
-    return function is type(optimizer).step
-
-
-def _is_plain(group: Mapping[str, Any], base: type | None) -> bool:
-    """Whether the settings of ``group`` are those that the kernels know."""
-    numbers = (*group["betas"], group["weight_decay"], group.get("eps", 0.0))
-    known = all(isinstance(number, (int, float)) for number in numbers) and _is_number(group["lr"])
-    if base is Lion:
-        return known and group["foreach"] is None
-    return known and bool(group["fused"]) and not group["amsgrad"] and not group["differentiable"]
-
-
-def _is_number(lr: Any) -> bool:
-    return isinstance(lr, (int, float)) or (isinstance(lr, Tensor) and lr.numel() == 1)
-
-
-def _is_ready(part: Part, device: torch.device) -> bool:
-    grad = part.flat.grad
-    return (
-        grad is not None
-        and grad.device == device
-        and grad.dtype in _GRADIENTS
-        and grad.is_contiguous()
-    )
 
 
 def _address(tensor: Tensor | None) -> tuple[int, int, torch.dtype] | None:

@@ -18,7 +18,7 @@ from hf_zero.optim.device_state import StateEntries
 from hf_zero.optim.elementwise import elementwise_base
 from hf_zero.optim.host_rules import Rule, rule_of
 from hf_zero.optim.kernel_calls import MASTER
-from hf_zero.optim.table import Flat, Region, Segment, apart
+from hf_zero.optim.table import Flat, MemoryRegion, Segment, apart
 from hf_zero.storage.base import StorageFormat, moment_format
 
 # in their first step the gradient itself is the momentum
@@ -56,13 +56,13 @@ class OffloadedState:
         self._entries = entries
         self._base = base
         self._moments = moments
-        self._region_of: dict[str, Region] = {}  # by flat
+        self._region_of: dict[str, MemoryRegion] = {}  # by flat
         self._fresh: set[Segment] = set()  # not stepped yet
         # arrays, by flat and name, that did not exist when segments were cut
         self._made: set[tuple[str, str]] = set()
 
     @property
-    def regions(self) -> list[Region]:
+    def regions(self) -> list[MemoryRegion]:
         """One for each flat."""
         return list(self._region_of.values())
 

@@ -19,7 +19,7 @@ from hf_zero.errors import ConfigError
 PerGroup = float | Sequence[float]
 
 
-class Schedule(LRScheduler, ABC):
+class LRSchedule(LRScheduler, ABC):
     """A schedule whose values follow from the number of steps alone.
 
     Constructing it writes the values before the first step; ``step()`` after the n-th optimizer

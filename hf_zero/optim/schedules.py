@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler as torch_schedules
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.optim.cycles import LRRangeTest, OneCycle
-from hf_zero.optim.schedule_base import Schedule
+from hf_zero.optim.schedule_base import LRSchedule
 from hf_zero.optim.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 if TYPE_CHECKING:
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 __all__ = [
     "VALID_LR_SCHEDULES",
     "LRRangeTest",
+    "LRSchedule",
     "OneCycle",
-    "Schedule",
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
     "build_scheduler",
 ]
 
-_OURS: dict[str, type[Schedule]] = {
+_OURS: dict[str, type[LRSchedule]] = {
     "LRRangeTest": LRRangeTest,
     "OneCycle": OneCycle,
     "WarmupLR": WarmupLR,

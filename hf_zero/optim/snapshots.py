@@ -15,7 +15,7 @@ from typing import Any
 
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim import state
-from hf_zero.optim.table import Part, Segment
+from hf_zero.optim.table import Segment, SegmentPart
 
 KEY = "segments"  # of a state dict
 
@@ -118,7 +118,7 @@ class Saved:
                     found.append((place, extent.entry, at))
         return found
 
-    def _overlapping(self, group: int, part: Part) -> Iterator[tuple[Extent, int]]:
+    def _overlapping(self, group: int, part: SegmentPart) -> Iterator[tuple[Extent, int]]:
         """The extents that hold the elements of ``part``, with its first element in each."""
         key, first = part.flat.key, part.flat.owned[0]
         start, stop = first + part.start, first + part.stop

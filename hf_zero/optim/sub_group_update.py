@@ -34,7 +34,7 @@ class Counted:
     fresh: bool = False
 
 
-class Bound(Protocol):
+class SubGroupOptimizer(Protocol):
     """What a step needs of the optimizer that is bound to the flats."""
 
     def offloaded_segments(self, flat: Flat) -> Sequence[Segment]:
@@ -56,7 +56,7 @@ class Update:
 
     def __init__(
         self,
-        bound: Bound,
+        bound: SubGroupOptimizer,
         rules: Sequence[Rule | None],
         groups: Sequence[Mapping[str, Any]],
         divisor: float,

@@ -71,7 +71,7 @@ class Run:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class SegmentPart:
     """Elements ``[start, stop)`` of the owned range of ``flat``; they stand at ``offset`` of
     their segment.
     """
@@ -102,7 +102,7 @@ class Segment:
     group: int
     start: int
     stop: int
-    parts: list[Part]
+    parts: list[SegmentPart]
     sub_group: int = 0  # of the flat whose states are offloaded
     tensor: Tensor = field(init=False)
 
@@ -120,7 +120,7 @@ class Segment:
         return names or frozenset(part.flat.layout.slots[-1].name for part in self.parts)
 
     def extend(self, flat: Flat, start: int, stop: int) -> None:
-        self.parts.append(Part(flat, start, stop, self.stop - self.start))
+        self.parts.append(SegmentPart(flat, start, stop, self.stop - self.start))
         self.stop += stop - start
 
     def bind(self) -> None:
@@ -161,7 +161,7 @@ class Segment:
 
 
 @dataclass(eq=False)
-class Region:
+class MemoryRegion:
     """Flats connected by segments, with the place of each flat's first owned element."""
 
     flats: list[tuple[Flat, int]]
@@ -251,7 +251,9 @@ def split(segment: Segment, places: Sequence[int]) -> list[Segment]:
             first, last = max(start, part.offset), min(stop, part.offset + part.stop - part.start)
             if first < last:
                 offset = part.start - part.offset
-                piece.parts.append(Part(part.flat, first + offset, last + offset, first - start))
+                piece.parts.append(
+                    SegmentPart(part.flat, first + offset, last + offset, first - start)
+                )
         found.append(piece)
     return found
 
@@ -268,21 +270,21 @@ def sub_groups(
     return found
 
 
-def apart(flat: Flat, group_of: Mapping[str, int]) -> Region:
+def apart(flat: Flat, group_of: Mapping[str, int]) -> MemoryRegion:
     """The region of a flat whose states are offloaded: each of their sub-groups is a segment, bound
     by the storage.
     """
-    region = Region([(flat, 0)], [], flat.owned[1] - flat.owned[0])
+    region = MemoryRegion([(flat, 0)], [], flat.owned[1] - flat.owned[0])
     for run in group_runs(flat.layout, flat.owned, group_of):
         for sub_group, (start, stop) in enumerate(flat.storage.sub_groups):
             if run.group is not None and run.start <= start < run.stop:
                 region.segments.append(
-                    Segment(run.group, start, stop, [Part(flat, start, stop, 0)], sub_group)
+                    Segment(run.group, start, stop, [SegmentPart(flat, start, stop, 0)], sub_group)
                 )
     return region
 
 
-def cut(flats: Sequence[Flat], group_of: Mapping[str, int]) -> list[Region]:
+def cut(flats: Sequence[Flat], group_of: Mapping[str, int]) -> list[MemoryRegion]:
     """The regions of ``flats`` on this rank, in the order of memory, with their segments bound
     to the masters.
     """
@@ -294,7 +296,7 @@ def cut(flats: Sequence[Flat], group_of: Mapping[str, int]) -> list[Region]:
         master = masters(flat)
         return storages[master.untyped_storage()._cdata], int(master.storage_offset())
 
-    regions: list[Region] = []
+    regions: list[MemoryRegion] = []
     before: Flat | None = None
     last: Run | None = None
     for flat in sorted(flats, key=place):
@@ -314,7 +316,7 @@ def cut(flats: Sequence[Flat], group_of: Mapping[str, int]) -> list[Region]:
             and _touch(before.grad, flat.grad)
         )
         if not joined:
-            regions.append(Region([], [], 0))
+            regions.append(MemoryRegion([], [], 0))
         region = regions[-1]
         base = region.numel
         region.flats.append((flat, base))
@@ -329,7 +331,7 @@ def cut(flats: Sequence[Flat], group_of: Mapping[str, int]) -> list[Region]:
                         run.group,
                         base + run.start,
                         base + run.stop,
-                        [Part(flat, run.start, run.stop, 0)],
+                        [SegmentPart(flat, run.start, run.stop, 0)],
                     )
                 )
         region.numel = base + runs[-1].stop

@@ -10,10 +10,10 @@ from typing import Any
 
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError
-from hf_zero.optim.schedule_base import PerGroup, Schedule
+from hf_zero.optim.schedule_base import LRSchedule, PerGroup
 
 
-class _Warmup(Schedule):
+class _Warmup(LRSchedule):
     """The rise that the three share: from 0 to 1 over ``warmup_num_steps`` steps."""
 
     def _rise(self, steps: Any, kind: Any) -> None:

@@ -37,7 +37,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterRange:
     """A run of elements of one parameter: ``[start, stop)`` of the parameter is ``[offset,
     offset+len)`` of the flat.
     """
@@ -119,7 +119,7 @@ class FlatLayout:
     def by_name(self) -> dict[str, Slot]:
         return {slot.name: slot for slot in self.slots}
 
-    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+    def pieces(self, start: int, stop: int) -> Iterator[ParameterRange]:
         """The runs of parameters inside ``[start, stop)`` of the flat buffer, in order; padding
         yields nothing.
         """
@@ -131,7 +131,7 @@ class FlatLayout:
                 return
             a, b = max(slot.offset, start), min(slot.end, stop)
             if a < b:
-                yield Piece(slot.name, a - slot.offset, b - slot.offset, a)
+                yield ParameterRange(slot.name, a - slot.offset, b - slot.offset, a)
 
     def reshard(self, shards: int) -> FlatLayout:
         """The same parameters cut for another number of shards."""

@@ -20,25 +20,25 @@ from hf_zero.parameters.parameter import owner_of
 from hf_zero.parameters.wrap import UnitSpec, find_units, persistent_names
 from hf_zero.preflight.fit import Fit, fit
 from hf_zero.preflight.needs import Needs, needs
-from hf_zero.preflight.plan import Group, Plan, groups_of
-from hf_zero.preflight.verdict import ACTIVATIONS, Verdict, judge
+from hf_zero.preflight.plan import FlatParameters, MemoryPlan, groups_of
+from hf_zero.preflight.verdict import ACTIVATIONS, MemoryVerdict, judge
 from hf_zero.sizes import in_units
 
 SWITCH = "HF_ZERO_PREFLIGHT"
 
 
 @dataclass(frozen=True)
-class Report:
+class PreflightReport:
     """What :func:`check` has found.
 
     ``note`` is a line for rank 0's log, "" where nothing is worth it; ``warning`` what was let
     pass.
     """
 
-    plan: Plan
+    plan: MemoryPlan
     needs: Needs
     free: Free
-    verdict: Verdict
+    verdict: MemoryVerdict
     note: str = ""
     warning: str = ""
 
@@ -52,7 +52,7 @@ def check(
     free: Free | None = None,
     moments: int | None = None,
     trains: bool = True,
-) -> Report:
+) -> PreflightReport:
     """Whether a model trains as ``config`` says in what is free; no memory is taken for it.
 
     Args:
@@ -79,12 +79,12 @@ def check(
     groups = groups_of(specs, root, config.precision, persistent)
     if not trains:
         groups = [replace(group, trainable=False) for group in groups]
-    plan = Plan.of(config, world, not kinds.is_host(where), moments)
+    plan = MemoryPlan.of(config, world, not kinds.is_host(where), moments)
     found = free if free is not None else room_for(root, config, where)
     own = needs(groups, plan)
     verdict = judge(own, found)
     if verdict.fits:
-        return Report(
+        return PreflightReport(
             plan,
             own,
             found,
@@ -94,7 +94,7 @@ def check(
     said = refusal(plan, own, verdict, fit(groups, plan, found))
     if os.environ.get(SWITCH, "1").strip() != "0":
         raise DoesNotFitError(f"{said}\n{SWITCH}=0 in the environment tries it all the same")
-    return Report(plan, own, found, verdict, note="; ".join(verdict.notes), warning=said)
+    return PreflightReport(plan, own, found, verdict, note="; ".join(verdict.notes), warning=said)
 
 
 def room_for(module: nn.Module, config: ZeroConfig, device: torch.device) -> Free:
@@ -131,7 +131,7 @@ def _occupied(parameter: torch.Tensor) -> tuple[int, str, int]:
         return storage._cdata, parameter.device.type, storage.nbytes()
 
 
-def refusal(plan: Plan, own: Needs, verdict: Verdict, found: Fit) -> str:
+def refusal(plan: MemoryPlan, own: Needs, verdict: MemoryVerdict, found: Fit) -> str:
     """The error's text: a table of the tiers, and the nearest configuration that fits."""
     one = "the one rank" if plan.ranks == 1 else f"each of {plan.ranks} ranks"
     lines = [
@@ -160,7 +160,7 @@ def refusal(plan: Plan, own: Needs, verdict: Verdict, found: Fit) -> str:
     return "\n".join(lines)
 
 
-def table(verdict: Verdict) -> list[str]:
+def table(verdict: MemoryVerdict) -> list[str]:
     """Aligned lines: tier, needed, free, and what is short; then the parts of each tier."""
     cells = [("", "needed", "free", "")]
     for row in verdict.rows:
@@ -181,7 +181,7 @@ def table(verdict: Verdict) -> list[str]:
     ]
 
 
-def _slower(groups: Sequence[Group], plan: Plan, free: Free) -> list[str]:
+def _slower(groups: Sequence[FlatParameters], plan: MemoryPlan, free: Free) -> list[str]:
     """What to say of an offload that only costs time."""
     if not plan.offloads or free.host_device:
         return []

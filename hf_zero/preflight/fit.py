@@ -16,8 +16,8 @@ from hf_zero.config import OffloadOptimizer, OffloadParam
 from hf_zero.config.offload import Moments
 from hf_zero.memory import Free
 from hf_zero.preflight.needs import Needs, needs
-from hf_zero.preflight.plan import Group, Plan
-from hf_zero.preflight.verdict import ACTIVATIONS, Verdict, judge
+from hf_zero.preflight.plan import FlatParameters, MemoryPlan
+from hf_zero.preflight.verdict import ACTIVATIONS, MemoryVerdict, judge
 from hf_zero.sizes import in_units
 
 MOMENTS: tuple[Moments, ...] = ("fp32", "bf16", "int8")
@@ -29,9 +29,9 @@ class Trial:
     """One configuration that was tried: what it is called, what it needs, and whether that fits."""
 
     name: str
-    plan: Plan
+    plan: MemoryPlan
     needs: Needs
-    verdict: Verdict
+    verdict: MemoryVerdict
 
     @property
     def why(self) -> str:
@@ -81,8 +81,8 @@ class Fit:
 
 
 def fit(
-    groups: Sequence[Group],
-    plan: Plan,
+    groups: Sequence[FlatParameters],
+    plan: MemoryPlan,
     free: Free,
     margin: float = ACTIVATIONS,
     stages: Sequence[int] | None = None,
@@ -105,7 +105,9 @@ def fit(
     return Fit(tuple(trials), margin)
 
 
-def _candidates(plan: Plan, free: Free, stages: Sequence[int]) -> Iterator[tuple[str, Plan]]:
+def _candidates(
+    plan: MemoryPlan, free: Free, stages: Sequence[int]
+) -> Iterator[tuple[str, MemoryPlan]]:
     folders = tuple(disk.path for disk in free.disks)
     # a whole gradient on the device buys nothing where micro-batches are not summed: stage 2 sends
     # as much as stage 1
@@ -116,7 +118,7 @@ def _candidates(plan: Plan, free: Free, stages: Sequence[int]) -> Iterator[tuple
         kinds = kinds[kinds.index(plan.optimizer.moments) :]
     own_optimizer, own_param = replace(plan.optimizer, ratio=1.0), plan.param
 
-    def at(stage: int, optimizer: OffloadOptimizer, param: OffloadParam) -> Plan:
+    def at(stage: int, optimizer: OffloadOptimizer, param: OffloadParam) -> MemoryPlan:
         return replace(plan, stage=stage, optimizer=optimizer, param=param)
 
     for stage in stages:
@@ -163,8 +165,8 @@ def _candidates(plan: Plan, free: Free, stages: Sequence[int]) -> Iterator[tuple
 
 
 def _ratios(
-    groups: Sequence[Group], plan: Plan, free: Free, margin: float
-) -> Iterator[tuple[str, Plan]]:
+    groups: Sequence[FlatParameters], plan: MemoryPlan, free: Free, margin: float
+) -> Iterator[tuple[str, MemoryPlan]]:
     """``plan`` with all of the optimizer offloaded ("auto", measured in training), and with as
     much as does not fit the device.
     """
@@ -180,7 +182,9 @@ def _ratios(
         yield f", ratio {least:g}", replace(plan, optimizer=replace(plan.optimizer, ratio=least))
 
 
-def _least_ratio(groups: Sequence[Group], plan: Plan, free: Free, margin: float) -> float:
+def _least_ratio(
+    groups: Sequence[FlatParameters], plan: MemoryPlan, free: Free, margin: float
+) -> float:
     """The smallest share to offload that leaves the device enough room, a multiple of STEP. More
     offloaded needs less there.
     """

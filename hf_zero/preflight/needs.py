@@ -2,8 +2,9 @@
 and the preflight share.
 
 [Note: the model]
-A model is a list of :class:`Group`, as many as the engine has flats; each is laid out as the engine
-does (padding included). Per trainable flat, with K bytes a parameter of master (4) and moments:
+A model is a list of :class:`FlatParameters`, as many as the engine has flats; each is laid out as
+the engine does (padding included). Per trainable flat, with K bytes a parameter of master (4) and
+moments:
 
 - Optimizer on the device: parameters, gradients and K as the stage table says; moments in fp32.
 - Optimizer on the CPU: K and the gradient of this rank's chunk in RAM. At stages 0 and 1 the
@@ -19,7 +20,7 @@ does (padding included). Per trainable flat, with K bytes a parameter of master 
   rank's chunk of them, whatever is offloaded.
 
 A gradient in which no micro-batches are added up is kept in 16 bits; see
-:meth:`Plan.gradient_bytes`. What a model computes with (activations) is not known
+:meth:`MemoryPlan.gradient_bytes`. What a model computes with (activations) is not known
 here.
 """
 
@@ -34,7 +35,7 @@ import torch
 from hf_zero.core.schedule import AHEAD
 from hf_zero.gradients.reductions import IN_FLIGHT
 from hf_zero.preflight.moments import MASTER_BYTES, moment_bytes
-from hf_zero.preflight.plan import SIXTEEN_BITS, Group, Plan
+from hf_zero.preflight.plan import SIXTEEN_BITS, FlatParameters, MemoryPlan
 from hf_zero.storage.base import StorageFormat, moment_format
 from hf_zero.storage.buffer_pool import pool_size
 from hf_zero.storage.nvme import paged, size_in_file
@@ -43,7 +44,7 @@ STAGING = 3  # pieces of parameters on their way to the GPU
 
 
 @dataclass(frozen=True)
-class Part:
+class NamedBytes:
     """Some of the bytes of a tier, and what they are."""
 
     what: str
@@ -57,9 +58,9 @@ class Needs:
     ``pinned`` is that part of ``ram`` that a GPU copies to or from; ``files``: bytes by folder.
     """
 
-    device: tuple[Part, ...]
-    ram: tuple[Part, ...]
-    disk: tuple[Part, ...]
+    device: tuple[NamedBytes, ...]
+    ram: tuple[NamedBytes, ...]
+    disk: tuple[NamedBytes, ...]
     pinned: int
     files: tuple[tuple[str, int], ...]
 
@@ -76,7 +77,7 @@ class Needs:
         return sum(part.nbytes for part in self.disk)
 
 
-def needs(groups: Sequence[Group], plan: Plan) -> Needs:
+def needs(groups: Sequence[FlatParameters], plan: MemoryPlan) -> Needs:
     """The bytes of one rank; see the note above."""
     flats = [_Laid.of(group, plan) for group in plan.flats_of(groups)]
     trainable = [flat for flat in flats if flat.group.trainable]
@@ -129,14 +130,14 @@ class _Laid:
     many of the chunk stay.
     """
 
-    group: Group
+    group: FlatParameters
     chunk: int
     padded: int
     parameter_chunk: int
     stays: int = 0
 
     @classmethod
-    def of(cls, group: Group, plan: Plan) -> _Laid:
+    def of(cls, group: FlatParameters, plan: MemoryPlan) -> _Laid:
         parameter_shards = plan.policy_of(group).parameter_shards(plan.shards)
         layout = group.layout(plan.shards if group.trainable else parameter_shards)
         parameter_chunk, stays = layout.padded // parameter_shards, layout.chunk * group.whole
@@ -147,20 +148,20 @@ class _Laid:
         """Elements whose optimizer state is offloaded."""
         return self.chunk - self.stays
 
-    def gradient_on_device(self, plan: Plan) -> int:
+    def gradient_on_device(self, plan: MemoryPlan) -> int:
         kept = plan.accumulator_bytes(self.group.dtype)
         if plan.policy.shards_gradients:
             return kept * self.stays
         shards = self.padded // self.chunk if self.chunk else 0
         return shards * (kept * self.stays + plan.gradient_bytes(self.group.dtype) * self.leaves)
 
-    def state_on_device(self, plan: Plan) -> int:
+    def state_on_device(self, plan: MemoryPlan) -> int:
         """Where the update runs on the device, 32-bit parameters are their own masters."""
         master = MASTER_BYTES if self.group.dtype in SIXTEEN_BITS else 0
         return (master + moment_bytes("fp32", plan.moments, 1)) * self.stays
 
 
-def _offloaded(trainable: Sequence[_Laid], plan: Plan) -> tuple[int, int, int, int]:
+def _offloaded(trainable: Sequence[_Laid], plan: MemoryPlan) -> tuple[int, int, int, int]:
     """State in RAM, state on disk, pieces between them, gradients in RAM."""
     gradients = sum(plan.gradient_bytes(flat.group.dtype) * flat.leaves for flat in trainable)
     kind, count = plan.optimizer.moments, plan.moments
@@ -194,7 +195,7 @@ def _in_files(numel: int, limit: int, kind: str, count: int) -> int:
     return numel // limit * piece(limit) + piece(numel % limit)
 
 
-def _parameters(flats: Sequence[_Laid], plan: Plan) -> tuple[int, int, int]:
+def _parameters(flats: Sequence[_Laid], plan: MemoryPlan) -> tuple[int, int, int]:
     """Chunks of parameters in RAM, on disk, and units between them."""
     if not plan.param.on:
         return 0, 0, 0
@@ -215,7 +216,7 @@ def _parameters(flats: Sequence[_Laid], plan: Plan) -> tuple[int, int, int]:
     return in_ram, sum(in_files), pool_size(plan.param.buffer_count) * max(in_files)
 
 
-def unit_bytes(groups: Sequence[Group], plan: Plan) -> dict[str, int]:
+def unit_bytes(groups: Sequence[FlatParameters], plan: MemoryPlan) -> dict[str, int]:
     """Bytes of each unit while it is gathered, in the order of the model."""
     whole: dict[str, int] = {}
     for group in plan.flats_of(groups):
@@ -225,7 +226,7 @@ def unit_bytes(groups: Sequence[Group], plan: Plan) -> dict[str, int]:
     return whole
 
 
-def gathered_bytes(groups: Sequence[Group], plan: Plan) -> int:
+def gathered_bytes(groups: Sequence[FlatParameters], plan: MemoryPlan) -> int:
     """Most bytes of units that are gathered at once at stage 3: the root, a unit, and those
     gathered ahead of their use.
     """
@@ -244,7 +245,7 @@ def gathered_bytes(groups: Sequence[Group], plan: Plan) -> int:
     return root + most
 
 
-def gradient_buffers(groups: Sequence[Group], plan: Plan) -> int:
+def gradient_buffers(groups: Sequence[FlatParameters], plan: MemoryPlan) -> int:
     """Gradients on the wire and the chunks that arrive for them, as many of each size as the engine
     keeps for the next unit.
 
@@ -268,8 +269,8 @@ def gradient_buffers(groups: Sequence[Group], plan: Plan) -> int:
     return total
 
 
-def _parts(*parts: tuple[str, int]) -> tuple[Part, ...]:
-    return tuple(Part(what, nbytes) for what, nbytes in parts if nbytes)
+def _parts(*parts: tuple[str, int]) -> tuple[NamedBytes, ...]:
+    return tuple(NamedBytes(what, nbytes) for what, nbytes in parts if nbytes)
 
 
 def _files(*sections: tuple[tuple[str, ...], int]) -> tuple[tuple[str, int], ...]:

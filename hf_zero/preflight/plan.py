@@ -24,11 +24,11 @@ ACCUMULATED = {None: 4, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
-class Group:
+class FlatParameters:
     """Parameters that share a flat: computed in ``dtype``, gathered with unit ``unit``.
 
     Those in ``persistent`` stay whole between steps where parameters are sharded, in a flat of
-    their own (:meth:`Plan.flats_of`), which is ``whole``.
+    their own (:meth:`MemoryPlan.flats_of`), which is ``whole``.
     """
 
     unit: str
@@ -52,7 +52,7 @@ def groups_of(
     module: nn.Module,
     precision: str,
     persistent: frozenset[str] = frozenset(),
-) -> list[Group]:
+) -> list[FlatParameters]:
     """The flats of the units that :func:`hf_zero.parameters.wrap.find_units` found, not laid out
     yet; ``persistent`` as :func:`hf_zero.parameters.wrap.persistent_names` gives it.
     """
@@ -63,14 +63,14 @@ def groups_of(
             kind = (parameter.requires_grad, compute_dtype(name, parameter, precision, module))
             kinds.setdefault(kind, []).append((name, tuple(parameter.shape)))
         found += [
-            Group(spec.name or "(root)", trainable, dtype, tuple(shapes), persistent)
+            FlatParameters(spec.name or "(root)", trainable, dtype, tuple(shapes), persistent)
             for (trainable, dtype), shapes in kinds.items()
         ]
     return found
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """What decides bytes beside the model.
 
     ``moments``: numbers the optimizer keeps a parameter; ``gpu``: the device is one.
@@ -94,7 +94,7 @@ class Plan:
     @classmethod
     def of(
         cls, config: ZeroConfig, world: int, gpu: bool = True, moments: int | None = None
-    ) -> Plan:
+    ) -> MemoryPlan:
         """The plan of a configuration for ``world`` ranks.
 
         ``moments`` None: what the configuration's optimizer keeps (AdamW's).
@@ -123,7 +123,7 @@ class Plan:
     def policy(self) -> Policy:
         return POLICIES[self.stage]
 
-    def flats_of(self, groups: Sequence[Group]) -> list[Group]:
+    def flats_of(self, groups: Sequence[FlatParameters]) -> list[FlatParameters]:
         """``groups`` as the flats that they are at this stage; of those that are flats already,
         the same.
         """
@@ -140,7 +140,7 @@ class Plan:
             ]
         return found
 
-    def policy_of(self, group: Group) -> Policy:
+    def policy_of(self, group: FlatParameters) -> Policy:
         """What becomes of a flat."""
         return self.policy.of_persistent if group.whole else self.policy
 
@@ -161,7 +161,7 @@ class Plan:
     def offloads(self) -> bool:
         return self.optimizer.on or self.param.on
 
-    def on_device(self) -> Plan:
+    def on_device(self) -> MemoryPlan:
         """The same without offload."""
         return replace(self, optimizer=OffloadOptimizer(), param=OffloadParam())
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hf_zero.memory import Free
-from hf_zero.preflight.needs import Needs, Part
+from hf_zero.preflight.needs import NamedBytes, Needs
 from hf_zero.sizes import in_units
 
 # of the free memory of a host: page tables, loaders and the allocator take from it too
@@ -27,7 +27,7 @@ class Row:
     tier: str
     needed: int
     free: int
-    parts: tuple[Part, ...]
+    parts: tuple[NamedBytes, ...]
     limited_by: str = ""
 
     @property
@@ -36,7 +36,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class MemoryVerdict:
     """A row for each tier that something is needed of.
 
     ``notes`` are worth a word, and refuse nothing.
@@ -55,14 +55,14 @@ class Verdict:
         return tuple(row for row in self.rows if not row.fits)
 
 
-def judge(needs: Needs, free: Free, margin: float = 0.0) -> Verdict:
+def judge(needs: Needs, free: Free, margin: float = 0.0) -> MemoryVerdict:
     """Whether ``needs`` fit into ``free``, both of one rank; ``margin`` is the share of the device
     that is left alone.
 
     Where the device computes in the host's memory the two are one tier. A folder whose free bytes
     are not known is not judged.
     """
-    return Verdict(tuple(_rows(needs, free, margin)), tuple(_notes(needs, free)))
+    return MemoryVerdict(tuple(_rows(needs, free, margin)), tuple(_notes(needs, free)))
 
 
 def _rows(needs: Needs, free: Free, margin: float) -> Iterator[Row]:
@@ -70,7 +70,7 @@ def _rows(needs: Needs, free: Free, margin: float) -> Iterator[Row]:
     kept = f"{1 - RAM_SHARE:.0%} left to the rest of the process"
     why = f"{free.limited_by}; {kept}" if free.limited_by else kept
     if free.host_device:
-        own = tuple(Part(f"{part.what} (device)", part.nbytes) for part in needs.device)
+        own = tuple(NamedBytes(f"{part.what} (device)", part.nbytes) for part in needs.device)
         yield Row("memory", needs.device_bytes + needs.ram_bytes, ram, (*own, *needs.ram), why)
     else:
         left = f"{margin:.0%} left to activations" if margin else ""

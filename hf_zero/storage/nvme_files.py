@@ -24,7 +24,15 @@ import torch
 
 from hf_zero.errors import ConfigError, DiskSpaceError, OffloadError
 from hf_zero.logs import logger
-from hf_zero.ops.files import ALIGNMENT, FileQueue, OpenFile, Piece, Priority, Ticket, open_direct
+from hf_zero.ops.files import (
+    ALIGNMENT,
+    FileQueue,
+    OpenFile,
+    Priority,
+    Ticket,
+    TransferPart,
+    open_direct,
+)
 
 PREFIX = "hf-zero-offload-"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -98,7 +106,7 @@ def _nameless_file(path: str, rank: int) -> OpenFile:
 
 
 @dataclass(frozen=True)
-class _Pending:
+class _PendingTransfer:
     start: int
     stop: int
     write: bool
@@ -117,7 +125,7 @@ class FileExtent:
         self.nbytes = nbytes
         self._files = files
         self._start = start
-        self._pending: list[_Pending] = []
+        self._pending: list[_PendingTransfer] = []
 
     def read(self, offset: int, out: torch.Tensor, priority: Priority = Priority.NEEDED) -> Ticket:
         """Fill ``out`` (CPU, contiguous) from byte ``offset`` of the extent.
@@ -163,7 +171,7 @@ class FileExtent:
             ticket = self._files.move(
                 write, self._start + offset, tensor, priority, after, self.name
             )
-            self._pending.append(_Pending(offset, stop, write, ticket))
+            self._pending.append(_PendingTransfer(offset, stop, write, ticket))
         return ticket
 
 
@@ -292,15 +300,15 @@ class NvmeFiles:
                 ) from error
             self._sizes[index] = share
 
-    def _pieces(self, start: int, nbytes: int) -> list[Piece]:
+    def _pieces(self, start: int, nbytes: int) -> list[TransferPart]:
         if len(self._files) == 1:
-            return [Piece(self._files[0], start, 0, nbytes)]
+            return [TransferPart(self._files[0], start, 0, nbytes)]
         pieces, at = [], 0
         while at < nbytes:
             stripe, within = divmod(start + at, self._stripe)
             length = min(self._stripe - within, nbytes - at)
             row, path = divmod(stripe, len(self._files))
-            pieces.append(Piece(self._files[path], row * self._stripe + within, at, length))
+            pieces.append(TransferPart(self._files[path], row * self._stripe + within, at, length))
             at += length
         return pieces
 

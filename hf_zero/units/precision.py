@@ -105,7 +105,7 @@ class Scaling:
         return self.post * weight if on_the_wire and self.weight_after else self.post
 
 
-class LossScaler:
+class Fp16LossScaler:
     """The factor on the loss that keeps fp16 gradients representable; a constant 1 outside fp16.
 
     Dynamic: an overflow that has used up ``hysteresis`` halves the scale (not below ``minimum``),
@@ -134,7 +134,7 @@ class LossScaler:
         self._since = 0
 
     @classmethod
-    def from_config(cls, config: Any) -> LossScaler:
+    def from_config(cls, config: Any) -> Fp16LossScaler:
         if config.precision != "fp16":
             return cls()
         fp16 = config.fp16

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from hf_zero.ops import dispatch
 from hf_zero.ops.flat_norm import squared_norms
-from hf_zero.ops.flat_optimizers import Piece, Settings, Tiles, adam_, advance_, settings_table
+from hf_zero.ops.flat_optimizers import FlatRun, RowSettings, Tiles, adam_, advance_, settings_table
 from hf_zero.ops.flat_tiles import TILE
 
 LR, BETA1, BETA2, EPS, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
@@ -90,11 +90,11 @@ class Flat:
         two groups would be.
         """
         if segments == 1:
-            return Tiles.cut([Piece(self.numel, 0, 0, 0, 0)], self.device, tile)
+            return Tiles.cut([FlatRun(self.numel, 0, 0, 0, 0)], self.device, tile)
         starts = itertools.accumulate(self.sizes, initial=0)
         return Tiles.cut(
             [
-                Piece(size, index % 2, at, at, at)
+                FlatRun(size, index % 2, at, at, at)
                 for index, (at, size) in enumerate(zip(starts, self.sizes))
             ],
             self.device,
@@ -108,7 +108,7 @@ def ours(
     tiles = flat.tiles(segments, tile)
     steps, settings = (
         flat.counted(tiles.rows),
-        settings_table([Settings(LR, BETA1, BETA2, EPS, DECAY)] * tiles.rows, flat.device),
+        settings_table([RowSettings(LR, BETA1, BETA2, EPS, DECAY)] * tiles.rows, flat.device),
     )
     grad, out = flat.grad16 if narrow else flat.grad, flat.copy16 if copies else None
 

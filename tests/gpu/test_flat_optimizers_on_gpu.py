@@ -11,8 +11,8 @@ from hf_zero.distributed.init import init_distributed
 from hf_zero.distributed.process_group import destroy_process_group
 from hf_zero.ops import dispatch
 from hf_zero.ops.flat_optimizers import (
-    Piece,
-    Settings,
+    FlatRun,
+    RowSettings,
     Tiles,
     adam_,
     advance_,
@@ -65,7 +65,7 @@ def test_adamw_is_torch_s_fused_step(numel, tensors, grad_dtype, record_property
     )
     pieces, at = [], 0
     for index, size in enumerate(sizes):
-        pieces.append(Piece(size, index % 2, at, at, at, at))
+        pieces.append(FlatRun(size, index % 2, at, at, at, at))
         at += size
     tiles = Tiles.cut(pieces, DEVICE)
     mean, square = torch.zeros_like(master), torch.zeros_like(master)
@@ -73,7 +73,7 @@ def test_adamw_is_torch_s_fused_step(numel, tensors, grad_dtype, record_property
         torch.zeros(numel, dtype=torch.bfloat16, device=DEVICE),
         torch.zeros(2, device=DEVICE),
     )
-    rows = [Settings(1e-2, weight_decay=0.1), Settings(3e-3, weight_decay=0.0)]
+    rows = [RowSettings(1e-2, weight_decay=0.1), RowSettings(3e-3, weight_decay=0.0)]
     divisor = torch.full((), 1.7, device=DEVICE)
     for _ in range(STEPS):
         grad = torch.randn(numel, device=DEVICE).to(grad_dtype)
@@ -97,8 +97,8 @@ def test_lion_is_ours_in_torch():
     parameter = torch.nn.Parameter(torch.randn(numel, device=DEVICE))
     master, mean = parameter.detach().clone(), torch.zeros(numel, device=DEVICE)
     optimizer = Lion([parameter], lr=1e-3, weight_decay=0.1)
-    tiles, steps = Tiles.cut([Piece(numel, 0, 0, 0, 0)], DEVICE), torch.zeros(1, device=DEVICE)
-    rows = [Settings(1e-3, 0.9, 0.99, weight_decay=0.1, corrected=False)]
+    tiles, steps = Tiles.cut([FlatRun(numel, 0, 0, 0, 0)], DEVICE), torch.zeros(1, device=DEVICE)
+    rows = [RowSettings(1e-3, 0.9, 0.99, weight_decay=0.1, corrected=False)]
     for _ in range(STEPS):
         parameter.grad = torch.randn(numel, device=DEVICE)
         optimizer.step()
@@ -115,8 +115,8 @@ def test_a_step_that_is_skipped_writes_nothing():
     arrays = [torch.randn(numel, device=DEVICE).abs() for _ in range(4)]
     before = [array.clone() for array in arrays]
     steps, found = torch.full((1,), 4.0, device=DEVICE), torch.ones((), device=DEVICE)
-    coefficients = advance_(steps, settings_table([Settings(1e-2)], DEVICE), found)
-    adam_(*arrays, Tiles.cut([Piece(numel, 0, 0, 0, 0)], DEVICE), coefficients, found_inf=found)
+    coefficients = advance_(steps, settings_table([RowSettings(1e-2)], DEVICE), found)
+    adam_(*arrays, Tiles.cut([FlatRun(numel, 0, 0, 0, 0)], DEVICE), coefficients, found_inf=found)
     assert all(torch.equal(now, was) for now, was in zip(arrays, before)) and steps.item() == 4.0
 
 

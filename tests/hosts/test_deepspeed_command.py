@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from hf_zero.errors import LaunchError, NotBuiltError
-from hf_zero.hosts.plan import Plan
+from hf_zero.hosts.plan import LaunchPlan
 from hf_zero.integrations.deepspeed import launcher
 from hf_zero.integrations.deepspeed.launcher import main
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Plan]:
+def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchPlan]:
     """What would have been carried out, without carrying it out."""
-    plans: list[Plan] = []
+    plans: list[LaunchPlan] = []
     monkeypatch.setattr(launcher, "carry_out", lambda plan: plans.append(plan) or 0)
     monkeypatch.setattr(launcher, "DEFAULT_HOSTFILE", str(tmp_path / "job-hostfile"))
     monkeypatch.setattr(launcher, "_ranks_here", lambda: 2)
@@ -27,7 +27,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Plan]:
     return plans
 
 
-def test_hosts_and_filters(planned: list[Plan], tmp_path: Path) -> None:
+def test_hosts_and_filters(planned: list[LaunchPlan], tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("10.9.9.1 slots=4\n10.9.9.2 slots=4\n")
     (tmp_path / ".deepspeed_env").write_text("NCCL_IB_DISABLE=1\n")
@@ -60,7 +60,7 @@ def test_hosts_and_filters(planned: list[Plan], tmp_path: Path) -> None:
         assert start.environment["NCCL_IB_DISABLE"] == "1"
 
 
-def test_numbers_and_plain_local_ranks(planned: list[Plan]) -> None:
+def test_numbers_and_plain_local_ranks(planned: list[LaunchPlan]) -> None:
     main(["--num_gpus", "3", "--no_local_rank", "--module", "pkg.train", "-x"])
     main(["train.py"])
     counted, plain = (plan.starts[0].command for plan in planned)
@@ -73,20 +73,24 @@ def test_numbers_and_plain_local_ranks(planned: list[Plan]) -> None:
 
 
 def test_the_default_hostfile_is_taken_where_there_is_one(
-    planned: list[Plan], tmp_path: Path
+    planned: list[LaunchPlan], tmp_path: Path
 ) -> None:
     (tmp_path / "job-hostfile").write_text("10.9.9.1 slots=1\n10.9.9.2 slots=1\n")
     main(["--num_nodes", "2", "train.py"])
     assert [start.host.name for start in planned[0].starts] == ["10.9.9.1", "10.9.9.2"]
 
 
-def test_a_hostfile_that_was_named_and_is_missing_is_not_one_process(planned: list[Plan]) -> None:
+def test_a_hostfile_that_was_named_and_is_missing_is_not_one_process(
+    planned: list[LaunchPlan],
+) -> None:
     with pytest.raises(LaunchError, match=r"/no/such/hosts cannot be read"):
         main(["--hostfile", "/no/such/hosts", "train.py"])
     assert not planned
 
 
-def test_without_ssh_each_host_starts_its_own_part(planned: list[Plan], tmp_path: Path) -> None:
+def test_without_ssh_each_host_starts_its_own_part(
+    planned: list[LaunchPlan], tmp_path: Path
+) -> None:
     file = tmp_path / "hosts"
     file.write_text("10.9.9.1 slots=1\n10.9.9.2 slots=1\n")
     main(["-H", str(file), "--no_ssh", "--node_rank", "1", "train.py"])
@@ -98,7 +102,7 @@ def test_without_ssh_each_host_starts_its_own_part(planned: list[Plan], tmp_path
     ("flag", "level"), [(["-q"], "error"), (["--log_level", "debug"], "debug"), ([], "info")]
 )
 def test_how_much_is_said(
-    flag: list[str], level: str, planned: list[Plan], monkeypatch: pytest.MonkeyPatch
+    flag: list[str], level: str, planned: list[LaunchPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ZERO_LOG_LEVEL", "")
     monkeypatch.delenv("HF_ZERO_LOG_LEVEL")
@@ -119,14 +123,16 @@ def test_how_much_is_said(
         (["--launcher", "openmpi"], "--launcher openmpi"),
     ],
 )
-def test_what_is_not_built_says_so(arguments: list[str], name: str, planned: list[Plan]) -> None:
+def test_what_is_not_built_says_so(
+    arguments: list[str], name: str, planned: list[LaunchPlan]
+) -> None:
     with pytest.raises(NotBuiltError, match=f"{name}.* is not built"):
         main([*arguments, "train.py"])
     assert not planned
 
 
 def test_a_failure_ends_the_command_with_its_code(
-    planned: list[Plan], monkeypatch: pytest.MonkeyPatch
+    planned: list[LaunchPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed: Any = lambda plan: 7  # noqa: E731
     monkeypatch.setattr(launcher, "carry_out", failed)

@@ -15,7 +15,7 @@ import pytest
 
 from hf_zero.hosts.front import carry_out
 from hf_zero.hosts.hostfile import Host
-from hf_zero.hosts.plan import Plan, Start
+from hf_zero.hosts.plan import LaunchPlan, Start
 
 AGENT = f"exec {sys.executable} -m hf_zero.hosts.agent"
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,14 +49,14 @@ def test_each_line_has_its_host_before_it(capfdbinary: pytest.CaptureFixture[byt
         on("a", 'printf "one\\ntwo"; printf "bar 1\\rbar 2\\r" >&2'),
         on("b", 'echo "$MARK"', MARK="$HOME 'x'"),
     ]
-    assert carry_out(Plan(starts, None)) == 0
+    assert carry_out(LaunchPlan(starts, None)) == 0
     out, err = capfdbinary.readouterr()
     assert sorted(out.splitlines()) == [b"[a] one", b"[a] two", b"[b] $HOME 'x'"]
     assert err == b"[a] bar 1\r[a] bar 2\r", "a progress bar still redraws, and stderr is stderr"
 
 
 def test_one_host_needs_no_name(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    assert carry_out(Plan([on("far", "echo hello; exit 3")], None)) == 3
+    assert carry_out(LaunchPlan([on("far", "echo hello; exit 3")], None)) == 3
     out, err = capfdbinary.readouterr()
     assert out == b"hello\n" and b"far ended with code 3" in err
 
@@ -70,7 +70,7 @@ def test_the_first_failure_ends_the_others(
         on("slow", f"echo $$ > {pid}; exec sleep 3600"),
         on("bad", f"while ! [ -s {pid} ]; do sleep 0.05; done; exit 9"),
     ]
-    assert carry_out(Plan(starts, None)) == 9
+    assert carry_out(LaunchPlan(starts, None)) == 9
     assert "hf-zero: bad ended with code 9; ending the other hosts" in capfd.readouterr().err
     assert gone(int(pid.read_text()))
 
@@ -82,14 +82,14 @@ def test_what_hides_in_a_session_of_its_own_is_ended_too(tmp_path: Path) -> None
         f"setsid sh -c 'echo $$ > {pid}; exec sleep 3600' & while ! [ -s {pid} ]; do sleep "
         "0.05; done; kill -9 $$"
     )
-    assert carry_out(Plan([on("a", hides), on("b", "exec sleep 3600")], None)) == 137
+    assert carry_out(LaunchPlan([on("a", hides), on("b", "exec sleep 3600")], None)) == 137
     assert gone(int(pid.read_text()))
 
 
 def test_a_host_that_is_deaf_is_cut_off(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     deaf = "trap '' TERM; while true; do sleep 1; done"
     starts = [on("deaf", "true", agent=deaf), on("bad", "exit 1")]
-    assert carry_out(Plan(starts, None), patience=1.0) == 1
+    assert carry_out(LaunchPlan(starts, None), patience=1.0) == 1
     assert "deaf did not end within 1 s" in capfd.readouterr().err
 
 
@@ -98,7 +98,7 @@ def test_a_host_that_cannot_be_reached(capfd: pytest.CaptureFixture[str]) -> Non
         on("lost", "true", agent="echo no route to host >&2; exit 255"),
         on("b", "exec sleep 3600"),
     ]
-    assert carry_out(Plan(starts, None)) == 255
+    assert carry_out(LaunchPlan(starts, None)) == 255
     said = capfd.readouterr().err
     assert (
         "[lost] no route to host" in said
@@ -108,7 +108,7 @@ def test_a_host_that_cannot_be_reached(capfd: pytest.CaptureFixture[str]) -> Non
 
 def test_a_program_that_is_not_there(capfd: pytest.CaptureFixture[str]) -> None:
     start = Start(Host("a", (0,)), ["/no/such/python"], {}, ["sh", "-c", AGENT], here=False)
-    assert carry_out(Plan([start], None)) == 127
+    assert carry_out(LaunchPlan([start], None)) == 127
     assert "cannot start /no/such/python" in capfd.readouterr().err
 
 
@@ -119,7 +119,7 @@ def test_this_machine_alone_is_run_in_place(monkeypatch: pytest.MonkeyPatch) -> 
     )
     monkeypatch.setenv("MARK_OF_TEST", "")
     carry_out(
-        Plan(
+        LaunchPlan(
             [Start(Host("localhost", (0,)), ["py", "x"], {"MARK_OF_TEST": "1"}, [], here=True)],
             None,
         )
@@ -134,12 +134,12 @@ def test_signals_end_all_and_are_told(number: signal.Signals, tmp_path: Path) ->
 import sys
 from hf_zero.hosts.front import carry_out
 from hf_zero.hosts.hostfile import Host
-from hf_zero.hosts.plan import Plan, Start
+from hf_zero.hosts.plan import LaunchPlan, Start
 def on(host, line):
     return Start(Host(host, (0,)), ["sh", "-c", line], {{}}, ["sh", "-c", {AGENT!r}], False)
 first = on("a", "echo $$ > {pids[0]}; exec sleep 3600")
 second = on("b", "echo $$ > {pids[1]}; exec sleep 3600")
-sys.exit(carry_out(Plan([first, second], None)))
+sys.exit(carry_out(LaunchPlan([first, second], None)))
 """
     process = subprocess.Popen(
         [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -160,10 +160,10 @@ def test_output_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
 import sys
 from hf_zero.hosts.front import carry_out
 from hf_zero.hosts.hostfile import Host
-from hf_zero.hosts.plan import Plan, Start
+from hf_zero.hosts.plan import LaunchPlan, Start
 line = "i=0; while [ $i -lt 3000 ]; do echo {"x" * 100}; i=$((i+1)); done; touch {tmp_path}/done"
 start = Start(Host("a", (0,)), ["sh", "-c", line], {{}}, ["sh", "-c", {AGENT!r}], False)
-sys.exit(carry_out(Plan([start], None)))
+sys.exit(carry_out(LaunchPlan([start], None)))
 """
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL

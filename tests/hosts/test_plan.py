@@ -16,7 +16,7 @@ import pytest
 from hf_zero.errors import LaunchError
 from hf_zero.hosts import plan as planning
 from hf_zero.hosts import reaching
-from hf_zero.hosts.plan import LAUNCHER, Plan, Request, plan
+from hf_zero.hosts.plan import LAUNCHER, LaunchPlan, Request, plan
 from hf_zero.hosts.reaching import SSH, address_of, free_port, is_here, ssh_command
 
 
@@ -32,7 +32,7 @@ def hostfile(folder: Path, *lines: str) -> Path:
     return path
 
 
-def made(script: str = "train.py", *arguments: str, ranks: int = 2, **options: Any) -> Plan:
+def made(script: str = "train.py", *arguments: str, ranks: int = 2, **options: Any) -> LaunchPlan:
     return plan(Request(script, arguments, **options), lambda: ranks)
 
 

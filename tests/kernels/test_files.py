@@ -218,7 +218,7 @@ def test_one_after_the_other_whatever_the_priorities(
     one_at_a_time.inject(parse_faults("write:1:slow=100"))
     first = one_at_a_time.write(file, 0, fill(1), Priority.BEHIND)
     second = one_at_a_time.transfer(
-        True, [files.Piece(file, 0, 0, BLOCK)], fill(2), Priority.NEEDED, [first]
+        True, [files.TransferPart(file, 0, 0, BLOCK)], fill(2), Priority.NEEDED, [first]
     )
     second.wait()
     assert first.done()

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hf_zero.errors import KernelError
 from hf_zero.ops.flat_optimizers import (
-    Piece,
-    Settings,
+    FlatRun,
+    RowSettings,
     Tiles,
     adam_,
     advance_,
@@ -60,7 +60,7 @@ class Flats:
         for index, length in enumerate(lengths):
             master, first_grad, moment, copy = (at + phase for phase in phases)
             self.pieces.append(
-                Piece(
+                FlatRun(
                     length, index % rows, master, first_grad, moment, None if out is None else copy
                 )
             )
@@ -83,7 +83,7 @@ class Flats:
             if (at := getattr(piece, place)) is not None
         ]
 
-    def step(self, settings: list[Settings], lion: bool = False, **told: Any) -> None:
+    def step(self, settings: list[RowSettings], lion: bool = False, **told: Any) -> None:
         self.grad.copy_(torch.randn(self.grad.numel()))
         coefficients = advance_(self.steps, settings_table(settings, "cpu"), told.get("found_inf"))
         if lion:
@@ -129,13 +129,13 @@ ADAMS = {
 }
 
 
-def adam_rows(cls: type, groups: list[dict[str, Any]]) -> list[Settings]:
+def adam_rows(cls: type, groups: list[dict[str, Any]]) -> list[RowSettings]:
     rows = []
     for group in groups:
         beta1, beta2 = group.get("betas", (0.9, 0.999))
         default = 0.01 if cls is torch.optim.AdamW else 0.0
         rows.append(
-            Settings(
+            RowSettings(
                 group["lr"],
                 beta1,
                 beta2,
@@ -208,7 +208,7 @@ def test_lion_is_the_paper_s(decay: float, body: str) -> None:
         weight_decay=decay,
         foreach=False,
     )
-    rows = [Settings(lr, 0.9, 0.99, weight_decay=decay, corrected=False) for lr in rates]
+    rows = [RowSettings(lr, 0.9, 0.99, weight_decay=decay, corrected=False) for lr in rates]
     for _ in range(3):
         flats.step(rows, lion=True)
         for parameter, grad in zip(in_order(flats, parameters), flats.of(flats.grad, "grad")):
@@ -239,7 +239,7 @@ def test_any_gradient_and_copy_divided_and_skipped(
     flats = Flats((70, 5), 1, grad, out, (0, 0, 0, 0), 32)
     torch.manual_seed(3)
     wide = Flats((70, 5), 1, torch.float32, out, (0, 0, 0, 0), 32)
-    rows = [Settings(1e-2, weight_decay=0.1, corrected=not lion)]
+    rows = [RowSettings(1e-2, weight_decay=0.1, corrected=not lion)]
     divisor, go = torch.tensor(3.7), torch.tensor(0.0)
     flats.step(rows, lion, divisor=divisor, found_inf=go)
     wide.grad.copy_(flats.grad.float() / divisor)
@@ -266,7 +266,7 @@ def test_any_gradient_and_copy_divided_and_skipped(
 
 def test_nothing_is_nothing(body: str) -> None:
     flats = Flats((), 1, torch.float32, None, (0, 0, 0, 0), 16)
-    flats.step([Settings(1e-3)])
+    flats.step([RowSettings(1e-3)])
     assert flats.tiles.table.shape[0] == 0 and flats.tiles.numel == 0 and flats.steps.item() == 1.0
     assert advance_(torch.zeros(0), settings_table([], "cpu")).shape[0] == 0
 
@@ -276,7 +276,11 @@ def test_bias_corrections_are_those_of_fp64(body: str) -> None:
     digit.
     """
     steps = torch.tensor([0.0, 9.0, 99_999.0])
-    rows = [Settings(1e-3, 0.9, 0.999), Settings(1e-3, 0.95, 0.99), Settings(1e-3, 0.9, 0.9999)]
+    rows = [
+        RowSettings(1e-3, 0.9, 0.999),
+        RowSettings(1e-3, 0.95, 0.99),
+        RowSettings(1e-3, 0.9, 0.9999),
+    ]
     got = advance_(steps, settings_table(rows, "cpu"))
     for row, (settings, count) in enumerate(zip(rows, (1, 10, 100_000))):
         assert got[row, 7].item() == pytest.approx(1e-3 / (1 - settings.beta1**count), rel=1e-7)
@@ -292,7 +296,7 @@ def test_tiles_cover_each_element_once(tile: int) -> None:
         for row in range(4):
             length, gap = (int(n) for n in torch.randint(0, 300, (2,), generator=generator))
             shift = int(torch.randint(0, 2, (1,), generator=generator)) * 8
-            pieces.append(Piece(length, row, at, at + shift, at, at + 5))
+            pieces.append(FlatRun(length, row, at, at + shift, at, at + 5))
             at += length + gap // 20
         tiles = Tiles.cut(pieces, "cpu", tile)
         seen = torch.zeros(at + 300, dtype=torch.int64)
@@ -317,27 +321,32 @@ def test_tiles_cover_each_element_once(tile: int) -> None:
 
 
 def test_long_segments_are_whole_tiles_but_for_their_ends() -> None:
-    table = Tiles.cut([Piece(1000, 0, 3, 3, 11, 3)], "cpu", 64).table
+    table = Tiles.cut([FlatRun(1000, 0, 3, 3, 11, 3)], "cpu", 64).table
     assert table[:, 6].tolist() == [0] + [1] * 15 + [0]
     assert table[:, 4].tolist() == [5] + [64] * 15 + [35]
-    apart = Tiles.cut([Piece(1000, 0, 0, 1, 0, 0)], "cpu", 64).table
+    apart = Tiles.cut([FlatRun(1000, 0, 0, 1, 0, 0)], "cpu", 64).table
     assert apart[:, 6].sum() == 0
 
 
 def test_pieces_that_go_on_are_one() -> None:
     assert (
-        Tiles.cut([Piece(32, 0, 0, 0, 0), Piece(32, 0, 32, 32, 32)], "cpu", 64).table.shape[0] == 1
+        Tiles.cut([FlatRun(32, 0, 0, 0, 0), FlatRun(32, 0, 32, 32, 32)], "cpu", 64).table.shape[0]
+        == 1
     )
     assert (
-        Tiles.cut([Piece(32, 0, 0, 0, 0), Piece(32, 1, 32, 32, 32)], "cpu", 64).table.shape[0] == 2
+        Tiles.cut([FlatRun(32, 0, 0, 0, 0), FlatRun(32, 1, 32, 32, 32)], "cpu", 64).table.shape[0]
+        == 2
     )
     assert (
-        Tiles.cut([Piece(32, 0, 0, 0, 0), Piece(32, 0, 32, 40, 32)], "cpu", 64).table.shape[0] == 2
+        Tiles.cut([FlatRun(32, 0, 0, 0, 0), FlatRun(32, 0, 32, 40, 32)], "cpu", 64).table.shape[0]
+        == 2
     )
 
 
 def test_a_rate_may_be_a_tensor() -> None:
-    table = settings_table([Settings(torch.tensor(0.25)), Settings(torch.tensor([0.5]))], "cpu")
+    table = settings_table(
+        [RowSettings(torch.tensor(0.25)), RowSettings(torch.tensor([0.5]))], "cpu"
+    )
     assert table[:, 0].tolist() == [0.25, 0.5]
 
 
@@ -345,12 +354,12 @@ def test_a_rate_may_be_a_tensor() -> None:
 
 
 def arguments() -> dict[str, Any]:
-    tiles = Tiles.cut([Piece(64, 0, 0, 0, 0, 0)], "cpu", 64)
+    tiles = Tiles.cut([FlatRun(64, 0, 0, 0, 0, 0)], "cpu", 64)
     arrays = {name: torch.zeros(64) for name in ("master", "grad", "exp_avg", "exp_avg_sq")}
     return {
         **arrays,
         "tiles": tiles,
-        "coefficients": advance_(torch.zeros(1), settings_table([Settings(1e-3)], "cpu")),
+        "coefficients": advance_(torch.zeros(1), settings_table([RowSettings(1e-3)], "cpu")),
     }
 
 
@@ -389,11 +398,11 @@ def test_tables_that_do_not_fit_are_refused() -> None:
     with pytest.raises(KernelError, match="a tile of 24 elements"):
         Tiles.cut([], "cpu", 24)
     with pytest.raises(KernelError, match="negative length, row or place"):
-        Tiles.cut([Piece(4, 0, -1, 0, 0)], "cpu")
+        Tiles.cut([FlatRun(4, 0, -1, 0, 0)], "cpu")
     with pytest.raises(KernelError, match=r"settings are torch.float64 \(1, 9\) for 2 rows"):
-        advance_(torch.zeros(2), settings_table([Settings(1e-3)], "cpu"))
+        advance_(torch.zeros(2), settings_table([RowSettings(1e-3)], "cpu"))
     with pytest.raises(KernelError, match=r"steps is torch\.int64"):
-        advance_(torch.zeros(1, dtype=torch.int64), settings_table([Settings(1e-3)], "cpu"))
+        advance_(torch.zeros(1, dtype=torch.int64), settings_table([RowSettings(1e-3)], "cpu"))
 
 
 # ---- as torch sees them ----
@@ -405,7 +414,7 @@ def test_operators_are_well_declared(
 ) -> None:
     monkeypatch.setenv("HF_ZERO_TRITON", "0")
     flats = Flats((20,), 1, torch.float32, out, (0, 0, 0, 0), 16)
-    table = settings_table([Settings(1e-3)], "cpu")
+    table = settings_table([RowSettings(1e-3)], "cpu")
     coefficients = advance_(flats.steps, table)
     torch.library.opcheck(torch.ops.hf_zero.flat_advance_.default, (flats.steps, table, None))
     shared = (flats.out, flats.tiles.table, coefficients, torch.tensor(2.0), torch.tensor(0.0), 16)

@@ -20,7 +20,7 @@ import torch
 
 from hf_zero.device import pinned
 from hf_zero.errors import HostMemoryError
-from hf_zero.memory.host import Bound
+from hf_zero.memory.host import MemoryLimit
 from hf_zero.ops import host_memory
 from hf_zero.ops.host_memory import HostArena
 
@@ -141,7 +141,7 @@ def test_more_than_there_is() -> None:
 
 
 def test_what_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "free_ram", lambda: Bound(1 << 62, "a test", True))
+    monkeypatch.setattr(host_memory, "free_ram", lambda: MemoryLimit(1 << 62, "a test", True))
     with pytest.raises(HostMemoryError, match="Cannot allocate memory"):
         HostArena().take(1 << 60, torch.uint8)
     seen: list[int] = []

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_zero.optim.kernel_calls import MASTER
 from hf_zero.optim.sub_group_update import Counted, Update
-from hf_zero.optim.table import Part, Segment
+from hf_zero.optim.table import Segment, SegmentPart
 
 SUB_GROUPS = 3
 
@@ -42,7 +42,7 @@ class Stepping:
     def __init__(self, flats: list[Any]) -> None:
         self._hosted = {
             flat.key: [
-                Segment(0, 4 * n, 4 * n + 4, [Part(flat, 4 * n, 4 * n + 4, 0)], n)
+                Segment(0, 4 * n, 4 * n + 4, [SegmentPart(flat, 4 * n, 4 * n + 4, 0)], n)
                 for n in range(SUB_GROUPS)
             ]
             for flat in flats

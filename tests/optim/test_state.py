@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_zero.errors import UnsupportedOptimizerError
-from hf_zero.optim.segments import BoundOptimizer
+from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.state import is_elementwise, is_scalar
 from tests.helpers.flats import shard
 

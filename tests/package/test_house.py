@@ -5,6 +5,7 @@ count.
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -28,8 +29,15 @@ PARAMETERS = {
     "hf_zero.optim.cpu.CPUAdam": 10,
     "hf_zero.optim.cycles.OneCycle": 14,
 }
+# one for each of Lightning's packages; the core's queue of transfers, and its copy in Python
+NAMES_TAKEN_TWICE = {"FileQueue", "ZeroPrecision", "ZeroStrategy"}
 SOURCES = house.sources(PACKAGE)
 WIDTHS = [each for each in house.class_widths(SOURCES) if not each.frozen]
+
+
+def test_no_class_name_is_taken_twice() -> None:
+    counts = Counter(each.name.rpartition(".")[2] for each in house.class_widths(SOURCES))
+    assert {name for name, count in counts.items() if count > 1} == NAMES_TAKEN_TWICE
 
 
 def test_no_file_is_longer() -> None:

@@ -24,10 +24,10 @@ from hf_zero.memory import DiskFree, Free
 from hf_zero.parameters.wrap import find_units
 from hf_zero.preflight import (
     ACTIVATIONS,
-    Group,
+    FlatParameters,
+    MemoryPlan,
+    NamedBytes,
     Needs,
-    Part,
-    Plan,
     check,
     fit,
     groups_of,
@@ -144,9 +144,9 @@ def test_70b_is_judged_from_its_cuts_alone() -> None:
 
 def need(device: int = 0, ram: int = 0, disk: int = 0, **files: int) -> Needs:
     return Needs(
-        (Part("parameters", device),),
-        (Part("gradients", ram),) if ram else (),
-        (Part("x", disk),) if disk else (),
+        (NamedBytes("parameters", device),),
+        (NamedBytes("gradients", ram),) if ram else (),
+        (NamedBytes("x", disk),) if disk else (),
         0,
         tuple(files.items()),
     )
@@ -208,7 +208,7 @@ def test_an_offload_that_only_costs_time_is_said() -> None:
     # 16 bytes a parameter and what is under way would fill more than the margin leaves
     tight = Free(
         int(
-            needs(groups_of(find_units(SMALL)[0], SMALL, "bf16"), Plan(2, 1)).device_bytes
+            needs(groups_of(find_units(SMALL)[0], SMALL, "bf16"), MemoryPlan(2, 1)).device_bytes
             / (1 - ACTIVATIONS)
         )
         - 8,
@@ -259,7 +259,7 @@ def test_an_engine_that_only_evaluates_needs_its_parameters() -> None:
     config = ZeroConfig(0, bf16=True).resolve(1, training=False)
     report = check(SMALL, config, 1, device=GPU, free=Free(GIB, GIB), trains=False)
     parameters = sum(parameter.numel() for parameter in SMALL.parameters())
-    assert report.needs.device == (Part("parameters", 2 * parameters),)
+    assert report.needs.device == (NamedBytes("parameters", 2 * parameters),)
 
 
 def test_units_are_those_of_the_configuration() -> None:
@@ -328,9 +328,10 @@ def test_this_machine_is_measured_where_nothing_is_given(tmp_path: Any) -> None:
 
 
 GROUPS = [
-    Group(name, True, torch.bfloat16, ((name, (1_000_000,)),)) for name in ("a", "b", "c", "d")
+    FlatParameters(name, True, torch.bfloat16, ((name, (1_000_000,)),))
+    for name in ("a", "b", "c", "d")
 ]
-PLAN = Plan(
+PLAN = MemoryPlan(
     2,
     1,
     optimizer=OffloadOptimizer("none", buffer_size=8_192),
@@ -339,7 +340,7 @@ PLAN = Plan(
 
 
 def found(
-    device: float, ram: float, disk: float | None = None, plan: Plan = PLAN, **more: Any
+    device: float, ram: float, disk: float | None = None, plan: MemoryPlan = PLAN, **more: Any
 ) -> Any:
     """What fits, with sizes in MB, the margin aside."""
     disks = (DiskFree("/nvme", int(disk * 1e6), 0),) if disk is not None else ()

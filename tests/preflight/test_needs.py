@@ -19,7 +19,7 @@ from hf_zero.ops.files import ALIGNMENT as SECTOR
 from hf_zero.optim.lion import Lion
 from hf_zero.parameters.layout import FlatLayout
 from hf_zero.parameters.wrap import find_units
-from hf_zero.preflight import Group, Needs, Plan, groups_of, needs
+from hf_zero.preflight import FlatParameters, MemoryPlan, Needs, groups_of, needs
 from hf_zero.preflight.moments import moment_bytes, moments_of
 from hf_zero.preflight.needs import gathered_bytes, gradient_buffers
 from hf_zero.units.policy import POLICIES
@@ -28,8 +28,10 @@ BF16, FP32 = torch.bfloat16, torch.float32
 NAMES = {BF16: "bfloat16", FP32: "float32"}
 
 
-def group(unit: str, numel: int, trainable: bool = True, dtype: torch.dtype = BF16) -> Group:
-    return Group(unit, trainable, dtype, ((f"{unit}.weight", (numel,)),))
+def group(
+    unit: str, numel: int, trainable: bool = True, dtype: torch.dtype = BF16
+) -> FlatParameters:
+    return FlatParameters(unit, trainable, dtype, ((f"{unit}.weight", (numel,)),))
 
 
 GROUPS = [
@@ -41,7 +43,7 @@ GROUPS = [
 ]
 
 plans = st.builds(
-    Plan,
+    MemoryPlan,
     stage=st.integers(0, 3),
     ranks=st.sampled_from([1, 2, 3, 8]),
     precision=st.sampled_from(["bf16", "fp16"]),
@@ -67,8 +69,8 @@ def part(parts: Any, what: str) -> int:
 
 
 def chunks(
-    model: list[Group], plan: Plan, trainable: bool | None = True
-) -> list[tuple[Group, FlatLayout]]:
+    model: list[FlatParameters], plan: MemoryPlan, trainable: bool | None = True
+) -> list[tuple[FlatParameters, FlatLayout]]:
     found = []
     for each in model:
         if trainable is None or each.trainable is trainable:
@@ -78,7 +80,9 @@ def chunks(
 
 
 @given(groups, plans)
-def test_without_offload_it_is_the_stage_table(model: list[Group], plan: Plan) -> None:
+def test_without_offload_it_is_the_stage_table(
+    model: list[FlatParameters], plan: MemoryPlan
+) -> None:
     policy = POLICIES[plan.stage]
     gradient = {None: "float32", "fp32": "float32", "bf16": "bfloat16"}[plan.accumulation_dtype]
     table = 0.0
@@ -93,7 +97,9 @@ def test_without_offload_it_is_the_stage_table(model: list[Group], plan: Plan) -
 
 @settings(max_examples=200, deadline=None)
 @given(groups, plans, st.sampled_from(["fp32", "bf16", "int8"]))
-def test_the_optimizer_on_the_cpu(model: list[Group], plan: Plan, moments: Any) -> None:
+def test_the_optimizer_on_the_cpu(
+    model: list[FlatParameters], plan: MemoryPlan, moments: Any
+) -> None:
     plan = replace(plan, optimizer=OffloadOptimizer("cpu", moments=moments, buffer_size=64))
     own, price = needs(model, plan), {"fp32": 4, "bf16": 2, "int8": 1}[moments]
     state = gradients = window = largest = wide = 0
@@ -121,7 +127,9 @@ def test_the_optimizer_on_the_cpu(model: list[Group], plan: Plan, moments: Any) 
 
 
 @given(groups, plans, st.sampled_from(["fp32", "bf16", "int8"]))
-def test_the_optimizer_in_files(model: list[Group], plan: Plan, moments: Any) -> None:
+def test_the_optimizer_in_files(
+    model: list[FlatParameters], plan: MemoryPlan, moments: Any
+) -> None:
     in_files = replace(
         plan,
         optimizer=OffloadOptimizer(
@@ -149,7 +157,9 @@ def test_the_optimizer_in_files(model: list[Group], plan: Plan, moments: Any) ->
 
 
 @given(groups, plans, st.floats(0, 1))
-def test_a_share_of_the_elements_is_offloaded(model: list[Group], plan: Plan, ratio: float) -> None:
+def test_a_share_of_the_elements_is_offloaded(
+    model: list[FlatParameters], plan: MemoryPlan, ratio: float
+) -> None:
     """Flat for flat: what leaves the device arrives in RAM, and the ends are all and nothing."""
     plan = replace(plan, gpu=False)
     own = needs(model, replace(plan, optimizer=OffloadOptimizer("cpu", ratio=ratio)))
@@ -174,15 +184,17 @@ def test_a_share_of_the_elements_is_offloaded(model: list[Group], plan: Plan, ra
 
 
 def test_auto_is_all_of_it_until_the_first_step_is_measured() -> None:
-    plan = Plan(2, 2, optimizer=OffloadOptimizer("cpu"))
+    plan = MemoryPlan(2, 2, optimizer=OffloadOptimizer("cpu"))
     assert needs(GROUPS, replace(plan, optimizer=OffloadOptimizer("cpu", ratio="auto"))) == needs(
         GROUPS, plan
     )
 
 
 @given(groups, st.sampled_from([1, 2, 8]), st.integers(0, 4000))
-def test_parameters_beside_the_device(model: list[Group], ranks: int, max_in_cpu: int) -> None:
-    plan = Plan(3, ranks, param=OffloadParam("cpu"))
+def test_parameters_beside_the_device(
+    model: list[FlatParameters], ranks: int, max_in_cpu: int
+) -> None:
+    plan = MemoryPlan(3, ranks, param=OffloadParam("cpu"))
     whole = sum(layout.chunk * each.dtype.itemsize for each, layout in chunks(model, plan, None))
     own = needs(model, plan)
     assert part(own.ram, "parameters") == own.pinned == whole
@@ -207,7 +219,7 @@ def test_parameters_beside_the_device(model: list[Group], ranks: int, max_in_cpu
 
 
 def test_folders_that_both_use_add_up() -> None:
-    plan = Plan(
+    plan = MemoryPlan(
         3,
         1,
         optimizer=OffloadOptimizer("nvme", ("/a",)),
@@ -221,7 +233,7 @@ def test_folders_that_both_use_add_up() -> None:
 
 @pytest.mark.parametrize("pin", [None, True, False])
 def test_what_is_pinned(pin: bool | None) -> None:
-    plan = Plan(
+    plan = MemoryPlan(
         3,
         1,
         optimizer=OffloadOptimizer("cpu", pin_memory=pin),
@@ -244,8 +256,8 @@ def test_a_configuration_makes_the_plan() -> None:
         offload_optimizer={"device": "cpu", "moments": "int8"},
         prefetch_bucket_size=7,
     ).resolve(4)
-    plan = Plan.of(config, 4, gpu=False)
-    assert plan == Plan(
+    plan = MemoryPlan.of(config, 4, gpu=False)
+    assert plan == MemoryPlan(
         2, 4, 2, "bf16", 1, 4, "bf16", 7, None, OffloadOptimizer("cpu", moments="int8"), gpu=False
     )
     assert (plan.shards, plan.ratio, plan.offloads, plan.on_device().offloads) == (
@@ -254,8 +266,8 @@ def test_a_configuration_makes_the_plan() -> None:
         True,
         False,
     )
-    assert Plan.of(config, 4, moments=5).moments == 5
-    assert Plan.of(ZeroConfig(2), 1).moments == 2
+    assert MemoryPlan.of(config, 4, moments=5).moments == 5
+    assert MemoryPlan.of(ZeroConfig(2), 1).moments == 2
 
 
 def test_groups_are_the_flats_of_the_engine() -> None:
@@ -315,7 +327,7 @@ def test_moments_of_a_living_optimizer_without_touching_it() -> None:
 def test_nothing_of_a_model_without_parameters() -> None:
     own = needs(
         [],
-        Plan(
+        MemoryPlan(
             3, 4, optimizer=OffloadOptimizer("nvme", ("/a",)), param=OffloadParam("nvme", ("/a",))
         ),
     )

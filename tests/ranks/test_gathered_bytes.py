@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_zero.parameters.wrap import find_units
-from hf_zero.preflight import Plan, groups_of
+from hf_zero.preflight import MemoryPlan, groups_of
 from hf_zero.preflight.needs import gathered_bytes
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import Stack, seeded
@@ -57,7 +57,7 @@ def test_the_most_that_is_gathered_at_once(ranks: int, prefetch: int, ahead: int
 
     model = deep()
     groups = groups_of(find_units(model)[0], model, "bf16")
-    predicted = gathered_bytes(groups, Plan(3, ranks, prefetch=prefetch))
+    predicted = gathered_bytes(groups, MemoryPlan(3, ranks, prefetch=prefetch))
     assert on_ranks(ranks, run, build=deep) == [predicted] * ranks
     root = sum(group.numel for group in groups if group.unit == "(root)") * 2
     assert predicted == pytest.approx(root + (1 + ahead) * BLOCK, abs=64)

@@ -114,7 +114,7 @@ def test_the_engine_reads_nothing_back(
     ):
         engine = syncs.of("hf_zero")
         if offload:  # step counters of states that are in host memory
-            engine.pop(f"segments.py: {SCALAR}", None)
+            engine.pop(f"bound_optimizer.py: {SCALAR}", None)
         assert dict(engine) == expected_of_the_engine(precision, offload)
         theirs = {name: count // 2 for name, count in syncs.of("transformers").items()}
         assert OF_THE_MODELS[family](theirs), theirs

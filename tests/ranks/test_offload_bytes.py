@@ -9,9 +9,8 @@ import pytest
 
 from hf_zero.config import ZeroConfig
 from hf_zero.parameters.wrap import find_units
-from hf_zero.preflight.needs import Part, needs
-from hf_zero.preflight.plan import Plan as Bytes
-from hf_zero.preflight.plan import groups_of
+from hf_zero.preflight.needs import NamedBytes, needs
+from hf_zero.preflight.plan import MemoryPlan, groups_of
 from hf_zero.units import materialize
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import ARCHITECTURES
@@ -31,7 +30,7 @@ STATE = {
 }
 
 
-def total(parts: tuple[Part, ...]) -> int:
+def total(parts: tuple[NamedBytes, ...]) -> int:
     return sum(part.nbytes for part in parts if part.what in STATE)
 
 
@@ -69,7 +68,7 @@ def test_tiers_hold_what_was_estimated(way, stage, precision, moments, tmp_path)
     models = [LLAMA.build() for _ in range(RANKS)]
     wanted = ZeroConfig.from_dict(config).resolve(RANKS)
     groups = groups_of(find_units(models[0])[0], models[0], precision)
-    said = needs(groups, replace(Bytes.of(wanted, RANKS, False, 2)))
+    said = needs(groups, replace(MemoryPlan.of(wanted, RANKS, False, 2)))
     found = run_ranks(RANKS, held, models, config)[0]
     for tier, estimated in (
         ("device", total(said.device)),

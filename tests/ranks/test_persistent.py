@@ -18,8 +18,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.errors import PartitionError, ReleasedParameterError
 from hf_zero.parameters.parameter import LiveParameter, ReleasedParameter, ZeroParamStatus
 from hf_zero.parameters.wrap import find_units, persistent_names
-from hf_zero.preflight import Plan as Bytes
-from hf_zero.preflight import groups_of, needs
+from hf_zero.preflight import MemoryPlan, groups_of, needs
 from tests.helpers import oracle
 from tests.helpers.cells import fast
 from tests.helpers.engines import (
@@ -415,7 +414,7 @@ def test_tiers_hold_what_was_estimated(threshold, way, tmp_path):
     build = lambda: seeded(lambda: Stack(6, 48))  # noqa: E731
     model, wanted = build(), ZeroConfig.from_dict(config).resolve(2)
     groups = groups_of(find_units(model)[0], model, "bf16", persistent_names(model, threshold))
-    said = needs(groups, Bytes.of(wanted, 2, False, 2))
+    said = needs(groups, MemoryPlan.of(wanted, 2, False, 2))
     apart = ("gathered units", "gradients under way")
     device = sum(part.nbytes for part in said.device if part.what not in apart)
     ram = sum(part.nbytes for part in said.ram)

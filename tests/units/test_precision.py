@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
-from hf_zero.units.precision import LossScaler, Scaling, compute_dtype
+from hf_zero.units.precision import Fp16LossScaler, Scaling, compute_dtype
 from tests.helpers.models import ARCHITECTURES
 
 WIDE, HALF, BRAIN, DOUBLE = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -146,7 +146,7 @@ SCALES = [
     "events, options, want", [row[1:] for row in SCALES], ids=[row[0] for row in SCALES]
 )
 def test_the_scale_event_by_event(events: str, options: dict[str, Any], want: list[float]) -> None:
-    scaler = LossScaler(16.0, dynamic=True, **options)
+    scaler = Fp16LossScaler(16.0, dynamic=True, **options)
     seen = []
     for event in events:
         scaler.update(event == "o")
@@ -155,7 +155,7 @@ def test_the_scale_event_by_event(events: str, options: dict[str, Any], want: li
 
 
 def test_a_static_scale_never_moves() -> None:
-    scaler = LossScaler(128.0, window=1, hysteresis=1)
+    scaler = Fp16LossScaler(128.0, window=1, hysteresis=1)
     for overflow in (True, False, True, False):
         scaler.update(overflow)
         assert scaler.scale == 128.0
@@ -173,8 +173,8 @@ def test_a_static_scale_never_moves() -> None:
 def test_a_restored_scaler_goes_on_alike(
     events: list[bool], cut: int, window: int, hysteresis: int, consecutive: bool, minimum: float
 ) -> None:
-    def make() -> LossScaler:
-        return LossScaler(256.0, True, window, hysteresis, minimum, consecutive)
+    def make() -> Fp16LossScaler:
+        return Fp16LossScaler(256.0, True, window, hysteresis, minimum, consecutive)
 
     whole, first, second = make(), make(), make()
     for event in events[:cut]:
@@ -188,8 +188,8 @@ def test_a_restored_scaler_goes_on_alike(
     assert second.state_dict() == whole.state_dict()
 
 
-def scaler_of(**config: Any) -> LossScaler:
-    return LossScaler.from_config(
+def scaler_of(**config: Any) -> Fp16LossScaler:
+    return Fp16LossScaler.from_config(
         ZeroConfig.from_dict({"zero_optimization": {"stage": 1}, **config}).resolve(1)
     )
 

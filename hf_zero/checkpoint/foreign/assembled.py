@@ -66,7 +66,7 @@ Held = torch.Tensor | Widened | Ranged
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterPart:
     """A run of elements of one parameter, in file number ``file``: tensors of one length, by
     state; ``master`` or ``shard`` among them.
     """
@@ -87,11 +87,11 @@ class Parameter:
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParameterPart, ...]
 
 
 @dataclass(frozen=True)
-class Group:
+class OptimizerGroup:
     """An optimizer group: hyper-parameters, the numbers its parameters share (``step``), and its
     parameters' names.
     """
@@ -102,7 +102,7 @@ class Group:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class FolderContents:
     """All that was read out of a foreign folder.
 
     ``files`` are those the pieces point to, the first one also holds the buffers.
@@ -114,7 +114,7 @@ class Found:
     parameters: tuple[Parameter, ...]
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    groups: tuple[Group, ...] | None = None
+    groups: tuple[OptimizerGroup, ...] | None = None
     lr_scheduler: dict[str, Any] | None = None
     scaler: dict[str, Any] | None = None
     counters: dict[str, int] = field(default_factory=dict)
@@ -167,7 +167,7 @@ class Assembled(Checkpoint):
     Raises CheckpointError if a parameter's pieces are not the whole of it.
     """
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: FolderContents) -> None:
         self.folder, self._found = found.folder, found
         flats = tuple(self._flat(parameter) for parameter in found.parameters)
         self.manifest = _manifest(found, flats)
@@ -252,7 +252,7 @@ class Assembled(Checkpoint):
             file.close()
 
 
-def _manifest(found: Found, flats: tuple[FlatEntry, ...]) -> Manifest:
+def _manifest(found: FolderContents, flats: tuple[FlatEntry, ...]) -> Manifest:
     groups = found.groups
     return Manifest(
         save_id="",
@@ -297,10 +297,10 @@ __all__ = [
     "SHARD",
     "Asked",
     "Assembled",
-    "Found",
-    "Group",
+    "FolderContents",
+    "OptimizerGroup",
     "Parameter",
-    "Piece",
+    "ParameterPart",
     "Ranged",
     "Widened",
     "states",

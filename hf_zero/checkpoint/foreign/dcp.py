@@ -25,10 +25,10 @@ from hf_zero.checkpoint.foreign.assembled import (
     SHARD,
     Asked,
     Assembled,
-    Found,
-    Group,
+    FolderContents,
+    OptimizerGroup,
     Parameter,
-    Piece,
+    ParameterPart,
     Ranged,
 )
 from hf_zero.checkpoint.foreign.pickles import Opaque
@@ -136,7 +136,7 @@ class _Reading:
                 return
             self.entries, tops = lifted, {keys[0] for keys in lifted}
 
-    def found(self) -> Found:
+    def found(self) -> FolderContents:
         model = self._under(MODEL)
         if not model and all(hasattr(entry, "chunks") for _, entry in self.entries.values()):
             model = self.entries  # a model's state dict and nothing else
@@ -158,7 +158,7 @@ class _Reading:
             for keys, record in model.items()
             if hasattr(record[1], "chunks")
         )
-        return Found(
+        return FolderContents(
             folder=self.folder,
             writer="torch.distributed.checkpoint",
             files=tuple(str(path.relative_to(self.folder)) for path in self.files) or (METADATA,),
@@ -219,7 +219,7 @@ class _Reading:
                 "load and save it again with torch"
             )
         pieces = tuple(
-            Piece(chunks[main][i][2], {key: held[i][3] for key, held in chunks.items()})
+            ParameterPart(chunks[main][i][2], {key: held[i][3] for key, held in chunks.items()})
             for i in range(len(chunks[main]))
         )
         return Parameter(name, shape, dtype, kept is not None, pieces)
@@ -260,7 +260,9 @@ class _Reading:
             )
         return sorted(made, key=lambda each: each[:2])
 
-    def _optimizer(self, shapes: Mapping[str, Shape]) -> tuple[tuple[Group, ...] | None, States]:
+    def _optimizer(
+        self, shapes: Mapping[str, Shape]
+    ) -> tuple[tuple[OptimizerGroup, ...] | None, States]:
         """The optimizer's groups and, by parameter, the records of its states.
 
         ``shapes`` are those of the model's parameters.
@@ -320,7 +322,7 @@ class _Reading:
                 for key, (fqn, entry) in kept.items()
                 if not len(getattr(entry, "size", ()))
             }
-            made.append(Group(hyperparameters.plain(values), scalars, names_of))
+            made.append(OptimizerGroup(hyperparameters.plain(values), scalars, names_of))
         return tuple(made) or None, states
 
     def _value(self, fqn: str) -> Any:

@@ -26,10 +26,10 @@ from hf_zero.checkpoint.foreign.assembled import (
     SHARD,
     Asked,
     Assembled,
-    Found,
-    Group,
+    FolderContents,
+    OptimizerGroup,
     Parameter,
-    Piece,
+    ParameterPart,
     Widened,
     states,
 )
@@ -59,7 +59,7 @@ def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
 
     try:
         return Assembled(
-            (Universal if (folder / FOLDER).is_dir() else Reading)(folder, asked).found()
+            (Universal if (folder / FOLDER).is_dir() else DeepSpeedFolder)(folder, asked).found()
         )
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
@@ -68,7 +68,7 @@ def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
         ) from error
 
 
-class Reading:
+class DeepSpeedFolder:
     """One folder while it is read: the model's file, and the optimizer's files by rank."""
 
     def __init__(self, folder: Path, asked: Asked = ()) -> None:
@@ -130,7 +130,7 @@ class Reading:
             )
         return data
 
-    def found(self) -> Found:
+    def found(self) -> FolderContents:
         config = self.model.get("ds_config") or {}
         precision = next(
             (name for name in ("bf16", "fp16") if at(config, name, "enabled") is True), "fp32"
@@ -142,7 +142,7 @@ class Reading:
         frozen = list(self._frozen(known | {*buffers} | {*aliases}))
         accumulation = config.get("gradient_accumulation_steps", 1)
         steps = int(self.model.get("global_steps") or 0)
-        return Found(
+        return FolderContents(
             folder=self.folder,
             writer=f"DeepSpeed {self.model.get('ds_version', '')}".strip(),
             files=tuple(path.name for path in (*self.model_paths, *self.optim_paths)),
@@ -247,14 +247,14 @@ class Reading:
             for name, shape in group.items():
                 yield Parameter(name, shape, self._dtype(name), True, tuple(pieces.get(name, ())))
 
-    def _whole(self) -> dict[str, list[Piece]]:
+    def _whole(self) -> dict[str, list[ParameterPart]]:
         """Stage 0: whole parameters, and the state that torch's optimizer keeps of each, or of
         all of a group end to end.
         """
         shapes = self.shapes()
         masters = [] if self._nameless else self._masters()
         base: Mapping[str, Any] = {} if self._nameless else self._base()
-        made: dict[str, list[Piece]] = {}
+        made: dict[str, list[ParameterPart]] = {}
         index = 0
         for number, names in enumerate(shapes):
             joined = bool(masters) and len(masters[number]) < len(names)
@@ -269,15 +269,15 @@ class Reading:
                 if joined:
                     cut = {key: tensor[at : at + numel] for key, tensor in cut.items()}
                     at += numel
-                made[name] = [Piece(0, {**cut, MASTER: _as_float(cut[MASTER])})]
+                made[name] = [ParameterPart(0, {**cut, MASTER: _as_float(cut[MASTER])})]
                 index += 1
         return made
 
-    def _cut_groups(self) -> dict[str, list[Piece]]:
+    def _cut_groups(self) -> dict[str, list[ParameterPart]]:
         """Stages 1 and 2: the parameters of a group end to end, cut into equal parts; the
         padding at the end is not written.
         """
-        made: dict[str, list[Piece]] = {}
+        made: dict[str, list[ParameterPart]] = {}
         for group, shapes in enumerate(self.shapes()):
             numels = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
             gaps = self.optims[0].get("param_alignment_paddings") or ()
@@ -303,13 +303,15 @@ class Reading:
                             key: tensor[first - start : last - start]
                             for key, tensor in held.items()
                         }
-                        made.setdefault(name, []).append(Piece(len(self.model_paths) + rank, cut))
+                        made.setdefault(name, []).append(
+                            ParameterPart(len(self.model_paths) + rank, cut)
+                        )
                 start += weights.numel() + saved["group_paddings"][group]
         return made
 
-    def _cut_each(self) -> dict[str, list[Piece]]:
+    def _cut_each(self) -> dict[str, list[ParameterPart]]:
         """Stage 3: each parameter in equal parts, a rank's parts end to end over its buffers."""
-        made: dict[str, list[Piece]] = {}
+        made: dict[str, list[ParameterPart]] = {}
         for rank, saved in enumerate(self.optims):
             flats: Sequence[torch.Tensor] = saved["fp32_flat_groups"]
             base = torch_state(saved)
@@ -333,7 +335,9 @@ class Reading:
                 real = _without_padding(numel, rank, each)
                 if real or (rank == 0 and not numel):
                     cut = {key: tensor[at : at + real] for key, tensor in parts[index].items()}
-                    made.setdefault(name, []).append(Piece(len(self.model_paths) + rank, cut))
+                    made.setdefault(name, []).append(
+                        ParameterPart(len(self.model_paths) + rank, cut)
+                    )
                 at += each
         return made
 
@@ -383,7 +387,7 @@ class Reading:
                         tuple(tensor.shape),
                         tensor.dtype,
                         False,
-                        (Piece(0, {SHARD: tensor.reshape(-1)}),),
+                        (ParameterPart(0, {SHARD: tensor.reshape(-1)}),),
                     )
             return
         models = [self.model, *map(self._load, self.model_paths[1:])] if shapes else []
@@ -392,14 +396,16 @@ class Reading:
             numel = torch.Size(shape).numel()
             each = -(-numel // self.world)
             pieces = [
-                Piece(rank, {SHARD: held[name].reshape(-1)[: _without_padding(numel, rank, each)]})
+                ParameterPart(
+                    rank, {SHARD: held[name].reshape(-1)[: _without_padding(numel, rank, each)]}
+                )
                 for rank, held in enumerate(fragments)
             ]
             yield Parameter(name, tuple(shape), fragments[0][name].dtype, False, tuple(pieces))
 
     # ---- the optimizer's settings ----
 
-    def _groups(self) -> tuple[Group, ...] | None:
+    def _groups(self) -> tuple[OptimizerGroup, ...] | None:
         groups = None if self._nameless else groups_of(self._base(), self.shapes())
         rates = at(self.model.get("lr_scheduler"), "_last_lr") or ()
         if groups is None or len(rates) != len(groups):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint.foreign.assembled import Group
+from hf_zero.checkpoint.foreign.assembled import OptimizerGroup
 from hf_zero.errors import CheckpointError
 from hf_zero.optim import hyperparameters
 
@@ -51,7 +51,7 @@ RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
 
 def groups_of(
     base: Mapping[str, Any], shapes: Sequence[Mapping[str, Any]], step: Any = None
-) -> tuple[Group, ...] | None:
+) -> tuple[OptimizerGroup, ...] | None:
     """The groups of ``base``, torch's state dict of an optimizer, with their parameters' names;
     ``step`` if it is kept elsewhere.
     """
@@ -75,7 +75,7 @@ def groups_of(
             for value in (step, state.get("step"), kept.pop("step", None))
             if value is not None
         ]
-        made.append(Group(kept, {"step": float(steps[0])} if steps else {}, tuple(names)))
+        made.append(OptimizerGroup(kept, {"step": float(steps[0])} if steps else {}, tuple(names)))
     return tuple(made)
 
 

@@ -13,9 +13,9 @@ from hf_zero.checkpoint.foreign.assembled import (
     SHARD,
     Asked,
     Assembled,
-    Found,
+    FolderContents,
     Parameter,
-    Piece,
+    ParameterPart,
     Ranged,
 )
 from hf_zero.checkpoint.tensorfile import TensorFile
@@ -38,11 +38,17 @@ def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
                 values = Ranged(entry.dtype, entry.numel, partial(file.read_into, held))
                 parameters.append(
                     Parameter(
-                        held, entry.shape, entry.dtype, False, (Piece(number, {SHARD: values}),)
+                        held,
+                        entry.shape,
+                        entry.dtype,
+                        False,
+                        (ParameterPart(number, {SHARD: values}),),
                     )
                 )
         return Assembled(
-            Found(folder, "save_pretrained", tuple(names), tuple(parameters), opened=tuple(opened))
+            FolderContents(
+                folder, "save_pretrained", tuple(names), tuple(parameters), opened=tuple(opened)
+            )
         )
     except BaseException:
         for file in opened:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.foreign.assembled import MASTER, Group, Parameter, Piece
-from hf_zero.checkpoint.foreign.deepspeed import Reading
+from hf_zero.checkpoint.foreign.assembled import MASTER, OptimizerGroup, Parameter, ParameterPart
+from hf_zero.checkpoint.foreign.deepspeed import DeepSpeedFolder
 from hf_zero.checkpoint.foreign.deepspeed_parts import CLASSES, groups_of
 from hf_zero.checkpoint.foreign.pickles import load_pickle
 from hf_zero.errors import CheckpointError
@@ -19,7 +19,7 @@ from hf_zero.errors import CheckpointError
 FOLDER, SETTINGS, WEIGHTS, STEP = "zero", "optimizer_state.pt", "fp32", "step"
 
 
-class Universal(Reading):
+class Universal(DeepSpeedFolder):
     """A universal folder while it is read; the model's files lie beside ``zero`` as in other
     checkpoints of DeepSpeed.
     """
@@ -44,9 +44,9 @@ class Universal(Reading):
                     MASTER if state == WEIGHTS else state: tensor.reshape(-1)
                     for state, tensor in tensors.items()
                 }
-                yield Parameter(name, shape, self._dtype(name), True, (Piece(0, flat),))
+                yield Parameter(name, shape, self._dtype(name), True, (ParameterPart(0, flat),))
 
-    def _groups(self) -> tuple[Group, ...] | None:
+    def _groups(self) -> tuple[OptimizerGroup, ...] | None:
         saved = load_pickle(self.folder / FOLDER / SETTINGS, CLASSES)
         base: Mapping[str, Any] = saved.get("optimizer_state_dict", saved)
         first = next((name for group in self.shapes() for name in group), "")

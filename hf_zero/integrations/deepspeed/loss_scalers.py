@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.units.precision import LossScaler as _LossScaler
+from hf_zero.units.precision import Fp16LossScaler
 
 INITIAL_LOSS_SCALE = "init_scale"
 SCALE_WINDOW = "scale_window"
@@ -21,7 +21,7 @@ class LossScalerBase:
     overflowed.
     """
 
-    def __init__(self, scaler: _LossScaler) -> None:
+    def __init__(self, scaler: Fp16LossScaler) -> None:
         self._scaler = scaler
 
     @property
@@ -52,7 +52,7 @@ class LossScaler(LossScalerBase):
     """A constant."""
 
     def __init__(self, scale: float = 1.0) -> None:
-        super().__init__(_LossScaler(scale))
+        super().__init__(Fp16LossScaler(scale))
 
 
 class DynamicLossScaler(LossScalerBase):
@@ -71,7 +71,7 @@ class DynamicLossScaler(LossScalerBase):
         dtype: torch.dtype = torch.half,
     ) -> None:
         super().__init__(
-            _LossScaler(
+            Fp16LossScaler(
                 init_scale, True, scale_window, delayed_shift, min_scale, consecutive_hysteresis
             )
         )

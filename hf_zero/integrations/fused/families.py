@@ -18,7 +18,7 @@ Forward = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Found:
+class FusionCandidate:
     """A module that one of the ``names`` is for: the forward that does it, or why there is none.
 
     ``packs`` are the submodules whose weights one GEMM multiplies with, best side by side in
@@ -31,7 +31,7 @@ class Found:
     packs: tuple[str, ...] = ()
 
 
-def look(module: nn.Module, wanted: Collection[str]) -> Found | None:
+def look(module: nn.Module, wanted: Collection[str]) -> FusionCandidate | None:
     """What ``module`` can become with the ``wanted`` kernels; None for a module that none of
     them is for.
     """
@@ -42,11 +42,11 @@ def look(module: nn.Module, wanted: Collection[str]) -> Found | None:
     return None
 
 
-def _norm(module: nn.Module, wanted: Collection[str]) -> Found | None:
+def _norm(module: nn.Module, wanted: Collection[str]) -> FusionCandidate | None:
     if "norms" not in wanted or not type(module).__name__.endswith("Norm"):
         return None
     if norms.is_layer_norm(module):
-        return Found(("norms",), norms.layer_norm)
+        return FusionCandidate(("norms",), norms.layer_norm)
     code = of_class(type(module))
     forwards = {
         norms.LLAMA: norms.rms_norm,
@@ -54,8 +54,8 @@ def _norm(module: nn.Module, wanted: Collection[str]) -> Found | None:
         norms.GEMMA: norms.gemma_norm,
     }
     if code in forwards:
-        return Found(("norms",), forwards[code])
-    return Found(
+        return FusionCandidate(("norms",), forwards[code])
+    return FusionCandidate(
         ("norms",), why_not="no weight or no bias" if isinstance(module, nn.LayerNorm) else UNKNOWN
     )
 
@@ -80,13 +80,17 @@ _RESIDUALS_LEFT = {
 }
 
 
-def _residual(module: nn.Module, wanted: Collection[str]) -> Found | None:
+def _residual(module: nn.Module, wanted: Collection[str]) -> FusionCandidate | None:
     if "residual" not in wanted:
         return None
     code = of_class(type(module))
     if code in _RESIDUALS:
-        return Found(("residual",), _RESIDUALS[code])
-    return Found(("residual",), why_not=_RESIDUALS_LEFT[code]) if code in _RESIDUALS_LEFT else None
+        return FusionCandidate(("residual",), _RESIDUALS[code])
+    return (
+        FusionCandidate(("residual",), why_not=_RESIDUALS_LEFT[code])
+        if code in _RESIDUALS_LEFT
+        else None
+    )
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ _MLPS = {
 }
 
 
-def _mlp(module: nn.Module, wanted: Collection[str]) -> Found | None:
+def _mlp(module: nn.Module, wanted: Collection[str]) -> FusionCandidate | None:
     if "activations" not in wanted:
         return None
     rule = _MLPS.get(of_class(type(module)))
@@ -121,25 +125,25 @@ def _mlp(module: nn.Module, wanted: Collection[str]) -> Found | None:
         experts = type(module).__name__.endswith("Experts")
         unknown = type(module).__name__.endswith("MLP")
         if experts:
-            return Found(
+            return FusionCandidate(
                 ("activations",),
                 why_not="experts run through transformers' grouped matrix products",
             )
-        return Found(("activations",), why_not=UNKNOWN) if unknown else None
+        return FusionCandidate(("activations",), why_not=UNKNOWN) if unknown else None
     activation = getattr(module, rule.activation)
     if gelu_of(activation) is None and not (rule.gated and is_silu(activation)):
-        return Found(("activations",), why_not=f"its activation is {name_of(activation)}")
+        return FusionCandidate(("activations",), why_not=f"its activation is {name_of(activation)}")
     if rule.make(False) is mlps.packed_gate_up and not is_silu(activation):
-        return Found(("activations",), why_not=f"its activation is {name_of(activation)}")
+        return FusionCandidate(("activations",), why_not=f"its activation is {name_of(activation)}")
     if getattr(module, "chunk_size_feed_forward", 0):
-        return Found(("activations",), why_not="chunk_size_feed_forward is set")
+        return FusionCandidate(("activations",), why_not="chunk_size_feed_forward is set")
     packs = rule.packs if "qkv" in wanted else ()
-    return Found(
+    return FusionCandidate(
         ("activations", "qkv") if packs else ("activations",), rule.make(bool(packs)), packs=packs
     )
 
 
-def _attention(module: nn.Module, wanted: Collection[str]) -> Found | None:
+def _attention(module: nn.Module, wanted: Collection[str]) -> FusionCandidate | None:
     asked = tuple(name for name in ("qkv", "rotary") if name in wanted)
     name = type(module).__name__
     if not asked or "Attention" not in name:
@@ -147,19 +151,19 @@ def _attention(module: nn.Module, wanted: Collection[str]) -> Found | None:
     style = attentions.STYLES.get(of_class(type(module)))
     if style is None:
         return (
-            Found(asked, why_not=UNKNOWN)
+            FusionCandidate(asked, why_not=UNKNOWN)
             if hasattr(module, "is_causal") or "SelfAttention" in name
             else None
         )
     if getattr(module, "qk_layernorm", False):
-        return Found(asked, why_not="qk_layernorm is set (Phi)")
+        return FusionCandidate(asked, why_not="qk_layernorm is set (Phi)")
     packed = "qkv" in wanted and len(style.projections) > 1
     rotated = "rotary" in wanted and style.rotates and attentions.known_rotation(type(module))
     if not packed and not rotated:
         if "rotary" in wanted and style.rotates:
-            return Found(asked, why_not="its rotation is not one that hf-zero knows")
+            return FusionCandidate(asked, why_not="its rotation is not one that hf-zero knows")
         return None
     used = tuple(name for name, use in (("qkv", packed), ("rotary", rotated)) if use)
     cls: Any = type(module)  # mypy takes a Module, whose __hash__ is of object, for unhashable
     forward = attentions.attention(cls, style, packed, rotated)
-    return Found(used, forward, packs=style.projections if packed else ())
+    return FusionCandidate(used, forward, packs=style.projections if packed else ())

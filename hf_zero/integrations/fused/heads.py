@@ -172,7 +172,7 @@ def _loss_is_its_own(model: Any) -> bool:
 
 
 @dataclass(eq=False)
-class _Pending:
+class _PendingLoss:
     """Labels on their way to the head, and the loss on its way back."""
 
     labels: torch.Tensor
@@ -197,7 +197,7 @@ class FusedHead:
         self.capacity = RowCapacity()
         self.enabled = True
         self.told = False
-        self.pending: _Pending | None = None
+        self.pending: _PendingLoss | None = None
         self.before: MethodType | None = model.__dict__.get("forward")
         self.names = list(inspect.signature(model.forward).parameters)
         self.installed: MethodType | None = None
@@ -290,7 +290,7 @@ class FusedHead:
         counted = (
             RowCount(labels, ignored) if self.sparse and not torch.compiler.is_compiling() else None
         )
-        self.pending = pending = _Pending(labels, items, ignored, count=counted)
+        self.pending = pending = _PendingLoss(labels, items, ignored, count=counted)
         try:
             outputs = self.plain(**given, return_dict=True)
         finally:

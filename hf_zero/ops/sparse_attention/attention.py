@@ -17,7 +17,7 @@ from hf_zero.ops.dispatch import Kernel
 
 from . import reference
 from .layouts import BigBirdSparsityConfig, BlockLayout, SparsityConfig
-from .plan import Plan, plan_for
+from .plan import SparsePlan, plan_for
 
 WIDEST_HEAD = 256
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -124,7 +124,7 @@ def _given(layout: torch.Tensor, length: int) -> BlockLayout:
     return made
 
 
-def _plan(handle: int, q: torch.Tensor, k: torch.Tensor, causal: bool) -> Plan:
+def _plan(handle: int, q: torch.Tensor, k: torch.Tensor, causal: bool) -> SparsePlan:
     return plan_for(handle, q.shape[2], q.shape[1], q.shape[1] // k.shape[1], causal, q.device)
 
 

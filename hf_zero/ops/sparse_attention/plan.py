@@ -46,7 +46,7 @@ class Lists:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class SparsePlan:
     """``layout`` is bool [heads or 1, blocks, blocks]; ``parts`` is how many blocks a tile is
     wide, 1 where whole tiles are attended to.
     """
@@ -64,7 +64,7 @@ class Plan:
 @functools.lru_cache(maxsize=256)
 def plan_for(
     handle: int, length: int, heads: int, group: int, causal: bool, device: torch.device
-) -> Plan:
+) -> SparsePlan:
     """The plan of a registered configuration for ``length`` tokens, ``heads`` of queries,
     ``group`` of which share keys and values.
     """
@@ -102,7 +102,7 @@ def plan_for(
             else bits[:, None].expand(1, group, count, count)
         )
         column_bits = grouped.permute(0, 3, 1, 2).reshape(-1, count, group * count)
-    return Plan(
+    return SparsePlan(
         layout=layout.to(device),
         block=block,
         length=length,

@@ -8,7 +8,7 @@ import torch
 
 from hf_zero.ops.philox import words
 
-from .plan import Plan
+from .plan import SparsePlan
 
 _ROUNDS = 7
 
@@ -17,7 +17,7 @@ def forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    plan: Plan,
+    plan: SparsePlan,
     padding: torch.Tensor | None,
     seed: torch.Tensor | None,
     causal: bool,
@@ -46,7 +46,7 @@ def backward(
     v: torch.Tensor,
     o: torch.Tensor,
     lse: torch.Tensor,
-    plan: Plan,
+    plan: SparsePlan,
     padding: torch.Tensor | None,
     seed: torch.Tensor | None,
     causal: bool,
@@ -84,7 +84,7 @@ def empty_like_heads(x: torch.Tensor) -> torch.Tensor:
     )
 
 
-def allowed(plan: Plan, length: int, causal: bool) -> torch.Tensor:
+def allowed(plan: SparsePlan, length: int, causal: bool) -> torch.Tensor:
     """The mask a layout stands for: bool [heads or 1, S, S]."""
     mask = plan.layout.repeat_interleave(plan.block, 1).repeat_interleave(plan.block, 2)[
         :, :length, :length
@@ -104,7 +104,7 @@ def _scores(
     sequence: int,
     q: torch.Tensor,
     k: torch.Tensor,
-    plan: Plan,
+    plan: SparsePlan,
     padding: torch.Tensor | None,
     causal: bool,
     scale: float,
