@@ -250,7 +250,12 @@ class BoundOptimizer:
         flats = {flat.key: flat for flat in self._flats}
         scalars, apart = self.scalars(), self.apart()
         fresh = self._table.offloaded.fresh_names()
-        kept = {key: self.tensors(flats[key]) for key in moved}
+        # states that are on the device already are cut anew with those that come
+        kept = {
+            flat.key: self.tensors(flat)
+            for flat in self._flats
+            if flat.key in moved or not flat.offloaded
+        }
         for move in moved.values():
             move()
         groups = {segment.group for segment in self._table.segments}

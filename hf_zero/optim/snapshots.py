@@ -130,8 +130,9 @@ class Saved:
                 raise UnsupportedOptimizerError(
                     f"a state dict of optimizer {self.kind} has nothing for element {start} of "
                     f"{key!r}, which this rank keeps: it was saved by another rank, with another "
-                    "number of ranks, at stage 0 or for another model. load_checkpoint takes what "
-                    "save_checkpoint wrote on any ranks and at any stage."
+                    "number of ranks, at stage 0, with other parameters that stay whole, or for "
+                    "another model. load_checkpoint takes what save_checkpoint wrote on any ranks "
+                    "and at any stage."
                 )
             if self.groups[extent.entry] != group:
                 raise UnsupportedOptimizerError(

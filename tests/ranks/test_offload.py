@@ -190,9 +190,9 @@ def test_bit_for_bit_as_on_the_device(way, stage, core, tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage, ranks", [(1, 2), (2, 1), (3, 2)])
+@pytest.mark.parametrize("stage, ranks, whole", [(1, 2, 0), (2, 1, 0), (3, 2, 0), (3, 2, 64)])
 def test_what_fits_on_the_device_comes_back_after_the_first_step(
-    stage, ranks, precision, tmp_path, monkeypatch
+    stage, ranks, whole, precision, tmp_path, monkeypatch
 ):
     """Device memory that the first step has left over takes the units that come first; training
     goes on as before.
@@ -203,17 +203,16 @@ def test_what_fits_on_the_device_comes_back_after_the_first_step(
     homes, allocations = [], []
 
     def opener(model, optimizer, plan):
-        config = config_of(
-            stage,
-            plan,
-            zero_optimization=offload("optimizer on cpu", stage, tmp_path, ratio="auto"),
-        )
+        zero = offload("optimizer on cpu", stage, tmp_path, ratio="auto")
+        zero["stage3_param_persistence_threshold"] = whole
+        config = config_of(stage, plan, zero_optimization=zero)
 
         class Seen(OnEngine):
             def step(self):
                 super().step()
-                back = [flat for flat in self.engine.flats if not flat.optimizer_shard.offloaded]
-                homes.append([flat in back for flat in self.engine.flats])
+                flats = [flat for flat in self.engine.flats if not flat.spec.persistent]
+                back = [flat for flat in flats if not flat.optimizer_shard.offloaded]
+                homes.append([flat in back for flat in flats])
                 allocations.append(
                     [
                         len(
