@@ -419,7 +419,9 @@ class GradientReducer:
             self._reductions.add(flat, accumulated, None, scale)
 
     def _on_reduced(self, flat: FlatBuffer) -> None:
-        """The gradient of ``flat`` is here: where all of its unit's are, its update may begin."""
+        """The gradient of ``flat`` is here: where all of its unit's are that are offloaded, their
+        update may begin.
+        """
         backward, unit = self._pass, flat.unit
         backward.reduced.add(flat)
         # In the first backward of its kind more may come.
@@ -427,7 +429,8 @@ class GradientReducer:
             self._batch.on_reduced is None
             or not self._batch.reduces
             or backward.key not in self._known
-            or not backward.reduced.issuperset(unit.trainable)
+            or flat not in unit.offloaded
+            or not backward.reduced.issuperset(unit.offloaded)
             or self._offload.is_adding
         ):
             return

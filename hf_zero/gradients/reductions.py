@@ -51,8 +51,8 @@ def _nothing() -> None:
 class Reductions:
     """Sends the reductions of one engine, in the order in which they are given.
 
-    ``before_wait`` is called before one is waited for in a backward. Consecutive ones of at most
-    ``packed`` elements together travel in one message.
+    ``before_wait`` is called before one is waited for in a backward. Small ones of at most
+    ``packed`` elements together travel in one message; larger ones do not wait for them.
     """
 
     def __init__(
@@ -106,6 +106,9 @@ class Reductions:
         afterwards.
         """
         elements = flat.layout.padded
+        if elements > self._packed:  # small ones that wait go on waiting for others
+            self._send([_Reduction(flat, wire, scale, acquired)])
+            return
         waiting = self.waiting
         if waiting and (
             waiting[0].wire.dtype != wire.dtype or self._waiting_elements + elements > self._packed
@@ -113,22 +116,23 @@ class Reductions:
             self.flush()
         self.waiting.append(_Reduction(flat, wire, scale, acquired))
         self._waiting_elements += elements
-        if self._waiting_elements > self._packed:
-            self.flush()
 
     def flush_unless_fits(self, flats: Sequence[FlatBuffer]) -> None:
-        """Send what waits, unless ``flats``, which come next, may travel with it."""
-        elements = self._waiting_elements
-        for flat in flats:
-            elements += flat.layout.padded
-        if not flats or elements > self._packed:
+        """Send what waits, unless small ones among ``flats``, which come next, may travel with
+        it.
+        """
+        small = [flat.layout.padded for flat in flats if flat.layout.padded <= self._packed]
+        if not small or self._waiting_elements + sum(small) > self._packed:
             self.flush()
 
     def flush(self) -> None:
         """Send what waits, in one message."""
         reductions, self.waiting, self._waiting_elements = self.waiting, [], 0
-        if not reductions:
-            return
+        if reductions:
+            self._send(reductions)
+
+    def _send(self, reductions: Sequence[_Reduction]) -> None:
+        """Send ``reductions`` in one message."""
         shard, replicate, part = self._mesh.shard, self._mesh.replicate, None
         wires, flat = [each.wire for each in reductions], reductions[0].flat
         key = flat.key if len(reductions) == 1 else f"{flat.key}..{reductions[-1].flat.key}"

@@ -15,6 +15,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.config import ZeroConfig
+from hf_zero.core.update import Updater
 from hf_zero.errors import PartitionError, ReleasedParameterError
 from hf_zero.parameters.parameter import LiveParameter, ReleasedParameter, ZeroParamStatus
 from hf_zero.parameters.wrap import find_units, persistent_names
@@ -245,25 +246,61 @@ def test_writes_between_steps_count_as_in_a_plain_loop(precision, way, tmp_path)
 # ---- messages ----
 
 
-def test_they_cost_no_gather_but_one_message_a_step():
-    def run(rank, model, threshold):
-        zero = zero_of(threshold, "none", Path())
-        engine = start(model, adamw(model), config_of(3, zero_optimization=zero))
-        engine.sharded_model.packed_elements = 100_000  # as with units that are not of tests
+def travelled(threshold: int, **more: Any) -> list[list[tuple[str, str]]]:
+    """The operations of the fourth step on each of two ranks, with their names. Four units of 1000
+    elements, which no block here has, share a message.
+    """
+
+    def run(rank, model):
+        zero = zero_of(threshold, "none", Path()) | {"stage3_module_granularity_threshold": 1000}
+        engine = start(model, adamw(model), config_of(3, zero_optimization=zero | more))
         for number in range(4):
             engine.mesh.stats.log.clear()
             engine.mesh.stats.keep_log = True
             engine.backward(squared(engine, At(number, 0, rank)))
             engine.step()
-        return [(what, key) for what, key, _ in engine.mesh.stats.log if what == "all_gather"]
+        return [(what, key) for what, key, _ in engine.mesh.stats.log]
 
+    return on_ranks(2, run, build=scaled)
+
+
+@pytest.mark.parametrize("threshold", [NONE, SMALL])
+def test_they_cost_no_gather_but_one_message_a_step(threshold):
     blocks = ["blocks.0", "blocks.1", "blocks.2"]
-    passes = ["(root)", *blocks, *blocks[1::-1]]
-    for threshold, gathered, updated in ((NONE, passes, 0), (SMALL, passes, 1), (ALL, [], 1)):
-        for log in on_ranks(2, run, threshold, build=scaled):
-            keys = [key for _, key in log]
-            assert [key for key in keys if not key.startswith("updated")] == gathered
-            assert len(keys) - len(gathered) == updated
+    assert min(sum(p.numel() for p in block.parameters()) for block in Scaled().blocks) > 4000
+    for log in travelled(threshold):
+        gathers = [key for what, key in log if what == "all_gather"]
+        passes = [key for key in gathers if not key.startswith("updated")]
+        assert passes == ["(root)", *blocks, *blocks[1::-1]]
+        assert len(gathers) - len(passes) == (threshold == SMALL)
+
+
+def test_nor_one_reduction_a_unit():
+    """Small gradients wait for each other, and what is large goes before them."""
+    for log in travelled(SMALL):
+        sent = [key for what, key in log if what == "reduce_scatter"]
+        assert [key for key in sent if not key.endswith("|whole")] == [
+            f"blocks.{n}|trainable|float32" for n in (2, 1, 0)
+        ]
+        assert sent[3:] == ["blocks.2|trainable|float32|whole..|trainable|float32|whole"]
+
+
+def test_what_is_updated_in_the_backward_does_not_wait_for_them(monkeypatch):
+    sent: list[int] = []  # messages, when the update of the last block begins
+    early = Updater.start_early
+
+    def start_early(self: Any, update: Any, unit: Any) -> None:
+        if unit.label == "blocks.2":
+            log = unit.flats[0].engine().mesh.stats.log
+            sent.append(sum(what == "reduce_scatter" for what, _, _ in log))
+        early(self, update, unit)
+
+    monkeypatch.setattr(Updater, "start_early", start_early)
+    away = {"offload_optimizer": {"device": "cpu", "update_in_backward": True}}
+    first, second = travelled(SMALL, **away)
+    assert first == second
+    # those of the blocks, of four in all
+    assert sent[-2:] == [3, 3]
 
 
 def test_a_root_of_small_parameters_alone_is_never_gathered():
