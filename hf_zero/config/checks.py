@@ -33,6 +33,14 @@ def check(reading: ConfigReading) -> None:
                 "one precision; set one of them to false"
             )
         )
+    if values.get("torch_autocast.enabled") and values.get("torch_autocast.dtype") == "fp16":
+        mistakes.append(
+            NotBuiltError(
+                f"torch_autocast.dtype = 'fp16' ({sources['torch_autocast.dtype']}) needs a loss "
+                "scale, which this version of hf-zero has for fp16.enabled alone; write bf16, or "
+                "train in fp16"
+            )
+        )
     norm = (values.get("optimizer.params") or {}).get("max_grad_norm")
     if norm and values.get("optimizer.type"):
         mistakes.append(

@@ -14,6 +14,7 @@ from hf_zero.config.kinds import (
     COUNT,
     DTYPE,
     INTERVAL,
+    NAMES,
     SIZE,
     TEXT,
     choice,
@@ -202,10 +203,11 @@ _REPORTS = (
 # built.
 _FEATURES = (
     switched("amp", "Apex AMP; use bf16 or fp16"),
-    switched(
-        "torch_autocast",
-        "autocast by the engine; use bf16, fp16 or torch.autocast",
-        "dtype lower_precision_safe_modules",
+    inert(
+        "torch_autocast.lower_precision_safe_modules",
+        NAMES,
+        "torch.autocast knows which operations are safe in fewer bits; what travels keeps the "
+        "dtype of the parameters",
     ),
     switched("msamp", "MS-AMP (fp8)", "opt_level"),
     switched(

@@ -6,7 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_zero.config.kinds import BOOLEAN, COUNT, SECTION, SIZE, TEXT, choice, integer, number
+from hf_zero.config.kinds import (
+    BOOLEAN,
+    COUNT,
+    DTYPE,
+    SECTION,
+    SIZE,
+    TEXT,
+    choice,
+    integer,
+    number,
+)
 from hf_zero.config.rows import inert, key, unbuilt
 
 _MESSAGE = "a unit is one message"
@@ -119,6 +129,14 @@ class Bf16Section:
     """Training in bfloat16 with fp32 master weights."""
 
     enabled: bool = key(BOOLEAN, False, "train in bfloat16 with fp32 master weights")
+
+
+@dataclass(frozen=True)
+class AutocastSection:
+    """``torch.autocast`` around the engine's forward; parameters keep their dtype."""
+
+    enabled: bool = key(BOOLEAN, False, "run the engine's forward under torch.autocast")
+    dtype: str = key(DTYPE, "bf16", "what autocast computes in")
 
 
 @dataclass(frozen=True)

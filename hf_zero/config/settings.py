@@ -21,6 +21,7 @@ from hf_zero.config.kinds import (
 from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
 from hf_zero.config.rows import key, section
 from hf_zero.config.sections import (
+    AutocastSection,
     Bf16Section,
     CheckpointSection,
     CompileSection,
@@ -67,6 +68,7 @@ class Settings:
     zero: ZeroSection = section("zero_optimization", ZeroSection)
     fp16: Fp16Section = section("fp16", Fp16Section)
     bf16: Bf16Section = section("bf16", Bf16Section)
+    torch_autocast: AutocastSection = section("torch_autocast", AutocastSection)
     optimizer: OptimizerConfig | None = section("optimizer", OptimizerConfig)
     scheduler: SchedulerConfig | None = section("scheduler", SchedulerConfig)
     prescale_gradients: bool = key(

@@ -13,6 +13,7 @@ import torch
 from hf_zero.core.consolidate import consolidated, whole_state_dict
 from hf_zero.core.engine_parts import EngineParts
 from hf_zero.core.optimizer_step import refuse_half_done
+from hf_zero.core.sharded_model import DTYPES
 from hf_zero.errors import PartitionError
 from hf_zero.logs import logger
 from hf_zero.parameters.tree import map_tensors
@@ -37,7 +38,11 @@ class TrainingEngine(EngineParts):
             args, kwargs = map_tensors(
                 (args, kwargs), lambda t: t.half() if t.is_floating_point() else t
             )
-        return self.module(*args, **kwargs)
+        if not self.config.torch_autocast.enabled:
+            return self.module(*args, **kwargs)
+        dtype = DTYPES[self.config.torch_autocast.dtype]
+        with torch.autocast(self.device.type, dtype):
+            return self.module(*args, **kwargs)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True

@@ -17,6 +17,7 @@ GETTERS: dict[str, tuple[str, Any]] = {
     "dataloader_drop_last": ("dataloader_drop_last", False),
     "dump_state": ("dump_state", False),
     "fp16_auto_cast": ("fp16.auto_cast", False),
+    "torch_autocast_enabled": ("torch_autocast.enabled", False),
     "gradient_predivide_factor": ("gradient_predivide_factor", 1.0),
     "load_universal_checkpoint": ("checkpoint.load_universal", False),
     "memory_breakdown": ("memory_breakdown", False),
@@ -74,7 +75,6 @@ CONSTANTS: dict[str, Any] = {
     "random_ltd_enabled": False,
     "super_offload": False,
     "swap_tensor_config": None,
-    "torch_autocast_enabled": False,
     "zero_allgather_sequential": False,
     "zero_compute_grad_norm": True,
     "zero_log_trace_cache_warnings": False,
@@ -102,8 +102,7 @@ NOT_BUILT = {
     "set_data_post_process_func": _CURRICULUM,
     "sparse_allreduce": "sparse gradients are reduced as dense ones",
     "tensor_parallel_config": "remove tensor_parallel from the configuration",
-    "torch_autocast_dtype": "write bf16 or fp16 in the configuration",
-    "torch_autocast_lower_precision_safe_modules": "write bf16 or fp16 in the configuration",
+    "torch_autocast_lower_precision_safe_modules": "torch.autocast knows which operations are safe",
     "zenflow_config": "offload the optimizer: its update overlaps the next forward",
 }
 """Methods that ask for what is not built, and what to do instead."""

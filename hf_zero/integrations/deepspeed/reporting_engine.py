@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
+from hf_zero.core.sharded_model import DTYPES
 from hf_zero.distributed.process_group import backend_for
 from hf_zero.engine import Engine
 from hf_zero.logs import logger
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ReportingEngine(Engine):
@@ -61,6 +60,10 @@ class ReportingEngine(Engine):
         """The dtypes of the model and of summed gradients."""
         summed = self.config.gradient_accumulation_dtype
         return DTYPES[self.config.precision], DTYPES[summed or self.config.precision]
+
+    def torch_autocast_dtype(self) -> torch.dtype:
+        """What the engine's forward computes in where ``torch_autocast`` is enabled."""
+        return DTYPES[self.config.torch_autocast.dtype]
 
     @property
     def communication_data_type(self) -> torch.dtype:
