@@ -17,7 +17,7 @@ class HfZeroError(Exception):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        watch()
+        watch(HfZeroError)
         if issubclass(cls, MemoryError):  # whose constructor refuses classes of two bases
             return Exception.__new__(cls, *args, **kwargs)
         return super().__new__(cls, *args, **kwargs)

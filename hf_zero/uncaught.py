@@ -34,27 +34,22 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 class _Report:
-    """``sys.excepthook`` of a rank. ``before`` gets every error that is not ours."""
+    """``sys.excepthook`` of a rank. ``before`` gets errors that are not of the class ``ours``."""
 
-    def __init__(self, before: Hook) -> None:
-        self.before = before
+    def __init__(self, before: Hook, ours: type[Exception]) -> None:
+        self.before, self.ours = before, ours
         self.under_way = False
 
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        from hf_zero.errors import HfZeroError
-
         # torch's hook of a process group calls the one that it found, which may be this one
         if self.under_way:
             sys.__excepthook__(kind, error, trace)
             return
         self.under_way = True
         try:
-            if (
-                isinstance(error, HfZeroError)
-                and os.environ.get(SWITCH, "0").strip().lower() in OFF
-            ):
+            if isinstance(error, self.ours) and os.environ.get(SWITCH, "0").strip().lower() in OFF:
                 _print_once(error, trace)
             else:
                 self.before(kind, error, trace)
@@ -62,14 +57,14 @@ class _Report:
             self.under_way = False
 
 
-def watch() -> None:
-    """Let uncaught errors of hf-zero be reported so, in a process that a launcher has
+def watch(ours: type[Exception]) -> None:
+    """Let uncaught errors of the class ``ours`` be reported so, in a process that a launcher has
     started. Called as they are made.
     """
     hook = sys.excepthook
     interactive = hasattr(sys, "ps1") or sys.flags.interactive or hasattr(builtins, "__IPYTHON__")
     if "RANK" in os.environ and not interactive and not isinstance(hook, _Report):
-        sys.excepthook = _Report(hook)
+        sys.excepthook = _Report(hook, ours)
 
 
 def described(error: BaseException, trace: TracebackType | None) -> str:

@@ -30,7 +30,7 @@ from hf_zero.checkpoint.collective_try import describe_error
 from hf_zero.checkpoint.file_writer import copy_bytes, write_image
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.plan import SavePlan
-from hf_zero.checkpoint.save_sharded import Outcome, SaveJob
+from hf_zero.checkpoint.save_job import Outcome, SaveJob
 from hf_zero.checkpoint.storage import AnyPath, is_remote
 from hf_zero.checkpoint.tensorfile import bytes_view
 from hf_zero.device import kinds

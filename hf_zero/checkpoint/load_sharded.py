@@ -28,8 +28,9 @@ from hf_zero.checkpoint.match import (
     match_names,
     reorder_schedule,
 )
+from hf_zero.checkpoint.opening import open_checkpoint
 from hf_zero.checkpoint.progress import Tick, progress_bar
-from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges, open_checkpoint
+from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges
 from hf_zero.checkpoint.storage import AnyPath
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError

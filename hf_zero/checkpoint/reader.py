@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
@@ -18,7 +18,6 @@ import torch
 
 from hf_zero.checkpoint import objects
 from hf_zero.checkpoint.engine_state import BUFFER
-from hf_zero.checkpoint.foreign import open_foreign, recognise
 from hf_zero.checkpoint.manifest import FORMAT, MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.records import FileEntry, FlatEntry
 from hf_zero.checkpoint.storage import AnyPath, modified_ns, store_errors
@@ -304,19 +303,6 @@ class Checkpoint:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def open_checkpoint(
-    folder: AnyPath, grouped: Callable[[], Sequence[Sequence[str]]] = tuple
-) -> Checkpoint:
-    """The checkpoint in ``folder``, ours or of a kind that ``foreign`` reads, which may ask how an
-    optimizer groups names.
-
-    Raises CheckpointError.
-    """
-    if not (folder / MANIFEST_NAME).is_file() and recognise(folder):
-        return open_foreign(folder, grouped())
-    return Checkpoint(folder)
 
 
 def read_range(file: TensorFile, name: str, start: int, out: torch.Tensor) -> None:

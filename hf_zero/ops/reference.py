@@ -7,17 +7,25 @@ explained in kernels/cpu/rounding.h.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from hf_zero.ops.blocks import Moment
-
 BLOCK = 256
 _SMALLEST_SCALE = 2.0**-90
 _LOW32 = 0xFFFFFFFF
+
+
+class Encoded(Protocol):
+    """Moments in 8 bits; see :class:`hf_zero.ops.blocks.Blocks`."""
+
+    codes: Tensor
+    scales: Tensor
+    signed: bool
+
+
+Moment = Tensor | Encoded
 
 
 # ---- updates ----

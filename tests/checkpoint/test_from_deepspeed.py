@@ -109,10 +109,10 @@ def test_another_optimizer_is_refused_before_anything_is_loaded():
 
 def test_wrong_moments_would_show(tmp_path, monkeypatch):
     """The comparison above notices a state that was put in the wrong place."""
-    from hf_zero.checkpoint.foreign import deepspeed
+    from hf_zero.checkpoint.foreign import deepspeed_folder
 
     monkeypatch.setattr(
-        deepspeed,
+        deepspeed_folder,
         "states",
         lambda values, numel: {
             k: v.flip(0) for k, v in values if isinstance(v, torch.Tensor) and v.numel() == numel

@@ -12,15 +12,7 @@ from tests.helpers.house import circles, graph, sources
 from tests.package.test_layering import PACKAGE
 
 # closed by imports inside functions or for types alone
-CIRCLES = {
-    ("hf_zero.checkpoint.async_save", "hf_zero.checkpoint.save_sharded"),
-    ("hf_zero.checkpoint.foreign", "hf_zero.checkpoint.reader"),
-    ("hf_zero.checkpoint.foreign.deepspeed", "hf_zero.checkpoint.foreign.universal"),
-    ("hf_zero.units.flat_buffer", "hf_zero.units.unit"),
-    ("hf_zero.errors", "hf_zero.uncaught"),
-    ("hf_zero.ops.blocks", "hf_zero.ops.reference"),
-    ("hf_zero.ops.sparse_attention.layouts", "hf_zero.ops.sparse_attention.registry"),
-}
+CIRCLES = {("hf_zero.units.flat_buffer", "hf_zero.units.unit")}
 
 
 SOURCES = sources(PACKAGE)

@@ -25,8 +25,9 @@ from hf_zero.checkpoint.convert.files import Journal, lock_folder, temporary_pat
 from hf_zero.checkpoint.convert.outputs import OutputTensor, choose, dtype_option, outputs
 from hf_zero.checkpoint.find import find_checkpoint
 from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.opening import open_checkpoint
 from hf_zero.checkpoint.progress import progress_bar
-from hf_zero.checkpoint.reader import Checkpoint, open_checkpoint
+from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.checkpoint.records import dtype_name, strip_wrappers
 from hf_zero.checkpoint.storage import AnyPath, local_path
 from hf_zero.checkpoint.tensorfile import FilePlan, plan_file

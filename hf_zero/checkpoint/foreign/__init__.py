@@ -6,12 +6,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.checkpoint.storage import AnyPath, is_remote
-
-if TYPE_CHECKING:
-    from hf_zero.checkpoint.reader import Checkpoint
 
 # What a folder of each kind holds -> the module that opens it.
 SIGNS = {

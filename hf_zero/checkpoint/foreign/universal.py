@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.foreign.assembled import MASTER, OptimizerGroup, Parameter, ParameterPart
-from hf_zero.checkpoint.foreign.deepspeed import DeepSpeedFolder
+from hf_zero.checkpoint.foreign.deepspeed_folder import DeepSpeedFolder
 from hf_zero.checkpoint.foreign.deepspeed_parts import CLASSES, groups_of
 from hf_zero.checkpoint.foreign.pickles import load_pickle
 from hf_zero.errors import CheckpointError

@@ -20,7 +20,7 @@ import torch
 
 from hf_zero.errors import KernelError
 
-from .registry import config_of
+from .sparsity_config import config_of
 
 TILE = 64
 SHORTEST_SPLIT = 16  # tiles: a shorter list is not worth a second program and the sum after it
