@@ -24,11 +24,10 @@ class GroupNumbers:
         every rank, but for :meth:`apart`.
         """
         out: list[dict[str, float]] = [{} for _ in self._entries.groups]
-        # the first of each group
-        for segment in {
-            segment.group: segment for segment in reversed(self._table.segments)
-        }.values():
-            out[segment.group] = self._entries.numbers(segment)
+        # of the first in each group that has any: state on the device is made by the first step
+        for segment in self._table.segments:
+            if not out[segment.group]:
+                out[segment.group] = self._entries.numbers(segment)
         return out
 
     def apart(self) -> list[dict[str, dict[str, float]]]:

@@ -189,7 +189,7 @@ def test_every_place_holds_the_same_bits(before: Away, after: Away, tmp_path: Pa
     check_moved_exactly(before, after, tmp_path)
 
 
-@pytest.mark.parametrize("way", ["optimizer in files", "all on cpu", "all in files"])
+@pytest.mark.parametrize("way", ["optimizer in files", "all on cpu", "half on cpu", "all in files"])
 def test_an_engine_that_has_stepped_goes_back(way: str, tmp_path: Path) -> None:
     """And a load of the weights alone leaves moments and counters as they are."""
     setup = Away(stage=3, way=way, folder=tmp_path)
