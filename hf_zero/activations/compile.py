@@ -206,7 +206,7 @@ class CompiledBlocks:
         self._told: set[str] = set()
         self._hooked = [module for module in model.modules() if _is_hooked(module)]
         for module in self._hooked:
-            module.compile = Override(partial(self.compile, module), module, "compile")  # type: ignore[method-assign]
+            module.__dict__["compile"] = Override(partial(self.compile, module), module, "compile")
 
     def install(self, section: CompileSection) -> None:
         """Compile as the configuration says, which :func:`check_compilation` has checked."""

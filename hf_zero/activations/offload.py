@@ -131,7 +131,8 @@ class _Ticket:
         record.run.bring_before(record.position, missing)
         with torch.no_grad():
             values = torch.empty(0, dtype=self._dtype, device=record.device)
-            values.set_(record.storage(), self._offset, self._size, self._stride)  # type: ignore[call-overload]
+            place = self._offset, self._size, self._stride
+            values.set_(record.storage(), *place)  # type: ignore[call-overload]
         self._done()
         return values
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from hf_zero.checkpoint import objects
 from hf_zero.checkpoint.engine_state import BUFFER
 from hf_zero.checkpoint.manifest import FORMAT, MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.records import FileEntry, FlatEntry
-from hf_zero.checkpoint.storage import AnyPath, modified_ns, store_errors
+from hf_zero.checkpoint.storage import AnyPath, ClosedAtExit, modified_ns, store_errors
 from hf_zero.checkpoint.tensorfile import BLOCK, TensorFile, algorithm_of, hash_of_file
 from hf_zero.errors import CheckpointError
 from hf_zero.parameters.layout import FlatLayout
@@ -95,7 +94,7 @@ def _continues(last: CopyRange, run: CopyRange) -> bool:
     )
 
 
-class Checkpoint:
+class Checkpoint(ClosedAtExit):
     """The folder of one tag. Files are opened, and their headers checked, when they are first
     needed.
 
@@ -292,17 +291,6 @@ class Checkpoint:
         for file in self._open.values():
             file.close()
         self._open.clear()
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def read_range(file: TensorFile, name: str, start: int, out: torch.Tensor) -> None:

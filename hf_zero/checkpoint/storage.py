@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger
@@ -29,6 +29,22 @@ REQUESTS = 8  # under way at a time
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _CUT_URL = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
+
+
+Opened = TypeVar("Opened", bound="ClosedAtExit")
+
+
+class ClosedAtExit:
+    """What a ``with`` block gives, and closes at its end."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self: Opened) -> Opened:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def as_path(where: Any) -> AnyPath:

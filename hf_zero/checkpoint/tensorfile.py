@@ -18,13 +18,12 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
 import xxhash
 
-from hf_zero.checkpoint.storage import BLOCK, AnyPath, open_ranges
+from hf_zero.checkpoint.storage import BLOCK, AnyPath, ClosedAtExit, open_ranges
 from hf_zero.errors import CheckpointError
 from hf_zero.spans import span
 
@@ -180,7 +179,7 @@ def hash_of_file(
     return digest.text()
 
 
-class TensorFile:
+class TensorFile(ClosedAtExit):
     """A safetensors file opened for reading ranges. Every number in its header is checked before it
     is used.
 
@@ -273,17 +272,6 @@ class TensorFile:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> TensorFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _natural(value: Any) -> int:

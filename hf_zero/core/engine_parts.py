@@ -107,7 +107,7 @@ class EngineParts(nn.Module):
         installed.callback(sharded.guards.remove)
         installed.callback(self.patches.remove)
         self.patches.install(model, sharded.units, device, mesh.rank == 0)
-        model.zero_grad = Override(self.zero_grad, model, "zero_grad")  # type: ignore[method-assign, assignment]
+        model.__dict__["zero_grad"] = Override(self.zero_grad, model, "zero_grad")
         installed.callback(model.__dict__.pop, "zero_grad", None)
         self.stop_requests = StopRequests(mesh, sharded.schedule.shards)
         if self.optimizer is not None:

@@ -152,7 +152,7 @@ class ModuleGuards:
             ]
             if own:
                 self._own[module] = own
-                module._apply = Override(partial(self._apply, module), module, "_apply")  # type: ignore[method-assign, assignment]
+                module.__dict__["_apply"] = Override(partial(self._apply, module), module, "_apply")
                 self._patched.append(module)
 
     def remove(self) -> None:

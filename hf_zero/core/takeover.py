@@ -175,7 +175,8 @@ def patch_optimizer(optimizer: Any, owner: Any) -> None:
         optimizer.state.wait, optimizer.state.restart = wait, restart
 
     watch_state()
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler would otherwise wrap it as a method
+    # a scheduler would otherwise wrap it as a method
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step, optimizer.zero_grad, optimizer.add_param_group = (
         step,
         zero_grad,

@@ -66,7 +66,9 @@ class LazyTensor(torch.Tensor):
         return self.expression.whole()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is aten.clone.default:
             return LazyTensor(_copied(args[0].expression))

@@ -63,7 +63,9 @@ def make_real(model: nn.Module) -> None:
         for name, buffer in module._buffers.items():
             if isinstance(buffer, LazyTensor):
                 real = buffer.read_whole()
-                real._is_hf_initialized = getattr(buffer, "_is_hf_initialized", False)  # type: ignore[attr-defined]  # or it is reset
+                # else transformers initialises it anew
+                initialized = getattr(buffer, "_is_hf_initialized", False)
+                real._is_hf_initialized = initialized  # type: ignore[attr-defined]
                 module._buffers[name] = real
 
 
@@ -79,7 +81,8 @@ def make_pending(model: nn.Module) -> int:
             if id(parameter) not in made:
                 new = pending(parameter.shape, parameter.expression)
                 new.requires_grad_(parameter.requires_grad)
-                new._is_hf_initialized = True  # type: ignore[attr-defined]  # what transformers asks before it initialises
+                # what transformers asks before it initialises
+                new._is_hf_initialized = True  # type: ignore[attr-defined]
                 made[id(parameter)] = new
             module._parameters[name] = made[id(parameter)]
     return len(made)

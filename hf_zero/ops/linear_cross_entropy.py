@@ -301,7 +301,7 @@ def _log_probs(
 
 
 @_log_probs.register_fake
-def _(hidden, weight, bias, labels, ignore_index, softcap, scale, rows):  # type: ignore[no-untyped-def]
+def _(hidden, weight, bias, labels, ignore_index, softcap, scale, rows):
     found = hidden.new_empty(hidden.shape[0], dtype=accumulator_dtype(hidden.dtype))
     return found, torch.empty_like(found)
 

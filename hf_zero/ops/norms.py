@@ -264,7 +264,7 @@ def _norm(
 
 
 @_norm.register_fake
-def _(x, residual, weight, bias, seed, eps, offset, dropout, centered, keep_total, inverted):  # type: ignore[no-untyped-def]
+def _(x, residual, weight, bias, seed, eps, offset, dropout, centered, keep_total, inverted):
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     rows = x.shape[:-1].numel()
     return (

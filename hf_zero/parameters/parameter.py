@@ -200,7 +200,9 @@ class UpdatingParameter(OwnedParameter):
     """A whole parameter whose update is under way: whatever is done with it waits for that."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if not (_called(func) in METADATA and func.__name__ != "__set__"):
             for parameter in tensors_in((args, kwargs)):
                 if isinstance(parameter, UpdatingParameter):
@@ -291,7 +293,9 @@ class WatchedParameter(LiveParameter):
     """
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         answer = super().__torch_function__(func, types, args, kwargs or {})
         made = list(tensors_in(answer))
         records = torch.is_grad_enabled() and not transformed()
@@ -334,7 +338,9 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
     ds_status = _Status(ZeroParamStatus.NOT_AVAILABLE)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = _called(func)
         setting = func.__name__ == "__set__"

@@ -60,7 +60,8 @@ def _of_numpy() -> tuple[Any, ...]:
     """What arrays and scalars of numpy are made of, under its names before and after version 2:
     they hold bytes, and run nothing.
     """
-    core = np.core if np.lib.NumpyVersion(np.__version__) < "2.0.0" else np._core  # type: ignore[attr-defined]
+    is_old = np.lib.NumpyVersion(np.__version__) < "2.0.0"
+    core: Any = getattr(np, "core" if is_old else "_core")
     makers = (core.multiarray._reconstruct, core.multiarray.scalar)
     made = [
         (maker, f"numpy.{place}.multiarray.{maker.__name__}")

@@ -59,4 +59,4 @@ def configure_moe_param_groups(
     given = list(model_parameters)
     if given and isinstance(given[0], dict):
         return split_params_into_different_moe_groups_for_optimizer(given)
-    return split_params_into_different_moe_groups_for_optimizer({"params": given})[0]["params"]  # type: ignore[no-any-return]
+    return split_params_into_different_moe_groups_for_optimizer({"params": given})[0]["params"]

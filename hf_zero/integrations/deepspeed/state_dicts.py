@@ -40,7 +40,8 @@ def _clone(item: Any, device: torch.device, copies: dict[tuple[Any, ...], torch.
             copies[place] = item.detach().to(device, copy=True)
         return copies[place]
     if isinstance(item, Mapping):
-        return type(item)((key, _clone(value, device, copies)) for key, value in item.items())  # type: ignore[call-arg]
+        kind: Any = type(item)
+        return kind((key, _clone(value, device, copies)) for key, value in item.items())
     if isinstance(item, (list, tuple)):
         return type(item)(_clone(value, device, copies) for value in item)
     return item

@@ -65,7 +65,8 @@ class StatesAway:
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload, no-any-return]
+    made = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return made.set_(storage)  # type: ignore[call-overload]
 
 
 def _state_of(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:

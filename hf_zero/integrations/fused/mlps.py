@@ -63,8 +63,8 @@ def gated_mlp(packed: bool) -> Forward:
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         if not takes(x):
-            return type(self).forward(self, x)  # type: ignore[no-any-return]
-        return self.down_proj(gate_and_up(self.act_fn, x, self.gate_proj, self.up_proj, packed))  # type: ignore[no-any-return]
+            return type(self).forward(self, x)
+        return self.down_proj(gate_and_up(self.act_fn, x, self.gate_proj, self.up_proj, packed))
 
     return forward
 
@@ -72,49 +72,49 @@ def gated_mlp(packed: bool) -> Forward:
 def packed_gate_up(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """Phi3: gate and up are one parameter."""
     if not takes(hidden_states):
-        return type(self).forward(self, hidden_states)  # type: ignore[no-any-return]
-    return self.down_proj(activations.swiglu_packed(self.gate_up_proj(hidden_states)))  # type: ignore[no-any-return]
+        return type(self).forward(self, hidden_states)
+    return self.down_proj(activations.swiglu_packed(self.gate_up_proj(hidden_states)))
 
 
 @functools.cache
 def t5_gated(packed: bool) -> Forward:
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         if not takes(hidden_states, self.wo.weight):  # wo may be kept in fp32
-            return type(self).forward(self, hidden_states)  # type: ignore[no-any-return]
+            return type(self).forward(self, hidden_states)
         return self.wo(
             self.dropout(gate_and_up(self.act, hidden_states, self.wi_0, self.wi_1, packed))
-        )  # type: ignore[no-any-return]
+        )
 
     return forward
 
 
 def t5_plain(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     if not takes(hidden_states, self.wo.weight):
-        return type(self).forward(self, hidden_states)  # type: ignore[no-any-return]
-    return self.wo(self.dropout(biased_gelu(self.wi, hidden_states, self.act)))  # type: ignore[no-any-return]
+        return type(self).forward(self, hidden_states)
+    return self.wo(self.dropout(biased_gelu(self.wi, hidden_states, self.act)))
 
 
 def bert_intermediate(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """BERT, RoBERTa, ELECTRA, DeBERTa-v2."""
     if not takes(hidden_states):
-        return type(self).forward(self, hidden_states)  # type: ignore[no-any-return]
+        return type(self).forward(self, hidden_states)
     return biased_gelu(self.dense, hidden_states, self.intermediate_act_fn)
 
 
 def two_layers(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """Phi, ViT."""
     if not takes(hidden_states):
-        return type(self).forward(self, hidden_states)  # type: ignore[no-any-return]
-    return self.fc2(biased_gelu(self.fc1, hidden_states, self.activation_fn))  # type: ignore[no-any-return]
+        return type(self).forward(self, hidden_states)
+    return self.fc2(biased_gelu(self.fc1, hidden_states, self.activation_fn))
 
 
 def distilbert(self: Any, input: torch.Tensor) -> torch.Tensor:
     if not takes(input):
-        return type(self).forward(self, input)  # type: ignore[no-any-return]
-    return self.dropout(self.lin2(biased_gelu(self.lin1, input, self.activation)))  # type: ignore[no-any-return]
+        return type(self).forward(self, input)
+    return self.dropout(self.lin2(biased_gelu(self.lin1, input, self.activation)))
 
 
 def gpt2(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     if not takes(hidden_states):
-        return type(self).forward(self, hidden_states)  # type: ignore[no-any-return]
-    return self.dropout(self.c_proj(biased_gelu(self.c_fc, hidden_states, self.act)))  # type: ignore[no-any-return]
+        return type(self).forward(self, hidden_states)
+    return self.dropout(self.c_proj(biased_gelu(self.c_fc, hidden_states, self.act)))

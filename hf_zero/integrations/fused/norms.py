@@ -62,17 +62,17 @@ def is_layer_norm(module: nn.Module) -> TypeGuard[nn.LayerNorm]:
 
 def rms_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     if not takes(hidden_states, self.weight):
-        return type(self).forward(self, hidden_states)  # type: ignore[no-any-return]
+        return type(self).forward(self, hidden_states)
     return norms.rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
 def gemma_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
     if not takes(x, self.weight):
-        return type(self).forward(self, x)  # type: ignore[no-any-return]
+        return type(self).forward(self, x)
     return norms.rms_norm(x, self.weight, self.eps, offset=1.0)
 
 
 def layer_norm(self: Any, input: torch.Tensor) -> torch.Tensor:
     if not takes(input, self.weight, self.bias):
-        return type(self).forward(self, input)  # type: ignore[no-any-return]
+        return type(self).forward(self, input)
     return norms.layer_norm(input, self.weight, self.bias, self.eps)

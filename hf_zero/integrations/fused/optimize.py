@@ -184,7 +184,8 @@ def _put_in(
         if "loss" in names:
             from hf_zero.integrations.fused.heads import fuse_head
 
-            base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]  # inside the adapters of PEFT
+            get_base: Any = getattr(model, "get_base_model", None)  # inside the adapters of PEFT
+            base: Any = model if get_base is None else get_base()
             _keep(base, fuse_head(base), replacements, lines, "loss")
         if sparse_attention is not None:
             from hf_zero.integrations.fused.attention import sparsify

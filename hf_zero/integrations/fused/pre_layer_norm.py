@@ -128,7 +128,7 @@ def layer_forward(fused: bool) -> Callable[..., torch.Tensor]:
 
 
 def _add(x: torch.Tensor, residual: torch.Tensor, dropout: nn.Module) -> torch.Tensor:
-    return residual + dropout(x)  # type: ignore[no-any-return]
+    return residual + dropout(x)
 
 
 def _add_and_norm(

@@ -42,7 +42,7 @@ def normed_sum(
 def added(x: torch.Tensor, residual: torch.Tensor, dropout: nn.Module) -> torch.Tensor:
     if isinstance(dropout, nn.Dropout) and takes(x, residual):
         return dropout_add(x, residual, dropout=dropout.p, training=dropout.training)
-    return residual + dropout(x)  # type: ignore[no-any-return]
+    return residual + dropout(x)
 
 
 def bert_output(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ def bert_output(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tens
             dropout=dropout.p,
             training=dropout.training,
         )
-    return norm(dropout(x) + input_tensor)  # type: ignore[no-any-return]
+    return norm(dropout(x) + input_tensor)
 
 
 def llama_layer(
@@ -88,7 +88,7 @@ def llama_layer(
         **kwargs,
     )
     normed, residual = normed_sum(self.post_attention_layernorm, attended, hidden_states)
-    return residual + self.mlp(normed)  # type: ignore[no-any-return]
+    return residual + self.mlp(normed)
 
 
 def phi3_layer(
@@ -135,7 +135,7 @@ def mixtral_layer(
         **kwargs,
     )
     normed, residual = normed_sum(self.post_attention_layernorm, attended, hidden_states)
-    return residual + self.mlp(normed)  # type: ignore[no-any-return]
+    return residual + self.mlp(normed)
 
 
 def gpt2_block(
@@ -149,7 +149,7 @@ def gpt2_block(
     **kwargs: Any,
 ) -> torch.Tensor:
     if encoder_hidden_states is not None:
-        return type(self).forward(  # type: ignore[no-any-return]
+        return type(self).forward(
             self,
             hidden_states,
             past_key_values,
@@ -167,7 +167,7 @@ def gpt2_block(
         **kwargs,
     )
     normed, residual = normed_sum(self.ln_2, attended, hidden_states)
-    return residual + self.mlp(normed)  # type: ignore[no-any-return]
+    return residual + self.mlp(normed)
 
 
 def vit_layer(

@@ -74,7 +74,8 @@ SEAMS: tuple[Seam, ...] = (
                 "other checkpoint of the run",
             ),
             (
-                "trainer.connectors.accelerator_connector:_AcceleratorConnector._check_and_init_precision",
+                "trainer.connectors.accelerator_connector:"
+                "_AcceleratorConnector._check_and_init_precision",
                 "(self)",
                 "choose_precision",
                 "knows the precision of its own strategies only, and turns fp16 on a CPU into bf16",

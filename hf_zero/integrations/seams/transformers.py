@@ -126,7 +126,8 @@ SEAMS: tuple[Seam, ...] = (
         "srun would believe to be alone",
     ),
     Seam(
-        target="transformers.integrations.deepspeed:HfTrainerDeepSpeedConfig.trainer_config_process",
+        target="transformers.integrations.deepspeed:"
+        "HfTrainerDeepSpeedConfig.trainer_config_process",
         signature="(self, args, auto_find_batch_size=False)",
         wrapper="hf_zero.integrations.transformers.trainer_config:fill_from_arguments",
         versions=TRANSFORMERS,

@@ -4,6 +4,8 @@ in fp32, one sequence at a time.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hf_zero.ops.philox import words
@@ -146,5 +148,6 @@ def dropout_words(seed: torch.Tensor, first: int, heads: int, length: int) -> to
         head,
         head * 0,
     ]
-    c0, c1, c2, c3 = words(tuple(word.expand(shape) for word in counter), seed, _ROUNDS)  # type: ignore[arg-type]
+    expanded: Any = tuple(word.expand(shape) for word in counter)
+    c0, c1, c2, c3 = words(expanded, seed, _ROUNDS)
     return torch.stack([c0, c2, c1, c3], -1).view(heads, length, fours * 4)[..., :length] >> 1
