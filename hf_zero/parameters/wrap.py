@@ -257,7 +257,7 @@ def persistent_names(
     left = in_all
     for name, parameter in model.named_parameters():
         size = parameter.numel()
-        if size <= limit and (left is None or size <= left):
+        if 0 < size <= limit and (left is None or size <= left):
             chosen[id(parameter)] = name
             left = None if left is None else left - size
     for pack in _packs(model):
