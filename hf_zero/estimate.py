@@ -173,18 +173,17 @@ def estimate(
 
     Args:
         model: a module (on any device, meta too), a transformers configuration or a dict of one, a
-        model folder, a
-            ``config.json``, or the name of a model in the local cache or on the hub.
+            model folder, a ``config.json``, or the name of a model in the local cache or on the
+            hub.
         ranks: the world size.
         precision: ``fp32``, ``bf16`` or ``fp16``.
         optimizer: a name, or an ``OptimizerConfig`` with the parameters that decide what it keeps
-        (momentum, amsgrad). stage: 0 to 3; None estimates all four. config: whatever
-        ``ZeroConfig.coerce`` reads; its precision, optimizer, replicas, accumulation and offload
-        take the place
-            of the arguments'.
+            (momentum, amsgrad).
+        stage: 0 to 3; None estimates all four.
+        config: whatever ``ZeroConfig.coerce`` reads; its precision, optimizer, replicas,
+            accumulation and offload take the place of the arguments'.
         offload_optimizer, offload_param: sections as in a ``ZeroConfig``; they take the place of
-        the config's. Parameters are
-            offloaded at stage 3 alone.
+            the config's. Parameters are offloaded at stage 3 alone.
 
     Raises:
         ConfigError: a model, precision, optimizer, stage or number of ranks that cannot be.

@@ -55,31 +55,35 @@ def initialize(
 
     Args:
         args: an object whose ``deepspeed_config`` names the config file, where ``config`` is not
-        given. ``initialize(model, config)``
-            is taken as it is meant.
+            given. ``initialize(model, config)`` is taken as it is meant.
         model: the whole model; rank 0's values are taken. On the meta device, the model's own rule
-        gives each parameter its values. optimizer: an optimizer over the model's parameters, or a
-        callable that makes one from parameters; None takes
-            the config's. It comes back as the same object, its groups live.
+            gives each parameter its values.
+        optimizer: an optimizer over the model's parameters, or a callable that makes one from
+            parameters; None takes the config's. It comes back as the same object, its groups live.
         model_parameters: parameters or groups for an optimizer made here; default: all that require
-        grad. training_data: a dataset; the loader gives each rank its share in micro-batches (an
-        IterableDataset
-            must split itself: it is iterated whole on every rank). Its order is that of the epoch
-            given to ``loader.data_sampler.set_epoch``, as with any DistributedSampler.
+            grad.
+        training_data: a dataset; the loader gives each rank its share in micro-batches (an
+            IterableDataset must split itself: it is iterated whole on every rank). Its order is
+            that of the epoch given to ``loader.data_sampler.set_epoch``, as with any
+            DistributedSampler.
         lr_scheduler: a scheduler, or a callable that makes one from the optimizer; None takes the
-        config's. The engine
-            steps it.
+            config's. The engine steps it.
         distributed_port: where the ranks meet, if MASTER_PORT is not set and the launcher tells no
-        port. mpu: a Megatron-style model-parallel unit that describes data parallelism over all
-        ranks; any other is refused. dist_init_required: False: a process group must exist already.
-        collate_fn: for the loader. config, config_params: ZeroConfig, dict, path or JSON text.
+            port.
+        mpu: a Megatron-style model-parallel unit that describes data parallelism over all ranks;
+            any other is refused.
+        dist_init_required: False: a process group must exist already.
+        collate_fn: for the loader.
+        config, config_params: ZeroConfig, dict, path or JSON text.
 
     Raises:
         LaunchError: the variables of the launcher lack something or contradict each other.
         ConfigError: no or two configs, two optimizers or schedulers, or values that contradict each
-        other. NotBuiltError: an ``mpu`` that splits the model. UnsupportedOptimizerError: an
-        optimizer that is wrong on flat shards. DoesNotFitError: what is to be trained needs more
-        memory, or room in files, than is free; it says what fits.
+            other.
+        NotBuiltError: an ``mpu`` that splits the model.
+        UnsupportedOptimizerError: an optimizer that is wrong on flat shards.
+        DoesNotFitError: what is to be trained needs more memory, or room in files, than is free; it
+            says what fits.
     """
     return initialize_as(
         Engine,

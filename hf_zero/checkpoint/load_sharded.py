@@ -59,20 +59,18 @@ def load(
     Args:
         tag: by default the one that ``latest`` names.
         load_module_strict: refuse a checkpoint that lacks a parameter of the model or has one too
-        many; else load what
-            both have.
+            many; else load what both have.
         load_optimizer_states: also moments, step counts, hyper-parameters and the fp16 loss scale.
         load_lr_scheduler_states: also the schedule, if the engine has one and one was saved.
         load_module_only: weights and buffers, nothing else; counters stay too.
         verify: compute the hashes of all files first, shared out over the ranks.
         load_rng: put back this rank's torch generators, if the number of ranks is the one of the
-        save.
+            save.
 
     Raises:
         CheckpointError: on all ranks, if anything failed on one. Whatever can be checked is checked
-        before anything
-            changes; if a file fails in the middle of being read, the engine holds a mixture and
-            must not go on training.
+            before anything changes; if a file fails in the middle of being read, the engine holds a
+            mixture and must not go on training.
     """
     refuse_destroyed(engine, "load into")
     load_optimizer_states &= not load_module_only and engine.bound is not None

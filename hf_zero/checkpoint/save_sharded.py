@@ -54,8 +54,8 @@ def save(
         keep: how many whole checkpoints stay whose tags differ from this one by their numbers
             alone, this one included; older ones are removed after the commit. None keeps all.
         background: return once everything is copied to staging memory, and let a thread write it.
-            Where that memory cannot be had, a warning says so and everything is written before
-            this returns. A save that is still being written is waited for.
+            Where that memory cannot be had, a warning says so and everything is written before this
+            returns. A save that is still being written is waited for.
 
     Raises:
         CheckpointError: on all ranks, if anything failed on one. Nothing that was saved before is

@@ -54,14 +54,14 @@ def verify_checkpoint(
 
     Args:
         src: a checkpoint, or a folder with checkpoints in it at any depth: the newest is checked.
-        Of a model folder, which has no
-            hashes, the headers, the sizes and the index are checked.
+            Of a model folder, which has no hashes, the headers, the sizes and the index are
+            checked.
         tag: by default the one that ``latest`` names.
         progress: a bar on stderr; by default only where stderr is a terminal.
 
     Raises:
         CheckpointError: there is no checkpoint at all. One that is damaged is a verdict, with all
-        that is wrong with it.
+            that is wrong with it.
     """
     return _check_folder(find_checkpoint(src, tag, whole=False), progress)
 

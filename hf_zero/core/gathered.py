@@ -47,8 +47,8 @@ class GatheredParameters:
     Args:
         params: a parameter, an iterable of them (None entries are skipped), or a module.
         modifier_rank: the global rank whose changes are kept: on leaving, its values reach every
-        rank and the master
-            weights. With None, what was written is dropped (sharded parameters) or stays local.
+            rank and the master weights. With None, what was written is dropped (sharded parameters)
+            or stays local.
         fwd_module: accepted for scripts written for DeepSpeed; units find their modules themselves.
         enabled: False makes this a context that does nothing.
 

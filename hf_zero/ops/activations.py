@@ -28,7 +28,7 @@ def gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "none") ->
         x: [..., width], fp32, bf16 or fp16.
         bias: [width] or None.
         approximate: "none" is the exact form, "tanh" the one GPT-2 uses, as in
-        ``torch.nn.functional.gelu``.
+            ``torch.nn.functional.gelu``.
 
     Raises:
         KernelError: a dtype, device or shape does not fit.

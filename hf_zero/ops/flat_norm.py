@@ -48,7 +48,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
 
     Args:
         tensors: contiguous, fp32, bf16 or fp16, on one device. Those of one dtype in one storage
-        take one launch.
+            take one launch.
 
     Raises:
         KernelError: there is none, or one that is not like that.

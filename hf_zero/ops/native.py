@@ -56,7 +56,7 @@ def core() -> Any:
 
     Raises:
         ConfigError: HF_ZERO_ISA names an instruction set that this machine lacks, or
-        HF_ZERO_THREADS is no number.
+            HF_ZERO_THREADS is no number.
     """
     return _loaded()[0]
 
@@ -107,7 +107,7 @@ def set_threads(count: int) -> None:
 
     Raises:
         KernelError: a count below 1, or no native core: torch's operations run on torch's own
-        threads.
+            threads.
     """
     if count < 1:
         raise KernelError(f"set_threads({count}): give a number of at least 1")

@@ -66,12 +66,12 @@ def pack_(parameters: Sequence[nn.Parameter], model: nn.Module | None = None) ->
 
     Args:
         parameters: all [outputs, inputs] with the same inputs, or all [outputs]; of one dtype, on
-        one device. model: where to look for other parameters in the same memory.
+            one device.
+        model: where to look for other parameters in the same memory.
 
     Raises:
         KernelError: they differ, one has no values here (sharded or on the meta device), one is
-        given twice, or one shares its memory
-            with another tensor, from which it would be torn.
+            given twice, or one shares its memory with another tensor, from which it would be torn.
     """
     parameters = list(parameters)
     if not parameters or adjacent(parameters):

@@ -33,8 +33,8 @@ def dropout_add(
         x, residual: [..., width], fp32, bf16 or fp16.
         bias: [width] or None.
         dropout: the probability that an element of ``x + bias`` is zeroed; the others are scaled by
-        1/(1 - dropout). Only in training. seed: int64 [1] on x's device; drawn from torch's
-        generator where it is not given.
+            1/(1 - dropout). Only in training.
+        seed: int64 [1] on x's device; drawn from torch's generator where it is not given.
 
     Raises:
         KernelError: a dtype, device or shape does not fit, or dropout is no probability.

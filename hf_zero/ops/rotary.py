@@ -32,8 +32,8 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
         q: [batch, heads, sequence, width], any strides; fp32, bf16 or fp16.
         k: [batch, key heads, sequence, width]; its number of heads may be smaller.
         cos, sin: [batch or 1, sequence, rotary width], an even width that may be smaller than q's:
-        the columns beyond are copied.
-            They are constants: an attention scaling is in them already, and they get no gradient.
+            the columns beyond are copied. They are constants: an attention scaling is in them
+            already, and they get no gradient.
 
     Raises:
         KernelError: a dtype, device or shape does not fit, or cos or sin asks for a gradient.

@@ -43,20 +43,22 @@ class BoundOptimizer:
 
     Args:
         optimizer: a torch.optim.Optimizer whose update is element-wise (see
-        :func:`hf_zero.optim.elementwise.check`). flats: the flats of this rank; only trainable ones
-        are used. group_of: parameter name -> index of its group. A trainable parameter that is in
-        no group is left alone. parameters: parameter name -> the object the optimizer holds, to
-        find state that exists already. Such state
-            (whole tensors) is cut to this rank's elements.
+            :func:`hf_zero.optim.elementwise.check`).
+        flats: the flats of this rank; only trainable ones are used.
+        group_of: parameter name -> index of its group. A trainable parameter that is in no group is
+            left alone.
+        parameters: parameter name -> the object the optimizer holds, to find state that exists
+            already. Such state (whole tensors) is cut to this rank's elements.
         kernels: the configuration's ``kernels``: whether one kernel may update all segments
-        (:mod:`hf_zero.optim.fused`). moments: how the states that a rule allows are kept where
-        they are offloaded: ``"fp32"``, ``"bf16"`` or ``"int8"``.
+            (:mod:`hf_zero.optim.fused`).
+        moments: how the states that a rule allows are kept where they are offloaded: ``"fp32"``,
+            ``"bf16"`` or ``"int8"``.
 
     Raises:
         UnsupportedOptimizerError: state exists that cannot be carried over, or an optimizer that
-        the user vouches for counts its steps elsewhere than in its state, which is offloaded; the
-        optimizer is then unchanged. ConfigError: ``moments`` in fewer bits for an optimizer whose
-        states must be fp32.
+            the user vouches for counts its steps elsewhere than in its state, which is offloaded;
+            the optimizer is then unchanged.
+        ConfigError: ``moments`` in fewer bits for an optimizer whose states must be fp32.
     """
 
     def __init__(
@@ -118,11 +120,12 @@ class BoundOptimizer:
 
         Args:
             grad_scale: 0-dim tensor that the gradients are divided by (loss scale and clipping in
-            one), or None for 1. found_inf: 0-dim tensor; if it is not 0, nothing changes, neither
-            weights nor state nor step counters.
-                Fused groups read it on the device. Others wait for its value on the host.
+                one), or None for 1.
+            found_inf: 0-dim tensor; if it is not 0, nothing changes, neither weights nor state nor
+                step counters. Fused groups read it on the device. Others wait for its value on the
+                host.
             shards: by key of a flat, where the new values of its ``owned`` elements should go as
-            well, rounded to its dtype.
+                well, rounded to its dtype.
 
         Returns:
             The keys among ``shards`` whose new values are there; none where the optimizer's own
@@ -353,7 +356,7 @@ class BoundOptimizer:
 
         Raises:
             UnsupportedOptimizerError: another number of groups, or a number that a group does not
-            keep.
+                keep.
         """
         self._same_groups(scalars, "step counts")
         self._numbers.load(scalars, apart)

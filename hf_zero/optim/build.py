@@ -85,8 +85,8 @@ def build_optimizer(cfg: OptimizerConfig, params: Any) -> torch.optim.Optimizer:
 
     Raises:
         ConfigError: a type or parameter that does not exist, an ``"auto"`` left over, a value of
-        the wrong type or range. NotBuiltError: an optimizer that hf-zero knows and does not
-        provide.
+            the wrong type or range.
+        NotBuiltError: an optimizer that hf-zero knows and does not provide.
     """
     name = canonical_name(cfg.type)
     cls, settings = _resolve(name, dict(cfg.params))

@@ -24,9 +24,10 @@ class CPUAdam(CPUOptimizer):
     Args:
         params: parameters in CPU memory, in fp32 or 16 bits, or groups of them.
         lr, betas, eps, weight_decay, amsgrad, maximize: as torch.optim.AdamW has them, but for
-        ``weight_decay``, 0 by default. adamw_mode: decay weights apart from the gradient. moments:
-        ``"fp32"``, ``"bf16"`` or ``"int8"``. bias_correction: True; the update without it is not
-        built.
+            ``weight_decay``, 0 by default.
+        adamw_mode: decay weights apart from the gradient.
+        moments: ``"fp32"``, ``"bf16"`` or ``"int8"``.
+        bias_correction: True; the update without it is not built.
 
     Raises:
         ConfigError: a setting outside its range.
@@ -160,7 +161,7 @@ class CPUAdagrad(CPUOptimizer):
     Args:
         params: parameters in CPU memory, in fp32 or 16 bits, or groups of them.
         lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as torch.optim.Adagrad
-        has them.
+            has them.
 
     Raises:
         ConfigError: a setting outside its range.
@@ -213,7 +214,7 @@ class CPUSGD(CPUOptimizer):
 
     Raises:
         ConfigError: a setting outside its range, or ``nesterov`` without momentum or with
-        dampening.
+            dampening.
     """
 
     def __init__(

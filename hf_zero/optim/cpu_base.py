@@ -55,7 +55,7 @@ class CPUOptimizer(torch.optim.Optimizer):
 
         Raises:
             UnsupportedOptimizerError: a parameter that is not fp32, bf16 or fp16, or not in CPU
-            memory, or a sparse gradient.
+                memory, or a sparse gradient.
         """
         loss = None
         if closure is not None:

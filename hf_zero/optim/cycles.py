@@ -19,7 +19,7 @@ class LRRangeTest(LRSchedule):
         lr_range_test_step_rate: growth per interval, as a multiple of the start.
         lr_range_test_staircase: grow once an interval instead of every step.
         last_batch_iteration: the iteration to go on from; -1 starts anew and writes the first
-        values.
+            values.
 
     Raises:
         ConfigError: a value of the wrong type or range, or not one per group.
@@ -63,15 +63,19 @@ class OneCycle(LRSchedule):
         cycle_min_lr: lower learning rate, one number or one per group.
         cycle_max_lr: upper learning rate, likewise.
         decay_lr_rate: after the cycle the learning rate is ``cycle_min_lr / (1 + decay_lr_rate *
-        intervals)``. cycle_first_step_size: optimizer steps of the rise, more than 0.
+            intervals)``.
+        cycle_first_step_size: optimizer steps of the rise, more than 0.
         cycle_second_step_size: optimizer steps of the fall; None for as many.
-        cycle_first_stair_count: levels of the rise, 0 for a line. cycle_second_stair_count: levels
-        of the fall; None for as many. decay_step_size: optimizer steps of one interval of the
-        decay; 0 for no decay. cycle_momentum: move momentum too. cycle_min_mom: lower momentum, one
-        number or one per group. cycle_max_mom: upper momentum, likewise. decay_mom_rate: after the
-        cycle momentum is ``cycle_max_mom * (1 + decay_mom_rate * intervals)``.
+        cycle_first_stair_count: levels of the rise, 0 for a line.
+        cycle_second_stair_count: levels of the fall; None for as many.
+        decay_step_size: optimizer steps of one interval of the decay; 0 for no decay.
+        cycle_momentum: move momentum too.
+        cycle_min_mom: lower momentum, one number or one per group.
+        cycle_max_mom: upper momentum, likewise.
+        decay_mom_rate: after the cycle momentum is ``cycle_max_mom * (1 + decay_mom_rate *
+            intervals)``.
         last_batch_iteration: the iteration to go on from; -1 starts anew and writes the first
-        values.
+            values.
 
     Raises:
         ConfigError: a value of the wrong type or range, or not one per group.

@@ -91,8 +91,7 @@ def check(optimizer: Any, allowed: Iterable[str] = ()) -> None:
 
     Raises:
         UnsupportedOptimizerError: its class is neither on the list nor named in ``allowed``, or it
-        is no
-            ``torch.optim.Optimizer`` at all.
+            is no ``torch.optim.Optimizer`` at all.
     """
     cls = type(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -31,7 +31,7 @@ class Lion(torch.optim.Optimizer):
         weight_decay: decoupled weight decay; the paper takes 3 to 10 times more than for AdamW.
         maximize: ascend instead of descend.
         foreach: run over lists of tensors (None: wherever all tensors of a group are alike in
-        device and dtype).
+            device and dtype).
 
     Raises:
         ConfigError: a hyperparameter lies outside its range (a ValueError).

@@ -62,8 +62,7 @@ def build_scheduler(cfg: SchedulerConfig, optimizer: Any) -> torch_schedules.LRS
 
     Raises:
         ConfigError: a type or parameter that does not exist or is missing, an ``"auto"`` left over,
-        a value of the wrong
-            type or range.
+            a value of the wrong type or range.
         NotBuiltError: a schedule that cannot be described by numbers alone.
     """
     name = _canonical(str(cfg.type))

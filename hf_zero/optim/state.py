@@ -192,8 +192,8 @@ def collect(
 
     Raises:
         UnsupportedOptimizerError: state that belongs to no parameter, that is neither per element
-        nor one number, or
-            whose numbers (step counts) differ within a group: a group's shards share them.
+            nor one number, or whose numbers (step counts) differ within a group: a group's shards
+            share them.
     """
     if not optimizer.state:
         return Carried()

@@ -51,7 +51,7 @@ class WarmupLR(_Warmup):
         warmup_num_steps: length of the warm-up in optimizer steps (0 and 1 count as 2).
         warmup_type: ``"log"`` (steep at first) or ``"linear"``.
         last_batch_iteration: the iteration to go on from; -1 starts anew and writes the first
-        values.
+            values.
 
     Raises:
         ConfigError: a value of the wrong type or range, or not one per group.
@@ -126,11 +126,15 @@ class WarmupCosineLR(_Warmup):
 
     Args:
         optimizer: the optimizer whose groups are written; the learning rates they have now are
-        multiplied. total_num_steps: optimizer steps in all. warmup_min_ratio: ratio at the start of
-        the warm-up (before the first step the learning rate is 0). warmup_num_steps: length of the
-        warm-up in optimizer steps (0 and 1 count as 2). cos_min_ratio: ratio at the end and ever
-        after. warmup_type: ``"log"`` (steep at first) or ``"linear"``. last_batch_iteration: the
-        iteration to go on from; -1 starts anew and writes the first values.
+            multiplied.
+        total_num_steps: optimizer steps in all.
+        warmup_min_ratio: ratio at the start of the warm-up (before the first step the learning rate
+            is 0).
+        warmup_num_steps: length of the warm-up in optimizer steps (0 and 1 count as 2).
+        cos_min_ratio: ratio at the end and ever after.
+        warmup_type: ``"log"`` (steep at first) or ``"linear"``.
+        last_batch_iteration: the iteration to go on from; -1 starts anew and writes the first
+            values.
 
     Raises:
         ConfigError: a value of the wrong type or range.

@@ -57,17 +57,19 @@ def check(
 
     Args:
         model: the module, on any device, or its units by :func:`hf_zero.parameters.wrap.find_units`
-        (the first is the root). config: resolved for ``world`` ranks. device: where the model
-        computes; None: a GPU where there is one. free: what this rank has, agreed over the ranks by
-        :meth:`Free.numbers`, so that all of them come to one end. None
-            measures this rank's own and adds what the model itself occupies, for that is given
-            back.
+            (the first is the root).
+        config: resolved for ``world`` ranks.
+        device: where the model computes; None: a GPU where there is one.
+        free: what this rank has, agreed over the ranks by :meth:`Free.numbers`, so that all of them
+            come to one end. None measures this rank's own and adds what the model itself occupies,
+            for that is given back.
         moments: numbers the optimizer keeps a parameter; None: those of the configuration's
-        optimizer. trains: False for an engine without an optimizer.
+            optimizer.
+        trains: False for an engine without an optimizer.
 
     Raises:
         DoesNotFitError: something is short, unless the variable HF_ZERO_PREFLIGHT is 0: then the
-        report has it as a ``warning``.
+            report has it as a ``warning``.
     """
     granularity = config.zero.module_granularity_threshold
     specs = find_units(model, granularity)[0] if isinstance(model, nn.Module) else list(model)

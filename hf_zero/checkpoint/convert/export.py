@@ -94,32 +94,30 @@ def convert_checkpoint(
 
     Args:
         src: the folder given to ``save_checkpoint``, one checkpoint in it, or a folder of runs: of
-        several checkpoints the newest
-            whole one is taken, and is logged. A model folder is read where it is ``src`` itself.
+            several checkpoints the newest whole one is taken, and is logged. A model folder is read
+            where it is ``src`` itself.
         dst: the folder to write; made if needed. Weights in it are replaced once the new ones are
-        whole. dtype: ``float32``, ``bfloat16`` or ``float16``; by default the dtype each parameter
-        had when it was handed to
-            training.
+            whole.
+        dtype: ``float32``, ``bfloat16`` or ``float16``; by default the dtype each parameter had
+            when it was handed to training.
         max_shard_size: largest size of one file, such as ``"5GB"`` or a number of bytes; a larger
-        tensor has its own.
-            Adapters are one file each: PEFT reads no shards.
+            tensor has its own. Adapters are one file each: PEFT reads no shards.
         tag: by default the one that ``latest`` names.
         progress: a bar on stderr; by default only where stderr is a terminal.
         exclude_frozen_parameters: leave out parameters that were not trained.
         verify: compute the hashes of the checkpoint's files first.
         only: patterns over the names of tensors (``"*.embed_tokens.*"``): no others are written.
         adapters: the adapters of a PEFT model alone, in the files of its ``save_pretrained``, or
-        (False) the wrapped model
-            whole; by default the adapters where the checkpoint holds some.
+            (False) the wrapped model whole; by default the adapters where the checkpoint holds
+            some.
         workers: threads that read, cast and write; the bytes that are written do not depend on it.
 
     Raises:
         CheckpointError: a checkpoint that is missing or damaged, a folder that cannot be written,
-        that another conversion is
-            writing, or that holds what is read, a disk without room, adapters that are wanted and
-            are not there.
+            that another conversion is writing, or that holds what is read, a disk without room,
+            adapters that are wanted and are not there.
         ConfigError: a dtype, a size or a number of workers that makes no sense, a pattern that fits
-        no tensor.
+            no tensor.
     """
     wanted, target = dtype_option(dtype), local_path(dst, "a converted model")
     if workers < 1:

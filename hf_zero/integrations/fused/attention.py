@@ -59,7 +59,7 @@ def sparsify(model: nn.Module, sparse_attention: SparsityConfig | Mapping[str, A
     Args:
         model: a model of transformers whose attention goes through its AttentionInterface.
         sparse_attention: a SparsityConfig, or DeepSpeed's section ``{"mode": "bigbird", "block":
-        64, …}``.
+            64, …}``.
 
     Raises:
         KernelError: a model whose attention cannot be exchanged, or has biases by position.

@@ -79,20 +79,21 @@ def optimize(
 
     Args:
         model: a model of transformers, also inside adapters of PEFT; of any other model its
-        LayerNorms are replaced. kernels: "auto" (what helps on this device:
-        :data:`hf_zero.config.kernels.AUTO`), "off", or names of ``NAMES`` there. Where there
-            is no GPU, norms, activations, rotary, qkv and residual run slow references: right, and
-            of no use but to be tried.
+            LayerNorms are replaced.
+        kernels: "auto" (what helps on this device: :data:`hf_zero.config.kernels.AUTO`), "off", or
+            names of ``NAMES`` there. Where there is no GPU, norms, activations, rotary, qkv and
+            residual run slow references: right, and of no use but to be tried.
         sparse_attention: a SparsityConfig, DeepSpeed's section as a dict, or None: attention stays
-        dense. pre_layer_norm: norms before attention and MLP in place of after them, for BERT-like
-        models that are trained from scratch.
+            dense.
+        pre_layer_norm: norms before attention and MLP in place of after them, for BERT-like models
+            that are trained from scratch.
 
     Returns:
         ``model``.
 
     Raises:
         KernelError: a name that is no kernel, or a model that ``sparse_attention`` or
-        ``pre_layer_norm`` is not for.
+            ``pre_layer_norm`` is not for.
     """
     kind = kind_for_auto(kinds.accelerator() or "cpu") if kernels == "auto" else "cpu"
     names = _names(kernels, kind)

@@ -73,8 +73,8 @@ class StrategyMethods:
 
     Args:
         config: a :class:`hf_zero.ZeroConfig`, dict, path, JSON text or preset ("zero0" … "zero3").
-        Precision, clipping and
-            accumulation are the Trainer's; saying them in both places, and not alike, is an error.
+            Precision, clipping and accumulation are the Trainer's; saying them in both places, and
+            not alike, is an error.
         stage: the ZeRO stage, 3 by default, where ``config`` is not given.
         exclude_frozen_parameters: leave frozen parameters out of checkpoints.
         arguments: those in ARGUMENTS, which every strategy of Lightning that has ranks takes.
