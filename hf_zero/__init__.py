@@ -46,9 +46,7 @@ if TYPE_CHECKING:
 
 
 class _Package(ModuleType):
-    """Keeps ``hf_zero.initialize`` the function when somebody imports the module
-    ``hf_zero.initialize``.
-    """
+    """Keeps ``hf_zero.initialize`` the function when the module of that name is imported."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         # The import system binds a submodule to its name in the package, after the submodule has

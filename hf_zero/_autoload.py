@@ -2,7 +2,7 @@
 ``hf_zero.pth``.
 
 This runs in every Python process of the environment, so it imports nothing but the standard
-library, and whatever goes wrong must not break ``import torch`` for everybody: a failure is kept in
+library, and whatever goes wrong must not break ``import torch`` for all: a failure is kept in
 ``failure`` for ``hf-zero doctor`` to show. ``HF_ZERO_AUTOLOAD=0`` turns it off.
 """
 

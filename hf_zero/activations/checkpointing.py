@@ -271,7 +271,7 @@ class Checkpoints:
         for block in self._blocks:
             own = block.__dict__.get("forward")
             if not isinstance(own, _Checkpointed):
-                continue  # somebody has wrapped it since, and still calls it
+                continue  # it was wrapped since, and the wrapper calls it
             del block.__dict__["forward"]
             if own.before is not None:
                 block.forward = own.before  # type: ignore[method-assign]

@@ -234,7 +234,7 @@ class CompiledBlocks:
         """Compile the forward of each block, or of ``module``, with ``torch.compile(…, backend,
         **options)``, in place of an earlier compilation.
         """
-        import torch._dynamo.config as limits  # not before somebody compiles: it takes a second
+        import torch._dynamo.config as limits  # only to compile: the import takes a second
 
         if not self._fixed:
             refuse_backend(backend, options.get("mode"), options.get("options"))

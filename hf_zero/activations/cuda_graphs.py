@@ -30,7 +30,7 @@ def refuse_backend(
         raise _refusal(f"backend={BACKEND!r}")
     if backend != "inductor":
         return
-    # not before somebody compiles: it takes a second
+    # only to compile: the import takes a second
     from torch._inductor import config, list_mode_options
 
     by_mode = list_mode_options(mode).get(OPTION) if mode else None

@@ -58,7 +58,7 @@ class AttentionOrder:
         torch._C._set_sdp_priority_order(self._set)
 
     def give_back(self) -> None:
-        """Bring the order back that was there before, unless somebody has changed it since."""
+        """Restore the order of before, unless it was changed since."""
         if self._before and list(torch._C._get_sdp_priority_order()) == self._set:
             torch._C._set_sdp_priority_order(self._before)
         self._before = []

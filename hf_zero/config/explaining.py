@@ -98,7 +98,7 @@ def explain(reading: ConfigReading) -> list[ExplainRow]:
 
 
 def written(rows: list[ExplainRow]) -> list[ExplainRow]:
-    """The rows of values that somebody wrote."""
+    """The rows of values that were written."""
     return [row for row in rows if is_written(row.source)]
 
 

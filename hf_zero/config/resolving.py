@@ -30,7 +30,7 @@ def resolve(reading: ConfigReading, ranks: int, require_batch_size: bool, traini
         reading.forget_autos(
             "default: 'auto', which nothing fills in for an engine that only evaluates"
         )
-    for settle in (
+    for step in (
         reading.refuse_autos,
         partial(_resolve_elasticity, reading, ranks),
         partial(_resolve_batch, reading, ranks, require_batch_size),
@@ -38,7 +38,7 @@ def resolve(reading: ConfigReading, ranks: int, require_batch_size: bool, traini
         partial(_check_storage, reading, ranks),
     ):
         with reading.mistakes.noted():
-            settle()
+            step()
     reading.mistakes.throw()
 
 

@@ -169,7 +169,7 @@ class ZeroConfig(Settings):
         return self._of(reading, self.world_size)
 
     def uses(self, kernel: str) -> bool:
-        """Whether the fused kernel of this name is on; "auto" is settled by :meth:`on_device`
+        """Whether the fused kernel of this name is on; "auto" is resolved by :meth:`on_device`
         first.
         """
         return self.kernels != "off" and kernel in self.kernels

@@ -144,7 +144,7 @@ class GatheredParameters:
         name = name_of(parameter)
         view = flat.views[name]
         if parameter.data_ptr() != view.data_ptr() and parameter.numel():
-            view.copy_(parameter.data)  # somebody has put another tensor into parameter.data
+            view.copy_(parameter.data)  # another tensor was put into parameter.data
             parameter.data = view
         if modifier is not None:
             world_group.broadcast(view, modifier)

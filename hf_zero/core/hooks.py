@@ -126,7 +126,7 @@ class Hooks:
         root = self._units[0]
         in_root = {id(parameter) for flat in root.flats for parameter, _ in flat.items}
         for module in model.modules():
-            # People call parts of models: whoever owns a parameter of the root unit gathers it.
+            # Scripts call parts of models: each module with a parameter of the root gathers it.
             if module not in around and any(
                 id(p) in in_root for p in module._parameters.values() if p is not None
             ):
@@ -337,7 +337,7 @@ class Hooks:
                 node.register_prehook(partial(self._tracker.reach_outputs, call, module, marks))
                 self._last = call, tensor, marks
             elif tensor.requires_grad:
-                # a parameter itself: whoever gets it reads it again in backward
+                # a parameter itself, which is read again in backward
                 keep_for_backward(call.unit, call.outer)
         if self._last is not None and call not in call.unit.forwards.pending:
             self._tracker.add_call(call)

@@ -6,8 +6,8 @@ Gathers happen in passes: a forward from the outermost module called, a backward
 to its end. Each kind of pass (see :meth:`Schedule.begin`) has a plan, the order of its gathers, and
 all ranks issue exactly that order, units that this rank happens not to use included. The first pass
 of a kind is recorded: before every gather the ranks agree, so that a block used on one rank only
-enters everybody's plan. A gather that is not in the rest of a plan is a fetch: see the note in
-consensus.py.
+enters the plan of every rank. A gather that is not in the rest of a plan is a fetch: see the note
+in consensus.py.
 
 A unit is released one step late, when the next unit is needed: a block called twice in a row is not
 gathered twice, and the unit that ends a forward is still there when its backward begins.
@@ -137,7 +137,7 @@ class Schedule:
         if under_way.plan is None:
             while self._agree_on_gather(END, None):
                 pass
-            # What nobody used this time may be used again: a unit that no plan holds is slow to
+            # What no rank used this time may be used again: a unit that no plan holds is slow to
             # get.
             plan = merged([under_way.record, self._before.get(under_way.key, ())])
             under_way.plan = self._plans[under_way.key] = plan
@@ -196,7 +196,7 @@ class Schedule:
 
     @property
     def recording(self) -> bool:
-        """Whether the pass under way settles every gather with the other ranks."""
+        """Whether the pass under way agrees on every gather with the other ranks."""
         under_way = self._pass
         return under_way is not None and under_way.plan is None and self._mesh.world > 1
 
@@ -207,7 +207,7 @@ class Schedule:
         self._mesh.record_last_error(error)
 
     def abandon(self) -> None:
-        """Forget the pass under way, which an exception has broken, and release what nobody
+        """Forget the pass under way, which an exception has broken, and release what no pass
         uses.
         """
         self._mesh.passes.broke()

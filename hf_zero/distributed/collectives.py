@@ -147,7 +147,7 @@ class MeshDim:
             raise self._watchdog.explain_failure(pending, error) from error
 
     def all_gather(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], key: str) -> Handle:
-        """Gather each ``(full, chunk)``: [size * n] from everybody's [n].
+        """Gather each ``(full, chunk)``: [size * n] from [n] of each rank.
 
         The pairs travel as one logical message.
         """

@@ -6,7 +6,7 @@ The backward of one loss may go through several engines of a rank: a loss over t
 fed by another. What its root carries holds for all of them, so they share one record.
 ``engine.backward(loss)`` puts a scale in at the root, and every engine takes its gradients in as if
 the scale had been its own. A plain ``loss.backward()`` can only be scaled where it reaches the
-outputs of a model; beyond that nobody can tell what has been scaled, so it may go through one
+outputs of a model; beyond that it cannot be known what has been scaled, so it may go through one
 engine alone.
 """
 
@@ -162,11 +162,11 @@ class Losses:
             self._rank.clear()
 
     def begin(self, weight: float) -> tuple[float, float]:
-        """A backward reaches this engine: the weight of its micro-batch, and what takes a borrowed
-        scale out of its gradients.
+        """A backward reaches this engine: the weight of its micro-batch, and what takes the scale
+        of another engine out of its gradients.
 
         The weight is the same on all ranks. The second factor need not be: an engine that was
-        dropped without ``destroy`` lends its scale until it is collected, which ranks do at
+        dropped without ``destroy`` gives its scale until it is collected, which ranks do at
         different times. So it goes before the reduction, but in fp16, where the gradients have a
         scale of their own, and either could be out of range in the other's.
         """
@@ -186,8 +186,8 @@ class Losses:
         return (weight * unscale, 1.0) if self._scales else (weight, unscale)
 
     def scale_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """A forward hook of the model: a loss that nobody scales is scaled where it comes back
-        to these outputs.
+        """A forward hook of the model: a loss that nothing else scales is scaled where its backward
+        reaches these outputs.
         """
         if transformed():
             return None  # the gradients are the script's

@@ -2,9 +2,9 @@
 when the input ends.
 
 The orders are one line of JSON: ``{"command": [...], "environment": {...}}``. They come this way
-because what stands on a command line has to pass two shells and can be read by everybody on the
-machine. The input stays open as long as the process that gave the orders lives: killed, cut off or
-done with, its end is seen here, and no rank is left behind.
+because what stands on a command line has to pass two shells and can be read by all users of the
+machine. The input stays open as long as the process that gave the orders lives: whether it is
+killed, loses its connection or ends, that is seen here, and no rank is left behind.
 """
 
 from __future__ import annotations

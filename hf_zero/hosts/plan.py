@@ -168,7 +168,7 @@ def _hosts(request: Request, default_ranks: Callable[[], int]) -> list[Host]:
 def _meeting(request: Request, hosts: Sequence[Host], ssh: Sequence[str]) -> tuple[str, int] | None:
     """Where torchrun's agents and the ranks meet.
 
-    None: on one host they settle it among themselves, at a free port.
+    None: on one host the agent chooses a free port.
     """
     if request.master_port is not None and not 0 < request.master_port < 65536:
         raise LaunchError(f"--master-port {request.master_port} is no port; pass 1 to 65535")

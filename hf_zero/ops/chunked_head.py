@@ -73,7 +73,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The gradients that somebody will ask for."""
+    """The gradients that will be asked for."""
 
     hidden: bool
     weight: bool

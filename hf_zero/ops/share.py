@@ -111,7 +111,7 @@ def _affinity(pid: int) -> set[int]:
         return set(range(os.cpu_count() or 1))
     try:
         return os.sched_getaffinity(pid)
-    except OSError:  # the parent has ended or belongs to somebody else: compare with the machine
+    except OSError:  # the parent has ended or is another user's: compare with the machine
         return set(range(os.cpu_count() or 1))
 
 

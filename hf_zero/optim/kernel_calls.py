@@ -29,7 +29,7 @@ class Call:
 
 
 def _shared(out: Tensor | None, call: Call) -> dict[str, Any]:
-    """What all kernels are told."""
+    """The arguments that all kernels take."""
     group = call.group
     return {
         "lr": float(group["lr"]),

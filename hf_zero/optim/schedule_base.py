@@ -23,9 +23,9 @@ class LRSchedule(LRScheduler, ABC):
     """A schedule whose values follow from the number of steps alone.
 
     Constructing it writes the values before the first step; ``step()`` after the n-th optimizer
-    step writes those of iteration n - 1, as in DeepSpeed. It is a torch ``LRScheduler`` for whoever
-    asks with isinstance, but does not run ``LRScheduler.__init__``, which would take a step of its
-    own and wrap the optimizer's.
+    step writes those of iteration n - 1, as in DeepSpeed. It is a torch ``LRScheduler`` for
+    isinstance, but does not run ``LRScheduler.__init__``, which would take a step of its own and
+    wrap the optimizer's.
     """
 
     def __init__(self, optimizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""What an optimizer keeps between steps: per-element tensors and per-group numbers, told apart,
+"""What an optimizer keeps between steps: per-element tensors and per-group numbers, distinguished,
 created, carried over.
 """
 

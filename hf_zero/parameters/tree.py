@@ -32,8 +32,8 @@ def map_tensors(value: Any, visit: Visit, in_place: bool = False) -> Any:
     """``value`` with every tensor replaced by ``visit(tensor)``; containers in which nothing
     changed are returned as they are.
 
-    ``in_place`` changes lists and plain dicts themselves: whoever passed one may wait for what is
-    appended to it.
+    ``in_place`` changes lists and plain dicts themselves: a caller may wait for what is appended to
+    them.
     """
     if isinstance(value, torch.Tensor):
         return visit(value)

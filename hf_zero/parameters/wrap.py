@@ -13,7 +13,7 @@ from hf_zero.errors import PartitionError
 
 LARGE_LEAF = 0.25  # of the largest block: an embedding or head of this size is a unit of its own
 PARTS = 16  # a model without blocks is cut into about this many units
-WHOLE = "_z3_leaf"  # the field's name for a module that somebody wants gathered as a whole
+WHOLE = "_z3_leaf"  # the field's name for a module to be gathered as a whole
 # a module's tuples of names of its parameters that are to lie one after another
 PACKED = "_hf_zero_packed"
 MIN_UNIT = 1 << 16  # elements: below this a gather costs more in latency than it saves

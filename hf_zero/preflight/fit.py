@@ -113,7 +113,7 @@ def _candidates(
     # as much as stage 1
     away = [stage for stage in stages if stage >= 2 or 2 not in stages or plan.accumulation > 1]
     kinds = MOMENTS if plan.moments else MOMENTS[:1]
-    # somebody who has chosen small moments wants no large ones
+    # where small moments are chosen, larger ones are not tried
     if plan.optimizer.on and plan.optimizer.moments in kinds:
         kinds = kinds[kinds.index(plan.optimizer.moments) :]
     own_optimizer, own_param = replace(plan.optimizer, ratio=1.0), plan.param

@@ -132,7 +132,7 @@ class ParameterGuard:
 
     @property
     def watched(self) -> bool:
-        """Whether somebody has asked for the values, with :meth:`watch`."""
+        """Whether the values were asked for, with :meth:`watch`."""
         return self._watchers > 0 and bool(self._members)
 
     @property
@@ -161,9 +161,7 @@ class ParameterGuard:
             _become(WatchedParameter, LiveParameter, self._own[module])
 
     def watch(self) -> None:
-        """As :meth:`on`, for as long as somebody has asked for the values, until
-        :meth:`unwatch`.
-        """
+        """As :meth:`on`, while the values are asked for: until :meth:`unwatch`."""
         self._watchers += 1
         if self._watchers == 1:
             self.on()
@@ -210,7 +208,7 @@ class Unit:
         self.pins = 0
         # on which forwards of it have run, and so its gradients accumulate
         self._streams: set[streams.Stream] = set()
-        self._shared = False  # somebody may hold views of the values
+        self._shared = False  # views of the values may be alive
         self._handle: Handle | None = None
         # the shards are here, and their gather is on its way
         self._brought: streams.Event | None = None
@@ -278,7 +276,7 @@ class Unit:
 
     @property
     def in_use(self) -> bool:
-        """Whether a forward, a backward or somebody who asked for the values still reads them."""
+        """Whether a forward, a backward or a script that asked for the values still reads them."""
         forwards = self.forwards
         return bool(self.pins or forwards.in_forward or forwards.in_backward or forwards.pinned_by)
 
@@ -379,7 +377,7 @@ class Unit:
     def release(self, keep_views: bool = False) -> None:
         """Give the whole values back; every rank keeps its shard.
 
-        ``keep_views``: views that somebody has stay readable.
+        ``keep_views``: views of the values stay readable.
         """
         self.finish_gather()
         if self.state is State.RELEASED or not self.sharded:

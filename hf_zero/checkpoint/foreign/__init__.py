@@ -1,5 +1,5 @@
-"""Checkpoints that others wrote, opened as if they were ours: the same manifest, the same
-ranges, nothing converted first.
+"""Checkpoints of other programs, read in place: each gets a manifest in memory, and its ranges are
+read as those of our own.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ SIGNS = {
 
 
 def recognise(folder: AnyPath) -> str:
-    """The module of this package that reads ``folder``, or "" if none does. A run's folder, with
-    ``latest``, is none itself.
+    """The module of this package that reads ``folder``, or "" if none does: for a run's folder,
+    with ``latest``, too.
 
     In an object store only checkpoints of ours are read.
     """

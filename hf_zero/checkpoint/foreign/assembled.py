@@ -1,5 +1,5 @@
-"""A checkpoint put together from tensors that lie in other files: each parameter a flat of its
-own, each piece of it a chunk.
+"""A checkpoint made of tensors in the files of another program: each parameter is a flat of its
+own, each part of it a chunk.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from hf_zero.parameters.layout import FlatLayout
 
 @dataclass(frozen=True, eq=False)
 class Widened:
-    """A tensor in memory or mapped that is given out in ``dtype``, cast as it is read: all at
-    once would be a copy of it.
+    """A tensor in memory, or mapped, that is read as ``dtype``: cast block by block, without a copy
+    of the whole.
     """
 
     dtype: torch.dtype
@@ -59,8 +59,8 @@ class Ranged:
 
 
 CAST_AT_ONCE = 1 << 20  # elements
-# Of the model that loads: the names of its trained parameters by optimizer group, in its own order.
-# Of use where a writer keeps no names.
+# The trained parameters of the model that loads, by optimizer group and in its order: needed where
+# a writer keeps no names.
 Asked = Sequence[Sequence[str]]
 Held = torch.Tensor | Widened | Ranged
 
@@ -81,7 +81,7 @@ class ParameterPart:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter as a foreign checkpoint holds it: its pieces in the order of its elements."""
+    """A parameter of a foreign checkpoint: its parts, in the order of its elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -103,9 +103,9 @@ class OptimizerGroup:
 
 @dataclass(frozen=True, eq=False)
 class FolderContents:
-    """All that was read out of a foreign folder.
+    """What a foreign folder holds.
 
-    ``files`` are those the pieces point to, the first one also holds the buffers.
+    ``files`` are those that the parts refer to; the first one also holds the buffers.
     """
 
     folder: Path
@@ -123,13 +123,13 @@ class FolderContents:
     stage: int = 0
     precision: str = "fp32"
     opened: tuple[TensorFile, ...] = ()
-    """Files that pieces read from, to be closed with the checkpoint."""
+    """Files that parts are read from, closed with the checkpoint."""
 
 
 class Table:
-    """Tensors in memory, mapped, or to be read, with the face of ``tensorfile.TensorFile``.
+    """Tensors in memory, mapped, or to be read, with the interface of ``tensorfile.TensorFile``.
 
-    Of those that are mapped no page is touched.
+    Pages of mapped tensors are not touched.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, Held], mapped: MappedFiles) -> None:
@@ -162,9 +162,9 @@ class Table:
 
 
 class Assembled(Checkpoint):
-    """``found`` with the face of our own checkpoints.
+    """``found`` with the interface of our own checkpoints.
 
-    Raises CheckpointError if a parameter's pieces are not the whole of it.
+    Raises CheckpointError where the parts of a parameter are not all of it.
     """
 
     def __init__(self, found: FolderContents) -> None:
@@ -216,8 +216,8 @@ class Assembled(Checkpoint):
         return []
 
     def identity(self) -> str:
-        """Tells this checkpoint from any other by the sizes and times of all that lies in its
-        folder.
+        """A digest of the sizes and times of all files in the folder: another one for any other
+        checkpoint.
         """
         digest = sha256(str(self.folder.resolve()).encode())
         for path in sorted(
@@ -281,8 +281,8 @@ def _manifest(found: FolderContents, flats: tuple[FlatEntry, ...]) -> Manifest:
 
 
 def states(values: Iterable[tuple[str, torch.Tensor]], numel: int) -> dict[str, torch.Tensor]:
-    """Of an optimizer's state of one tensor, what has an entry for each of its ``numel``
-    elements, without padding behind them.
+    """The per-element tensors of an optimizer's state, ``numel`` elements each, without the padding
+    after them.
     """
     kept = (
         (name, tensor)

@@ -49,7 +49,7 @@ from hf_zero.logs import logger
 
 
 class DeepSpeedFolder:
-    """One folder while it is read: the model's file, and the optimizer's files by rank."""
+    """A folder of DeepSpeed that is read: the model's file, and the optimizer's files by rank."""
 
     def __init__(self, folder: Path, asked: Asked = ()) -> None:
         self.folder, self.asked = folder, asked
@@ -158,10 +158,10 @@ class DeepSpeedFolder:
         return self._listed
 
     def _matched(self) -> list[dict[str, tuple[int, ...]]]:
-        """Stage 0 writes no names with the optimizer's state: float32 masters give them, or the
-        model that loads, or shapes.
+        """Stage 0 writes no names with the optimizer's state: they follow from the fp32 master
+        weights, from the model that loads, or from shapes.
 
-        Where nothing tells, all of the optimizer is left out.
+        Where they do not, the optimizer's state is left out, with a warning.
         """
         own, base, masters = dict(self._own()), self._base(), self._masters()
         held = {name: tuple(tensor.shape) for name, tensor in own.items()}

@@ -1,6 +1,4 @@
-"""What single files and dictionaries of DeepSpeed say: which rank's they are, what an optimizer
-keeps in them.
-"""
+"""Files and dictionaries of a DeepSpeed checkpoint: their ranks, the optimizer's state in them."""
 
 from __future__ import annotations
 
@@ -80,7 +78,7 @@ def groups_of(
 
 
 def steps_of(saved: Mapping[str, Any]) -> float | None:
-    """How often the optimizer in a rank's file has stepped, if it counts."""
+    """The step count of the optimizer in a rank's file; None where it keeps none."""
     base = torch_state(saved)
     counts = [
         kept["step"]

@@ -1,8 +1,8 @@
 """Ranges of tensors that are mapped from files, read from the files themselves.
 
-A page that is read through a mapping counts as this process's memory for as long as the mapping
-lasts: a converter that copies out of one grows to the size of the checkpoint. The mapping says
-where in which file a tensor lies, and from there a range is read like any other.
+A page that is read through a mapping counts as memory of this process as long as the mapping lasts:
+a converter that copies from it would grow to the size of the checkpoint. So the place of a tensor
+in its file is looked up, and ranges are read from there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Mapping:
 class MappedFiles:
     """The files that are mapped when this is made.
 
-    Where the system does not tell, there are none, and ``read`` reads nothing.
+    Where the system does not list them there are none, and ``read`` reads nothing.
     """
 
     def __init__(self) -> None:

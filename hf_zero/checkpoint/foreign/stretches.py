@@ -1,5 +1,5 @@
-"""What ``torch.save`` put somewhere inside of a file, as torch.distributed.checkpoint does: read
-whole, or a tensor by ranges.
+"""What ``torch.save`` wrote into a part of a file, as torch.distributed.checkpoint does: read
+whole, or a tensor of it by ranges.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class SavedTensor:
     """The tensor ``name`` of ``numel`` elements of ``dtype``, saved at ``offset`` of ``path``:
     ``read`` copies runs of its elements.
 
-    torch says where in the file its bytes stand when it loads it without its values. Where it does
-    not, or they stand in another order than the elements, the tensor is loaded whole for each run.
+    torch gives the place of its bytes when it loads the tensor on the meta device. Where it does
+    not, or the tensor is not contiguous, the tensor is loaded whole for each range.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ FOLDER, SETTINGS, WEIGHTS, STEP = "zero", "optimizer_state.pt", "fp32", "step"
 
 
 class Universal(DeepSpeedFolder):
-    """A universal folder while it is read; the model's files lie beside ``zero`` as in other
+    """A universal folder that is read; the model's files are next to ``zero``, as in other
     checkpoints of DeepSpeed.
     """
 

@@ -1,8 +1,8 @@
-"""State of an optimizer that was saved without names, as torch's own optimizers save theirs: which
-parameter each tensor belongs to.
+"""Which parameters the state of an optimizer belongs to that was saved without names, as torch's
+own optimizers save theirs.
 
-Each function answers the names by group, in the order of the optimizer, or None where what it looks
-at does not tell.
+Each function returns the names by group, in the order of the optimizer, or None where they do not
+follow from its arguments.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ def as_asked(
 
 
 def by_shapes(wanted: Sequence[Sequence[Shape | None]], held: Mapping[str, Shape]) -> Names | None:
-    """Parameters in the model's order, each in the one group that goes on with its shape; none
-    left over may look like one of them.
+    """Parameters in the model's order, each in the one group whose next shape is its own. None
+    where that is ambiguous: several groups fit, or a parameter that is left has the shape of one
+    taken.
     """
     if not wanted or any(shape is None for shapes in wanted for shape in shapes):
         return None
@@ -86,8 +87,8 @@ def by_shapes(wanted: Sequence[Sequence[Shape | None]], held: Mapping[str, Shape
 def by_contents(
     groups: Sequence[Sequence[torch.Tensor]], held: Mapping[str, torch.Tensor]
 ) -> Names | None:
-    """``groups`` are float32 masters, one tensor a parameter or several end to end: those of which
-    ``held`` has the rounded values.
+    """``groups`` are fp32 master weights, one tensor a parameter or several end to end; their
+    parameters are those whose values in ``held`` are the same, rounded.
 
     Of parameters with equal values the next one in the model's order is taken.
     """
@@ -116,9 +117,7 @@ def by_contents(
 
 
 def _begins(values: torch.Tensor, rounded: torch.Tensor) -> bool:
-    """Whether ``rounded`` is what ``values`` begin with, as far as the elements that are
-    compared tell.
-    """
+    """Whether ``values`` begin with ``rounded``, as far as the elements that are compared show."""
     count, flat = rounded.numel(), rounded.detach().reshape(-1)
     ends = (slice(0, min(COMPARED, count)), slice(max(0, count - COMPARED), count))
     return all(torch.equal(values[end].to(flat.dtype), flat[end]) for end in ends)

@@ -174,7 +174,7 @@ def getter(path: str, default: Any) -> Callable[[Any], Any]:
             value = value.get(part) if isinstance(value, Mapping) else None
         return default if value is None else value
 
-    get.__doc__ = f"``{path}`` of the configuration; {default!r} if nobody wrote it."
+    get.__doc__ = f"``{path}`` of the configuration; {default!r} where it is not written."
     return get
 
 

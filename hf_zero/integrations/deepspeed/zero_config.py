@@ -51,7 +51,7 @@ DEFAULTS: dict[str, Any] = {
     "stage3_prefetch_bucket_size": 50_000_000,
     "zero_hpz_partition_size": 1,
 }
-"""What DeepSpeed documents for keys of the section that nobody wrote."""
+"""What DeepSpeed documents for keys of the section that are not written."""
 
 ADAGRAD_OPTIMIZER = "adagrad"
 ADAMW_OPTIMIZER = "adamw"

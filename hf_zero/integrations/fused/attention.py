@@ -45,7 +45,7 @@ _UNIDIRECTIONAL = BigBirdSparsityConfig(
 
 
 def register() -> None:
-    """Make the name known to transformers; again does no harm."""
+    """Register the name with transformers. Idempotent."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -54,7 +54,8 @@ def register() -> None:
 
 
 def sparsify(model: nn.Module, sparse_attention: SparsityConfig | Mapping[str, Any]) -> Replacement:
-    """Let every self-attention of ``model`` attend to the blocks of a layout.
+    """Let every self-attention of ``model`` attend to the blocks of a layout; undone by the
+    replacement that is returned.
 
     Args:
         model: a model of transformers whose attention goes through its AttentionInterface.
@@ -140,8 +141,8 @@ def attend(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Of transformers' AttentionInterface: query [B, H, S, D], key and value [B, Hkv, S, D] to
-    [B, S, H, D].
+    """For transformers' AttentionInterface: query [B, H, S, D], key and value [B, Hkv, S, D] to [B,
+    S, H, D]. Raises KernelError for what the kernels do not compute.
     """
     for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:
@@ -230,7 +231,7 @@ def padding_mask(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Of transformers' AttentionMaskInterface: the padding [B, keys] as it is, or sdpa's mask
+    """For transformers' AttentionMaskInterface: the padding [B, keys] as it is, or sdpa's mask
     where queries are fewer than keys.
     """
     from transformers.masking_utils import (

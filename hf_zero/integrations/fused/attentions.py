@@ -1,7 +1,7 @@
 """Forwards of attention layers: q, k and v from one GEMM, and both rotated in one launch. Attention
 itself stays the interface's.
 
-The rest of a forward is what all these classes do; a :class:`Style` says in what they differ.
+The forwards of these classes are otherwise alike; a :class:`Style` holds the differences.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def _window_and_softcap(self: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Style:
-    """In what a family's attention differs: the names of its parts, norms of q and k, and what
-    it tells the attention interface.
+    """How a family's attention differs: the names of its modules, norms of q and k, and the
+    keywords that it passes to the attention interface.
     """
 
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")

@@ -19,7 +19,7 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class FusionCandidate:
-    """A module that one of the ``names`` is for: the forward that does it, or why there is none.
+    """A module that a kernel of ``names`` is for: the forward that uses it, or why there is none.
 
     ``packs`` are the submodules whose weights one GEMM multiplies with, best side by side in
     memory.
@@ -32,9 +32,7 @@ class FusionCandidate:
 
 
 def look(module: nn.Module, wanted: Collection[str]) -> FusionCandidate | None:
-    """What ``module`` can become with the ``wanted`` kernels; None for a module that none of
-    them is for.
-    """
+    """The candidate for ``module`` among the ``wanted`` kernels; None where none is for it."""
     for rule in (_norm, _residual, _mlp, _attention):
         found = rule(module, wanted)
         if found is not None:

@@ -9,7 +9,7 @@ masked language model's head drops the rows without a label where it begins. Wit
 training, without gradients, or when the head is no longer the one that was fused (an adapter around
 it), everything runs as if nothing had been replaced.
 
-In training with labels there are no logits until somebody reads ``outputs.logits``. Evaluation and
+In training with labels there are no logits until ``outputs.logits`` is read. Evaluation and
 prediction have them.
 """
 
@@ -187,7 +187,7 @@ class _PendingLoss:
 class FusedHead:
     """What has been replaced on one model.
 
-    It lies on the model and the two modules, so that a copy of the model has one of its own.
+    It is an attribute of the model and of the two modules, so that a copy of the model has its own.
     """
 
     def __init__(self, model: nn.Module, head: Head, sparse: bool):
@@ -218,7 +218,7 @@ class FusedHead:
     def undo(self) -> None:
         self.enabled = False
         if self.installed is None or self.model.__dict__.get("forward") is not self.installed:
-            # undone already; or somebody has wrapped it since, and what is wrapped does nothing now
+            # undone already; or wrapped since, and what is wrapped calls the plain forward now
             return
         if self.before is None:
             del self.model.forward
@@ -318,8 +318,8 @@ class FusedHead:
         return with_late_logits(outputs, functools.partial(self.logits, hidden, cast))
 
     def logits(self, hidden: torch.Tensor, cast: Callable[[], Any]) -> torch.Tensor:
-        """What the model would have given as logits: [batch, tokens, vocabulary]. At stage 3
-        collective, as every call of a module is.
+        """The logits of the plain model: [batch, tokens, vocabulary]. Collective at stage 3, as
+        every call of a module is.
 
         ``cast`` is the autocast of the forward that ``hidden`` is from, which may have ended.
         """
@@ -337,7 +337,7 @@ class FusedHead:
 
 
 def _decode(decoder: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """The forward of the layer that makes logits: them, or the loss when labels wait."""
+    """The forward of the layer that computes logits: the loss instead, where labels are pending."""
     fused: FusedHead = decoder._hf_zero_head
     pending, model = fused.pending, fused.model
     if pending is None:
@@ -358,8 +358,8 @@ def _decode(decoder: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _enter(entry: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The forward of the module that sees hidden states first: it sees only those of tokens with
-    a label when labels wait.
+    """The forward of the first module of the head: where labels are pending it gets the hidden
+    states of tokens with a label only.
     """
     fused: FusedHead = entry._hf_zero_head
     pending = fused.pending

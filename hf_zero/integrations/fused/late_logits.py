@@ -1,9 +1,9 @@
-"""Outputs of a fused head whose logits are made when somebody reads them.
+"""Outputs of a fused head whose logits are computed when they are read.
 
 A training forward with labels needs no logits, but a script may: an accuracy next to the loss, a
 loss of its own in ``Trainer.compute_loss``. ``outputs.logits`` then runs the head on the hidden
-states that the loss was computed from, with gradients. As a key, in a tuple and in a copy that
-something makes of the outputs (a pytree that is taken apart and put together) there are none.
+states that the loss was computed from, with gradients. The outputs have none as a key, in a tuple,
+or in a copy (a pytree that is flattened and rebuilt).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def with_late_logits(outputs: Any, make: Callable[[], Any]) -> Any:
 
 @functools.cache
 def _kind(kind: Callable[..., Any]) -> Any:
-    """The subclass of ``kind`` that has late logits; it goes by the same name."""
+    """The subclass of ``kind`` that computes logits on demand, under the same name."""
     return type(
         kind.__name__,
         (kind,),  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
-"""Forwards of feed-forward layers: bias + GELU in one pass, gate and up into SwiGLU or GeGLU,
-one GEMM for gate and up if asked.
+"""Forwards of feed-forward layers: bias + GELU in one pass, gate and up into SwiGLU or GeGLU, one
+GEMM for gate and up where that is chosen.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def gate_and_up(
 
 
 def biased_gelu(linear: nn.Module, x: torch.Tensor, activation: object) -> torch.Tensor:
-    """gelu(linear(x)), the bias added by the activation where the layer is no more than a matrix
-    and a bias.
+    """gelu(linear(x)); the kernel of the activation adds the bias where the layer is a plain matrix
+    and bias.
     """
     approximate = gelu_of(activation) or "none"
     if (

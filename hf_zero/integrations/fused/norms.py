@@ -1,6 +1,4 @@
-"""Forwards of norms: RMSNorm as Llama, Gemma (1 + weight) and T5 write it, and torch's
-LayerNorm.
-"""
+"""Forwards of norms: RMSNorm of Llama, Gemma (1 + weight) and T5, and torch's LayerNorm."""
 
 from __future__ import annotations
 
@@ -30,15 +28,15 @@ _CODES: dict[type, str] = {}
 
 
 def learn(module: nn.Module) -> None:
-    """Look once at the code of the module's class, for :func:`rms_of`, which compiled forwards
-    ask and so may not read sources.
+    """Note which RMSNorm the module's class is, for :func:`rms_of`: compiled forwards call that,
+    and must not read sources.
     """
     if (code := of_class(type(module))) in (LLAMA, GEMMA, T5):
         _CODES[type(module)] = code
 
 
 def rms_of(module: Any) -> Rms | None:
-    """The numbers of an RMSNorm of a class that was learnt; None for any other module."""
+    """The numbers of an RMSNorm whose class :func:`learn` has seen; None for any other module."""
     code = _CODES.get(type(module))
     if code is None:
         return None

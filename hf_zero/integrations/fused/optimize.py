@@ -1,5 +1,5 @@
-"""``hf_zero.optimize`` and ``hf_zero.restore``: fused kernels on a model's instances, and
-everything as it was.
+"""``hf_zero.optimize`` and ``hf_zero.restore``: put fused kernels into the modules of a model, and
+undo it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RECORD = "_hf_zero_fused"
 
 
 class Record:
-    """What was done to a model. It is kept on the model, and a copy of the model takes it along."""
+    """The replacements in a model, and the report. An attribute of the model, copied with it."""
 
     def __init__(self, replacements: list[Replacement], report: Report) -> None:
         self.replacements, self.report = replacements, report
@@ -71,18 +71,19 @@ def optimize(
     *,
     pre_layer_norm: bool = False,
 ) -> nn.Module:
-    """Put fused kernels into ``model``, in place, wherever its code is code they were written for.
+    """Put fused kernels into ``model``, in place, where the code of a module is one that they
+    replace.
 
-    Only instances change: parameters, their names, the state dict and every class stay what they
-    are. A table of what was replaced where, and why not where not, is logged and kept at
-    :func:`report`. A model that has fused kernels already is restored first.
+    Only forwards of instances change: parameters, their names, the state dict and classes do not. A
+    table of what was replaced where, and why not where not, is logged and kept at :func:`report`. A
+    model that has fused kernels already is restored first.
 
     Args:
         model: a model of transformers, also inside adapters of PEFT; of any other model its
             LayerNorms are replaced.
         kernels: "auto" (what helps on this device: :data:`hf_zero.config.kernels.AUTO`), "off", or
             names of ``NAMES`` there. Where there is no GPU, norms, activations, rotary, qkv and
-            residual run slow references: right, and of no use but to be tried.
+            residual run slow references, whose results are right.
         sparse_attention: a SparsityConfig, DeepSpeed's section as a dict, or None: attention stays
             dense.
         pre_layer_norm: norms before attention and MLP in place of after them, for BERT-like models
@@ -111,7 +112,7 @@ def prepare(
     """What :func:`hf_zero.initialize` asks for: as :func:`optimize`, for an engine, which lays out
     parameters and updates them itself.
 
-    In blocks that will be ``compiled`` only those of ``IN_COMPILED_BLOCKS`` are put.
+    Blocks that will be ``compiled`` get only those of ``IN_COMPILED_BLOCKS``.
     """
     _put_in(
         model,

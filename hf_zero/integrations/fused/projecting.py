@@ -12,8 +12,8 @@ from hf_zero.ops.packed_linear import packed_linear_whole
 
 
 def whole(x: torch.Tensor, linears: Sequence[nn.Module]) -> torch.Tensor | None:
-    """All of ``linears`` of ``x`` side by side, in one GEMM; None unless they are matrices and
-    biases of x's dtype and nothing more.
+    """The outputs of all ``linears`` for ``x``, concatenated: one GEMM. None unless each is a plain
+    matrix and bias of x's dtype.
     """
     weights, biases = [], []
     for linear in linears:

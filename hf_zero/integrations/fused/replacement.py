@@ -1,4 +1,4 @@
-"""One change made to one module of a model: what it is, where it is, and how it is undone."""
+"""A change to a module of a model, and how it is undone."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ class Replacement:
     """``what`` names the kernel ("linear_cross_entropy"), ``where`` the module as ``named_modules``
     does ("lm_head"; "" is the model).
 
-    ``undo`` puts back what was there and may be called twice. Parameters and their names are never
-    part of a replacement.
+    ``undo`` restores the module, and may be called twice. Parameters and their names do not change.
     """
 
     what: str

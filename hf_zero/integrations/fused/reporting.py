@@ -1,4 +1,4 @@
-"""The table of what was replaced where, and why not where not."""
+"""The table of modules that were replaced, and of those that were not, with the reason."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Line:
-    """One module, or with layer numbers as "*" all like it: which kernels it got, or why it got
-    none.
+    """A module, or all that differ in the numbers of layers alone ("*"): the kernels it got, or why
+    it got none.
     """
 
     kernels: tuple[str, ...]
