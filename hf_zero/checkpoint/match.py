@@ -5,7 +5,7 @@ and its groups, the schedule.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,71 +36,80 @@ def match_names(engine: TrainingEngine, manifest: Manifest, where: str, strict: 
     Raises CheckpointError for shapes that differ and, if ``strict``, for names that only one side
     has. Frozen parameters that the checkpoint left out on request are not missing.
     """
-    held, missing, wrong, cast = {}, [], [], []
-    also: dict[str, list[str]] = {}
-    for tied, own in engine.aliases.items():
-        also.setdefault(own, []).append(tied)
     live = [slot.name for flat in engine.flats for slot in flat.layout.slots]
     there = pair_names(
         (*live, *engine.aliases), (*manifest.slots, *manifest.aliases, *manifest.excluded)
     )
-    for flat in engine.flats:
-        for slot in flat.layout.slots:
-            known = [there[name] for name in (slot.name, *also.get(slot.name, [])) if name in there]
-            name = next(
-                (
-                    c
-                    for c in (manifest.aliases.get(name, name) for name in known)
-                    if c in manifest.slots
-                ),
-                None,
-            )
-            if name is None:
-                if flat.trainable or there.get(slot.name) not in manifest.excluded:
-                    missing.append(slot.name)
-            elif manifest.slots[name][1].shape != slot.shape:
-                wrong.append(
-                    f"{slot.name} (checkpoint {list(manifest.slots[name][1].shape)}, "
-                    f"model {list(slot.shape)})"
-                )
-            elif (flat.raw or manifest.slots[name][0].raw) and manifest.slots[name][
-                0
-            ].dtype != flat.dtype:
-                cast.append(
-                    f"{slot.name} (checkpoint {manifest.slots[name][0].dtype}, model {flat.dtype})"
-                )
-            else:
-                held[slot.name] = name
+    held, missing, differing, recoded = _match_parameters(engine, manifest, there)
     buffers = persistent_buffers(engine.module)
     # Some writers do not tell buffers from parameters, and write tied weights under both names.
     kept = pair_names(buffers, (*manifest.buffers, *manifest.slots))
     for own, name in kept.items():
         if name in manifest.buffers and manifest.buffers[name][1] != tuple(buffers[own].shape):
-            wrong.append(
-                f"{own} (checkpoint {list(manifest.buffers[name][1])}, model "
-                f"{list(buffers[own].shape)})"
-            )
-    if wrong:
+            differing.append(_shapes(own, manifest.buffers[name][1], buffers[own].shape))
+    if differing:
         raise CheckpointError(
-            f"{where} is of another model: shapes differ: {listed(wrong)}; build the model with "
-            "the configuration it was saved with"
+            f"{where} is of another model: shapes differ: {listed(differing)}; build the model "
+            "with the configuration it was saved with"
         )
-    if cast:
+    if recoded:
         raise CheckpointError(
             f"{where} has quantised weights of another kind, which are bytes and are not cast: "
-            f"{listed(cast)}; quantise the model as it was at the save"
+            f"{listed(recoded)}; quantise the model as it was at the save"
         )
     excluded = frozenset(strip_wrappers(name) for name in manifest.excluded)
     missing += [
         name for name in buffers if name not in kept and not belongs(strip_wrappers(name), excluded)
     ]
-    used = {
-        *held.values(),
-        *(there[tied] for tied, own in engine.aliases.items() if own in held and tied in there),
-        *kept.values(),
-    }
+    if strict:
+        tied = {
+            there[tied] for tied, own in engine.aliases.items() if own in held and tied in there
+        }
+        _refuse_one_sided(manifest, where, missing, {*held.values(), *tied, *kept.values()})
+    return NameMatch(held, kept)
+
+
+def _match_parameters(
+    engine: TrainingEngine, manifest: Manifest, there: Mapping[str, str]
+) -> tuple[dict[str, str], list[str], list[str], list[str]]:
+    """The engine's parameters that the checkpoint holds, by name, as names in the checkpoint; and
+    those that it lacks, that have other shapes there, that are quantised in another way there.
+    """
+    held, missing, differing, recoded = {}, [], [], []
+    also: dict[str, list[str]] = {}
+    for tied, own in engine.aliases.items():
+        also.setdefault(own, []).append(tied)
+    for flat in engine.flats:
+        for slot in flat.layout.slots:
+            known = [there[name] for name in (slot.name, *also.get(slot.name, [])) if name in there]
+            first = (manifest.aliases.get(name, name) for name in known)
+            name = next((each for each in first if each in manifest.slots), None)
+            if name is None:
+                if flat.trainable or there.get(slot.name) not in manifest.excluded:
+                    missing.append(slot.name)
+                continue
+            saved, saved_slot = manifest.slots[name]
+            if saved_slot.shape != slot.shape:
+                differing.append(_shapes(slot.name, saved_slot.shape, slot.shape))
+            elif (flat.raw or saved.raw) and saved.dtype != flat.dtype:
+                recoded.append(f"{slot.name} (checkpoint {saved.dtype}, model {flat.dtype})")
+            else:
+                held[slot.name] = name
+    return held, missing, differing, recoded
+
+
+def _shapes(name: str, saved: Sequence[int], live: Sequence[int]) -> str:
+    return f"{name} (checkpoint {list(saved)}, model {list(live)})"
+
+
+def _refuse_one_sided(
+    manifest: Manifest, where: str, missing: Sequence[str], used: Collection[str]
+) -> None:
+    """Raise CheckpointError for names that are ``missing`` in the checkpoint, and for those of the
+    checkpoint that are not ``used``.
+    """
     unexpected = [name for name in (*manifest.parameters, *manifest.buffers) if name not in used]
-    if strict and (missing or unexpected):
+    if missing or unexpected:
         said = [f"it lacks {listed(missing)}"] if missing else []
         said += [f"the model lacks {listed(unexpected)}"] if unexpected else []
         raise CheckpointError(
@@ -108,7 +117,6 @@ def match_names(engine: TrainingEngine, manifest: Manifest, where: str, strict: 
             "build the model it was saved from, "
             "or pass load_module_strict=False to load what both have"
         )
-    return NameMatch(held, kept)
 
 
 def check_optimizer(
