@@ -24,12 +24,8 @@ from typing import Any
 
 from hf_zero.distributed import rank_hosts
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
-from hf_zero.distributed.rank_status import (
-    PATIENCE_SECONDS,
-    POLL_SECONDS,
-    HangDiagnosis,
-    RankStatus,
-)
+from hf_zero.distributed.hang_diagnosis import HangDiagnosis
+from hf_zero.distributed.rank_status import PATIENCE_SECONDS, POLL_SECONDS, RankStatus
 from hf_zero.errors import RankMismatchError
 from hf_zero.logs import logger
 
