@@ -32,7 +32,7 @@ OVER = ("failed", "broken")  # states of a rank that ends all others that wait
 
 
 class HangDiagnosis(NamedTuple):
-    """Why a wait cannot end; ``cause`` is what the other ranks hear."""
+    """Why a wait cannot end; ``cause`` is what is published to the other ranks."""
 
     text: str
     cause: str
@@ -90,7 +90,7 @@ def _never_joins(
         post = posts[each]
         # Where this rank has closed it too, what was left in shards is gathered: all ranks that
         # destroyed the engine will come.
-        closed = "" if own["lanes"][log][2] else post["lanes"].get(log, (0, [], ""))[2]
+        closed = "" if own["logs"][log][2] else post["logs"].get(log, (0, [], ""))[2]
         if post["state"] == "dead":
             place = f"(number {number} of {log})"
             return _for_ever(f"rank {rank} waits for {what} {place}, and", {each: post}, [each])
@@ -178,11 +178,11 @@ def end_of(posts: Mapping[int, StatusPost], dead: list[int]) -> str | None:
 
 def _issued_as(post: StatusPost, log: str, number: int) -> str | None:
     """What the rank of ``post`` has issued as ``number`` on ``log``; None where unknown."""
-    issued, recent, _ = post["lanes"].get(log, (0, [], ""))
+    issued, recent, _ = post["logs"].get(log, (0, [], ""))
     at = number - (issued - len(recent))
     return recent[at] if 0 <= at < len(recent) else None
 
 
 def sequence_number(post: StatusPost, log: str) -> int:
     """How many collectives of ``log`` the rank of ``post`` has issued."""
-    return int(post["lanes"].get(log, (0, [], ""))[0])
+    return int(post["logs"].get(log, (0, [], ""))[0])

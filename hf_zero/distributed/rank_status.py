@@ -24,8 +24,8 @@ from hf_zero.distributed.hang_diagnosis import (
 )
 from hf_zero.errors import RankMismatchError
 
-PATIENCE_SECONDS = 5.0  # for the word of a rank whose connection was lost
-# that a rank which fails waits for the others to hear of it, and they for it to end first
+PATIENCE_SECONDS = 5.0  # for the post of a rank whose connection was lost
+# that a rank which fails waits until the others have read of it, and they for it to end first
 WAIT_FOR_PEERS_SECONDS = 4.0
 POLL_SECONDS = 0.05
 
@@ -54,7 +54,7 @@ class RankStatus:
         self._set(f"who/{rank}", _identity(os.getpid()))
 
     def register(self, log: CollectiveLog) -> CollectiveLog:
-        """Register a lane under its name."""
+        """Register the log of a communicator under its name."""
         self.logs[log.name] = log
         return log
 
@@ -80,7 +80,7 @@ class RankStatus:
             name: [log.sequence_number, list(log.recent), log.closed]
             for name, log in list(self.logs.items())
         }
-        post: StatusPost = {"state": self._state, "why": why, "lanes": logs}
+        post: StatusPost = {"state": self._state, "why": why, "logs": logs}
         if pending is not None and pending.log is not None:
             post["wait"] = [pending.log.name, pending.number, pending.what, list(pending.needs)]
         return post
@@ -102,8 +102,8 @@ class RankStatus:
             return None if self._gone else dict(self._posts)
 
     def learn_identity(self, rank: int) -> bool:
-        """Learn on which host and in which process ``rank`` runs; False where it has not said
-        so.
+        """Learn on which host and in which process ``rank`` runs; False where it has not published
+        that.
         """
         try:
             if (
@@ -142,7 +142,7 @@ class RankStatus:
         )
         posts = self._read()
         if posts is None:
-            # A backend tells of a peer that is gone by itself, and what is on the wire may still
+            # A backend reports a peer that is gone by itself, and what is on the wire may still
             # come.
             return (
                 HangDiagnosis(self._without_store(), self._without_store())
@@ -153,15 +153,13 @@ class RankStatus:
             if posts.get(rank, {}).get("state", "here") not in (*OVER, "ended"):
                 posts[rank] = {
                     "state": "dead",
-                    "lanes": posts.get(rank, {}).get("lanes", {}),
+                    "logs": posts.get(rank, {}).get("logs", {}),
                     "why": "",
                 }
         return diagnose_hang(self.rank, self.post(pending), posts, stuck_in)
 
     def missing_ranks(self, pending: PendingCollective) -> list[int]:
-        """The ranks that ``wait`` needs and that had not issued it when they last said where
-        they are.
-        """
+        """The ranks that ``pending`` needs and that had not issued it at their last post."""
         posts = self._posts
         return [
             rank
@@ -218,7 +216,7 @@ class RankStatus:
     def publish_exit(self) -> str | None:
         """The interpreter ends.
 
-        Returns what there is to tell about an end that others have caused.
+        Returns the cause of an end that other ranks have caused; else None.
         """
         if os.getpid() != self._process:
             return None  # a child that inherited this
@@ -242,7 +240,7 @@ class RankStatus:
             self.publish("broken", told)
         elif error is not None:
             self.publish("failed", first_line(error))
-            # The launcher ends the others because of this rank's end: let them hear of it before.
+            # The launcher ends the others because of this rank's end: they are to read it before.
             self._wait_for_peers(
                 lambda posts: all(
                     posts.get(rank, {}).get("state") in (*OVER, "ended") or self._dead(rank)

@@ -30,11 +30,11 @@ def post(
     closed: str = "",
     **sequence_number: list[str],
 ) -> StatusPost:
-    """A post whose lanes have issued the collectives ``issued``; ``wait`` is (lane, number,
+    """A post whose logs have the collectives ``issued``; ``wait`` is (log, number,
     needs).
     """
     logs = {log: [len(names), names, closed] for log, names in sequence_number.items()}
-    made: StatusPost = {"state": state, "why": why, "lanes": logs}
+    made: StatusPost = {"state": state, "why": why, "logs": logs}
     if pending is not None:
         log, number, *needs = pending
         made["wait"] = [
@@ -151,7 +151,7 @@ def test_the_first_cause_is_what_is_passed_on() -> None:
 
 
 class Rank:
-    """A rank on this thread: lanes that wait on an event in place of a backend."""
+    """A rank on this thread: logs that wait on an event in place of a backend."""
 
     def __init__(self, store: Any, rank: int, timeout: float = 60.0):
         self.rank_status = RankStatus(store, rank, 2)
