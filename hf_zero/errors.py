@@ -29,6 +29,10 @@ class ConfigError(HfZeroError, ValueError):
     """
 
 
+class ReplacedKeyError(ConfigError, AssertionError):
+    """A former key of a configuration beside the key that has taken its place."""
+
+
 class NotBuiltError(HfZeroError, NotImplementedError):
     """A name or key that hf-zero knows but does not provide in this version."""
 
@@ -45,6 +49,10 @@ class PartitionError(HfZeroError, RuntimeError):
 
 class UnusedParameterError(PartitionError, AssertionError):
     """A parameter that trains and got no gradient, where the configuration forbids that."""
+
+
+class UnreducedGradientsError(PartitionError, AssertionError):
+    """A step, or another block of its kind, inside ``no_sync``, where gradients are not reduced."""
 
 
 class UnsupportedOptimizerError(HfZeroError, TypeError):

@@ -2,12 +2,15 @@
 """Run DeepSpeed's own unit tests over the facade, on two CPU ranks.
 
 Their source is fetched afresh into a temporary folder and is not kept: ``python
-scripts/deepspeed_tests.py --ref v0.19.8 runtime/zero/test_zero_context.py ...``, or with ``--source
-FOLDER`` a checkout that is there. Each file is a process of pytest. ``--peer FOLDER``, an installed
-DeepSpeed and its requirements (``pip install --target FOLDER deepspeed``), runs every test over
-DeepSpeed first: only what it passes counts. Results are added to
-``tests/integrations/deepspeed/deepspeed_tests.json``, and DEEPSPEED_TESTS.md beside it is written
-anew from all of them.
+scripts/deepspeed_tests.py --peer FOLDER runtime/zero/test_zero_context.py ...``, or with ``--source
+FOLDER`` a checkout that is there; ``--kind public`` names all files of a kind. FOLDER is an
+installed DeepSpeed with its requirements (``pip install --target FOLDER deepspeed``, without its
+torch): a file runs over it first, and over the facade those tests that it passes.
+
+Results are added to ``tests/integrations/deepspeed/deepspeed_tests.json`` file by file, and
+DEEPSPEED_TESTS.md is written anew from all of them. What is there from the same versions is not run
+again, so a run that was broken off, or ended by ``--minutes``, goes on with what is missing;
+``--again failed`` and ``--again all`` run tests over the facade anew.
 """
 
 from __future__ import annotations
@@ -16,15 +19,15 @@ import argparse
 import ast
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree as ElementTree
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,28 +40,57 @@ FIGURES = ROOT / "tests" / "integrations" / "deepspeed"
 RAW, TABLE = FIGURES / "deepspeed_tests.json", FIGURES / "DEEPSPEED_TESTS.md"
 URL = "https://github.com/deepspeedai/DeepSpeed"
 REGISTER = "import hf_zero._autoload; hf_zero._autoload.register()\n"
-NOT_RUN = "not run: another test of the file took longer than the limit"
-CAP = 20  # limits of one test that a file may take
+Rows = dict[str, dict[str, Any]]
 KINDS = ("public", "mixed", "internals")
+PATIENCE = 20  # seconds that a rank may go on after another has raised
 HEAD = """# DeepSpeed's own unit tests over the facade
 
-Written by `scripts/deepspeed_tests.py`; DeepSpeed {ref}, two CPU ranks. A file is *public* if every
-name that it takes from deepspeed is in the facade's table (there or not built), *internals* if none
-is, *mixed* otherwise. Of tests that were run over DeepSpeed as well only those count that it
-passes. {all} files are public in all.
+Written by `scripts/deepspeed_tests.py`; tests of DeepSpeed {ref},
+run over {peers} and over hf-zero on two CPU ranks.
 
-| files | tests | passed | failed |
-| --- | --- | --- | --- |
+A file is *public* if every name that it takes from deepspeed is in the facade's table (there or not
+built), *internals* if none is, *mixed* otherwise; a test of a public file that uses private
+attributes of DeepSpeed's objects counts as mixed. Only tests count that DeepSpeed itself passes
+there. A test that took longer than the limit was not run. *Not built*: failed by a NotBuiltError.
+
+| tests | of files | that DeepSpeed passes | run here | passed | failed | of these not built |
+| --- | --- | --- | --- | --- | --- | --- |
 """
 
 
 def names_used(tree: ast.AST) -> Iterator[str]:
-    """Names that a test takes from deepspeed's modules."""
+    """Names that a test takes from deepspeed's modules: imported, or as attributes of a module."""
+    modules = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "deepspeed":
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}"
+                modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
         elif isinstance(node, ast.Import):
-            yield from (a.name for a in node.names if a.name.startswith("deepspeed."))
+            for alias in node.names:
+                if alias.name.split(".")[0] == "deepspeed":
+                    yield from (alias.name,) if "." in alias.name else ()
+                    modules[alias.asname or "deepspeed"] = (
+                        alias.name if alias.asname else "deepspeed"
+                    )
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            modules.pop(node.id, None)  # a variable of the same name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            owner = dotted(node.value, modules)
+            if owner in API and isinstance(node.ctx, ast.Load):
+                yield f"{owner}.{node.attr}"
+
+
+def dotted(node: ast.AST, modules: Mapping[str, str]) -> str:
+    """``a.b.c`` as the name of a module; "" for anything else."""
+    if isinstance(node, ast.Name):
+        return modules.get(node.id, "")
+    if isinstance(node, ast.Attribute):
+        owner = dotted(node.value, modules)
+        return f"{owner}.{node.attr}" if owner else ""
+    return ""
 
 
 def known(name: str) -> bool:
@@ -73,133 +105,345 @@ def kind_of(file: Path) -> str:
     return "public" if all(found) else "mixed" if any(found) else "internals"
 
 
-def run(tests: Path, file: str, limit: int, path: list[str], facade: bool) -> dict[str, Any]:
-    """What became of each test of ``file``: "passed", "skipped", or the first line of the error."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        if facade:  # as the .pth of an installation does, which an editable one lacks
-            (Path(folder) / "sitecustomize.py").write_text(REGISTER)
-        environment = {
+def about(unit: Path, file: str) -> dict[str, Any]:
+    tests = private_tests(ast.parse((unit / file).read_text()))
+    return {"kind": kind_of(unit / file), "private": sorted(tests)}
+
+
+def private_tests(tree: ast.Module) -> set[str]:
+    """``Class::test`` of the tests that use private attributes of deepspeed's objects, themselves
+    or by functions of the same file.
+    """
+    bodies: dict[str, ast.AST] = {}
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            bodies[node.name] = node
+        if isinstance(node, ast.ClassDef):
+            for item in node.body:
+                if isinstance(item, ast.FunctionDef):
+                    bodies[f"{node.name}::{item.name}"] = item
+    private = {name for name, body in bodies.items() if any(map(is_private, ast.walk(body)))}
+    while more := {
+        name
+        for name, body in bodies.items()
+        for node in ast.walk(body)
+        if isinstance(node, ast.Name) and node.id in private and name not in private
+    }:
+        private |= more
+    tests = (name for name in bodies if name.rpartition("::")[2].startswith("test"))
+    return {name for name in tests if name in private}
+
+
+def is_private(node: ast.AST) -> bool:
+    """Whether ``node`` asks another object than ``self`` for ``_name``."""
+    if isinstance(node, ast.Attribute):
+        own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "torch")
+        return node.attr.startswith("_") and not node.attr.startswith("__") and not own
+    if isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute)):
+        called = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+        words = [a.value for a in node.args[:2] if isinstance(a, ast.Constant)]
+        return called in ("getattr", "setattr", "hasattr", "patch", "object") and any(
+            str(word).rpartition(".")[2].startswith("_") for word in words
+        )
+    return False
+
+
+class Deadline:
+    """When no further test is started, and what runs is ended."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    @property
+    def passed(self) -> bool:
+        return time.monotonic() >= self.at
+
+    def end(self) -> None:
+        self.at = 0.0
+
+
+class Run:
+    """Some files over DeepSpeed or over the facade; tests are named ``file::class::test``."""
+
+    def __init__(self, tests: Path, path: list[str], facade: bool, limit: int) -> None:
+        self.tests, self.limit, self.facade = tests, limit, facade
+        self.path = [*path, str(tests), str(ROOT / "scripts")]
+        self.said: dict[str, str] = {}
+        self.missing: list[str] = []  # collected and wanted, but not run
+        self.collected: set[str] = set()
+        self.not_collected: dict[str, str] = {}  # of a file, why
+
+    def run(self, files: list[str], wanted: list[str] | None, until: Deadline) -> None:
+        """Run the ``wanted`` tests (None: all) of ``files``, in as many processes as hanging tests
+        need.
+        """
+        while files and not until.passed:
+            before = len(self.said) + len(self.not_collected)
+            self._attempt(files, wanted, until)
+            if not self.missing or len(self.said) + len(self.not_collected) == before:
+                return
+            wanted = self.missing
+            files = list(dict.fromkeys(file_of(name) for name in wanted))
+
+    def _attempt(self, files: list[str], wanted: list[str] | None, until: Deadline) -> None:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            if wanted is not None:
+                (folder / "wanted.json").write_text(json.dumps(wanted))
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
+                + ["-p", "deepspeed_tests_plugin", "--rootdir=.", "--continue-on-collection-errors"]
+                + [f"unit/{file}" for file in files],
+                cwd=self.tests,
+                env=self._environment(folder),
+                stdout=(folder / "output").open("w"),
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                while process.poll() is None and not until.passed:
+                    time.sleep(0.5)
+                    if self._stuck(folder):
+                        break
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # workers that it has left, too
+                crashed = process.returncode is not None
+                process.wait()
+                self._read(folder, files, wanted, until.passed, crashed)
+
+    def _environment(self, folder: Path) -> dict[str, str]:
+        if self.facade:  # as the .pth of an installation does, which an editable one lacks
+            (folder / "sitecustomize.py").write_text(REGISTER)
+        return {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([folder, *path]),
+            "PYTHONPATH": os.pathsep.join([str(folder), *self.path]),
+            "DEEPSPEED_TESTS_FOLDER": str(folder),
             "LOCAL_SIZE": "2",
+            "OMP_NUM_THREADS": "1",
             "DS_ACCELERATOR": "cpu",
             "DS_DISABLE_REUSE_DIST_ENV": "1",
-            "DS_UNITTEST_TIMEOUT": str(limit),
+            "DS_UNITTEST_TIMEOUT": str(self.limit),
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
-            "HF_ZERO_AUTOLOAD": "1" if facade else "0",
+            "HF_ZERO_AUTOLOAD": "1" if self.facade else "0",
         }
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
-        command += ["--rootdir=.", f"unit/{file}"]
-        listed = subprocess.run(
-            [*command, "--co"], cwd=tests, env=environment, capture_output=True, text=True
-        )
-        found = dict.fromkeys(collected(listed.stdout), NOT_RUN)
-        command += [f"--junitxml={report}"]
-        process = subprocess.Popen(
-            command,
-            cwd=tests,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            process.wait(timeout=limit * CAP)
-        except subprocess.TimeoutExpired:
-            print(f"{file} takes more than {limit * CAP} s", file=sys.stderr)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # workers that it has left, too
-        process.wait()
-        if not report.is_file():
-            return found or {file: NOT_RUN}
-        return found | dict(results(ElementTree.parse(report)))
+
+    def _stuck(self, folder: Path) -> bool:
+        """Whether a test takes longer than it may."""
+        events = events_of(folder)
+        started = [event for event in events if "starts" in event]
+        if not started or "ends" in events[-1]:
+            return False
+        now = time.monotonic()
+        raised = [event for event in events[events.index(started[-1]) :] if "raised" in event]
+        if raised and now - raised[0]["at"] > PATIENCE:
+            return True
+        return bool(now - started[-1]["at"] > self.limit + PATIENCE)
+
+    def _read(
+        self,
+        folder: Path,
+        files: list[str],
+        wanted: list[str] | None,
+        late: bool,
+        crashed: bool,
+    ) -> None:
+        """Take what became of each test from the events that the plugin wrote."""
+        names: list[str] = []
+        running, raised = "", ""
+        for event in events_of(folder):
+            names = event.get("collected", names)
+            self.collected.update(names)
+            if "not_collected" in event:
+                self.not_collected[event["not_collected"]] = event["said"]
+            elif "starts" in event:
+                running, raised = event["starts"], ""
+            elif "raised" in event:
+                raised = raised or event["raised"]
+            elif "ends" in event:
+                running = ""
+                if self.said.get(event["ends"], "passed") == "passed":
+                    self.said[event["ends"]] = event["said"]
+        if running and raised:
+            self.said[running] = f"{raised} (on one rank, while another waited)"
+        elif running and crashed:
+            self.said[running] = "the process ended within the test"
+        elif running and not late:
+            self.said[running] = f"not run: longer than {self.limit} s"
+        if not names and not late:
+            lines = (folder / "output").read_text().strip().splitlines() or ["no output"]
+            self.not_collected = dict.fromkeys(files, lines[-1][:200]) | self.not_collected
+        chosen = names if wanted is None else [name for name in wanted if name in names]
+        self.missing = [name for name in chosen if name not in self.said]
 
 
-def collected(listing: str) -> Iterator[str]:
-    """The tests of the tree that ``pytest --co`` prints, as :func:`results` names them."""
-    owner = ""
-    for kind, name in re.findall(r"<(Module|Class|Function) ([^>]+)>", listing):
-        if kind == "Function":
-            yield f"{owner}::{name}"
+def file_of(name: str) -> str:
+    return name.partition("::")[0]
+
+
+def of_file(names: Iterable[str], file: str) -> list[str]:
+    """Those of ``names`` that lie in ``file``, without it."""
+    return [name.partition("::")[2] for name in names if file_of(name) == file]
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "events"
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def over_peer(rows: Rows, run: Run, of: str, until: Deadline) -> None:
+    """Bring ``peer`` of each row up to date: the tests that DeepSpeed passes, and why not the
+    others.
+    """
+    fresh = [file for file, row in rows.items() if row.get("peer", {}).get("of") != of]
+    for file in fresh:
+        rows[file] = {key: rows[file][key] for key in ("kind", "private") if key in rows[file]}
+        rows[file]["peer"] = {"of": of, "passed": [], "not_run": [], "others": {}, "late": []}
+    rest = [f"{file}::{name}" for file, row in rows.items() for name in row["peer"]["not_run"]]
+    for files, wanted in ((fresh, None), (list(dict.fromkeys(map(file_of, rest))), rest)):
+        run.missing = []
+        run.run(files, wanted, until)
+        for file in files:
+            peer = rows[file]["peer"]
+            if file not in {file_of(n) for n in [*run.said, *run.missing, *run.not_collected]}:
+                if wanted is None:
+                    peer["of"] = "nothing"  # time was over before it was collected
+                continue
+            said = {name: run.said[f"{file}::{name}"] for name in of_file(run.said, file)}
+            late = [name for name, word in said.items() if word.startswith("not run")]
+            others = Counter(word for n, word in said.items() if word != "passed" and n not in late)
+            others.update([run.not_collected[file]] if file in run.not_collected else [])
+            peer["passed"] += [name for name, word in said.items() if word == "passed"]
+            peer["others"] = dict(others + Counter(peer["others"]))
+            peer["not_run"] = of_file(run.missing, file)
+            peer["late"] += late
+
+
+def over_facade(rows: Rows, run: Run, of: str, again: str, until: Deadline) -> None:
+    """Bring ``facade`` of each row up to date: which of the tests that DeepSpeed passes fail, and
+    why.
+    """
+    wanted = []
+    for file, row in rows.items():
+        passed = row["peer"]["passed"]
+        old = row.get("facade", {})
+        if old.get("of") != of or again == "all":
+            old = row["facade"] = {"of": of, "passed": [], "failed": {}, "not_run": []}
+        if again == "failed":
+            old["failed"] = {}
+        done = {*old["passed"], *old["failed"]}
+        wanted += [f"{file}::{name}" for name in passed if name not in done]
+    run.run(list(dict.fromkeys(map(file_of, wanted))), wanted, until)
+    for name in wanted:
+        file, _, test = name.partition("::")
+        row = rows[file]["facade"]
+        row["not_run"] = [other for other in row["not_run"] if other != test]
+        word = run.said.get(name) or run.not_collected.get(file)
+        if word is None and run.collected and name not in run.collected:
+            word = "not collected"
+        if word == "passed":
+            row["passed"].append(test)
+        elif word is None or word.startswith("not run"):
+            row["not_run"].append(test)
         else:
-            owner = Path(name).stem if kind == "Module" else name
-
-
-def results(report: ElementTree.ElementTree[Any]) -> Iterator[tuple[str, str]]:
-    for case in report.iter("testcase"):
-        if not case.get("name"):  # of a run that was broken off
-            continue
-        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
-        bad = [item for tag in ("failure", "error") for item in case.findall(tag)]
-        if bad:
-            yield name, reason(bad[0])
-        else:
-            yield name, "passed" if case.find("skipped") is None else "skipped"
-
-
-def reason(item: ElementTree.Element) -> str:
-    """The line of a traceback that says most."""
-    text = f"{item.get('message') or ''}\n{item.text or ''}"
-    lines = [line.strip(" E") for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Failed|Timeout)\b", line)]
-    said = (errors or [line for line in lines if line] or ["failed"])[-1]
-    return re.sub(r" ?\(?/[^\s)]*\)?", "", said)[:200].strip()  # without paths of this machine
+            row["failed"][test] = word
 
 
 def table(rows: dict[str, Any]) -> str:
     """The figures of all files that have been run."""
-    counted: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
-    lines, files = [], Counter(row["kind"] for row in rows["files"].values())
+    peers = sorted({row["peer"]["of"] for row in rows["files"].values()} - {"nothing"})
+    text = HEAD.format(ref=rows["ref"], peers=" and ".join(peers))
+    lines, counted = [], {kind: Counter[str]() for kind in KINDS}
     for file, row in sorted(rows["files"].items()):
-        counts = [name for name, said in row["peer"].items() if said == "passed"]
-        if not row["peer"]:
-            counts = [name for name, said in row["facade"].items() if said != "skipped"]
-        failed = {n: row["facade"].get(n, "not collected") for n in counts}
-        failed = {n: said for n, said in failed.items() if said != "passed"}
-        counted[row["kind"]].update(tests=len(counts), failed=len(failed))
-        for said, times in Counter(failed.values()).most_common():
-            lines.append(f"| {file} | {row['kind']} | {times} of {len(counts)} | {said} |")
-    text = HEAD.format(ref=rows["ref"], all=rows["all"])
-    for kind, count in counted.items():
-        passed = count["tests"] - count["failed"]
-        text += f"| {files[kind]} {kind} | {count['tests']} | {passed} | {count['failed']} |\n"
+        if "facade" not in row or row["peer"]["of"] == "nothing":
+            continue
+        failed, not_run = row["facade"]["failed"], {*row["facade"]["not_run"]}
+        counted[row["kind"]].update(files=1)
+        reasons: Counter[tuple[str, str]] = Counter()
+        for name in row["peer"]["passed"]:
+            said = failed.get(name, "not run yet" if name in not_run else "")
+            kind = row["kind"]
+            if kind == "public" and name.partition("[")[0] in row["private"]:
+                kind = "mixed"
+            counted[kind].update(tests=1, run=name not in not_run, failed=name in failed)
+            counted[kind].update(not_built=name in failed and "NotBuiltError" in said)
+            reasons.update([(kind, said)] if said else [])
+        tests = len(row["peer"]["passed"])
+        lines += [f"| {file} | {k} | {n} of {tests} | {w} |" for (k, w), n in reasons.most_common()]
+    for kind, n in counted.items():
+        passed = n["run"] - n["failed"]
+        share = f" ({passed / n['run']:.0%})" if n["run"] else ""
+        text += (
+            f"| {kind} | {int(n['files'])} of {rows['all'][kind]} | {n['tests']} | {int(n['run'])} "
+        )
+        text += f"| {int(passed)}{share} | {int(n['failed'])} | {int(n['not_built'])} |\n"
     text += "\n## What fails\n\n| file | kind | tests | why |\n| --- | --- | --- | --- |\n"
-    return text + "\n".join(lines) + "\n"
+    text += "\n".join(lines) + "\n"
+    waiting = sorted(rows["to_run"])
+    if waiting:
+        text += "\n## Public files that were not run yet\n\n"
+        text += "".join(f"- {file}\n" for file in waiting)
+    return text
+
+
+def write(rows: dict[str, Any], kinds: dict[str, str]) -> None:
+    public = {file for file, kind in kinds.items() if kind == "public"}
+    rows["to_run"] = sorted(public - {*rows["files"]})
+    RAW.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+    TABLE.write_text(table(rows))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("files", nargs="+", help="below tests/unit, such as runtime/test_pld.py")
+    parser.add_argument("files", nargs="*", help="below tests/unit, such as runtime/test_pld.py")
+    parser.add_argument("--kind", choices=KINDS, help="all files of a kind")
     parser.add_argument("--ref", default="v0.19.8", help="tag of DeepSpeed (default: %(default)s)")
     parser.add_argument("--source", type=Path, help="a checkout of DeepSpeed, instead of fetching")
-    parser.add_argument("--peer", type=Path, help="a folder with an installed DeepSpeed")
+    parser.add_argument("--peer", type=Path, required=True, help="an installed DeepSpeed's folder")
     parser.add_argument("--also", type=Path, help="a folder with packages that the tests import")
-    parser.add_argument("--limit", type=int, default=60, help="seconds of one test")
+    parser.add_argument("--limit", type=int, default=120, help="seconds of one test")
+    parser.add_argument("--batch", type=int, default=4, help="files that one process runs")
+    parser.add_argument("--minutes", type=float, default=1e6, help="end after as many")
+    parser.add_argument("--again", choices=("none", "failed", "all"), default="none")
     given = parser.parse_args()
+    until = Deadline(time.monotonic() + given.minutes * 60)
+    signal.signal(signal.SIGTERM, lambda *_: until.end())
+    signal.signal(signal.SIGINT, lambda *_: until.end())
     with tempfile.TemporaryDirectory() as folder:
         source = given.source
         if source is None:
             source = Path(folder) / "DeepSpeed"
             clone = ["git", "clone", "-q", "--depth", "1", "--branch", given.ref, URL, str(source)]
             subprocess.run(clone, check=True)
-        rows = json.loads(RAW.read_text()) if RAW.is_file() else {"files": {}}
-        rows["ref"] = given.ref
         unit = source / "tests" / "unit"
-        rows["all"] = sum(kind_of(file) == "public" for file in unit.rglob("test_*.py"))
+        kinds = {str(f.relative_to(unit)): kind_of(f) for f in sorted(unit.rglob("test_*.py"))}
+        rows = json.loads(RAW.read_text()) if RAW.is_file() else {"files": {}}
+        rows |= {"ref": given.ref, "all": Counter(kinds.values())}
+        for file, row in rows["files"].items():
+            row |= about(unit, file)
+        installed = next(given.peer.glob("deepspeed-*.dist-info")).name.split("-")[1]
+        installed = installed.removesuffix(".dist")
+        torch, own = f"torch {version('torch')}", f"hf_zero {version('hf_zero')}"
         more = [str(given.also)] if given.also else []
-        for file in given.files:
-            row = rows["files"].setdefault(file, {"peer": {}})
-            row["kind"] = kind_of(source / "tests" / "unit" / file)
-            if given.peer and not row["peer"]:
-                row["peer"] = run(source / "tests", file, given.limit, [str(given.peer)], False)
-            path = [str(ROOT), *more]
-            row["facade"] = run(source / "tests", file, given.limit, path, True)
-            passed = sum(said == "passed" for said in row["facade"].values())
-            print(file, row["kind"], f"{passed} of {len(row['facade'])} pass", flush=True)
-            RAW.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
-            TABLE.write_text(table(rows))
+        chosen = given.files or [file for file, kind in kinds.items() if kind == given.kind]
+        for start in range(0, len(chosen), given.batch):
+            files = chosen[start : start + given.batch]
+            if until.passed:
+                break
+            some = {file: rows["files"].get(file, {}) | about(unit, file) for file in files}
+            peer = Run(source / "tests", [str(given.peer)], False, given.limit)
+            over_peer(some, peer, f"deepspeed {installed}, {torch}", until)
+            facade = Run(source / "tests", [str(ROOT), *more], True, given.limit)
+            over_facade(some, facade, f"{own}, {torch}", given.again, until)
+            rows["files"] |= some
+            for file, row in some.items():
+                tests, ours = row["peer"]["passed"], row["facade"]
+                said = f"{len(ours['failed'])} of {len(tests)} fail, {len(ours['not_run'])} not run"
+                print(f"{file}: {said}", flush=True)
+            write(rows, kinds)
+        write(rows, kinds)
     return 0
 
 

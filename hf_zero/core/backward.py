@@ -17,7 +17,7 @@ from hf_zero.core.hooks import Hooks
 from hf_zero.core.optimizer_step import OptimizerStep, refuse_half_done
 from hf_zero.core.sanity import SanityChecks
 from hf_zero.core.sharded_model import DTYPES, ShardedModel
-from hf_zero.errors import PartitionError, UnusedParameterError
+from hf_zero.errors import PartitionError, UnreducedGradientsError, UnusedParameterError
 from hf_zero.gradients.gradient_intake import MicroBatch
 from hf_zero.gradients.gradient_reducer import GradientReducer, ReductionOptions
 from hf_zero.gradients.losses import Losses
@@ -213,9 +213,9 @@ class Backward:
                 "window, on all ranks"
             )
         if not self._window.syncs:
-            raise PartitionError(
-                "step() inside no_sync() would use gradients that are not reduced; leave "
-                "the no_sync block first"
+            raise UnreducedGradientsError(
+                "It is illegal to call Engine.step() inside no_sync context manager: its gradients "
+                "are not reduced; leave the no_sync block first"
             )
 
     def reduce_for_step(self) -> None:

@@ -72,6 +72,16 @@ def test_numbers_and_plain_local_ranks(planned: list[LaunchPlan]) -> None:
     assert plain[plain.index("--nproc-per-node") + 1] == "2"
 
 
+@pytest.mark.parametrize("number", ["--num_nodes", "--num_gpus"])
+@pytest.mark.parametrize("hosts", ["--include", "--exclude"])
+def test_numbers_and_filters_exclude_each_other(
+    number: str, hosts: str, planned: list[LaunchPlan]
+) -> None:
+    with pytest.raises(ValueError, match="cannot be given with --include or --exclude"):
+        main([number, "1", hosts, "localhost", "train.py"])
+    assert not planned
+
+
 def test_the_default_hostfile_is_taken_where_there_is_one(
     planned: list[LaunchPlan], tmp_path: Path
 ) -> None:

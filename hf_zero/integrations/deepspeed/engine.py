@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.core.gathered import GatheredParameters
 from hf_zero.device import kinds
-from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.errors import ConfigError, PartitionError, UnreducedGradientsError
 from hf_zero.initialize import data_loader
 from hf_zero.integrations.deepspeed.checkpoint_targets import agreed_target, nothing_to_load
 from hf_zero.integrations.deepspeed.disabled_monitor import DisabledMonitor
@@ -92,6 +93,21 @@ class DeepSpeedEngine(ReportingEngine):
             )
         scaled: torch.Tensor = _ScaledLoss.apply(loss, self.loss_scale())
         return scaled
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """The backwards inside belong to one step, and their gradients are reduced at the end of
+        the block (collective); at stages 2 and 3 in every backward, as in :meth:`no_sync`, with an
+        equal result. Raises UnreducedGradientsError inside another such block.
+        """
+        if self.in_no_sync:
+            raise UnreducedGradientsError(
+                "coalesce_grad_reduction() cannot be nested inside another no_sync context; leave "
+                "that block first"
+            )
+        with self.no_sync():
+            yield
+        self.reduce_gradients()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Reduce what backwards have left unreduced (collective); ``bucket_size`` is the unit's."""

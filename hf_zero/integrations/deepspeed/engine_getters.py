@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hf_zero.integrations.deepspeed.placeholders import function
-from hf_zero.integrations.deepspeed.zero_config import DEFAULTS, ZERO
+
+ZERO = "zero_optimization"
 
 GETTERS: dict[str, tuple[str, Any]] = {
     "aio_config": ("aio", {}),
@@ -37,19 +38,13 @@ GETTERS: dict[str, tuple[str, Any]] = {
     "zero_load_from_fp32_weights": (f"{ZERO}.load_from_fp32_weights", True),
     "zero_max_live_parameters": (f"{ZERO}.stage3_max_live_parameters", None),
     "zero_max_reuse_distance": (f"{ZERO}.stage3_max_reuse_distance", 1_000_000_000),
-    "zero_model_persistence_threshold": (
-        f"{ZERO}.stage3_model_persistence_threshold",
-        DEFAULTS["stage3_model_persistence_threshold"],
-    ),
+    "zero_model_persistence_threshold": (f"{ZERO}.stage3_model_persistence_threshold", None),
     "zero_module_granularity_threshold": (f"{ZERO}.stage3_module_granularity_threshold", 0),
     "zero_multi_rank_bucket_allreduce": (f"{ZERO}.use_multi_rank_bucket_allreduce", True),
     "zero_offload_optimizer": (f"{ZERO}.offload_optimizer", None),
     "zero_offload_param": (f"{ZERO}.offload_param", None),
     "zero_overlap_comm": (f"{ZERO}.overlap_comm", True),
-    "zero_param_persistence_threshold": (
-        f"{ZERO}.stage3_param_persistence_threshold",
-        DEFAULTS["stage3_param_persistence_threshold"],
-    ),
+    "zero_param_persistence_threshold": (f"{ZERO}.stage3_param_persistence_threshold", None),
     "zero_prefetch_bucket_size": (f"{ZERO}.stage3_prefetch_bucket_size", 50_000_000),
     "zero_quantized_gradients": (f"{ZERO}.zero_quantized_gradients", False),
     "zero_quantized_nontrainable_weights": (
@@ -94,7 +89,6 @@ CONSTANTS: dict[str, Any] = {
 
 _CURRICULUM = "sort or cut the data in its Dataset"
 NOT_BUILT = {
-    "coalesce_grad_reduction": "set gradient_accumulation_steps: a window is reduced once",
     "curriculum_learning_config": _CURRICULUM,
     "data_efficiency_config": _CURRICULUM,
     "data_sampling_config": _CURRICULUM,

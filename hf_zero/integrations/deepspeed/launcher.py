@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_zero.errors import NotBuiltError
+from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.hosts.front import carry_out
 from hf_zero.hosts.plan import Request, plan
 
@@ -44,6 +44,11 @@ def main(args: Sequence[str] | None = None) -> None:
         raise NotBuiltError(
             f"--launcher {given.launcher} is not built in this version; start the script with srun "
             "or mpirun itself, hf-zero knows their variables"
+        )
+    if max(given.num_nodes, given.num_gpus) >= 0 and (given.include or given.exclude):
+        raise ConfigError(
+            "--num_nodes and --num_gpus cannot be given with --include or --exclude; write the "
+            "hosts and slots there"
         )
     os.environ.setdefault("HF_ZERO_LOG_LEVEL", "error" if given.quiet else given.log_level)
     default = Path(DEFAULT_HOSTFILE)

@@ -1,22 +1,17 @@
-"""The table of DeepSpeed's own tests is that of the figures, and the script reads its reports."""
+"""The table of DeepSpeed's own tests is that of the figures; what a run has left open goes on."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-REPORT = """<testsuites><testsuite>
-<testcase classname="unit.test_a.TestA" name="test[1]"/>
-<testcase classname="unit.test_a.TestA" name="test[2]"><skipped message="no"/></testcase>
-<testcase classname="unit.test_a" name="test_b"><failure message="x">E   ValueError: wrong
-unit/test_a.py:3: in test</failure></testcase>
-</testsuite></testsuites>"""
 
 
 @pytest.fixture(scope="module")
@@ -35,18 +30,85 @@ def test_the_table_is_that_of_the_figures(script: ModuleType) -> None:
     assert script.table(rows) == script.TABLE.read_text()
 
 
-def test_reports_are_read(script: ModuleType) -> None:
-    report = ElementTree.ElementTree(ElementTree.fromstring(REPORT))
-    assert dict(script.results(report)) == {
-        "TestA::test[1]": "passed",
-        "TestA::test[2]": "skipped",
-        "test_a::test_b": "ValueError: wrong",
+def read(script: ModuleType, folder: Path, events: list[dict[str, str]], **how: bool) -> Any:
+    (folder / "events").write_text("".join(json.dumps(event) + "\n" for event in events))
+    run = script.Run(folder, [], True, 60)
+    run._read(folder, ["a.py"], None, **{"late": False, "crashed": False} | how)
+    return run
+
+
+def test_what_the_plugin_writes_is_read(script: ModuleType, tmp_path: Path) -> None:
+    names = ["a.py::test_1", "a.py::test_2", "a.py::test_3", "a.py::test_4"]
+    events: list[Any] = [
+        {"collected": names},
+        {"not_collected": "b.py", "said": "ImportError: no"},
+        {"starts": names[0]},
+        {"ends": names[0], "said": "passed"},
+        {"starts": names[1]},
+        {"raised": "ValueError: wrong"},
+        {"ends": names[1], "said": "ValueError: wrong, in full"},
+        {"ends": names[1], "said": "passed"},
+        {"starts": names[2]},
+    ]
+    run = read(script, tmp_path, events)
+    late = "not run: longer than 60 s"
+    done = {names[0]: "passed", names[1]: "ValueError: wrong, in full"}
+    assert run.said == done | {names[2]: late}
+    assert run.missing == names[3:] and run.not_collected == {"b.py": "ImportError: no"}
+    run = read(script, tmp_path, events, late=True)
+    assert run.said == done and run.missing == names[2:]
+    run = read(script, tmp_path, events, crashed=True)
+    assert run.said[names[2]] == "the process ended within the test"
+    run = read(script, tmp_path, [*events, {"raised": "KeyError: it"}])
+    assert run.said[names[2]] == "KeyError: it (on one rank, while another waited)"
+
+
+class Ran:
+    """A run whose tests have ended as ``said`` says."""
+
+    def __init__(self, said: dict[str, str], missing: list[str] | None = None) -> None:
+        self.outcomes, self.left = said, missing or []
+        self.said: dict[str, str] = {}
+        self.missing: list[str] = []
+        self.not_collected: dict[str, str] = {}
+        self.collected = {*said, *self.left}
+        self.asked: list[str] | None = []
+
+    def run(self, files: list[str], wanted: list[str] | None, until: Any) -> None:
+        if files:
+            self.asked, self.said, self.missing = wanted, self.outcomes, self.left
+
+
+def test_a_run_goes_on_where_another_was_ended(script: ModuleType) -> None:
+    rows: Any = {"a.py": {"kind": "public", "private": []}}
+    script.over_peer(
+        rows, Ran({"a.py::1": "passed", "a.py::2": "skipped: x"}, ["a.py::3"]), "v1", 0
+    )
+    first = Ran({"a.py::1": "ValueError: wrong"})
+    script.over_facade(rows, first, "ours", "none", 0)
+    assert first.asked == ["a.py::1"] and rows["a.py"]["facade"]["failed"] == {
+        "1": "ValueError: wrong"
     }
-
-
-def test_the_tests_that_were_not_run_are_known(script: ModuleType) -> None:
-    tree = "<Module test_a.py>\n  <Function test_b>\n  <Class TestA>\n    <Function test[1]>\n"
-    assert list(script.collected(tree)) == ["test_a::test_b", "TestA::test[1]"]
+    peer = Ran({"a.py::3": "passed"})
+    script.over_peer(rows, peer, "v1", 0)
+    assert peer.asked == ["a.py::3"] and rows["a.py"]["peer"]["passed"] == ["1", "3"]
+    assert rows["a.py"]["peer"]["others"] == {"skipped: x": 1}
+    second = Ran({"a.py::3": "not run: longer than 60 s"})
+    script.over_facade(rows, second, "ours", "none", 0)
+    assert second.asked == ["a.py::3"] and rows["a.py"]["facade"]["not_run"] == ["3"]
+    third = Ran({"a.py::1": "passed", "a.py::3": "passed"})
+    script.over_facade(rows, third, "ours", "failed", 0)
+    assert third.asked == ["a.py::1", "a.py::3"]
+    assert rows["a.py"]["facade"] == {
+        "of": "ours", "passed": ["1", "3"], "failed": {}, "not_run": []
+    }  # fmt: skip
+    done = Ran({})
+    script.over_facade(rows, done, "ours", "none", 0)
+    assert done.asked == []
+    text = script.table(
+        {"ref": "v", "all": {"public": 2, "mixed": 0, "internals": 0}, "to_run": [], "files": rows}
+    )
+    assert "| public | 1 of 2 | 2 | 2 | 2 (100%) | 0 | 0 |" in text
 
 
 @pytest.mark.parametrize(
@@ -55,6 +117,8 @@ def test_the_tests_that_were_not_run_are_known(script: ModuleType) -> None:
         ("import deepspeed\nfrom deepspeed.comm import all_reduce", "public"),
         ("from deepspeed.runtime.zero.stage3 import isclose, no_such", "internals"),
         ("from deepspeed.utils import logger\nfrom deepspeed.io import Writer", "mixed"),
+        ("import deepspeed\ndeepspeed.comm.all_reduce, deepspeed.runtime.config.Odd", "mixed"),
+        ("from deepspeed.runtime.zero import stage3 as three\nthree.Part, three.x", "mixed"),
     ],
 )
 def test_files_are_told_apart_by_what_they_import(
@@ -63,3 +127,16 @@ def test_files_are_told_apart_by_what_they_import(
     file = tmp_path / "test_it.py"
     file.write_text(source)
     assert script.kind_of(file) == kind
+
+
+def test_tests_of_private_attributes_are_known(script: ModuleType) -> None:
+    source = """
+def make(engine): return engine._hidden
+class TestIt:
+    def test_own(self, engine): self._own(engine.public, engine.__dict__)
+    def test_deep(self, engine): make(engine)
+    def test_named(self, engine): getattr(engine, "_hidden")
+def test_plain(engine): engine.step()
+"""
+    found = script.private_tests(ast.parse(source))
+    assert found == {"TestIt::test_deep", "TestIt::test_named"}

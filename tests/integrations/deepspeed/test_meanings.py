@@ -4,8 +4,8 @@ ranks that name different places, objects beside a configuration, files of whole
 
 from __future__ import annotations
 
+import contextlib
 import json
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 import hf_zero
-from hf_zero.errors import CheckpointError, ConfigError, NotBuiltError, TargetMismatchError
+from hf_zero.errors import (
+    CheckpointError,
+    ConfigError,
+    NotBuiltError,
+    TargetMismatchError,
+    UnreducedGradientsError,
+)
 from hf_zero.integrations.deepspeed import fp32_files
-from tests.helpers.engines import config_of
+from tests.helpers.engines import config_of, full_weights
 from tests.helpers.stacks import on_ranks, squared, stack
 from tests.helpers.training import At, adamw
 
@@ -217,34 +223,24 @@ def test_files_of_deepspeeds_own_checkpoints_are_found(tmp_path: Path) -> None:
     assert Path(helpers.get_model_state_file(tmp_path, 2)).name == "mp_rank_00_model_states.pt"
 
 
-# -- parameters ------------------------------------------------------------------------------------
-
-
-def test_small_parameters_are_read_between_steps_without_a_key(monkeypatch: Any) -> None:
-    monkeypatch.setattr("hf_zero.parameters.wrap.PERSISTENCE", 100_000)  # as outside of tests
-
-    class Large(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(0.5))
-            self.head = nn.Linear(400, 300)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(x).square().mean() * self.scale.exp()
-
-    def run(rank: int, model: Any) -> float:
-        engine = start(model, 3)
-        assert engine.zero_param_persistence_threshold() == 100_000
-        assert engine.zero_model_persistence_threshold() == sys.maxsize
-        engine.backward(engine(torch.full((2, 400), 0.1 * (rank + 1))))
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_backwards_of_one_step_are_reduced_together(stage: int) -> None:
+    def run(rank: int, model: Any, block: bool) -> dict[str, torch.Tensor]:
+        engine = start(model, stage)
+        with engine.coalesce_grad_reduction() if block else contextlib.nullcontext():
+            for micro in range(3):
+                engine.set_gradient_accumulation_boundary(micro == 2)
+                engine.backward(squared(engine, At(0, micro, rank)))
+            if block:
+                with pytest.raises(AssertionError, match=r"step\(\) inside no_sync"):
+                    engine.step()
+                with pytest.raises(UnreducedGradientsError, match="nested inside another no_sync"):
+                    engine.coalesce_grad_reduction().__enter__()
         engine.step()
-        held = [model.scale, model.head.bias, model.head.weight]
-        there = deepspeed.zero.ZeroParamStatus
-        assert [p.ds_status for p in held] == [there.AVAILABLE] * 2 + [there.NOT_AVAILABLE]
-        value: float = model.scale.item()
-        assert value == deepspeed.utils.safe_get_full_fp32_param(model.scale).item()
+        weights = full_weights(engine)
         engine.destroy()
-        return value
+        return weights
 
-    first, second = on_ranks(RANKS, run, build=Large)
-    assert first == second != 0.5
+    want, have = (on_ranks(RANKS, run, block)[0] for block in (False, True))
+    for name, value in want.items():
+        torch.testing.assert_close(have[name], value, rtol=2e-5, atol=1e-6)

@@ -469,3 +469,37 @@ def test_logging_by_level(
             each.setLevel(before)
     log.print_json_dist({"a": 1}, ranks=[0], path=tmp_path / "out.json")
     assert json.loads((tmp_path / "out.json").read_text()) == {"a": 1, "rank": 0}
+
+
+# -- configurations of scripts ---------------------------------------------------------------------
+
+
+def test_former_keys_of_a_script_s_configuration(heard: list[str]) -> None:
+    pydantic = pytest.importorskip("pydantic")
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
+    class Part(DeepSpeedConfigModel):
+        names: list[str] = []
+
+    class Mine(DeepSpeedConfigModel):
+        count: int = pydantic.Field(3, alias="number")
+        part: Part = Part()
+        name: str | None = pydantic.Field(
+            None,
+            json_schema_extra={
+                "deprecated": True,
+                "new_param": "part.names",
+                "new_param_fn": lambda name: [name],
+            },
+        )
+
+    assert Mine(name="a").part.names == ["a"]
+    assert any("the key name is deprecated; write part.names" in line for line in heard)
+    assert Mine(number=5).count == Mine(count=5).count == 5 and Mine(count="auto").count == 3
+    for bad in ({"counts": 1}, {"count": "many"}, {"part": {"names": 1}}):
+        with pytest.raises(pydantic.ValidationError):
+            Mine(**bad)
+    with pytest.raises(pydantic.ValidationError):
+        Mine(strict=True, count="auto")
+    with pytest.raises(AssertionError, match=r"name and part\.names.*remove name"):
+        Mine(name="a", part={"names": ["b"]})

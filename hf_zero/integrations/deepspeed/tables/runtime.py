@@ -120,7 +120,7 @@ RUNTIME = (
     module(
         "deepspeed.runtime.config_utils",
         "Parts of configurations.",
-        left_out("use pydantic.BaseModel itself", "DeepSpeedConfigModel"),
+        names(f"{HERE}.config_model", "DeepSpeedConfigModel"),
         left_out(
             BY_CONFIG,
             "get_config_default pp_int ScientificNotationEncoder DeepSpeedConfigObject "
