@@ -87,7 +87,11 @@ RUNS = tuple(
 
 def config_of(run: Run, folder: Path) -> dict[str, Any]:
     """The run in DeepSpeed's dialect; ``folder`` is for files of offload."""
-    zero: dict[str, Any] = {"stage": run.stage, "stage3_module_granularity_threshold": 0}
+    zero: dict[str, Any] = {
+        "stage": run.stage,
+        "stage3_module_granularity_threshold": 0,
+        "stage3_param_persistence_threshold": 0,
+    }
     device = "nvme" if run.offload == "nvme" else "cpu"
     files = {"nvme_path": str(folder)} if device == "nvme" else {}
     if run.offload != "none":

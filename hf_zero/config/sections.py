@@ -47,7 +47,7 @@ class ZeroSection:
         SIZE,
         None,
         "parameters of at most so many elements stay whole between steps at stage 3, and the "
-        "optimizer's state of them on the device; 0 or null: none",
+        "optimizer's state of them on the device; 0: none; null: 100000, DeepSpeed's default",
         name="stage3_param_persistence_threshold",
         unit="elements",
     )

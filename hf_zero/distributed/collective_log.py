@@ -38,9 +38,9 @@ class PendingCollective(NamedTuple):
 
 
 class CollectiveLog:
-    """One communicator.
+    """What this rank has issued on one communicator, by sequence number.
 
-    ``break_off`` makes what waits in it raise; ``native``: the backend tells of peers that die.
+    ``abort`` makes what waits in it raise; ``native``: the backend reports peers that die.
     """
 
     def __init__(

@@ -11,7 +11,8 @@ differs does not meet, both ranks wait, and the watchdog proves why. gloo's own 
 agreed on by such messages first (:func:`tagged_barrier`), but for two kinds. Sums of a few numbers
 all have one size, and a code that shows whether they are the same. The reductions of gradients have
 a fixed order; where a pass broke on some ranks, they compare numbers before the next one
-(recovery.py); at stage 0 a mark in each step tells how many there were.
+(recovery.py); at stage 0 :meth:`MeshDim.verify_same_collective` compares how many there were in
+each step.
 """
 
 from __future__ import annotations
@@ -280,7 +281,7 @@ class MeshDim:
         """Sum ``values`` over an axis of more than one rank, and on gloo compare ``what`` with the
         other ranks.
 
-        It costs no wait, unless the caller waits for the sum: a difference raises at the next mark.
+        It costs no wait, unless the caller waits for the sum: a difference raises at the next call.
         """
         pending = self.gathers.issue(what)
         self._stats.record("all_reduce", "used parameters", values.nbytes)

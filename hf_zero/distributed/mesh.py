@@ -167,8 +167,8 @@ class Mesh:
                 axis.close()
 
     def record_last_error(self, error: BaseException | None) -> None:
-        """What the other ranks hear if this rank ends now: the exception that its last forward
-        has raised; None once one has gone well.
+        """Set what is published if this rank ends now: the exception that its last forward has
+        raised; None once one has gone well.
         """
         if self.watchdog.rank_status is not None:
             self.watchdog.rank_status.last_error = "" if error is None else first_line(error)

@@ -31,7 +31,7 @@ def check_mpu(mpu: Any, world_size: int) -> None:
     """Raise unless ``mpu`` says that all ``world_size`` ranks hold the same model and read
     different data.
 
-    Sizes it does not tell count as 1, as in the scripts' own code. Raises NotBuiltError for a split
+    Sizes it does not have count as 1, as in the scripts' own code. Raises NotBuiltError for a split
     model or sample, and ConfigError where its data-parallel ranks are not all ranks.
     """
     for kind, names in _SPLITS.items():

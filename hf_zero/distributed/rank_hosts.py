@@ -18,7 +18,7 @@ _hosts: list[str] = []
 
 
 def learn(store: Any, rank: int, world: int) -> None:
-    """Collective over the store, once per process: every rank tells its host and learns all.
+    """Collective over the store, once per process: every rank publishes its host and reads all.
 
     Rank 0 collects, so that n ranks read n keys.
     """

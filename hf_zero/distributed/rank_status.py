@@ -1,21 +1,5 @@
-"""What ranks tell each other through the store while they wait, and when they end; and what that
-proves.
-
-[Note: proofs]
-A rank that has waited for a second posts for what, with the numbers of collectives that it has
-issued on each lane. Posts are never taken back, and need not be: each conclusion holds for an old
-post, too.
-
-- Two ranks whose collectives of one number on one lane differ have parted.
-- A rank that has ended, or closed the lane, before it issued a collective will never issue it.
-- On a device the host does not wait for collectives: a thread follows them, and such a rank
-  "follows" where it would wait. Its host may go on, so it is never stuck; the first two proofs hold
-  all the same.
-- A rank is stuck if its collective needs one that is stuck, or is this rank, and has not issued it:
-  had its wait ended since its post, that other rank would have issued it. If what this rank waits
-  for needs a stuck rank that has not issued it, the wait never ends.
-
-All else (a rank that computes, compiles, saves, sleeps) is silence, which proves nothing.
+"""What a rank publishes in the store while it waits and when it ends, and what it reads there of
+the others; what follows from it is in hang_diagnosis.py.
 """
 
 from __future__ import annotations
@@ -27,36 +11,29 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
+from hf_zero.distributed.hang_diagnosis import (
+    OVER,
+    HangDiagnosis,
+    StatusPost,
+    diagnose_hang,
+    end_of,
+    sequence_number,
+)
 from hf_zero.errors import RankMismatchError
 
-StatusPost = dict[str, Any]
-
-
-class HangDiagnosis(NamedTuple):
-    """Why a wait cannot end; ``cause`` is what the other ranks hear."""
-
-    text: str
-    cause: str
-
-
-PATIENCE_SECONDS = 5.0  # for the word of a rank whose connection was lost
-# that a rank which fails waits for the others to hear of it, and they for it to end first
+PATIENCE_SECONDS = 5.0  # for the post of a rank whose connection was lost
+# that a rank which fails waits until the others have read of it, and they for it to end first
 WAIT_FOR_PEERS_SECONDS = 4.0
 POLL_SECONDS = 0.05
-REMEDY = (
-    "Every rank must run the same forwards, backwards, steps, evaluations and "
-    "saves in the same order"
-)
-OVER = ("failed", "broken")  # states of a rank that ends all others that wait
 
 
 class RankStatus:
     """One rank's entry in ``store``, and its view of the entries of the others.
 
-    ``keeper``: the rank that hosts the store.
+    ``store_host``: the rank that hosts the store; None: the launcher does.
     """
 
     def __init__(self, store: Any, rank: int, world: int, store_host: int | None = None):
@@ -77,11 +54,11 @@ class RankStatus:
         self._set(f"who/{rank}", _identity(os.getpid()))
 
     def register(self, log: CollectiveLog) -> CollectiveLog:
-        """Register a lane under its name."""
+        """Register the log of a communicator under its name."""
         self.logs[log.name] = log
         return log
 
-    # ---- telling ----
+    # ---- publishing ----
 
     def publish(self, state: str, why: str = "", pending: PendingCollective | None = None) -> None:
         """Post where this rank is. A rank that is over stays so."""
@@ -103,7 +80,7 @@ class RankStatus:
             name: [log.sequence_number, list(log.recent), log.closed]
             for name, log in list(self.logs.items())
         }
-        post: StatusPost = {"state": self._state, "why": why, "lanes": logs}
+        post: StatusPost = {"state": self._state, "why": why, "logs": logs}
         if pending is not None and pending.log is not None:
             post["wait"] = [pending.log.name, pending.number, pending.what, list(pending.needs)]
         return post
@@ -125,8 +102,8 @@ class RankStatus:
             return None if self._gone else dict(self._posts)
 
     def learn_identity(self, rank: int) -> bool:
-        """Learn on which host and in which process ``rank`` runs; False where it has not said
-        so.
+        """Learn on which host and in which process ``rank`` runs; False where it has not published
+        that.
         """
         try:
             if (
@@ -165,7 +142,7 @@ class RankStatus:
         )
         posts = self._read()
         if posts is None:
-            # A backend tells of a peer that is gone by itself, and what is on the wire may still
+            # A backend reports a peer that is gone by itself, and what is on the wire may still
             # come.
             return (
                 HangDiagnosis(self._without_store(), self._without_store())
@@ -176,22 +153,20 @@ class RankStatus:
             if posts.get(rank, {}).get("state", "here") not in (*OVER, "ended"):
                 posts[rank] = {
                     "state": "dead",
-                    "lanes": posts.get(rank, {}).get("lanes", {}),
+                    "logs": posts.get(rank, {}).get("logs", {}),
                     "why": "",
                 }
         return diagnose_hang(self.rank, self.post(pending), posts, stuck_in)
 
     def missing_ranks(self, pending: PendingCollective) -> list[int]:
-        """The ranks that ``wait`` needs and that had not issued it when they last said where
-        they are.
-        """
+        """The ranks that ``pending`` needs and that had not issued it at their last post."""
         posts = self._posts
         return [
             rank
             for rank in pending.needs
             if rank in posts
             and pending.log
-            and _sequence_number(posts[rank], pending.log.name) <= pending.number
+            and sequence_number(posts[rank], pending.log.name) <= pending.number
         ]
 
     def _without_store(self) -> str:
@@ -213,7 +188,7 @@ class RankStatus:
             return self._without_store()
         post = posts.get(rank, {"state": "here"})
         return (
-            _end_of({rank: post}, [rank] if dead else [])
+            end_of({rank: post}, [rank] if dead else [])
             if dead or post["state"] in ("failed", "ended")
             else None
         )
@@ -227,7 +202,7 @@ class RankStatus:
         while True:
             dead = [rank for rank in range(self.world) if rank != self.rank and self._dead(rank)]
             posts = self._read()
-            text = _end_of(self._posts if posts is None else posts, [] if posts is None else dead)
+            text = end_of(self._posts if posts is None else posts, [] if posts is None else dead)
             if text is not None:
                 return text
             if posts is None:
@@ -241,7 +216,7 @@ class RankStatus:
     def publish_exit(self) -> str | None:
         """The interpreter ends.
 
-        Returns what there is to tell about an end that others have caused.
+        Returns the cause of an end that other ranks have caused; else None.
         """
         if os.getpid() != self._process:
             return None  # a child that inherited this
@@ -265,7 +240,7 @@ class RankStatus:
             self.publish("broken", told)
         elif error is not None:
             self.publish("failed", first_line(error))
-            # The launcher ends the others because of this rank's end: let them hear of it before.
+            # The launcher ends the others because of this rank's end: they are to read it before.
             self._wait_for_peers(
                 lambda posts: all(
                     posts.get(rank, {}).get("state") in (*OVER, "ended") or self._dead(rank)
@@ -316,128 +291,3 @@ def _identity(process: int) -> str:
     except OSError:
         return f"{host} {process} gone"
     return f"{host} {process} {'gone' if fields[0] in 'ZX' else fields[19]}"
-
-
-def _end_of(posts: Mapping[int, StatusPost], dead: list[int]) -> str | None:
-    """The worst that has happened to another rank."""
-    silent = [
-        rank for rank in dead if posts.get(rank, {}).get("state", "here") not in (*OVER, "ended")
-    ]
-    if silent:
-        names = ", ".join(map(str, silent))
-        return (
-            f"rank{'s' * (len(silent) > 1)} {names} died without a word (killed, out of memory, "
-            "or crashed in native code)"
-        )
-    for state in (*OVER, "ended"):
-        for rank, post in posts.items():
-            if post["state"] == state == "failed":
-                return f"rank {rank} has failed: {post['why']}"
-            if post["state"] == state == "broken":
-                return (
-                    str(post["why"])
-                    if post["why"].startswith("rank ")
-                    else f"rank {rank} gave up: {post['why']}"
-                )
-            if post["state"] == state:
-                return (
-                    f"rank {rank} has ended ({post['why']}). {REMEDY}, and the same number of them"
-                )
-    return None
-
-
-def _issued_as(post: StatusPost, log: str, number: int) -> str | None:
-    """What the rank of ``post`` has issued as ``number`` on ``lane``; None where that is not
-    known.
-    """
-    sequence_number, recent, _ = post["lanes"].get(log, (0, [], ""))
-    at = number - (sequence_number - len(recent))
-    return recent[at] if 0 <= at < len(recent) else None
-
-
-def _sequence_number(post: StatusPost, log: str) -> int:
-    return int(post["lanes"].get(log, (0, [], ""))[0])
-
-
-def diagnose_hang(
-    rank: int,
-    own: StatusPost,
-    posts: Mapping[int, StatusPost],
-    stuck_in: Sequence[str] = ("waits",),
-) -> HangDiagnosis | None:
-    """See the note: what ``posts`` prove about the wait in ``own``, the post of ``rank``.
-
-    ``stuck_in`` are the states in which a host is taken to issue nothing before its wait is over.
-    """
-    over = {each: post for each, post in posts.items() if post["state"] in OVER}
-    log, number, what, needs = own.get("wait", ("", 0, "the others", ()))
-    if over:
-        cause = _end_of(over, []) or ""
-        return HangDiagnosis(
-            f"rank {rank} waits for {what}{f' (number {number} of {log})' if log else ''}, and "
-            f"will do so for ever: {cause}",
-            cause,
-        )
-    if not log:
-        return None
-    said = _issued_as(own, log, number)
-    for each, post in posts.items():
-        other = _issued_as(post, log, number)
-        if said is not None and other is not None and other != said:
-            return _same(
-                f"rank {rank} is at {said}, rank {each} at {other} (both number {number} "
-                f"of {log}). {REMEDY}"
-            )
-    for each in needs:
-        if each == rank or each not in posts or _sequence_number(posts[each], log) > number:
-            continue
-        post = posts[each]
-        # Where this rank has closed the lane too, what was left in shards is gathered: all that
-        # destroyed the engine will come.
-        closed = "" if own["lanes"][log][2] else post["lanes"].get(log, (0, [], ""))[2]
-        if post["state"] == "dead":
-            cause = _end_of({each: post}, [each]) or ""
-            return HangDiagnosis(
-                f"rank {rank} waits for {what} (number {number} of {log}), and will do "
-                f"so for ever: {cause}",
-                cause,
-            )
-        if post["state"] == "ended" or closed:
-            how = closed or f"ended ({post['why']})"
-            return _same(
-                f"rank {rank} waits for {what} (number {number} of {log}), which rank {each} will "
-                f"never join: it has {how}. {REMEDY}, and the "
-                "same number of them"
-            )
-    stuck = {rank: own}
-    while True:
-        more = {
-            each: post
-            for each, post in posts.items()
-            if each not in stuck and post["state"] in stuck_in and _lacks(post, stuck, each)
-        }
-        if not more:
-            break
-        stuck.update(more)
-    for each in needs:
-        if each != rank and each in stuck and _sequence_number(stuck[each], log) <= number:
-            there, at, instead, _ = stuck[each]["wait"]
-            return _same(
-                f"rank {rank} waits for {what} (number {number} of {log}), which rank {each} has "
-                f"not issued: it waits for {instead} "
-                f"(number {at} of {there}). {REMEDY}"
-            )
-    return None
-
-
-def _same(text: str) -> HangDiagnosis:
-    return HangDiagnosis(text, text)
-
-
-def _lacks(post: StatusPost, stuck: Mapping[int, StatusPost], rank: int) -> bool:
-    """Whether what ``rank`` waits for needs a rank of ``stuck`` that has not issued it."""
-    log, number, _, needs = post["wait"]
-    return any(
-        each in stuck and each != rank and _sequence_number(stuck[each], log) <= number
-        for each in needs
-    )

@@ -90,11 +90,11 @@ def _answer(store: Any, calls: queue.SimpleQueue[_Call | None]) -> None:
 
 
 class StoreMessages:
-    """``store`` as one rank sees it. Each rank's word on a topic replaces its last one, so that
-    nothing piles up.
+    """Messages of one rank through ``store``. Each message on a topic replaces the last one of its
+    rank, so that nothing piles up.
 
-    gone: why nothing more will come from a rank, or None; asked only while its word is missing.
-    timeout: seconds after which a word that is missing is an error.
+    gone: why nothing more will come from a rank, or None; asked only while a message is missing.
+    timeout: seconds after which a missing message is an error.
     """
 
     def __init__(self, store: Any, rank: int, timeout: float, gone: Callable[[int], str | None]):
@@ -103,12 +103,12 @@ class StoreMessages:
         # starts the thread that asks: none can be started once the interpreter ends
         self._store.add("opened", 1)
 
-    def send(self, topic: str, number: int, word: str) -> None:
-        """Leave ``word`` as this rank's ``number``-th on ``topic``.
+    def send(self, topic: str, number: int, message: str) -> None:
+        """Leave ``message`` as this rank's ``number``-th on ``topic``.
 
         Raises RuntimeError where the store is gone.
         """
-        self._store.set(f"{topic}/{self._rank}", f"{number}|{word}")
+        self._store.set(f"{topic}/{self._rank}", f"{number}|{message}")
 
     def ask(self, topic: str, number: int) -> None:
         """Let all ranks see that one waits for the first ``number`` of what ``topic`` counts.
@@ -125,20 +125,20 @@ class StoreMessages:
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
     def receive(self, topic: str, number: int, rank: int) -> str:
-        """The ``number``-th word of ``rank``.
+        """The ``number``-th message of ``rank`` on ``topic``.
 
         Raises RankMismatchError if it will not come, RuntimeError where the store is gone.
         """
         key, pause, limit = f"{topic}/{rank}", FIRST_PAUSE, time.monotonic() + self._timeout
         gone: str | None = None
         while True:
-            found, _, word = (
+            found, _, message = (
                 self._store.get(key).decode().partition("|")
                 if self._store.check([key])
                 else ("-1", "", "")
             )
             if int(found) == number:
-                return word
+                return message
             if gone is not None:  # known before the last look
                 raise RankMismatchError(
                     f"rank {rank} did not say what came of it: {gone}; its own output says more"

@@ -24,18 +24,14 @@ from typing import Any
 
 from hf_zero.distributed import rank_hosts
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
-from hf_zero.distributed.rank_status import (
-    PATIENCE_SECONDS,
-    POLL_SECONDS,
-    HangDiagnosis,
-    RankStatus,
-)
+from hf_zero.distributed.hang_diagnosis import HangDiagnosis
+from hf_zero.distributed.rank_status import PATIENCE_SECONDS, POLL_SECONDS, RankStatus
 from hf_zero.errors import RankMismatchError
 from hf_zero.logs import logger
 
 WARN_SECONDS = 60.0
 LOOK_SECONDS = 1.0  # a wait of this length is looked at, and again after as long
-FOLLOWED = 64  # collectives of a lane that are followed at once: the oldest ones and the newest
+FOLLOWED = 64  # collectives of a communicator that are followed at once: the oldest and the newest
 RANKS_A_LOOK = 32  # more ranks look less often: they share one store
 GRACE_SECONDS = 5.0
 JOIN_SECONDS = 5.0
@@ -55,7 +51,7 @@ class Watchdog:
         self._enabled = enabled
         self._warn_after = warn_after
         self.rank_status = rank_status
-        self.verdict = ""  # what ends this rank: sticky, because a lane has been broken off for it
+        self.verdict = ""  # what ends this rank, for good: communicators are aborted for it
         self._current: tuple[PendingCollective, float] | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -94,8 +90,8 @@ class Watchdog:
             self._thread.start()
 
     def follow(self, pending: PendingCollective, is_over: Callable[[], bool]) -> None:
-        """Watch a collective for which only a stream waits until ``is_over``. Those of a lane are
-        over in their order.
+        """Watch a collective for which only a stream waits until ``is_over``. Those of a
+        communicator are over in their order.
 
         ``is_over`` is asked on other threads, and should keep no tensor alive.
         """
@@ -106,7 +102,7 @@ class Watchdog:
             followed = self._followed.setdefault(pending.log, deque())
             while followed and followed[0][1]():
                 followed.popleft()
-            # the oldest ones tell where a lane stands, the newest when all are over
+            # the oldest show where a communicator stands, the newest when all are over
             if len(followed) == FOLLOWED:
                 followed.pop()
             followed.append(((pending, time.monotonic()), is_over))
@@ -155,8 +151,8 @@ class Watchdog:
         return RankMismatchError(text)
 
     def report_mismatch(self, pending: PendingCollective) -> RankMismatchError:
-        """What to raise where ranks have met in different collectives: all of them know, and
-        tell each other what theirs is.
+        """What to raise where different collectives of ranks have met: each rank notices, and
+        publishes its own.
         """
         rank_status = self.rank_status
         if rank_status is not None and not self.verdict:
@@ -176,8 +172,8 @@ class Watchdog:
             self.rank_status.publish("broken", cause)
         logger.error(verdict)  # whatever becomes of the exception: some launchers never print it
         if self.rank_status is not None:
-            # All lanes, not only the one waited on: a group in which something is still under way
-            # joins its thread when it is freed.
+            # All communicators, not only the one waited on: a group in which something is still
+            # under way joins its thread when it is freed.
             for log in list(self.rank_status.logs.values()):
                 if not log.closed:
                     self._abort(log)
@@ -187,9 +183,9 @@ class Watchdog:
         try:
             log.abort()
         except Exception:
-            # the other lanes must raise all the same, and this thread goes on for engines made
-            # later
-            logger.exception("could not break off %s", log.name)
+            # the other communicators must raise all the same, and this thread goes on for engines
+            # made later
+            logger.exception("could not abort %s", log.name)
 
     def end(self, verdict: str) -> None:
         """End this rank, and all that it waits for, for a reason that another thread or rank has

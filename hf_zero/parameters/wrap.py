@@ -21,8 +21,9 @@ MIN_UNIT = 1 << 16  # elements: below this a gather costs more in latency than i
 # otherwise
 GRANULARITY = MIN_UNIT
 # elements: parameters of at most so many stay whole between steps where parameters are sharded,
-# unless the configuration says otherwise
-PERSISTENCE = 0
+# unless the configuration says otherwise. DeepSpeed's default, which its scripts rely on when they
+# read a scale or a bias between steps
+PERSISTENCE = 100_000
 PACKED_UNITS = 4  # 1 MiB in fp32: what DDP sends first, so that a backward begins to send early
 
 

@@ -88,7 +88,11 @@ def contender(kind: str, case: str) -> Step:
 
         config = {
             "train_micro_batch_size_per_gpu": ROWS,
-            "zero_optimization": {"stage": int(kind[-1])},
+            # sharded as FSDP shards them, small parameters too
+            "zero_optimization": {
+                "stage": int(kind[-1]),
+                "stage3_param_persistence_threshold": 0,
+            },
         }
         engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
 

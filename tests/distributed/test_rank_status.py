@@ -15,7 +15,8 @@ import torch.distributed as dist
 from hf_zero.distributed import rank_status as module
 from hf_zero.distributed import watchdog as watching
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
-from hf_zero.distributed.rank_status import RankStatus, StatusPost, diagnose_hang
+from hf_zero.distributed.hang_diagnosis import StatusPost, diagnose_hang
+from hf_zero.distributed.rank_status import RankStatus
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import RankMismatchError
 
@@ -29,11 +30,11 @@ def post(
     closed: str = "",
     **sequence_number: list[str],
 ) -> StatusPost:
-    """A post whose lanes have issued the collectives ``issued``; ``wait`` is (lane, number,
+    """A post whose logs have the collectives ``issued``; ``wait`` is (log, number,
     needs).
     """
     logs = {log: [len(names), names, closed] for log, names in sequence_number.items()}
-    made: StatusPost = {"state": state, "why": why, "lanes": logs}
+    made: StatusPost = {"state": state, "why": why, "logs": logs}
     if pending is not None:
         log, number, *needs = pending
         made["wait"] = [
@@ -150,7 +151,7 @@ def test_the_first_cause_is_what_is_passed_on() -> None:
 
 
 class Rank:
-    """A rank on this thread: lanes that wait on an event in place of a backend."""
+    """A rank on this thread: logs that wait on an event in place of a backend."""
 
     def __init__(self, store: Any, rank: int, timeout: float = 60.0):
         self.rank_status = RankStatus(store, rank, 2)

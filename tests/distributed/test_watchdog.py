@@ -229,7 +229,7 @@ def test_followed_collectives_that_differ_end_both_ranks(
             watchdog.check()
 
 
-def test_followed_works_of_one_lane_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_followed_works_of_one_communicator_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     watches, logs = two_ranks(monkeypatch)
     works = [Work() for _ in range(1000)]
     for work in works:
@@ -246,7 +246,7 @@ def test_followed_works_of_one_lane_are_bounded(monkeypatch: pytest.MonkeyPatch)
     assert len(kept) == 1
 
 
-def test_a_lane_that_cannot_be_broken_off_keeps_no_other_from_it(
+def test_a_communicator_that_cannot_be_aborted_keeps_no_other_from_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     here, broken = RankStatus(dist.HashStore(), 0, 2), []
@@ -259,6 +259,6 @@ def test_a_lane_that_cannot_be_broken_off_keeps_no_other_from_it(
     watchdog = Watchdog(rank_status=here)
     watchdog.end("rank 1 has failed")
     watchdog.close()
-    assert broken == ["second"] and "could not break off first" in caplog.text
+    assert broken == ["second"] and "could not abort first" in caplog.text
     with pytest.raises(RankMismatchError, match="rank 1 has failed"):
         watchdog.check()

@@ -23,6 +23,7 @@ import yaml
 from hf_zero.hosts.reaching import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
+SITE = str(Path(__file__).parent / "site")
 HOST = "127.0.0.1"
 LAUNCHERS = (
     "ACCELERATE_",
@@ -149,7 +150,7 @@ def accelerate_command(
 
 def environment() -> dict[str, str]:
     """This process's environment without what a launcher or our conftest has set in it, for
-    ranks of one thread that reach no hub.
+    ranks of one thread that reach no hub and shard small parameters, too.
     """
     # with it every kernel of a script would run in the interpreter
     left = RANK_VARIABLES | {"TRITON_INTERPRET"}
@@ -158,7 +159,7 @@ def environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(LAUNCHERS) and name not in left
     }
-    path = os.pathsep.join([str(ROOT), *filter(None, [kept.get("PYTHONPATH")])])
+    path = os.pathsep.join([SITE, str(ROOT), *filter(None, [kept.get("PYTHONPATH")])])
     return {
         **kept,
         "PYTHONPATH": path,

@@ -34,6 +34,7 @@ SPARSE = {
     "length": POSITIONS,
 }
 
+SHARDED = {"stage3_prefetch_bucket_size": 40_000, "stage3_param_persistence_threshold": 0}
 Case = tuple[int, dict[str, Any], dict[str, Any]]  # stage, keys of zero_optimization, other keys
 
 
@@ -183,7 +184,7 @@ def train(family: str, case: Case, rank: int, folder: str) -> list[float]:
         "gradient_clipping": 1.0,
         "zero_optimization": {
             "stage": stage,
-            **({"stage3_prefetch_bucket_size": 40_000} if stage == 3 else {}),
+            **(SHARDED if stage == 3 else {}),
             **zero,
         },
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},

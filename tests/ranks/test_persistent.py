@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.core.update import Updater
 from hf_zero.errors import PartitionError, ReleasedParameterError
+from hf_zero.integrations.deepspeed.zero_config import DEFAULTS
+from hf_zero.parameters import wrap
 from hf_zero.parameters.parameter import LiveParameter, ReleasedParameter, ZeroParamStatus
 from hf_zero.parameters.wrap import find_units, persistent_names
 from hf_zero.preflight import MemoryPlan, groups_of, needs
@@ -363,6 +366,11 @@ def test_which_parameters_stay_whole():
     # in the order of the model, what is too large for what is left is passed over
     assert list(everything)[:3] == ["logit_scale", "enter.weight", "enter.bias"]
     assert persistent_names(model, ALL, 40) == {"logit_scale", "enter.bias", "head.bias"}
+
+
+def test_the_default_is_deepspeeds():
+    default = runpy.run_path(wrap.__file__)["PERSISTENCE"]  # tests have another one
+    assert default == DEFAULTS["stage3_param_persistence_threshold"] == 100_000
 
 
 def test_parameters_that_are_packed_stay_whole_together():

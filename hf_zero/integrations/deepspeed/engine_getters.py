@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hf_zero.integrations.deepspeed.placeholders import function
-
-ZERO = "zero_optimization"
+from hf_zero.integrations.deepspeed.zero_config import DEFAULTS, ZERO
 
 GETTERS: dict[str, tuple[str, Any]] = {
     "aio_config": ("aio", {}),
@@ -38,13 +37,19 @@ GETTERS: dict[str, tuple[str, Any]] = {
     "zero_load_from_fp32_weights": (f"{ZERO}.load_from_fp32_weights", True),
     "zero_max_live_parameters": (f"{ZERO}.stage3_max_live_parameters", None),
     "zero_max_reuse_distance": (f"{ZERO}.stage3_max_reuse_distance", 1_000_000_000),
-    "zero_model_persistence_threshold": (f"{ZERO}.stage3_model_persistence_threshold", None),
+    "zero_model_persistence_threshold": (
+        f"{ZERO}.stage3_model_persistence_threshold",
+        DEFAULTS["stage3_model_persistence_threshold"],
+    ),
     "zero_module_granularity_threshold": (f"{ZERO}.stage3_module_granularity_threshold", 0),
     "zero_multi_rank_bucket_allreduce": (f"{ZERO}.use_multi_rank_bucket_allreduce", True),
     "zero_offload_optimizer": (f"{ZERO}.offload_optimizer", None),
     "zero_offload_param": (f"{ZERO}.offload_param", None),
     "zero_overlap_comm": (f"{ZERO}.overlap_comm", True),
-    "zero_param_persistence_threshold": (f"{ZERO}.stage3_param_persistence_threshold", None),
+    "zero_param_persistence_threshold": (
+        f"{ZERO}.stage3_param_persistence_threshold",
+        DEFAULTS["stage3_param_persistence_threshold"],
+    ),
     "zero_prefetch_bucket_size": (f"{ZERO}.stage3_prefetch_bucket_size", 50_000_000),
     "zero_quantized_gradients": (f"{ZERO}.zero_quantized_gradients", False),
     "zero_quantized_nontrainable_weights": (

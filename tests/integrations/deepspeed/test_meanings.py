@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,39 @@ def test_files_of_deepspeeds_own_checkpoints_are_found(tmp_path: Path) -> None:
     helpers = deepspeed.utils.zero_to_fp32
     assert [Path(file).name for file in helpers.get_optim_files(tmp_path)] == names
     assert Path(helpers.get_model_state_file(tmp_path, 2)).name == "mp_rank_00_model_states.pt"
+
+
+# -- parameters ------------------------------------------------------------------------------------
+
+
+def test_small_parameters_are_read_between_steps_without_a_key(monkeypatch: Any) -> None:
+    monkeypatch.setattr("hf_zero.parameters.wrap.PERSISTENCE", 100_000)  # as outside of tests
+
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(0.5))
+            self.head = nn.Linear(400, 300)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x).square().mean() * self.scale.exp()
+
+    def run(rank: int, model: Any) -> float:
+        engine = start(model, 3)
+        assert engine.zero_param_persistence_threshold() == 100_000
+        assert engine.zero_model_persistence_threshold() == sys.maxsize
+        engine.backward(engine(torch.full((2, 400), 0.1 * (rank + 1))))
+        engine.step()
+        held = [model.scale, model.head.bias, model.head.weight]
+        there = deepspeed.zero.ZeroParamStatus
+        assert [p.ds_status for p in held] == [there.AVAILABLE] * 2 + [there.NOT_AVAILABLE]
+        value: float = model.scale.item()
+        assert value == deepspeed.utils.safe_get_full_fp32_param(model.scale).item()
+        engine.destroy()
+        return value
+
+    first, second = on_ranks(RANKS, run, build=Large)
+    assert first == second != 0.5
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.launched import SITE
 from tests.helpers.processes import HOST
 from tests.integrations.tiny_trainer import STEPS
 
@@ -44,7 +45,7 @@ def run(launcher: list[str], folder: Path, what: str) -> Seen:
     }
     environment = {name: value for name, value in os.environ.items() if name not in launched}
     environment |= {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([SITE, str(ROOT)]),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_VERBOSITY": "error",

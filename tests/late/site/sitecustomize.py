@@ -3,11 +3,14 @@ CUDA.
 
 Only processes with RANK in their environment, or all with LATE_ALL=1: launchers stay without. What
 was found goes to stderr at the end, and to the file that LATE_REPORTS names ({rank} and {process}
-are filled in).
+are filled in). As in tests/helpers/site, small parameters are sharded unless a configuration asks.
 """
 
 import os
+import runpy
 import sys
+
+runpy.run_path(os.path.join(os.path.dirname(__file__), "../../helpers/site/sitecustomize.py"))
 
 if os.environ.get("LATE_AS") == "cuda" and ("RANK" in os.environ or os.environ.get("LATE_ALL")):
     import atexit
