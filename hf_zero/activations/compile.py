@@ -116,9 +116,9 @@ class CompiledForward(Override):
         unit: Unit,
         compilation: Callable[[Any, bool | None], Any],
         dynamic: bool | None,
-        told: set[str],
+        warned: set[str],
     ):
-        """``compilation(forward, dynamic)`` compiles; ``told`` is what a warning has said
+        """``compilation(forward, dynamic)`` compiles; ``warned`` is what a warning has said
         already.
         """
         super().__init__(module.forward, module, "forward")
@@ -126,7 +126,7 @@ class CompiledForward(Override):
         self._unit = unit
         self._own = module.__dict__.get("forward")  # an attribute that was there before
         self._inside = _inside(module)
-        self._told = told
+        self._warned = warned
         self._first: list[torch.Size] | None = None
         self._of_first = compilation(self._fn, False if dynamic is None else dynamic)
         self._of_others = compilation(self._fn, None) if dynamic is None else self._of_first
@@ -153,7 +153,7 @@ class CompiledForward(Override):
             )
         return super().__deepcopy__(memo)
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Put on the block what was there before."""
         if self._module.__dict__.get("forward") is self:
             del self._module.__dict__["forward"]
@@ -172,8 +172,8 @@ class CompiledForward(Override):
                 "has hooks on modules inside it, which a compiled graph would not call",
                 "remove them to have it compiled",
             )
-        if why[0] not in self._told:
-            self._told.add(why[0])
+        if why[0] not in self._warned:
+            self._warned.add(why[0])
             logger.warning(
                 "%s %s, so its forward runs uncompiled; %s", type(self._module).__name__, *why
             )
@@ -203,7 +203,7 @@ class CompiledBlocks:
             module for unit in units[1:] for module in unit.modules.values() if _is_block(module)
         ]
         self._on: dict[nn.Module, CompiledForward] = {}
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._hooked = [module for module in model.modules() if _is_hooked(module)]
         for module in self._hooked:
             module.__dict__["compile"] = Override(partial(self.compile, module), module, "compile")
@@ -248,7 +248,7 @@ class CompiledBlocks:
             chosen = [block for block in self._blocks if block in parts]
         for each in chosen:
             if each in self._on:
-                self._on.pop(each).give_back()
+                self._on.pop(each).restore()
             unit = self._unit_of.get(each, self._root)
             self._on[each] = CompiledForward(
                 each,
@@ -257,13 +257,13 @@ class CompiledBlocks:
                     forward, backend=backend, dynamic=dynamic, **options
                 ),
                 dynamic,
-                self._told,
+                self._warned,
             )
             each.forward = self._on[each]  # type: ignore[method-assign]
 
     def remove(self) -> None:
         for each in self._on.values():
-            each.give_back()
+            each.restore()
         for module in self._hooked:
             module.__dict__.pop("compile", None)
         self._on, self._hooked = {}, []

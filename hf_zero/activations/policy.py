@@ -71,7 +71,7 @@ class ActivationPatches:
         self._installed.callback(self.compiled.remove)
         self.compiled.install(self._config.compile)
         order = AttentionOrder(self._config.attention_backend, device)
-        self._installed.callback(order.give_back)
+        self._installed.callback(order.restore)
 
     def remove(self) -> None:
         """Take everything off again. Idempotent."""

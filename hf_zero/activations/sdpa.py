@@ -39,7 +39,7 @@ def chosen(backend: str, device: torch.device) -> str:
 
 
 class AttentionOrder:
-    """A backend put first, until :meth:`give_back`; "auto" is what was measured, else torch's
+    """A backend put first, until :meth:`restore`; "auto" is what was measured, else torch's
     own order.
     """
 
@@ -57,7 +57,7 @@ class AttentionOrder:
         self._set = [first, *(each for each in self._before if each != first)]
         torch._C._set_sdp_priority_order(self._set)
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Restore the order of before, unless it was changed since."""
         if self._before and list(torch._C._get_sdp_priority_order()) == self._set:
             torch._C._set_sdp_priority_order(self._before)

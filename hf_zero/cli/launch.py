@@ -181,12 +181,12 @@ def launch(
     )
     planned = plan(request, _default_ranks)
     if as_json:
-        print_json(_told(planned))
+        print_json(_described(planned))
         return
     raise typer.Exit(carry_out(planned))
 
 
-def _told(planned: LaunchPlan) -> dict[str, object]:
+def _described(planned: LaunchPlan) -> dict[str, object]:
     """What would run. Of the variables the names: a token among them is not to be shown."""
     if planned.alone:
         return {

@@ -72,18 +72,18 @@ class StopRequests:
 class _Handler:
     """Stands in for what handled ``number`` before."""
 
-    def __init__(self, number: int, told: Callable[[], None]):
-        self._number, self._told, self._pid = number, weakref.WeakMethod(told), os.getpid()
+    def __init__(self, number: int, request: Callable[[], None]):
+        self._number, self._request, self._pid = number, weakref.WeakMethod(request), os.getpid()
         self._before = signal.signal(number, self)
 
     def __call__(self, number: int, frame: Any) -> None:
-        told = self._told()
+        request = self._request()
         # a child that was forked, a worker of a data loader, is to end as it would
-        if told is None or os.getpid() != self._pid:
+        if request is None or os.getpid() != self._pid:
             signal.signal(number, self._before)
             os.kill(os.getpid(), number)
             return
-        told()
+        request()
         if callable(self._before) and self._before is not signal.default_int_handler:
             self._before(number, frame)
 

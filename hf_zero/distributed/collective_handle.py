@@ -83,7 +83,7 @@ class Handle:
                 out.add_(part)
             if scale != 1.0:
                 out.mul_(scale)
-        self._give_back()
+        self._release()
 
     def split(self, sizes: Sequence[int]) -> list[Handle]:
         """A handle for each of ``sizes`` elements of the result, end to end: of one message that
@@ -95,7 +95,7 @@ class Handle:
         def free() -> None:
             left[0] -= 1
             if not left[0]:
-                self._give_back()
+                self._release()
 
         for size in sizes:
             parts = [part.narrow(0, at, size) for part in self._parts]
@@ -106,9 +106,9 @@ class Handle:
     def drop(self) -> None:
         """Wait, and use nothing of the result: the peers wait for what this rank sends."""
         self.wait()
-        self._give_back()
+        self._release()
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         self._parts = []
         if self._free is not None:
             self._free()

@@ -226,7 +226,7 @@ class MeshDim:
             return Handle([], self._watchdog, pending, [full])
         self._stats.record("reduce_scatter", key, full.nbytes)
         if self._point_to_point and full.device.type == "cpu":
-            buffers = {peer: self._borrow(n, full.dtype, full.device) for peer in self._peers()}
+            buffers = {peer: self._acquire(n, full.dtype, full.device) for peer in self._peers()}
             raw = full.view(torch.uint8).chunk(self.size) if full.numel() else [full] * self.size
             into = [
                 buffers[peer].view(torch.uint8) if peer in buffers else own
@@ -236,9 +236,9 @@ class MeshDim:
                 works = self._exchange(raw, into, self._reduce_group, pending.tag)
             received = list(buffers.values())
             return Handle(
-                works, self._watchdog, pending, [own, *received], lambda: self._give_back(received)
+                works, self._watchdog, pending, [own, *received], lambda: self._release(received)
             )
-        out = self._borrow(n, full.dtype, full.device)
+        out = self._acquire(n, full.dtype, full.device)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         with span("reduce_scatter", key, full.nbytes), self._launching(pending):
             work = scatter(out, full, group=self._reduce_group, async_op=True)
@@ -247,7 +247,7 @@ class MeshDim:
             self._watchdog,
             pending,
             [out],
-            lambda: self._give_back([out]),
+            lambda: self._release([out]),
             follows=self._follows,
         )
 
@@ -328,11 +328,11 @@ class MeshDim:
                 dist.destroy_process_group(group)
         self._group = self._reduce_group = None
 
-    def _borrow(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def _acquire(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         spare = self._spare.get((numel, dtype))
         return spare.pop() if spare else torch.empty(numel, dtype=dtype, device=device)
 
-    def _give_back(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _release(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             spare = self._spare.setdefault((tensor.numel(), tensor.dtype), [])
             if len(spare) < self.size:

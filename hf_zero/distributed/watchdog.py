@@ -55,7 +55,7 @@ class Watchdog:
         self._current: tuple[PendingCollective, float] | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._told: tuple[PendingCollective, float] | None = None
+        self._reported: tuple[PendingCollective, float] | None = None
         self._warned = 0.0
         self._looked = 0.0
         self._posted: tuple[PendingCollective, float] | None = None
@@ -227,8 +227,8 @@ class Watchdog:
             return
         pending, now = current[0], time.monotonic()
         waited = now - current[1]
-        if current is not self._told:
-            self._told, self._warned, self._looked = current, 0.0, current[1]
+        if current is not self._reported:
+            self._reported, self._warned, self._looked = current, 0.0, current[1]
         if (
             self.rank_status is not None
             and not self.verdict

@@ -113,7 +113,7 @@ def free_ram(root: Path = ROOT, ranks: int = 1) -> MemoryLimit:
     )
 
 
-def give_back_freed() -> None:
+def release_freed() -> None:
     """Let the C library give memory that has been freed back to the system: it keeps pieces
     below 32 MB for itself.
     """

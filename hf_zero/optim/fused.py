@@ -74,7 +74,7 @@ class FusedStep:
         self._rows: dict[Segment, int] = {}  # of the tables, for each segment that is counted so
         self._steps: Tensor | None = None
         self._settings: Tensor | None = None
-        self._told: list[list[float]] = []
+        self._numbers: list[list[float]] = []
         self._key: tuple[Any, ...] = ()
         self._launches: list[_Launch] = []
         self._written: set[str] = set()
@@ -180,10 +180,10 @@ class FusedStep:
                 _storage_of(each.segment.tensor),
                 None if shard is None else _storage_of(shard),
             )
-            told: dict[str, Any] = {"divisor": divisor, "found_inf": skip, "out": out}
+            rest: dict[str, Any] = {"divisor": divisor, "found_inf": skip, "out": out}
             if self._kernel is ADAM:
                 moments = self._arenas["exp_avg"], self._arenas["exp_avg_sq"]
-                adam_(master, _storage_of(grad), *moments, each.tiles, coefficients, **told)
+                adam_(master, _storage_of(grad), *moments, each.tiles, coefficients, **rest)
             else:
                 lion_(
                     master,
@@ -191,7 +191,7 @@ class FusedStep:
                     self._arenas["exp_avg"],
                     each.tiles,
                     coefficients,
-                    **told,
+                    **rest,
                 )
 
     def _advance(self, steps: Tensor, segments: Sequence[Segment], skip: Tensor | None) -> Tensor:
@@ -223,13 +223,13 @@ class FusedStep:
 
     def _uploaded(self, rows: Sequence[RowSettings], device: torch.device) -> Tensor:
         """The settings ``rows``, on the device; copied there if one of them has changed."""
-        told = [row.numbers() for row in rows]
+        numbers = [row.numbers() for row in rows]
         if (
             self._settings is None
-            or told != self._told
+            or numbers != self._numbers
             or any(isinstance(row.lr, Tensor) for row in rows)
         ):
-            self._settings, self._told = settings_table(rows, device), told
+            self._settings, self._numbers = settings_table(rows, device), numbers
         return self._settings
 
     def _row(self, group: Mapping[str, Any]) -> RowSettings:

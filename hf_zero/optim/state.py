@@ -246,15 +246,15 @@ def collect(
             raise UnsupportedOptimizerError(
                 f"optimizer {kind} has state for parameter {name!r} that differs from that of "
                 f"{first[group]!r} in the same group "
-                f"({_told(scalars, tensors)} against {_told(carried.scalars[group], other)}); the "
-                "shards of a group share their step "
-                f"counts. Put them in groups of their own, or {remedy}."
+                f"({_described(scalars, tensors)} against "
+                f"{_described(carried.scalars[group], other)}); the shards of a group share their "
+                f"step counts. Put them in groups of their own, or {remedy}."
             )
         if tensors:
             carried.tensors[name] = tensors
     return carried
 
 
-def _told(scalars: Mapping[str, float], tensors: Mapping[str, Tensor]) -> str:
-    told = [f"{name} {value:g}" for name, value in scalars.items()] + sorted(tensors)
-    return ", ".join(told) or "none"
+def _described(scalars: Mapping[str, float], tensors: Mapping[str, Tensor]) -> str:
+    found = [f"{name} {value:g}" for name, value in scalars.items()] + sorted(tensors)
+    return ", ".join(found) or "none"

@@ -110,7 +110,7 @@ class ParameterHandles:
         """The requires_grad of ``name`` was turned."""
         self.switched ^= {name}
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Let whole parameters be plain ones again; where values are sharded, with memory of their
         own.
         """

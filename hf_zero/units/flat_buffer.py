@@ -331,7 +331,7 @@ class FlatBuffer:
         self.retired = True
         self.gradient.free()
         self.optimizer_shard.free()
-        self.handles.give_back()
+        self.handles.restore()
         if not self.sharded:
             self.drop()  # the parameters alone keep the memory from now on
 

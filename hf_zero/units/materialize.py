@@ -13,7 +13,7 @@ from torch import nn
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.errors import PartitionError, RankMismatchError
-from hf_zero.memory.host import give_back_freed
+from hf_zero.memory.host import release_freed
 from hf_zero.parameters import attributes
 from hf_zero.parameters.flat_spec import FlatSpec
 from hf_zero.parameters.layout import ALIGNMENT, FlatLayout
@@ -72,7 +72,7 @@ def partition(
         unit.state = State.RELEASED if unit.sharded else State.GATHERED
         former.drop_spent()
         if placement.offloads_anything:
-            give_back_freed()  # what this unit was in: the next one needs it
+            release_freed()  # what this unit was in: the next one needs it
     former.let_go()
     if reads:
         with raise_on_all_ranks("read its part of the model"):

@@ -230,6 +230,6 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     last = torch.ones(1 << 18)  # above them, so that the heap does not shrink by itself
     del pieces
     before = psutil.Process().memory_info().rss
-    host.give_back_freed()
+    host.release_freed()
     assert before - psutil.Process().memory_info().rss > 100 << 20
     assert last.sum() == 1 << 18

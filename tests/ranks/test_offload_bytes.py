@@ -105,7 +105,7 @@ def test_memory_of_the_model_goes_back_unit_by_unit_where_the_host_needs_it(
     way, tmp_path, monkeypatch
 ):
     called = []
-    monkeypatch.setattr(materialize, "give_back_freed", lambda: called.append(1))
+    monkeypatch.setattr(materialize, "release_freed", lambda: called.append(1))
 
     def run(rank, model):
         engine = start(
