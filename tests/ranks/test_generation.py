@@ -97,6 +97,25 @@ def test_ranks_may_generate_different_numbers_of_tokens(room):
     assert counts[0] == counts[1]
 
 
+def test_they_do_where_all_stays_whole(monkeypatch):
+    """Where a configuration of stage 3 is alive, transformers alone would keep them in step."""
+    monkeypatch.setattr("transformers.generation.utils.is_deepspeed_zero3_enabled", lambda: True)
+    lengths = (1, 6)
+    want = [plainly("gpt2", max_new_tokens=length)[rank] for rank, length in enumerate(lengths)]
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 1_000_000}
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(3, zero_optimization=zero))
+        forwards = []
+        model.register_forward_hook(lambda *_: forwards.append(1))
+        made = engine.module.generate(**asked(rank, max_new_tokens=lengths[rank]))
+        assert torch.equal(made, want[rank])
+        return gathers(engine), len(forwards)
+
+    build = lambda: ARCHITECTURES["gpt2"].build().eval()  # noqa: E731
+    assert on_ranks(RANKS, run, build=build) == [(0, 1), (0, 6)]
+
+
 def test_one_rank_without_room_decides_for_all(monkeypatch):
     import torch.distributed as dist
 

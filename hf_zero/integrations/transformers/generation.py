@@ -47,11 +47,13 @@ def gather_for_generate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sharding_engine(model: nn.Module) -> Engine | None:
-    """The engine that has sharded parameters of ``model``, between two passes of it."""
+    """The engine at a stage that shards parameters that has those of ``model``, between two passes
+    of it.
+    """
     for parameter in model.parameters():
         flat = owner_of(parameter)
-        engine = flat.engine() if flat is not None and flat.sharded else None
-        if engine is not None:
+        engine = flat.engine() if flat is not None else None
+        if engine is not None and engine.sharded_model.policy.shards_parameters:
             return engine if engine.schedule.between_passes else None
     return None
 
