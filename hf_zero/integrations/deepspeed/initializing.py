@@ -13,6 +13,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.initialize import configuration, initialize_as
 from hf_zero.initialize import initialize as _initialize
 from hf_zero.integrations.deepspeed.engine import DeepSpeedEngine
+from hf_zero.integrations.deepspeed.optimizers import name_made
 from hf_zero.logs import log_rank0
 
 _SIGNATURE = inspect.signature(_initialize)
@@ -27,7 +28,10 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     if not isinstance(arguments["args"], torch.nn.Module):
         _prefer_objects(arguments)
     answer = initialize_as(DeepSpeedEngine, *given.args)
-    answer[0].collate_fn = arguments["collate_fn"]
+    engine, optimizer = answer[:2]
+    engine.collate_fn = arguments["collate_fn"]
+    if optimizer is not None:
+        name_made(optimizer, engine.config)
     return answer
 
 

@@ -2,18 +2,23 @@
 host kernels), with its arguments.
 
 Scripts construct them themselves, with offload and without. None has an update of its own, so the
-engine treats them as instances of their base classes.
+engine treats them as instances of their base classes. What a configuration makes is of the base
+class itself, as in checkpoints, and an instance of the class here that DeepSpeed would have made.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_zero.integrations.deepspeed.placeholders import refuse
 from hf_zero.optim import CPUAdagrad, CPUAdam, CPULion
 from hf_zero.optim.lion import Lion
+
+if TYPE_CHECKING:
+    from hf_zero.config import ZeroConfig
 
 
 def _need_bias_correction(name: str, bias_correction: bool) -> None:
@@ -25,7 +30,20 @@ def _moments(fp32_optimizer_states: bool) -> str:
     return "fp32" if fp32_optimizer_states else "bf16"
 
 
-class FusedAdam(torch.optim.Adam):
+class _Named(type):
+    """A class that ``isinstance`` also finds optimizers in which a configuration has made."""
+
+    def __init__(cls, *args: Any) -> None:
+        super().__init__(*args)
+        cls.made: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if super().__instancecheck__(instance):
+            return True
+        return isinstance(instance, torch.optim.Optimizer) and instance in cls.made
+
+
+class FusedAdam(torch.optim.Adam, metaclass=_Named):
     """Adam, or AdamW where ``adam_w_mode`` is set."""
 
     def __init__(
@@ -41,6 +59,7 @@ class FusedAdam(torch.optim.Adam):
         set_grad_none: bool = True,
     ) -> None:
         _need_bias_correction("FusedAdam", bias_correction)
+        self.adam_w_mode = adam_w_mode
         super().__init__(
             params,
             lr=lr,
@@ -52,7 +71,7 @@ class FusedAdam(torch.optim.Adam):
         )
 
 
-class DeepSpeedCPUAdam(CPUAdam):
+class DeepSpeedCPUAdam(CPUAdam, metaclass=_Named):
     """Adam, or AdamW where ``adamw_mode`` is set; moments in bf16 where
     ``fp32_optimizer_states`` is not.
     """
@@ -71,6 +90,7 @@ class DeepSpeedCPUAdam(CPUAdam):
     ) -> None:
         _need_bias_correction("DeepSpeedCPUAdam", bias_correction)
         moments = _moments(fp32_optimizer_states)
+        self.adam_w_mode = adamw_mode
         super().__init__(
             model_params,
             lr,
@@ -83,7 +103,7 @@ class DeepSpeedCPUAdam(CPUAdam):
         )
 
 
-class DeepSpeedCPUAdagrad(CPUAdagrad):
+class DeepSpeedCPUAdagrad(CPUAdagrad, metaclass=_Named):
     """Adagrad."""
 
     def __init__(
@@ -103,7 +123,7 @@ class DeepSpeedCPUAdagrad(CPUAdagrad):
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
-class FusedLion(Lion):
+class FusedLion(Lion, metaclass=_Named):
     """Lion."""
 
     def __init__(
@@ -117,7 +137,7 @@ class FusedLion(Lion):
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
-class DeepSpeedCPULion(CPULion):
+class DeepSpeedCPULion(CPULion, metaclass=_Named):
     """Lion; the moment in bf16 where ``fp32_optimizer_states`` is not set."""
 
     def __init__(
@@ -134,4 +154,31 @@ class DeepSpeedCPULion(CPULion):
             betas=betas,
             weight_decay=weight_decay,
             moments=_moments(fp32_optimizer_states),
+        )
+
+
+_ON_DEVICE = {"adam": FusedAdam, "adamw": FusedAdam, "lion": FusedLion}
+_OFFLOADED = {
+    "adam": DeepSpeedCPUAdam,
+    "adamw": DeepSpeedCPUAdam,
+    "lion": DeepSpeedCPULion,
+    "adagrad": DeepSpeedCPUAdagrad,
+}
+
+
+def name_made(optimizer: torch.optim.Optimizer, config: ZeroConfig) -> None:
+    """Make ``optimizer``, which ``config`` names, an instance of the class that DeepSpeed would
+    have made: "Adam" the fused one, with offload the one of the CPU, with ``torch_adam`` neither.
+    """
+    section = config.optimizer
+    if section is None or section.params.get("torch_adam"):
+        return
+    classes = _OFFLOADED if config.offload_optimizer.on else _ON_DEVICE
+    cls = classes.get(section.type.lower())
+    if cls is None:
+        return
+    cls.made.add(optimizer)
+    if section.type.lower().startswith("adam"):
+        optimizer.adam_w_mode = bool(  # type: ignore[attr-defined]
+            section.type.lower() == "adamw" or section.params.get("adam_w_mode", True)
         )

@@ -25,7 +25,7 @@ from hf_zero.errors import (
     TargetMismatchError,
     UnreducedGradientsError,
 )
-from hf_zero.integrations.deepspeed import fp32_files
+from hf_zero.integrations.deepspeed import fp32_files, optimizers
 from tests.helpers.engines import config_of, full_weights
 from tests.helpers.stacks import on_ranks, squared, stack
 from tests.helpers.training import At, adamw
@@ -222,6 +222,43 @@ def test_files_of_deepspeeds_own_checkpoints_are_found(tmp_path: Path) -> None:
     helpers = deepspeed.utils.zero_to_fp32
     assert [Path(file).name for file in helpers.get_optim_files(tmp_path)] == names
     assert Path(helpers.get_model_state_file(tmp_path, 2)).name == "mp_rank_00_model_states.pt"
+
+
+@pytest.mark.parametrize(
+    ("kind", "offload", "more", "name", "decoupled"),
+    [
+        ("Adam", False, {}, "FusedAdam", True),
+        ("Adam", False, {"adam_w_mode": False}, "FusedAdam", False),
+        ("AdamW", True, {}, "DeepSpeedCPUAdam", True),
+        ("AdamW", False, {"torch_adam": True}, None, None),
+        ("Lion", False, {}, "FusedLion", None),
+        ("Lion", True, {}, "DeepSpeedCPULion", None),
+        ("Adagrad", True, {}, "DeepSpeedCPUAdagrad", None),
+        ("SGD", True, {}, None, None),
+    ],
+)
+def test_what_a_configuration_makes_is_of_the_class_that_deepspeed_makes(
+    kind: str, offload: bool, more: dict[str, Any], name: str | None, decoupled: bool | None
+) -> None:
+    section = {"type": kind, "params": {"lr": 1e-3, **more}}
+    zero: dict[str, Any] = {"stage": 1} | (
+        {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    )
+    config = config_of(0, optimizer=section, zero_optimization=zero)
+    engine, optimizer, _, _ = deepspeed.initialize(model=stack(), config=config)
+    classes = {
+        cls
+        for cls in vars(optimizers).values()
+        if isinstance(cls, type)
+        and cls.__module__ == optimizers.__name__
+        and "_" not in cls.__name__
+    }
+    assert {cls.__name__ for cls in classes if isinstance(optimizer, cls)} == {name} - {None}
+    assert getattr(optimizer, "adam_w_mode", None) is decoupled
+    assert type(optimizer).__module__.startswith(("torch.optim", "hf_zero.optim"))
+    engine.destroy()
+    assert not isinstance(torch.optim.AdamW(stack().parameters()), optimizers.FusedAdam)
+    assert isinstance(optimizers.FusedAdam(stack().parameters()), optimizers.FusedAdam)
 
 
 # -- parameters ------------------------------------------------------------------------------------
