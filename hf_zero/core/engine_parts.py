@@ -97,7 +97,8 @@ class EngineParts(nn.Module):
         if self.optimizer is not None:
             installed.callback(take_native_threads(placement))
         scaler = Fp16LossScaler.from_config(config)
-        sanity = SanityChecks(device, self.accumulation.steps, config.precision, mesh.rank)
+        window = self.accumulation
+        sanity = SanityChecks(device, lambda: window.steps, config.precision, mesh.rank)
         self.optimizer_step = OptimizerStep(sharded, self.optimizer, config, scaler, sanity)
         self.backward_pass = Backward(
             sharded, self.optimizer_step, config, self.accumulation, self.counters, sanity

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -26,10 +27,11 @@ FORGOTTEN = 8
 class SanityChecks:
     """Of one engine; only rank 0 looks and warns, each warning once."""
 
-    def __init__(self, device: torch.device, accumulation: int, precision: str, rank: int):
-        self._device, self._precision, self._accumulation = device, precision, accumulation
+    def __init__(
+        self, device: torch.device, window: Callable[[], int], precision: str, rank: int
+    ):  # window: gives the micro-batches of a step
+        self._device, self._precision, self._window = device, precision, window
         self._warns = rank == 0
-        self._limit = max(FORGOTTEN, accumulation)
         self._backwards = 0
         self._loss: torch.Tensor | None = None
         self._warned: set[str] = set()
@@ -43,12 +45,9 @@ class SanityChecks:
         window follow.
         """
         self._backwards += ends_window
-        if self._backwards > self._limit:
-            window = (
-                f", also inside a window of {self._accumulation} micro-batches"
-                if self._accumulation > 1
-                else ""
-            )
+        steps = self._window()
+        if self._backwards > max(FORGOTTEN, steps):
+            window = f", also inside a window of {steps} micro-batches" if steps > 1 else ""
             self._warn(
                 "backwards",
                 f"{self._backwards} backwards without engine.step(): gradients add up and no "
@@ -67,13 +66,14 @@ class SanityChecks:
         window that goes on.
         """
         backwards, self._backwards = self._backwards, 0
-        if counts_only and backwards == self._accumulation:
+        steps = self._window()
+        if counts_only and backwards == steps:
             self._warn(
                 "windows",
                 f"engine.step() after {backwards} backwards has counted one micro-batch of "
-                f"{self._accumulation} and changed no weight: with gradient_accumulation_steps = "
-                f"{self._accumulation} call it after each engine.backward(loss), and every "
-                f"{self._accumulation}th call updates; where the loop itself collects "
+                f"{steps} and changed no weight: with gradient_accumulation_steps = "
+                f"{steps} call it after each engine.backward(loss), and every "
+                f"{steps}th call updates; where the loop itself collects "
                 "micro-batches, set gradient_accumulation_steps to 1 and divide the loss by their "
                 "number",
             )

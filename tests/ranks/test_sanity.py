@@ -123,6 +123,21 @@ def test_steps_after_each_backward_are_no_news(heard: list[str]) -> None:
     engine.destroy()
 
 
+def test_a_window_of_another_size_is_known(heard: list[str]) -> None:
+    engine = engine_of(stack())
+    engine.accumulation.steps = 12
+    for _ in range(12):
+        engine.backward(loss_of(engine))
+        engine.step()
+    assert engine.global_steps == 1
+    engine.set_gradient_accumulation_boundary(True)
+    for _ in range(12):
+        engine.backward(loss_of(engine))
+    engine.step()
+    engine.destroy()
+    assert not any("one micro-batch" in text or "backwards without" in text for text in heard)
+
+
 def without_warning(engine: Engine) -> None:
     for _ in range(6):  # gradients of three losses
         for _ in range(3):
@@ -167,7 +182,7 @@ def test_on_a_device_the_norm_is_read_when_its_copy_is_over(
     monkeypatch.setattr(
         "hf_zero.core.sanity.streams.record_here", lambda device: copies.append(device) or event
     )
-    checks = SanityChecks(torch.device("cpu"), 1, "fp32", 0)
+    checks = SanityChecks(torch.device("cpu"), lambda: 1, "fp32", 0)
     nan: Any = torch.tensor(float("nan"), dtype=torch.float64)
     for step in (1, 2, 3):
         checks.on_norm(nan, step)
