@@ -104,6 +104,7 @@ def test_peft_loads_them(tmp_path: Path, base: Path, kind: str) -> None:
         assert torch.equal(loaded(tokens).logits, model(tokens).logits)
 
 
+@pytest.mark.long
 def test_of_a_compiled_model(tmp_path: Path, base: Path) -> None:
     model = adapted(base, KINDS["LoRA"]())
     saved(tmp_path / "run", torch.compile(model, backend="eager"))

@@ -69,7 +69,11 @@ def saved(folder, make=bert, job=None, **options):
 
 
 @pytest.mark.parametrize(
-    "make, auto", [(bert, AutoModelForMaskedLM), (gpt2, AutoModelForCausalLM)], ids=["bert", "gpt2"]
+    "make, auto",
+    [
+        pytest.param(bert, AutoModelForMaskedLM, marks=pytest.mark.long, id="bert"),
+        pytest.param(gpt2, AutoModelForCausalLM, id="gpt2"),
+    ],
 )
 @pytest.mark.parametrize("size", ["5GB", "20KB"])
 def test_from_pretrained_has_the_trained_weights(tmp_path, make, auto, size):

@@ -126,7 +126,7 @@ def test_no_file_of_a_rank_that_ends_is_left(
         pytest.param("return", True, marks=LONG),
         pytest.param("raise", True, marks=LONG),
         ("kill", False),
-        ("full", False),
+        pytest.param("full", False, marks=LONG),
     ],
 )
 def test_a_checkpoint_that_is_being_written_is_whole_or_not_there(

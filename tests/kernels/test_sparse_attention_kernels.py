@@ -127,7 +127,7 @@ def test_blocks(block: int, causal: bool) -> None:
     assert_near(*both_ways(config, tensors, causal=causal), torch.float32)
 
 
-@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("per_head", [pytest.param(False, marks=pytest.mark.long), True])
 def test_global_rows_and_columns_are_cut_into_parts(short_splits: None, per_head: bool) -> None:
     config = BigBirdSparsityConfig(
         4, 64, per_head, num_random_blocks=int(per_head), num_sliding_window_blocks=1

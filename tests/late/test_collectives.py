@@ -31,7 +31,7 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("mode", fast(("random", "lazy", "eager"), lambda mode: mode != "eager"))
+@pytest.mark.parametrize("mode", fast(("random", "lazy", "eager"), lambda mode: mode == "random"))
 def test_each_program_is_judged_by_its_name(mode: str) -> None:
     launch.needs_the_device()
     rows = rank_programs.run(mode, env=launch.environment(), port=free_port())

@@ -315,6 +315,7 @@ def own_address_of(hosts: Hosts, place: int) -> str:
     return hosts.addresses[place] if hosts.kind == NAMESPACES else "127.0.0.1"
 
 
+@pytest.mark.long
 def test_a_host_that_fails_ends_the_others(hosts: Hosts, tmp_path: Path) -> None:
     """The failing script is on one host alone; the other would sleep for an hour."""
     out = tmp_path / "run"
@@ -449,7 +450,7 @@ def check_route(found: list[Report], route: str, oracle: Oracle) -> None:
 @pytest.mark.parametrize(
     ("words", "route"),
     [
-        (srun, "stock"),
+        pytest.param(srun, "stock", marks=pytest.mark.long),
         pytest.param(srun, "callback", marks=pytest.mark.long),
         pytest.param(srun, "accelerate", marks=pytest.mark.long),
         pytest.param(open_mpi, "ours", marks=pytest.mark.long),

@@ -223,6 +223,7 @@ def afterwards(tmp_path_factory: pytest.TempPathFactory, sharded: Run) -> Run:
     )
 
 
+@pytest.mark.long
 def test_it_resumes_on_another_number_of_ranks_and_stage(afterwards: Run, plain: Run) -> None:
     found, want = afterwards.case("zero_stage_0", "resumed"), plain.case("plain", "fit")
     assert relative(found["losses"], want["losses"][len(want["losses"]) // 2 :]) < FP32

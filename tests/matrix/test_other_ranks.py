@@ -95,6 +95,7 @@ def test_fewer_ranks_and_longer_windows(saved: Any, tmp_path: Path) -> None:
     assert [lost(reports, way, 2, 1) for way in ("trainer", "loop")] == [[1], [1]]
 
 
+@pytest.mark.long
 def test_more_ranks(saved: Any, tmp_path: Path) -> None:
     reports = go_on(saved, tmp_path, (1, 1), (2, 3))
     assert [lost(reports, way, 1, 2) for way in ("trainer", "loop")] == [[1, 0], [1, 0]]
@@ -117,6 +118,7 @@ def killed_and_resumed(saved: Any, tmp_path: Path, ranks: int, stage: int, *how:
     )
 
 
+@pytest.mark.long
 def test_a_trainer_that_is_killed_in_a_save(saved: Any, tmp_path: Path) -> None:
     killed_and_resumed(saved, tmp_path, 1, 1)
 

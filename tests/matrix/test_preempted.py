@@ -105,11 +105,8 @@ def plain_trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
 @pytest.mark.parametrize(
     ("stage", "whom"),
     [
-        (2, "one rank"),
-        *(
-            pytest.param(*each, marks=pytest.mark.long)
-            for each in [(3, "both"), (3, "launcher"), (0, "launcher")]
-        ),
+        pytest.param(*each, marks=pytest.mark.long)
+        for each in [(2, "one rank"), (3, "both"), (3, "launcher"), (0, "launcher")]
     ],
 )
 def test_a_loop_of_its_own(tmp_path, plain_loop, stage, whom):

@@ -38,7 +38,7 @@ def compare(found: dict[str, Any], want: dict[str, Any], case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "stage", [pytest.param(0, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3]
+    "stage", [pytest.param(stage, marks=pytest.mark.long) for stage in (0, 2, 3)]
 )
 def test_several_models_train_as_they_do_plainly(stage: int, plain: Plain, tmp_path: Path) -> None:
     reports = accelerate_launch(

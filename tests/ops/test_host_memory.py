@@ -181,6 +181,7 @@ sys.exit(code or int(tensor.sum() != 3 << 26))
 """
 
 
+@pytest.mark.long
 def test_forked_children_do_not_get_it() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKED], timeout=120, capture_output=True, text=True
