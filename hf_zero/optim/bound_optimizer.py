@@ -210,10 +210,7 @@ class BoundOptimizer:
         """
         self._table.offloaded.start_momentum()
         rules = [self._table.offloaded.rule(index) for index in range(len(self.groups))]
-        groups = [
-            {name: _now(value) for name, value in group.items() if name != "params"}
-            for group in self.groups
-        ]
+        groups = [hyperparameters.current(group) for group in self.groups]
         return Update(self, rules, groups, divisor, number)
 
     def offloaded_segments(self, flat: Flat) -> list[Segment]:
@@ -437,11 +434,6 @@ class BoundOptimizer:
                 f"{type(self.optimizer).__name__} with {len(self.groups)}; build the "
                 "optimizer with the groups it was saved with, or load without optimizer states"
             )
-
-
-def _now(setting: Any) -> Any:
-    """What ``setting`` of a group is now: a scheduler writes a rate that is a tensor in place."""
-    return setting.clone() if isinstance(setting, Tensor) else setting
 
 
 def _copy(into: Tensor, values: Tensor) -> None:

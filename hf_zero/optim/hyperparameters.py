@@ -17,6 +17,17 @@ _NOT_KEPT = frozenset({"params", "param_names", "foreach", "fused", "capturable"
 _MISSING = object()
 
 
+def current(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of ``group`` as they are now, for an update on another thread: a scheduler
+    writes a rate that is a tensor in place.
+    """
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
 def plain(group: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of ``group`` as JSON-able values; tuples become lists, one-element tensors
     numbers.
