@@ -155,12 +155,20 @@ class OneCycle(LRSchedule):
         ]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The ``betas`` of the current iteration, or None where momentum is not cycled."""
-        return (
-            [(momentum, 0.99) for momentum in self.moms_at(self.last_batch_iteration)]
-            if self.cycle_momentum
-            else None
-        )
+        """The ``betas`` of the current iteration, or None where momentum is not cycled. Before the
+        first step those that the cycle begins with, the upper ones: as in DeepSpeed the groups
+        hold the lower ones for that step.
+        """
+        if not self.cycle_momentum:
+            return None
+        begun = self.last_batch_iteration >= 0
+        momenta = self.moms_at(self.last_batch_iteration) if begun else self.max_moms
+        return [(momentum, 0.99) for momentum in momenta]
+
+    @property
+    def step_ratio(self) -> float:
+        """The part of the cycle that is its rise."""
+        return self.halves[0][0] / self.total_size
 
     def _height(self, iteration: int) -> float:
         """How far up the cycle is, from 0 to 1."""
@@ -179,5 +187,7 @@ class OneCycle(LRSchedule):
 
     def _write(self) -> None:
         super()._write()
-        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or ()):
-            group["betas"] = betas
+        if self.cycle_momentum:
+            momenta = self.moms_at(self.last_batch_iteration)
+            for group, momentum in zip(self.optimizer.param_groups, momenta):
+                group["betas"] = (momentum, 0.99)

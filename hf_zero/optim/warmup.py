@@ -159,10 +159,16 @@ class WarmupCosineLR(_Warmup):
         self._start(last_batch_iteration)
 
     def lrs_at(self, iteration: int) -> list[float]:
-        ratio = self._ratio(iteration) if iteration >= 0 else 0.0
+        ratio = self._ratio(iteration)
         return [lr * ratio for lr in self.base_lrs]
 
+    def get_lr_ratio(self) -> float:
+        """The ratio of the current iteration; 0.0 before the first step."""
+        return self._ratio(self.last_batch_iteration)
+
     def _ratio(self, iteration: int) -> float:
+        if iteration < 0:
+            return 0.0
         if iteration < self.warmup_num_steps:
             return self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * self._risen(iteration)
         done = (iteration - self.warmup_num_steps + 1) / max(

@@ -166,8 +166,10 @@ def test_one_cycle_in_stairs_and_without_decay() -> None:
         cycle_second_step_size=0,
         cycle_second_stair_count=1,
     )
+    assert schedule.get_mom() == [(0.9, 0.99)]  # what the cycle begins with
+    assert schedule.optimizer.param_groups[0]["betas"] == (0.8, 0.99)
     assert curve(schedule, 4) == [0.0, 0.5, 0.0, 0.0, 0.0]
-    assert schedule.get_mom() == [(0.9, 0.99)]
+    assert schedule.get_mom() == [(0.9, 0.99)] and schedule.step_ratio == 1.0
 
 
 def test_one_cycle_without_betas_warns() -> None:
@@ -364,3 +366,13 @@ def test_schedules_that_numbers_cannot_describe(kind: str) -> None:
 def test_bad_parameters_are_named(kind: str, params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_scheduler(SchedulerConfig(kind, params), adam())
+
+
+def test_the_ratio_of_a_cosine() -> None:
+    schedule = WarmupCosineLR(adam(), 100, warmup_num_steps=10, warmup_min_ratio=0.0)
+    assert schedule.get_lr_ratio() == 0.0
+    (lr,) = schedule.base_lrs
+    for _ in range(4):
+        schedule.step()
+        assert schedule.get_lr() == [lr * schedule.get_lr_ratio()]
+    assert schedule.get_lr_ratio() == pytest.approx(math.log(4) / math.log(10))

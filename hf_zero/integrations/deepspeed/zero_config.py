@@ -11,6 +11,11 @@ from typing import Any
 
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed import process_group
+from hf_zero.integrations.deepspeed.constants import (
+    DEFAULT_LEAF_MODULE_CLASSES,
+    DEFAULT_LEAF_MODULE_NAME_SUFFIXES,
+    DEFAULT_LEAF_MODULE_NAMES,
+)
 
 ZERO = "zero_optimization"
 DEFAULTS: dict[str, Any] = {
@@ -107,6 +112,19 @@ class _Section:
     dict = model_dump
 
 
+class _LeafModules(_Section):
+    """The section ``leaf_module``: lists, also where a single name was written."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        given = {key: [item] if isinstance(item, str) else item for key, item in values.items()}
+        defaults = {
+            "classes": list(DEFAULT_LEAF_MODULE_CLASSES),
+            "names": list(DEFAULT_LEAF_MODULE_NAMES),
+            "name_suffixes": list(DEFAULT_LEAF_MODULE_NAME_SUFFIXES),
+        }
+        super().__init__({**defaults, **given})
+
+
 class DeepSpeedZeroConfig(_Section):
     """The section ``zero_optimization``: its keys are keyword arguments and attributes.
 
@@ -123,7 +141,8 @@ class DeepSpeedZeroConfig(_Section):
         if "offload_optimizer" in section or values.get("offload_optimizer") is not None:
             given = section.pop("offload_optimizer", {})
             offload["offload_optimizer"] = DeepSpeedZeroOffloadOptimizerConfig(**given)
-        whole = {**DEFAULTS, "overlap_comm": config.stage == 3, **section, **offload}
+        leaves = {"leaf_module": _LeafModules(values.get("leaf_module") or {})}
+        whole = {**DEFAULTS, "overlap_comm": config.stage == 3, **section, **offload, **leaves}
         super().__init__({**whole, "stage": ZeroStageEnum(config.stage)})
 
 

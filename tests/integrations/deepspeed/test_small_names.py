@@ -503,3 +503,10 @@ def test_former_keys_of_a_script_s_configuration(heard: list[str]) -> None:
         Mine(strict=True, count="auto")
     with pytest.raises(AssertionError, match=r"name and part\.names.*remove name"):
         Mine(name="a", part={"names": ["b"]})
+
+
+def test_leaf_modules_of_a_section_are_lists() -> None:
+    section = deepspeed.runtime.zero.config.DeepSpeedZeroConfig
+    leaves = section(leaf_module={"classes": "my.Class", "names": ["a"]}).leaf_module
+    assert (leaves.classes, leaves.names, leaves.name_suffixes) == (["my.Class"], ["a"], [])
+    assert section().leaf_module.classes == []
