@@ -11,11 +11,15 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
 from hf_zero.checkpoint import convert_zero_checkpoint_to_fp32_state_dict as _convert
+from hf_zero.checkpoint.find import find_checkpoint
+from hf_zero.checkpoint.opening import open_checkpoint
+from hf_zero.checkpoint.records import strip_wrappers
 
 INDEX = "model.safetensors.index.json"
 
@@ -46,7 +50,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         between = folder / f".fp32.{os.getpid()}"
         try:
             _convert(checkpoint_dir, between, size, True, tag, exclude_frozen_parameters)
-            _as_pickles(between, folder)
+            _as_pickles(between, folder, _tied(checkpoint_dir, tag))
         finally:
             shutil.rmtree(between, ignore_errors=True)
 
@@ -71,15 +75,33 @@ def _one_writer(folder: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def _as_pickles(source: Path, folder: Path) -> None:
-    """The safetensors files of ``source``, one after another, as files of torch.save."""
+def _tied(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> list[set[str]]:
+    """The names of each tensor that has several."""
+    groups: dict[str, set[str]] = {}
+    with open_checkpoint(find_checkpoint(checkpoint_dir, tag)) as checkpoint:
+        for tied, held in checkpoint.manifest.aliases.items():
+            groups.setdefault(held, {strip_wrappers(held)}).add(strip_wrappers(tied))
+    return list(groups.values())
+
+
+def _as_pickles(source: Path, folder: Path, tied: list[set[str]]) -> None:
+    """The safetensors files of ``source``, one after another, as files of torch.save, with all
+    names of a tensor: a pickle holds it once.
+    """
+
+    def with_all_names(given: dict[str, Any]) -> dict[str, Any]:
+        """``given``, by name, where every name of a group stands for the one that is there."""
+        there = ((group, next((name for name in group if name in given), None)) for group in tied)
+        more = {name: given[held] for group, held in there if held is not None for name in group}
+        return given | more
+
     for file in sorted(source.glob("*.safetensors")):
         name = _pickle_name(file.name)
-        torch.save(load_file(file), folder / f".{name}")
+        torch.save(with_all_names(load_file(file)), folder / f".{name}")
         os.replace(folder / f".{name}", folder / name)
     if (source / INDEX).is_file():
         index = json.loads((source / INDEX).read_text())
-        places = index["weight_map"].items()
+        places = with_all_names(index["weight_map"]).items()
         index["weight_map"] = {key: _pickle_name(name) for key, name in places}
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2))
 

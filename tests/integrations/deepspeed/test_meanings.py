@@ -224,6 +224,32 @@ def test_files_of_deepspeeds_own_checkpoints_are_found(tmp_path: Path) -> None:
     assert Path(helpers.get_model_state_file(tmp_path, 2)).name == "mp_rank_00_model_states.pt"
 
 
+@pytest.mark.parametrize("size", [None, "10KB"])
+def test_pickles_of_whole_weights_have_all_names_of_a_tensor(size: Any, tmp_path: Path) -> None:
+    def tied() -> Any:
+        model: Any = nn.ModuleDict({name: nn.Linear(40, 40) for name in "abc"})
+        model["a"].weight = model["c"].weight
+        return model
+
+    model = tied()
+    engine = start(model, 3)
+    engine.save_checkpoint(tmp_path / "run", "1")
+    engine.destroy()
+    fp32_files.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "run", tmp_path, size)
+    files = sorted(tmp_path.glob("*.bin"))
+    assert len(files) == (1 if size is None else 2)
+    state: dict[str, Any] = {}
+    for file in files:
+        given = torch.load(file)
+        assert ("a.weight" in given) == ("c.weight" in given)
+        state |= given
+    assert state["a.weight"].data_ptr() == state["c.weight"].data_ptr()
+    tied().load_state_dict(state, strict=True)
+    if size is not None:
+        index = json.loads((tmp_path / "pytorch_model.bin.index.json").read_text())
+        assert {*index["weight_map"]} == {*state}
+
+
 @pytest.mark.parametrize(
     ("kind", "offload", "more", "name", "decoupled"),
     [
