@@ -124,12 +124,8 @@ class Fp16LossScaler:
     ):
         self.scale = float(scale)
         self.dynamic = dynamic
-        self._window, self._hysteresis, self._minimum, self._consecutive = (
-            window,
-            hysteresis,
-            minimum,
-            consecutive,
-        )
+        self.window, self._hysteresis, self._minimum = window, hysteresis, minimum
+        self._consecutive = consecutive
         self._left = hysteresis
         self._since = 0
 
@@ -168,7 +164,7 @@ class Fp16LossScaler:
         self._since += 1
         if self._consecutive:
             self._left = self._hysteresis
-        if self._since >= self._window:
+        if self._since >= self.window:
             self._since = 0
             self._left = self._hysteresis
             self.scale *= 2.0

@@ -19,6 +19,7 @@ from hf_zero.initialize import data_loader
 from hf_zero.integrations.deepspeed.checkpoint_targets import agreed_target, nothing_to_load
 from hf_zero.integrations.deepspeed.disabled_monitor import DisabledMonitor
 from hf_zero.integrations.deepspeed.engine_getters import methods
+from hf_zero.integrations.deepspeed.loss_scalers import EngineLossScaler
 from hf_zero.integrations.deepspeed.placeholders import refuse
 from hf_zero.integrations.deepspeed.reporting_engine import ReportingEngine
 from hf_zero.integrations.deepspeed.states_away import StatesAway, checked
@@ -47,6 +48,17 @@ class DeepSpeedEngine(ReportingEngine):
         super().__init__(*args, **kwargs)
         self._states_away = StatesAway()
         self.collate_fn: Any = None
+
+    def publish_scale(self) -> None:
+        """Show the loss scale on the optimizer, also as the object that DeepSpeed's has."""
+        super().publish_scale()
+        if self.optimizer is not None and self._shown_scaler is None:
+            counters = self.counters
+            self._shown_scaler = EngineLossScaler(self.scaler, lambda: counters.global_steps)
+            self.optimizer.loss_scaler = self._shown_scaler
+            self.optimizer.dynamic_loss_scale = self._shown_scaler.dynamic
+
+    _shown_scaler: EngineLossScaler | None = None
 
     # ---- forward, backward, step ----
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ class LossScalerBase:
 
     def __init__(self, scaler: Fp16LossScaler) -> None:
         self._scaler = scaler
+        self._updates = 0
 
     @property
     def dynamic(self) -> bool:
@@ -33,6 +34,16 @@ class LossScalerBase:
         return self._scaler.scale
 
     cur_scale = loss_scale
+
+    @property
+    def scale_window(self) -> int:
+        """Steps without an overflow after which the scale doubles."""
+        return self._scaler.window
+
+    @property
+    def cur_iter(self) -> int:
+        """The updates that there were."""
+        return self._updates
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self.loss_scale
@@ -46,6 +57,7 @@ class LossScalerBase:
     def update_scale(self, overflow: bool) -> None:
         """After a step, or after one that was skipped because of ``overflow``."""
         self._scaler.update(overflow)
+        self._updates += 1
 
 
 class LossScaler(LossScalerBase):
@@ -53,6 +65,18 @@ class LossScaler(LossScalerBase):
 
     def __init__(self, scale: float = 1.0) -> None:
         super().__init__(Fp16LossScaler(scale))
+
+
+class EngineLossScaler(LossScalerBase):
+    """What ``optimizer.loss_scaler`` says of the scale of an engine, which updates it by itself."""
+
+    def __init__(self, scaler: Fp16LossScaler, steps: Callable[[], int]) -> None:
+        super().__init__(scaler)
+        self._steps = steps
+
+    @property
+    def cur_iter(self) -> int:
+        return self._steps()
 
 
 class DynamicLossScaler(LossScalerBase):

@@ -287,6 +287,21 @@ def test_what_a_configuration_makes_is_of_the_class_that_deepspeed_makes(
     assert isinstance(optimizers.FusedAdam(stack().parameters()), optimizers.FusedAdam)
 
 
+def test_the_optimizer_shows_the_loss_scale() -> None:
+    engine = start(
+        stack(), 1, fp16={"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}
+    )
+    scalers = []
+    scaler = engine.optimizer.loss_scaler
+    for step in range(3):
+        assert engine.optimizer.dynamic_loss_scale and scaler.scale_window == 2
+        scalers.append((scaler.cur_iter, scaler.cur_scale, scaler.loss_scale))
+        engine.backward(squared(engine, At(step, 0, 0), torch.half))
+        engine.step()
+    assert scalers == [(0, 256.0, 256.0), (1, 256.0, 256.0), (2, 512.0, 512.0)]
+    engine.destroy()
+
+
 # -- parameters ------------------------------------------------------------------------------------
 
 
