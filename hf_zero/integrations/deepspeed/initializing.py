@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.initialize import configuration, initialize_as
 from hf_zero.initialize import initialize as _initialize
@@ -32,7 +33,18 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     engine.collate_fn = arguments["collate_fn"]
     if optimizer is not None:
         name_made(optimizer, engine.config)
+        _report_unclipped(engine.config)
     return answer
+
+
+def _report_unclipped(config: ZeroConfig) -> None:
+    """Log that gradients are not clipped where the configuration does not say so."""
+    if config.sources.get("gradient_clipping", "default") == "default":
+        log_rank0(
+            "gradient_clipping is not written, so gradients are not clipped, where DeepSpeed "
+            "0.19.8 clips them at 1.0 and older ones do not; write gradient_clipping: 1.0, or 0",
+            logging.WARNING,
+        )
 
 
 def _prefer_objects(arguments: dict[str, Any]) -> None:

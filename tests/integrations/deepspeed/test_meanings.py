@@ -356,3 +356,13 @@ def test_backwards_of_one_step_are_reduced_together(stage: int) -> None:
     want, have = (on_ranks(RANKS, run, block)[0] for block in (False, True))
     for name, value in want.items():
         torch.testing.assert_close(have[name], value, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("written, said", [({}, True), ({"gradient_clipping": 0}, False)])
+def test_gradients_that_are_not_clipped_unasked_are_reported(caplog, written, said):
+    model = nn.Linear(2, 2)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}, **written}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine.destroy()
+    assert ("gradient_clipping is not written" in caplog.text) == said
