@@ -26,13 +26,20 @@ if not torch.cuda.is_available():
 
 
 @pytest.fixture(autouse=True)
-def small_models_are_cut_as_large_ones() -> Iterator[None]:
-    """The models of the tests are small: their blocks are to be units all the same, and their
-    parameters sharded at stage 3, unless a test or its configuration asks.
+def small_blocks_are_units() -> Iterator[None]:
+    """The blocks of the tests' models are small, and are to be units all the same, unless a test or
+    its configuration asks.
     """
     # not a test's own, which is undone before the fixtures of its folder
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_zero.parameters.wrap.GRANULARITY", 0)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def small_parameters_are_sharded() -> Iterator[None]:
+    """At stage 3, unless a configuration asks; also in what fixtures of modules make."""
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_zero.parameters.wrap.PERSISTENCE", 0)
         yield
 

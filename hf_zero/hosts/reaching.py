@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import random
 import shlex
 import socket
 import subprocess
@@ -17,6 +18,8 @@ from hf_zero.errors import LaunchError
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
 VARIABLE = "HF_ZERO_SSH"
 ANSWER_SECONDS = 60.0
+PORTS = (20_000, 32_000)  # Linux gives those from 32,768 on to outgoing connections
+ATTEMPTS = 64
 
 
 def ssh_command(given: str | None = None, port: int | None = None) -> list[str]:
@@ -91,7 +94,17 @@ def address_of(host: str, ssh: Sequence[str]) -> str:
 
 
 def free_port() -> int:
-    """A free port of this machine."""
+    """A free port of this machine, below those that systems give to outgoing connections: one of
+    them may be taken before a server listens on it.
+    """
+    draw = random.SystemRandom()  # a script's seed does not make two trainings meet at one port
+    for _ in range(ATTEMPTS):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", draw.randrange(*PORTS)))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

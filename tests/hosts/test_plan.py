@@ -309,3 +309,15 @@ def test_an_ssh_that_is_not_installed(tmp_path: Path) -> None:
 def test_a_free_port_can_be_taken() -> None:
     with socket.socket() as taken:
         taken.bind(("", free_port()))
+
+
+def test_a_free_port_is_none_that_an_outgoing_connection_gets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, last = reaching.PORTS
+    assert all(first <= free_port() < last for _ in range(20))
+    with socket.socket() as taken:
+        port = free_port()
+        taken.bind(("", port))
+        monkeypatch.setattr(reaching, "PORTS", (port, port + 1))  # none is left there
+        assert free_port() != port
