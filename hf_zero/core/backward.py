@@ -214,8 +214,8 @@ class Backward:
             )
         if not self._window.syncs:
             raise UnreducedGradientsError(
-                "It is illegal to call Engine.step() inside no_sync context manager: its gradients "
-                "are not reduced; leave the no_sync block first"
+                "step() inside no_sync() would use gradients that are not reduced; leave "
+                "the no_sync block first"
             )
 
     def reduce_for_step(self) -> None:
