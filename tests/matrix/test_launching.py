@@ -447,14 +447,15 @@ def check_route(found: list[Report], route: str, oracle: Oracle) -> None:
     assert {report["place"]["GLOO_SOCKET_IFNAME"] for report in found} == {"lo"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "route"),
     [
-        pytest.param(srun, "stock", marks=pytest.mark.long),
-        pytest.param(srun, "callback", marks=pytest.mark.long),
-        pytest.param(srun, "accelerate", marks=pytest.mark.long),
-        pytest.param(open_mpi, "ours", marks=pytest.mark.long),
-        pytest.param(hydra, "deepspeed", marks=pytest.mark.long),
+        (srun, "stock"),
+        (srun, "callback"),
+        (srun, "accelerate"),
+        (open_mpi, "ours"),
+        (hydra, "deepspeed"),
     ],
 )
 def test_processes_of_srun_and_mpi_train_as_one(

@@ -102,12 +102,9 @@ def plain_trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
         yield lambda: [[loss] * 2 for loss in report()["losses"]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("stage", "whom"),
-    [
-        pytest.param(*each, marks=pytest.mark.long)
-        for each in [(2, "one rank"), (3, "both"), (3, "launcher"), (0, "launcher")]
-    ],
+    ("stage", "whom"), [(2, "one rank"), (3, "both"), (3, "launcher"), (0, "launcher")]
 )
 def test_a_loop_of_its_own(tmp_path, plain_loop, stage, whom):
     before = interrupted(

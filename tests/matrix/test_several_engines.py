@@ -37,9 +37,8 @@ def compare(found: dict[str, Any], want: dict[str, Any], case: str) -> None:
             assert found[key] == pytest.approx(values, rel=1e-5), f"{case}: {key}"
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(stage, marks=pytest.mark.long) for stage in (0, 2, 3)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_several_models_train_as_they_do_plainly(stage: int, plain: Plain, tmp_path: Path) -> None:
     reports = accelerate_launch(
         SCRIPT,

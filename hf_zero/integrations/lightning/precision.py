@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.core.sharded_model import DTYPES
 from hf_zero.errors import ConfigError
 from hf_zero.parameters.parameter import OwnedParameter
 from hf_zero.parameters.tree import map_tensors
@@ -26,7 +27,6 @@ KINDS = {
     "16-mixed": "fp16",
     "16-true": "fp16",
 }
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class PrecisionMethods:
