@@ -1,18 +1,22 @@
 """Training scripts as their users write and start them: alone in one process, or on two CPU ranks
 under a launcher.
 
-A script takes ``--out FOLDER`` and writes ``report-RANK.json`` there. It is started as a command,
-so that autoload, the launcher's environment and the end of the interpreter are those of a user.
+A script takes ``--out FOLDER`` and writes ``report-RANK.json`` there. It is started as a command
+with the launcher's environment, but in a process that is forked from one that has imported torch
+and transformers (``python_server.py``); ``integrations/test_autoload.py``,
+``matrix/test_launching.py`` and ``gloo/test_endings.py`` start whole interpreters.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -21,9 +25,11 @@ from typing import Any
 import yaml
 
 from hf_zero.hosts.reaching import free_port
+from tests.helpers.python_server import server
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = str(Path(__file__).parent / "site")
+PROGRAMS = os.path.dirname(sys.executable)
 HOST = "127.0.0.1"
 LAUNCHERS = (
     "ACCELERATE_",
@@ -59,11 +65,19 @@ KEYS: Report = {
 """All that changes how a model computes, for what no number may change."""
 
 
+@cache
+def python() -> str:
+    """A command that runs Python in a fork of one server, which ends with this process."""
+    running = server(environment())
+    atexit.register(running.__exit__, None, None, None)
+    return running.__enter__()
+
+
 def alone(script: Path, out: Path, *arguments: str, timeout: float = 300.0) -> Report:
     """The report of ``python script --out out``, with hf-zero installed and no launcher and no
     configuration.
     """
-    return _reports([sys.executable, str(script)], out, arguments, 1, timeout)[0]
+    return _reports([python(), str(script)], out, arguments, 1, timeout)[0]
 
 
 @contextmanager
@@ -73,7 +87,7 @@ def beside(
     """As :func:`alone`, while the caller starts something else: what this gives waits for the
     report, and keeps it.
     """
-    with started([sys.executable, str(script)], out, arguments) as process:
+    with started([python(), str(script)], out, arguments) as process:
         yield cache(lambda: _read(process, out, 1, timeout)[0])
 
 
@@ -85,7 +99,7 @@ def torchrun(
 
 
 def torchrun_command(script: Path, ranks: int = 2) -> list[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command = [python(), "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     return [
         *command,
         "--rdzv-backend",
@@ -145,7 +159,7 @@ def accelerate_command(
         **(top or {}),
     }
     file.write_text(yaml.safe_dump(content))
-    return [sys.executable, "-m", "accelerate.commands.launch", "--config", str(file), str(script)]
+    return [python(), "-m", "accelerate.commands.launch", "--config", str(file), str(script)]
 
 
 def environment() -> dict[str, str]:
@@ -204,18 +218,19 @@ def end_group(process: subprocess.Popen[Any]) -> None:
 
 
 @contextmanager
-def started(
-    command: list[str], out: Path, arguments: Iterable[str] = ()
+def running(
+    command: list[str], folder: Path, log: Path, environ: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[Any]]:
-    """``command --out out arguments`` at work, its output in ``out/log.txt``; whatever is left
-    of it at the end is killed.
+    """``command`` at work in ``folder``, its output in ``log``; whatever is left of it at the end
+    is killed.
+
+    Not through a pipe, which a rank that outlives its launcher keeps open.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    with open(out / "log.txt", "w") as file:
+    with open(log, "w") as file:
         process = subprocess.Popen(
-            [*command, "--out", str(out), *arguments],
-            cwd=out,
-            env=environment(),
+            command,
+            cwd=folder,
+            env={**(environment() if environ is None else environ), "PYTHON_EXEC": python()},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
@@ -225,6 +240,37 @@ def started(
             yield process
         finally:
             end_group(process)
+
+
+def output(
+    command: list[str],
+    folder: Path,
+    log: Path,
+    timeout: float = 300.0,
+    environ: Mapping[str, str] | None = None,
+) -> str:
+    """What ``command`` printed, which succeeds within ``timeout`` seconds.
+
+    A program of the environment is run by the server of Python, too.
+    """
+    if os.sep not in command[0] and (found := shutil.which(command[0], path=PROGRAMS)):
+        command = [python(), found, *command[1:]]
+    with running(command, folder, log, environ) as process:
+        code = ended(process, timeout)
+    assert code == 0, f"ended with {code} (None: after {timeout} s)\n{log.read_text()[-8000:]}"
+    return log.read_text()
+
+
+@contextmanager
+def started(
+    command: list[str], out: Path, arguments: Iterable[str] = ()
+) -> Iterator[subprocess.Popen[Any]]:
+    """``command --out out arguments`` at work as of :func:`running`, in ``out``, its output in
+    ``out/log.txt``.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    with running([*command, "--out", str(out), *arguments], out, out / "log.txt") as process:
+        yield process
 
 
 def ended(process: subprocess.Popen[Any], timeout: float) -> int | None:

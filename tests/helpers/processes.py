@@ -89,7 +89,9 @@ def run_processes(
     without a word, and :class:`RanksHung` with every rank's stack after ``timeout`` seconds. Only
     its own children are ever ended.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # torch and what a rank imports are imported once, by the process that forks the ranks
+    context.set_forkserver_preload([__name__, "hf_zero.core.engine"])
     store = dist.TCPStore(
         HOST, 0, world, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
     )

@@ -7,27 +7,21 @@ from __future__ import annotations
 import ast
 import json
 import math
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
 
 from hf_zero.config import ZeroConfig
-from tests.helpers.launched import end_group, environment
+from tests.helpers import launched
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "pre-layer-norm-bert"
 UNKNOWING = math.log(32)  # the loss of a guess among all words
 
 
 def last_loss(preset: str, output: Path, *arguments: str) -> float:
-    torchrun = shutil.which("torchrun", path=os.path.dirname(sys.executable))
-    assert torchrun is not None
     command = [
-        torchrun,
+        "torchrun",
         "--nproc_per_node",
         "2",
         "run_pre_layer_norm.py",
@@ -36,22 +30,7 @@ def last_loss(preset: str, output: Path, *arguments: str) -> float:
         "--checkpoint_dir",
         str(output),
     ]
-    log = output.with_suffix(".log")
-    with open(log, "w") as file:
-        process = subprocess.Popen(
-            [*command, *arguments],
-            cwd=RECIPE,
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(300)
-        finally:
-            end_group(process)
-    assert code == 0, log.read_text()[-4000:]
+    launched.output([*command, *arguments], RECIPE, output.with_suffix(".log"))
     (state,) = output.glob("iter_*/trainer_state.json")
     return float(json.loads(state.read_text())["log_history"][-1]["loss"])
 

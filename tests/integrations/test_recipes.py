@@ -7,10 +7,8 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import os
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ import hf_zero
 from hf_zero.checkpoint.find import find_checkpoint
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.config import PRESETS, ZeroConfig
-from tests.helpers.launched import end_group, environment
+from tests.helpers import launched
 
 ROOT = Path(__file__).resolve().parents[2]
 # Those without presets are started by a library's own launcher, and have tests of their own beside
@@ -134,27 +132,8 @@ def launch(
         preset_of(recipe, preset).name if Path(word).stem == "zero3" else word
         for word in command_of(recipe)
     ]
-    program = shutil.which(words[0], path=os.path.dirname(sys.executable))
-    assert program is not None
-    command = [program, *words[1:], kind.output, str(output), *arguments]
-    log = output.with_suffix(".log")
-    with open(log, "w") as file:
-        process = subprocess.Popen(
-            command,
-            cwd=recipe,
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
-        try:
-            code: int | None = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            end_group(process)
-    assert code == 0, f"ended with {code} (None: after {limit} s)\n{log.read_text()[-4000:]}"
+    command = [*words, kind.output, str(output), *arguments]
+    launched.output(command, recipe, output.with_suffix(".log"), limit)
     last = max(
         output.glob(f"{kind.tag}*/trainer_state.json"),
         key=lambda path: int(path.parent.name.removeprefix(kind.tag)),

@@ -10,8 +10,6 @@ from __future__ import annotations
 import ast
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,8 @@ from huggingface_hub import ModelCard
 from transformers import BertConfig, BertForMaskedLM
 
 import hf_zero
-from tests.helpers.launched import ROOT, Report, alone, beside, environment, torchrun
+from tests.helpers import launched
+from tests.helpers.launched import ROOT, Report, alone, beside, torchrun
 
 SCRIPTS = Path(__file__).parent / "scripts"
 CASES = SCRIPTS / "lightning_cases.py"
@@ -305,23 +304,10 @@ RECIPE = ROOT / "recipes" / "lightning"
 
 def recipe(out: Path, *arguments: str) -> list[float]:
     """The losses of the card's command with ``arguments``, step by step."""
-    code = subprocess.run(
-        [
-            sys.executable,
-            "run_lightning.py",
-            "--output_dir",
-            str(out),
-            "--accelerator",
-            "cpu",
-            *arguments,
-        ],
-        cwd=RECIPE,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=400,
+    command = [launched.python(), "run_lightning.py", "--output_dir", str(out)]
+    launched.output(
+        [*command, "--accelerator", "cpu", *arguments], RECIPE, out.with_suffix(".log"), 400
     )
-    assert code.returncode == 0, code.stdout[-2000:] + code.stderr[-6000:]
     with open(out / "logs" / "metrics.csv") as file:
         return [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
 

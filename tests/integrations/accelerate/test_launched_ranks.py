@@ -5,9 +5,6 @@ the same script alone.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import BertForSequenceClassification
 
+from tests.helpers import launched
 from tests.helpers.cells import fast
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "accelerate_loop.py"
@@ -43,16 +41,6 @@ def configuration(stage: int) -> dict[str, Any]:
     }
 
 
-def run(command: list[str], timeout: float = 240.0) -> str:
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")
-    }
-    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return done.stderr
-
-
 class Runs:
     """The script alone with batches of 8, and launched on two ranks with batches of 4; each at
     most once.
@@ -65,7 +53,8 @@ class Runs:
 
     def _alone(self) -> dict[str, Any]:
         out = self.folder / "alone"
-        run([sys.executable, str(SCRIPT), "--out", str(out), "--batch_size", "8"])
+        command = [launched.python(), str(SCRIPT), "--out", str(out), "--batch_size", "8"]
+        launched.output(command, self.folder, self.folder / "alone.log")
         return json.loads((out / "report-0.json").read_text())
 
     def _launched(self, stage: int) -> list[dict[str, Any]]:
@@ -73,10 +62,9 @@ class Runs:
         out.mkdir()
         file = self.folder / f"zero{stage}.yaml"
         file.write_text(yaml.safe_dump(configuration(stage)))
-        accelerate = Path(sys.executable).parent / "accelerate"
-        run(
+        launched.output(
             [
-                str(accelerate),
+                "accelerate",
                 "launch",
                 "--config",
                 str(file),
@@ -85,7 +73,9 @@ class Runs:
                 str(out),
                 "--batch_size",
                 "4",
-            ]
+            ],
+            self.folder,
+            out / "log.txt",
         )
         return [json.loads((out / f"report-{rank}.json").read_text()) for rank in range(2)]
 

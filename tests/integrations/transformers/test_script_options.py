@@ -4,9 +4,7 @@ options, and simply end.
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel
 
+from tests.helpers import launched
 from tests.integrations.tiny_trainer import logged, weights
 from tests.integrations.transformers.test_trainer import assert_same_training, distance, routed
 
@@ -36,16 +35,6 @@ consensus, owner = Consensus(dist.HashStore(), 0, 2, 60.0), Owner()
 consensus.fetches.serve(owner.read)
 print(sorted(thread.name for thread in threading.enumerate()))
 """
-
-
-def run(command: list[str], timeout: float = 120.0) -> str:
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")
-    }
-    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return done.stdout
 
 
 @pytest.mark.usefixtures("plain_process")
@@ -80,11 +69,12 @@ def test_less_usual_options_of_the_trainer(option: dict[str, Any], tmp_path: Pat
     assert_same_training(run, oracle)
 
 
-def test_no_thread_is_in_the_store_when_the_interpreter_ends() -> None:
+def test_no_thread_is_in_the_store_when_the_interpreter_ends(tmp_path: Path) -> None:
     """One that returns from there into an interpreter that is going aborts a rank whose training
     has succeeded.
     """
-    running, at_exit = run([sys.executable, "-c", ENDS]).splitlines()
+    printed = launched.output([sys.executable, "-c", ENDS], tmp_path, tmp_path / "log")
+    running, at_exit = (line for line in printed.splitlines() if line.startswith("["))
     assert running == "['MainThread', 'hf_zero-serve']"
     assert at_exit == "['MainThread']"
 
@@ -107,18 +97,20 @@ def test_a_bare_loop_saves_whole_weights_at_stage_3_and_ends_well(tmp_path: Path
         "use_cpu": True,
     }
     (tmp_path / "zero3.yaml").write_text(yaml.safe_dump(configuration))
-    run([sys.executable, str(BARE_LOOP), str(tmp_path / "alone"), "8"])
-    accelerate = Path(sys.executable).parent / "accelerate"
-    run(
+    alone = [launched.python(), str(BARE_LOOP), str(tmp_path / "alone"), "8"]
+    launched.output(alone, tmp_path, tmp_path / "alone.log")
+    launched.output(
         [
-            str(accelerate),
+            "accelerate",
             "launch",
             "--config",
             str(tmp_path / "zero3.yaml"),
             str(BARE_LOOP),
             str(tmp_path / "sharded"),
             "4",
-        ]
+        ],
+        tmp_path,
+        tmp_path / "sharded.log",
     )
     _, info = GPT2LMHeadModel.from_pretrained(tmp_path / "sharded", output_loading_info=True)
     assert not any(info.values())

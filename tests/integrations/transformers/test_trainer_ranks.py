@@ -5,15 +5,12 @@ processes.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.launched import SITE
+from tests.helpers.launched import environment, output, python
 from tests.helpers.processes import HOST
 from tests.integrations.tiny_trainer import STEPS
 
@@ -38,23 +35,9 @@ use_cpu: true
 
 def run(launcher: list[str], folder: Path, what: str) -> Seen:
     """What each rank wrote. The output of the ranks is shown where they fail."""
-    launched = {
-        name
-        for name in os.environ
-        if name.startswith("ACCELERATE_") or name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    }
-    environment = {name: value for name, value in os.environ.items() if name not in launched}
-    environment |= {
-        "PYTHONPATH": os.pathsep.join([SITE, str(ROOT)]),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-    }
-    command = [sys.executable, "-m", *launcher, str(SCRIPT), str(folder), what]
-    ended = subprocess.run(
-        command, cwd=ROOT, env=environment, timeout=TIMEOUT, capture_output=True, text=True
-    )
-    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
+    command = [python(), "-m", *launcher, str(SCRIPT), str(folder), what]
+    quiet = {**environment(), "TRANSFORMERS_VERBOSITY": "error"}
+    output(command, ROOT, folder / "log.txt", TIMEOUT, quiet)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
