@@ -117,7 +117,11 @@ class Fp16Section:
     loss_scale: float = key(number(0), 0.0, "a constant; 0: dynamic")
     initial_scale_power: int = key(COUNT, 16, "the dynamic scale starts at 2 to this power")
     loss_scale_window: int = key(
-        integer(1), 1000, "good steps before the scale doubles", unit="steps"
+        integer(1),
+        1000,
+        "good steps before the scale doubles; the first of a run and the first after an overflow "
+        "do not count",
+        unit="steps",
     )
     hysteresis: int = key(integer(1), 2, "overflows before the scale halves")
     consecutive_hysteresis: bool = key(BOOLEAN, False, "a good step restores the hysteresis")

@@ -109,8 +109,9 @@ class Fp16LossScaler:
     """The factor on the loss that keeps fp16 gradients representable; a constant 1 outside fp16.
 
     Dynamic: an overflow that has used up ``hysteresis`` halves the scale (not below ``minimum``),
-    ``window`` steps without one double it. ``consecutive`` refills the hysteresis after each good
-    step, else only a growth does.
+    ``window`` steps without one double it; the first step of a run and the first after an overflow
+    do not count, as in DeepSpeed's DynamicLossScaler, whose keys these are. ``consecutive`` refills
+    the hysteresis after each good step, else only a growth does.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Fp16LossScaler:
         self.window, self._hysteresis, self._minimum = window, hysteresis, minimum
         self._consecutive = consecutive
         self._left = hysteresis
-        self._since = 0
+        self._since = -1  # good steps that count; -1: the next one does not
 
     @classmethod
     def from_config(cls, config: Any) -> Fp16LossScaler:
@@ -155,7 +156,7 @@ class Fp16LossScaler:
         if not self.dynamic:
             return
         if overflow:
-            self._since = 0
+            self._since = -1
             if self._left <= 1:
                 self.scale = max(self.scale / 2.0, self._minimum)
             else:

@@ -61,11 +61,11 @@ def test_an_overflow_halves_down_to_the_minimum():
 
 
 def test_a_window_of_good_steps_doubles():
-    assert scales("gggggg", loss_scale_window=2) == [16, 32, 32, 64, 64, 128]
+    assert scales("gggggg", loss_scale_window=2) == [16, 16, 32, 32, 64, 64]
 
 
 def test_the_window_starts_anew_after_an_overflow():
-    assert scales("googgg", loss_scale_window=3) == [16, 8, 4, 4, 4, 8]
+    assert scales("googggg", loss_scale_window=3) == [16, 8, 4, 4, 4, 4, 8]
 
 
 def test_hysteresis_forgives_the_first_overflows():
@@ -74,7 +74,7 @@ def test_hysteresis_forgives_the_first_overflows():
 
 
 def test_hysteresis_is_restored_by_a_full_window():
-    assert scales("ooggo", hysteresis=2, loss_scale_window=2) == [16, 8, 8, 16, 16]
+    assert scales("oogggo", hysteresis=2, loss_scale_window=2) == [16, 8, 8, 8, 16, 16]
 
 
 def test_consecutive_hysteresis_is_restored_by_any_good_step():

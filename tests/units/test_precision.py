@@ -109,24 +109,24 @@ SCALES = [
     ("halves at once without hysteresis", "ooo", {"hysteresis": 1}, [8, 4, 2]),
     ("not below the minimum", "oooo", {"hysteresis": 1, "minimum": 4.0}, [8, 4, 4, 4]),
     ("a scale below the minimum rises to it", "o", {"hysteresis": 1, "minimum": 32.0}, [32]),
-    ("doubles after a window", "ggggg", {"window": 2}, [16, 32, 32, 64, 64]),
-    ("a window of one", "ggo", {"window": 1, "hysteresis": 1}, [32, 64, 32]),
+    ("doubles after a window", "ggggg", {"window": 2}, [16, 16, 32, 32, 64]),
+    ("a window of one", "ggo", {"window": 1, "hysteresis": 1}, [16, 32, 16]),
     (
         "an overflow starts the window anew",
-        "ggoggg",
+        "ggogggg",
         {"window": 3, "hysteresis": 1},
-        [16, 16, 8, 8, 8, 16],
+        [16, 16, 8, 8, 8, 8, 16],
     ),
     (
         "a forgiven overflow does, too",
-        "ggoggg",
+        "ggogggg",
         {"window": 3, "hysteresis": 2},
-        [16, 16, 16, 16, 16, 32],
+        [16, 16, 16, 16, 16, 16, 32],
     ),
     ("hysteresis forgives the first", "ooo", {"hysteresis": 2}, [16, 8, 4]),
     ("hysteresis of three", "oooo", {"hysteresis": 3}, [16, 16, 8, 4]),
     ("good steps alone do not refill it", "ogogo", {"hysteresis": 2}, [16, 16, 8, 8, 4]),
-    ("a growth refills it", "oggoo", {"hysteresis": 2, "window": 2}, [16, 16, 32, 32, 16]),
+    ("a growth refills it", "ogggoo", {"hysteresis": 2, "window": 2}, [16, 16, 16, 32, 32, 16]),
     (
         "consecutive: any good step refills it",
         "ogogoo",
@@ -152,6 +152,34 @@ def test_the_scale_event_by_event(events: str, options: dict[str, Any], want: li
         scaler.update(event == "o")
         seen.append(scaler.scale)
     assert seen == want
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from("ggggo"), min_size=12, max_size=40),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_the_scale_is_that_of_deepspeeds_rule(
+    events: list[str], window: int, hysteresis: int, consecutive: bool
+) -> None:
+    """Its rule as it is written there: by the number of the step, less that of the last overflow,
+    less one.
+    """
+    scaler = Fp16LossScaler(2.0**20, True, window, hysteresis, 1.0, consecutive)
+    scale, left, last = 2.0**20, hysteresis, -1
+    for step, event in enumerate(events):
+        if event == "o":
+            scale, left = (max(scale / 2, 1.0), left) if left == 1 else (scale, left - 1)
+            last = step
+        else:
+            left = hysteresis if consecutive else left
+            stable = step - last - 1
+            if stable > 0 and stable % window == 0:
+                scale, left = 2 * scale, hysteresis
+        scaler.update(event == "o")
+        assert scaler.scale == scale, step
 
 
 def test_a_static_scale_never_moves() -> None:
@@ -208,7 +236,7 @@ def test_the_scaler_of_a_config() -> None:
     }
     dynamic = scaler_of(fp16={"enabled": True, **options})
     assert dynamic.scale == 32 and dynamic.dynamic
-    for overflow, want in ((True, 16), (True, 16), (False, 16), (False, 32)):
+    for overflow, want in ((True, 16), (True, 16), (False, 16), (False, 16), (False, 32)):
         dynamic.update(overflow)
         assert dynamic.scale == want
     patient = {**options, "hysteresis": 2, "consecutive_hysteresis": True}
