@@ -98,7 +98,7 @@ class Engine(TrainingEngine):
         as they are. Raises CheckpointError, on all ranks, if a save in the background has failed:
         the step is complete by then.
         """
-        ends_window = self.accumulation.ends
+        ends_window = self.accumulation.ends_by_step
         super().step()
         if ends_window:
             self.async_saves.raise_failure()

@@ -55,6 +55,10 @@ class UnreducedGradientsError(PartitionError, AssertionError):
     """A step, or another block of its kind, inside ``no_sync``, where gradients are not reduced."""
 
 
+class UnmanagedWindowError(PartitionError, AssertionError):
+    """A boundary of accumulation windows, said where every step ends one by itself."""
+
+
 class UnsupportedOptimizerError(HfZeroError, TypeError):
     """An optimizer whose update is not element-wise, or whose existing state cannot be carried
     over.

@@ -122,12 +122,6 @@ _GRADIENTS = (
     inert(
         "sparse_gradients", BOOLEAN, "the gradients of embeddings with sparse=True are made dense"
     ),
-    unbuilt(
-        "managed_gradient_accumulation",
-        BOOLEAN,
-        "accumulation that the engine does not manage",
-        True,
-    ),
     unbuilt("disable_allgather", BOOLEAN, "broadcasts in place of all-gathers"),
 )
 

@@ -57,6 +57,12 @@ class Settings:
     gradient_accumulation_steps: int | None = key(
         integer(1), None, "micro-batches of one optimizer step", unit="micro-batches"
     )
+    managed_gradient_accumulation: bool = key(
+        BOOLEAN,
+        True,
+        "false: every step() ends an accumulation window, whatever number of micro-batches it has; "
+        "gradient_accumulation_steps still divides losses",
+    )
     elasticity: dict[str, Any] | None = key(
         SECTION,
         None,

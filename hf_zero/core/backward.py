@@ -17,7 +17,12 @@ from hf_zero.core.hooks import Hooks
 from hf_zero.core.optimizer_step import OptimizerStep, refuse_half_done
 from hf_zero.core.sanity import SanityChecks
 from hf_zero.core.sharded_model import DTYPES, ShardedModel
-from hf_zero.errors import PartitionError, UnreducedGradientsError, UnusedParameterError
+from hf_zero.errors import (
+    PartitionError,
+    UnmanagedWindowError,
+    UnreducedGradientsError,
+    UnusedParameterError,
+)
 from hf_zero.gradients.gradient_intake import MicroBatch
 from hf_zero.gradients.gradient_reducer import GradientReducer, ReductionOptions
 from hf_zero.gradients.losses import Losses
@@ -38,21 +43,40 @@ class Counters:
 
 class AccumulationWindow:
     """The micro-batches whose gradients one step uses: ``steps`` of them, unless the script says
-    where a window ends.
+    where a window ends. Not ``managed``: every step ends one.
     """
 
-    def __init__(self, steps: int):
+    def __init__(self, steps: int, managed: bool = True):
         self.steps = steps
-        self.micro_batches = 0  # counted since the last step
+        self.managed = managed
+        self.micro_batches = 0  # counted since the last step: steps, or backwards if not managed
         self.boundary: bool | None = None  # whether the next backward ends it, said by the script
         self.syncs = True  # False inside no_sync
 
     @property
     def ends(self) -> bool:
-        """Whether the backward under way, or the next, is the last of the window."""
+        """Whether the backward under way, or the next, is known to be the last of the window."""
         if self.boundary is not None:
             return self.boundary
-        return self.micro_batches + 1 >= self.steps
+        return self.managed and self.micro_batches + 1 >= self.steps
+
+    @property
+    def ends_by_step(self) -> bool:
+        """Whether a step now ends the window."""
+        return self.ends or not self.managed
+
+    def set_boundary(self, is_boundary: bool) -> None:
+        """Say whether the next backward ends the window; see :meth:`refuse_unmanaged`."""
+        self.refuse_unmanaged("set_gradient_accumulation_boundary()")
+        self.boundary = is_boundary
+
+    def refuse_unmanaged(self, what: str) -> None:
+        """Raise UnmanagedWindowError for ``what``, where every step ends a window."""
+        if not self.managed:
+            raise UnmanagedWindowError(
+                f"{what} has no use where managed_gradient_accumulation is false: every step() "
+                "ends the accumulation window; leave the call out, or remove the key"
+            )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -167,7 +191,10 @@ class Backward:
         if update.bound is not None:
             refuse_switched(self._model.flats)
             refuse_half_done(update.updater, "another backward")
-            self._sanity.on_backward(window.syncs and window.boundary is not False)
+            self._sanity.on_backward(
+                window.syncs and window.managed and window.boundary is not False
+            )
+        window.micro_batches += not window.managed
         weight, unscale = self.losses.begin(1.0 / window.steps)
         reduces = window.syncs and window.ends
         early = (

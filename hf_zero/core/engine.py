@@ -75,9 +75,9 @@ class TrainingEngine(EngineParts):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say from outside whether the next backward ends the accumulation window; it holds
-        until said otherwise.
+        until said otherwise. Raises UnmanagedWindowError where every step ends one.
         """
-        self.accumulation.boundary = is_boundary
+        self.accumulation.set_boundary(is_boundary)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the backward under way, or the next, ends the accumulation window."""
@@ -158,14 +158,14 @@ class TrainingEngine(EngineParts):
                 "step() of an engine that was destroyed; train with another one: "
                 "hf_zero.initialize(model=..., optimizer=...)"
             )
-        self.backward_pass.reset(counts_only=not self.accumulation.ends)
+        self.backward_pass.reset(counts_only=not self.accumulation.ends_by_step)
         self.backward_pass.take_in_unannounced()
         self.sharded_model.guards.check()
         self.backward_pass.refuse_unusable()
         optimizer_step, losses = self.optimizer_step, self.backward_pass.losses
         optimizer_step.applied = False
-        if not self.accumulation.ends:
-            self._count_micro_batch()
+        if not self.accumulation.ends_by_step:
+            self._count_micro_batches(1)
             self.accumulation.micro_batches += 1
             return
         if self.bound is None:
@@ -181,8 +181,9 @@ class TrainingEngine(EngineParts):
         self.backward_pass.reduce_for_step()
         if not self.config.zero.ignore_unused_parameters:
             self.backward_pass.refuse_unused()
-        self._count_micro_batch()
-        self.accumulation.micro_batches = 0
+        window = self.accumulation
+        self._count_micro_batches(1 if window.managed else window.micro_batches)
+        window.micro_batches = 0
         overflow = optimizer_step.update(self.global_steps, losses.may_overflow)
         self._publish_events()
         self.schedule.meet()
@@ -210,18 +211,21 @@ class TrainingEngine(EngineParts):
     def _publish_events(self) -> None:
         """Publish what the other ranks are to see when all meet at the end of this step."""
 
-    def _count_micro_batch(self) -> None:
-        self.counters.micro_steps += 1
-        self.counters.global_samples += self.train_micro_batch_size_per_gpu() * self.world_size
+    def _count_micro_batches(self, count: int) -> None:
+        self.counters.micro_steps += count
+        samples = self.train_micro_batch_size_per_gpu() * self.world_size
+        self.counters.global_samples += samples * count
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, those of the accumulation window too. Its count of micro-batches
-        stays; :meth:`restart_window` begins it anew.
+        stays, if the engine manages it; :meth:`restart_window` begins it anew.
         """
         self.backward_pass.reset()
         refuse_half_done(self.updater, "zero_grad()")
         self.backward_pass.reducer.clear()
         self.backward_pass.losses.forget()
+        if not self.accumulation.managed:  # counts what a step would use
+            self.accumulation.micro_batches = 0
 
     def restart_window(self) -> None:
         """Forget all gradients and begin the accumulation window anew: the next micro-batch is its

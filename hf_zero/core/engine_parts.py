@@ -58,7 +58,9 @@ class EngineParts(nn.Module):
         # names that whole state dicts without frozen parameters have all the same
         self.kept_when_frozen: frozenset[str] = frozenset()
         self.counters = Counters()
-        self.accumulation = AccumulationWindow(config.gradient_accumulation_steps or 1)
+        self.accumulation = AccumulationWindow(
+            config.gradient_accumulation_steps or 1, config.managed_gradient_accumulation
+        )
         self._installed: ExitStack | None = None  # what destroy undoes; None: destroyed
         device = device or process_group.default_device()
         kinds.set_device(device)

@@ -9,8 +9,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from hf_zero.errors import UnmanagedWindowError
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, OnEngine, config_of, full_weights, start, train_on_threads
+from tests.helpers.models import ROWS
 from tests.helpers.stacks import by_hand, on_ranks, squared
 from tests.helpers.training import At, Plan, plain_sgd
 from tests.helpers.ways_checkpointed import StackJob
@@ -112,6 +114,42 @@ def test_the_boundary_set_from_outside_with_a_short_last_window(stage, step_ever
     for weights, found in on_ranks(RANKS, run):
         oracle.compare_tensors("weights", weights, want)
         assert found == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_windows_that_steps_end(stage, offload, heard):
+    """``managed_gradient_accumulation: false``: each step uses what came since the last, whatever
+    number of micro-batches that is.
+    """
+    windows = [[(1 / 4, micro) for micro in range(count)] for count in (2, 12, 1)]
+    want, norms = by_hand(plain_sgd, windows, RANKS)
+    more = {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}}
+
+    def run(rank, model):
+        config = config_of(stage, Plan(accumulation=4), **(more if offload else {}))
+        config["managed_gradient_accumulation"] = False
+        engine = start(model, plain_sgd(model), config)
+        found, samples = [], []
+        for step, window in enumerate(windows):
+            for _, micro in window:
+                engine.backward(squared(engine, At(step, micro, rank)))
+                assert engine.window_is_open and not engine.is_gradient_accumulation_boundary()
+            engine.step()
+            assert engine.was_step_applied() and not engine.window_is_open
+            found.append(engine.get_global_grad_norm())
+            samples.append(engine.global_samples // (RANKS * ROWS))
+        engine.backward(squared(engine, At(9, 9, rank)))
+        engine.zero_grad()
+        assert samples == [2, 14, 15] and engine.micro_steps == 15 and not engine.window_is_open
+        with pytest.raises(UnmanagedWindowError, match="every step"):
+            engine.set_gradient_accumulation_boundary(True)
+        return full_weights(engine), found
+
+    for weights, found in on_ranks(RANKS, run):
+        oracle.compare_tensors("weights", weights, want)
+        assert found == pytest.approx(norms, rel=1e-5)
+    assert not any("without engine.step()" in line for line in heard)
 
 
 @pytest.mark.parametrize("stage", STAGES)

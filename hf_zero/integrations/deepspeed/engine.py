@@ -110,8 +110,10 @@ class DeepSpeedEngine(ReportingEngine):
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """The backwards inside belong to one step, and their gradients are reduced at the end of
         the block (collective); at stages 2 and 3 in every backward, as in :meth:`no_sync`, with an
-        equal result. Raises UnreducedGradientsError inside another such block.
+        equal result. Raises UnreducedGradientsError inside another such block, and
+        UnmanagedWindowError where every step ends a window.
         """
+        self.accumulation.refuse_unmanaged("coalesce_grad_reduction()")
         if self.in_no_sync:
             raise UnreducedGradientsError(
                 "coalesce_grad_reduction() cannot be nested inside another no_sync context; leave "

@@ -303,6 +303,35 @@ def test_the_optimizer_shows_the_loss_scale() -> None:
     engine.destroy()
 
 
+# -- accumulation ----------------------------------------------------------------------------------
+
+
+def test_windows_that_the_script_ends() -> None:
+    managed, unmanaged = (
+        start(stack(), 2, managed_gradient_accumulation=m, gradient_accumulation_steps=3)
+        for m in (True, False)
+    )
+    assert managed.managed_gradient_accumulation() is True
+    assert unmanaged.managed_gradient_accumulation() is False
+    for step in range(2):
+        for micro in range(3):
+            for engine in (managed, unmanaged):
+                engine.backward(squared(engine, At(step, micro, 0)))
+            managed.step()
+        unmanaged.step()
+    ours, theirs = full_weights(unmanaged), full_weights(managed)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert unmanaged.global_samples == managed.global_samples
+    for call in (
+        lambda: unmanaged.set_gradient_accumulation_boundary(False),
+        lambda: unmanaged.coalesce_grad_reduction().__enter__(),
+    ):
+        with pytest.raises(AssertionError, match="managed_gradient_accumulation is false"):
+            call()
+    managed.destroy()
+    unmanaged.destroy()
+
+
 # -- parameters ------------------------------------------------------------------------------------
 
 
