@@ -65,19 +65,20 @@ class CPUOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 seed += 1
-                if param.grad is None:
-                    continue
-                self._check(param)
-                state = self.state[param]
-                flat = _master(param, state)
-                gradient = param.grad.contiguous().view(-1).float()
-                self.update(group, state, param, flat, gradient, seed)
-                if param.dtype != torch.float32:
-                    state[MASTER] = flat.view(param.shape)
-                    param.copy_(state[MASTER])
-                elif not param.is_contiguous():
-                    param.copy_(flat.view(param.shape))
+                if param.grad is not None:
+                    self.update_parameter(group, self.state[param], param, seed)
         return loss
+
+    def update_parameter(
+        self, group: dict[str, Any], state: dict[str, Any], param: Tensor, seed: int
+    ) -> None:
+        """One update of ``param``, whose gradient is there, with the settings of ``group``."""
+        self._check(param)
+        assert param.grad is not None
+        flat = own_master(param, state)
+        gradient = param.grad.contiguous().view(-1).float()
+        self.update(group, state, param, flat, gradient, seed)
+        write_master(param, state, flat)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's, with every moment as a tensor of its parameter's shape."""
@@ -162,7 +163,7 @@ class CPUOptimizer(torch.optim.Optimizer):
             )
 
 
-def _master(param: Tensor, state: dict[str, Any]) -> Tensor:
+def own_master(param: Tensor, state: dict[str, Any]) -> Tensor:
     """The fp32 values that an update of ``param`` writes, 1-D: its own memory where that is fp32
     and contiguous. Where the script has written to a parameter in 16 bits, its values are taken.
     """
@@ -172,6 +173,15 @@ def _master(param: Tensor, state: dict[str, Any]) -> Tensor:
     if held is None:
         return param.detach().float().contiguous().view(-1)
     return torch.where(param == held.to(param.dtype), held, param.float()).reshape(-1)
+
+
+def write_master(param: Tensor, state: dict[str, Any], flat: Tensor) -> None:
+    """Give ``param`` the values of ``flat``, which :func:`own_master` gave and were changed."""
+    if param.dtype != torch.float32:
+        state[MASTER] = flat.view(param.shape)
+        param.copy_(state[MASTER])
+    elif not param.is_contiguous():
+        param.copy_(flat.view(param.shape))
 
 
 def packed_moment(moments: str, values: Tensor, signed: bool) -> Any:

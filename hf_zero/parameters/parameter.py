@@ -245,6 +245,11 @@ class _Stage3Facts:
         return self.numel()  # type: ignore[attr-defined]
 
     @property
+    def ds_persist(self) -> bool:
+        """Whether the parameter stays whole between steps."""
+        return self.__dict__["_hf_zero_flat"].spec.persistent
+
+    @property
     def ds_tensor(self) -> torch.Tensor:
         """This rank's elements of the parameter: 1-D, possibly empty."""
         return self.__dict__["_hf_zero_flat"].own_part(self.__dict__["_hf_zero_name"])

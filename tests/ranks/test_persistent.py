@@ -195,6 +195,9 @@ def test_what_is_read_and_asked_between_steps():
         scale, weight = model.logit_scale, model.head.weight
         assert isinstance(scale, LiveParameter) and scale.ds_status is ZeroParamStatus.AVAILABLE
         assert (scale.ds_numel, scale.ds_shape, model.head.bias.ds_numel) == (1, torch.Size(), 5)
+        assert scale.ds_persist and model.head.bias.ds_persist
+        sharded = [p for p in model.parameters() if not p.ds_persist]
+        assert sharded and all(p.ds_status.name == "NOT_AVAILABLE" for p in sharded)
         assert scale.item() == float(hf_zero.safe_get_full_fp32_param(scale))
         assert type(weight) is ReleasedParameter
         with pytest.raises(ReleasedParameterError, match=r"head\.weight"):

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_zero.integrations.deepspeed.placeholders import refuse
-from hf_zero.optim import CPUAdagrad, CPUAdam, CPULion
+from hf_zero.integrations.deepspeed.sub_group_steps import SubGroupSteps
+from hf_zero.optim import CPUAdagrad, CPULion
 from hf_zero.optim.lion import Lion
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class FusedAdam(torch.optim.Adam, metaclass=_Named):
         )
 
 
-class DeepSpeedCPUAdam(CPUAdam, metaclass=_Named):
+class DeepSpeedCPUAdam(SubGroupSteps, metaclass=_Named):
     """Adam, or AdamW where ``adamw_mode`` is set; moments in bf16 where
     ``fp32_optimizer_states`` is not.
     """

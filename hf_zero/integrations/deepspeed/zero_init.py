@@ -39,7 +39,7 @@ _numbers = count()
 
 def give_facts(parameter: Any) -> None:
     """Let a parameter that is whole on its one rank answer what sharded ones answer: ``ds_id``,
-    ``ds_status``, ``ds_shape`` and ``ds_numel``.
+    ``ds_status``, ``ds_shape``, ``ds_numel`` and ``ds_persist``.
     """
     if isinstance(parameter, nn.Parameter) and not hasattr(parameter, "ds_id"):
         parameter.__dict__.update(
@@ -47,6 +47,7 @@ def give_facts(parameter: Any) -> None:
             ds_status=ZeroParamStatus.AVAILABLE,
             ds_shape=parameter.shape,
             ds_numel=parameter.numel(),
+            ds_persist=True,
         )
 
 

@@ -16,7 +16,12 @@ from torch import nn
 import hf_zero
 from hf_zero.activations import policy as activations
 from hf_zero.distributed import process_group
-from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.errors import (
+    ConfigError,
+    NotBuiltError,
+    OffloadError,
+    UnsupportedOptimizerError,
+)
 from hf_zero.integrations.deepspeed import (
     accelerator,
     activation_checkpointing,
@@ -252,6 +257,8 @@ def test_model_parallelism_is_refused_by_checkpointing() -> None:
         activation_checkpointing.configure(SimpleNamespace(get_model_parallel_world_size=lambda: 2))
 
 
+KEPT = ("exp_avg", "exp_avg_sq")
+
 # -- optimizers ------------------------------------------------------------------------------------
 
 PAIRS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
@@ -311,6 +318,52 @@ def test_fp32_optimizer_states_off_keeps_moments_in_bf16() -> None:
         parameter.grad = torch.ones(3)
         optimizer.step()
         assert optimizer.state[parameter]["exp_avg"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("adamw_mode", [True, False])
+def test_steps_of_sub_groups_and_their_way_back(adamw_mode: bool, dtype: torch.dtype) -> None:
+    """Two sub-groups in one optimizer, each as if it had one of its own; steps taken back leave
+    what was before.
+    """
+    options = {"lr": 1e-2, "weight_decay": 0.1, "adamw_mode": adamw_mode}
+    starts = [torch.randn(9).to(dtype), torch.randn(4).to(dtype)]
+    both = optimizers.DeepSpeedCPUAdam([nn.Parameter(torch.zeros(1))], **options)
+    alone = [
+        optimizers.DeepSpeedCPUAdam([nn.Parameter(start.clone())], **options) for start in starts
+    ]
+    parts = [nn.Parameter(start.clone()) for start in starts]
+    before = []
+    for step in range(3):
+        for number, part in enumerate(parts):
+            (own,) = alone[number].param_groups[0]["params"]
+            part.grad = own.grad = torch.sin(starts[number] + step)
+            both.param_groups[0]["params"] = [part]
+            if step == 2:
+                moments = both.state[number]
+                before.append([part.detach().clone(), *(moments[k].clone() for k in KEPT)])
+            both.step_subgroup(number)
+            alone[number].step()
+            assert torch.equal(part, own) and both.state[number]["step"] == step + 1
+    for number, part in enumerate(parts):
+        both.param_groups[0]["params"] = [part]
+        both.rollback_subgroup(number)
+        state = both.state[number]
+        assert state["step"] == 2
+        torch.testing.assert_close([part.detach(), *(state[k] for k in KEPT)], before[number])
+        for _ in range(2):
+            both.rollback_subgroup(number)
+        with pytest.raises(RuntimeError, match=r"sub_group_id \d: step count is 0"):
+            both.rollback_subgroup(number)
+    with pytest.raises(OffloadError, match="sub_group_id 7: it has made no step"):
+        both.rollback_subgroup(7)
+    both.param_groups[0]["params"] = parts
+    with pytest.raises(UnsupportedOptimizerError, match="2 parameters have gradients"):
+        both.step_subgroup(0)
+    both.param_groups[0].update(params=[parts[0]], amsgrad=True)
+    both.step_subgroup(0)
+    with pytest.raises(NotBuiltError, match="amsgrad"):
+        both.rollback_subgroup(0)
 
 
 def test_groups_of_the_users_optimizer_are_shared() -> None:

@@ -151,6 +151,7 @@ def test_parameters_made_on_one_rank_have_the_facts(plain_process: None) -> None
     assert len(ids) == 4
     weight: Any = layer.weight
     assert (weight.ds_numel, weight.ds_shape, weight.ds_status.name) == (6, (2, 3), "AVAILABLE")
+    assert weight.ds_persist
     engine = deepspeed.initialize(
         model=layer,
         optimizer=torch.optim.SGD(layer.parameters(), lr=0.1),
