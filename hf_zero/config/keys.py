@@ -95,8 +95,6 @@ _BF16 = under(
     inert(
         "immediate_grad_update", BOOLEAN, "gradients join the accumulated ones as they are reduced"
     ),
-    unbuilt("check_grad_overflow", BOOLEAN, "skipping bf16 steps whose gradients are not finite"),
-    unbuilt("check_overflow", BOOLEAN, "skipping bf16 steps whose gradients are not finite"),
     unbuilt("bf16_master_weights_and_grads", BOOLEAN, "master weights in bf16"),
     Key(
         "bf16_optimizer_states",
@@ -317,6 +315,7 @@ _STAGE3_FIELDS = (
 # own keywords.
 ALIASES: dict[str, str] = {
     "bfloat16": "bf16",
+    "bf16.check_overflow": "bf16.check_grad_overflow",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
         "zero_optimization.stage3_gather_16bit_weights_on_model_save"
     ),

@@ -128,11 +128,22 @@ class Fp16Section:
     min_loss_scale: float = key(number(above=0), 1.0, "the scale never falls below")
 
 
+def _idle_without_bf16(values: Mapping[str, Any]) -> str:
+    return "" if values.get("bf16.enabled") else "bf16.enabled is false"
+
+
 @dataclass(frozen=True)
 class Bf16Section:
     """Training in bfloat16 with fp32 master weights."""
 
     enabled: bool = key(BOOLEAN, False, "train in bfloat16 with fp32 master weights")
+    check_grad_overflow: bool = key(
+        BOOLEAN,
+        False,
+        "skip a step whose gradients are not finite, at any stage, for one wait for the device a "
+        "step; false (DeepSpeed's default is true): a warning one step later",
+        idle=_idle_without_bf16,
+    )
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,8 @@ class Backward:
         early = (
             reduces
             and self._model.placement.updates_in_backward
-            and not (update.max_norm or self.losses.may_overflow or self._refuses_unused)
+            and not (update.max_norm or self.losses.may_overflow)
+            and not (update.refuses_infinite or self._refuses_unused)
         )
         early = early and not update.failed_writes()
         on_reduced = (

@@ -198,7 +198,13 @@ class TrainingEngine(EngineParts):
         self.counters.global_steps += 1
         self.counters.skipped_steps += overflow
         optimizer_step.applied = not overflow
-        if overflow and scaler.at_floor:
+        if overflow and optimizer_step.refuses_infinite:
+            logger.warning(
+                "step %d skipped: its gradients are not finite; look at the loss, the learning "
+                "rate and the batches of this step",
+                self.global_steps,
+            )
+        elif overflow and scaler.at_floor:
             logger.warning(
                 "step %d skipped: fp16 gradients overflow at the smallest loss scale, %g; the loss "
                 "or the learning rate has diverged",

@@ -66,6 +66,8 @@ class OptimizerStep:
         self._scaler = scaler
         self._sanity = sanity
         self._kernels = config.kernels
+        # whether gradients that are not finite forbid a step, also where they carry no loss scale
+        self.refuses_infinite = config.precision == "bf16" and config.bf16.check_grad_overflow
 
     @contextmanager
     def _updating_state(self) -> Iterator[None]:
@@ -131,14 +133,15 @@ class OptimizerStep:
 
     def update(self, steps: int, may_overflow: bool) -> bool:
         """One optimizer step from the reduced gradients, after ``steps`` others (collective); True
-        where an overflow of gradients that carry a loss scale forbade it.
+        where gradients that are not finite forbade it: those that carry a loss scale, or all by
+        configuration.
         """
         assert self.bound is not None
         model = self._model
         total = self.usage.agree(self._squares(), steps)
         scale, limit = self._scaler.scale, self.max_norm
         self.norm = total.sqrt() / scale
-        if may_overflow and not bool(torch.isfinite(total)):
+        if (may_overflow or self.refuses_infinite) and not bool(torch.isfinite(total)):
             return True
         if not may_overflow:
             self._sanity.on_norm(self.norm, steps + 1)

@@ -28,9 +28,13 @@ def fp16(**options) -> dict:
     } | options
 
 
+CHECKED = {"bf16": {"enabled": True, "check_grad_overflow": True}}
+
+
 def one_step(engine, rank, step, overflow, overflowing_rank=1):
     """One micro-batch; an overflow is forced on one rank alone."""
-    loss = squared(engine, At(step, 0, rank), HALF)
+    dtype = HALF if engine.config.precision == "fp16" else torch.bfloat16
+    loss = squared(engine, At(step, 0, rank), dtype)
     if overflow and rank == overflowing_rank:
         loss = loss * float("inf")
     engine.backward(loss)
@@ -88,14 +92,17 @@ def test_a_static_scale_stays():
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("overflowing_rank", [0, 1])
-def test_a_skipped_step_leaves_weights_optimizer_and_scheduler(stage, overflowing_rank):
+@pytest.mark.parametrize("precision", [{"fp16": fp16()}, CHECKED], ids=["fp16", "bf16"])
+def test_a_skipped_step_leaves_weights_optimizer_and_scheduler(
+    stage, overflowing_rank, precision, heard
+):
     def run(rank, model):
         optimizer = adamw(model)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
         engine = start(
             model,
             optimizer,
-            config_of(stage, fp16=fp16(), gradient_clipping=0.1),
+            config_of(stage, gradient_clipping=0.1, **precision),
             lr_scheduler=scheduler,
         )
 
@@ -119,7 +126,7 @@ def test_a_skipped_step_leaves_weights_optimizer_and_scheduler(stage, overflowin
         one_step(engine, rank, 1, overflow=True, overflowing_rank=overflowing_rank)
         after = everything()
         assert not engine.was_step_applied()
-        assert engine.optimizer.overflow is True
+        assert engine.optimizer.overflow is True and engine.skipped_steps == 1
         for name, weight in before[0].items():
             assert torch.equal(weight, after[0][name]), name
         for old, new in zip(before[1], after[1]):
@@ -131,6 +138,26 @@ def test_a_skipped_step_leaves_weights_optimizer_and_scheduler(stage, overflowin
         last = everything()
         assert last[4] != after[4]
         assert any(not torch.equal(weight, last[0][name]) for name, weight in after[0].items())
+
+    on_ranks(RANKS, run)
+    said = [line for line in heard if "step 2 skipped: its gradients are not finite" in line]
+    assert bool(said) == ("bf16" in precision)
+
+
+@pytest.mark.parametrize("update_in_backward", [False, True])
+def test_a_skipped_step_in_bf16_with_the_optimizer_offloaded(update_in_backward):
+    """The update that may begin in the backward waits for the norm here."""
+    offload = {"device": "cpu", "update_in_backward": update_in_backward}
+    zero = {"stage": 2, "offload_optimizer": offload}
+
+    def run(rank, model):
+        config = config_of(2, zero_optimization=zero, **CHECKED)
+        engine = start(model, adamw(model), config)
+        one_step(engine, rank, 0, overflow=False)
+        before = full_weights(engine)
+        one_step(engine, rank, 1, overflow=True)
+        assert not engine.was_step_applied()
+        assert all(torch.equal(before[name], value) for name, value in full_weights(engine).items())
 
     on_ranks(RANKS, run)
 
