@@ -230,7 +230,7 @@ def running(
         process = subprocess.Popen(
             command,
             cwd=folder,
-            env={**(environment() if environ is None else environ), "PYTHON_EXEC": python()},
+            env={"PYTHON_EXEC": python(), **(environment() if environ is None else environ)},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,

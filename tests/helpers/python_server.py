@@ -5,7 +5,8 @@ command that it is sent: scripts of tests start in milliseconds instead of three
 ``sys.executable``: options ``-u`` and ``-m``, a script, its arguments, the environment, the working
 folder, standard streams, signals and the exit code are those of a process of its own. A launcher
 under it starts its ranks by it, too (``PYTHON_EXEC``). What a variable changes while a library is
-imported is not seen: a command that sets one needs a Python of its own.
+imported is not seen: a command that sets one needs a Python of its own, or a function that each
+process calls first (``begin``).
 
 The server runs this file as a script, the command is ``python_client.py``.
 """
@@ -21,7 +22,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,16 +33,22 @@ END = "__main__ ends"
 
 
 @contextmanager
-def server(environment: dict[str, str]) -> Iterator[str]:
-    """The path of a command that runs Python as the server does, while the server lives."""
+def server(
+    environment: Mapping[str, str], preloaded: Sequence[str] = PRELOADED, begin: str = ""
+) -> Iterator[str]:
+    """The path of a command that runs Python as the server does, while the server lives.
+
+    It has imported ``preloaded``. ``begin`` is ``module:function``, called in each process once it
+    has its environment.
+    """
     with tempfile.TemporaryDirectory(prefix="python-") as folder:
         address, command = os.path.join(folder, "socket"), os.path.join(folder, "python")
         quoted = " ".join(f"'{word}'" for word in (sys.executable, "-ES", str(CLIENT), address))
         Path(command).write_text(f'#!/bin/sh\nexec {quoted} "$@"\n')
         os.chmod(command, 0o700)
         process = subprocess.Popen(
-            [sys.executable, __file__, address],
-            env=environment,
+            [sys.executable, __file__, address, begin, *preloaded],
+            env=dict(environment),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -156,7 +163,7 @@ class Server:
             os.kill(child, signal.SIGKILL)
 
 
-def become(request: Any) -> None:
+def become(request: Any, begin: str) -> None:
     """This process is the one that was asked for: streams, folder, environment."""
     os.setsid()
     for number, stream in enumerate(request.streams):
@@ -171,6 +178,9 @@ def become(request: Any) -> None:
 
     numpy.random.seed()
     logging.getLogger("hf_zero").setLevel(os.environ.get("HF_ZERO_LOG_LEVEL", "INFO").upper())
+    if begin:
+        module, _, function = begin.partition(":")
+        getattr(sys.modules[module], function)()
 
 
 def run(arguments: list[str]) -> None:
@@ -200,8 +210,8 @@ def run(arguments: list[str]) -> None:
     exec(code, main.__dict__)
 
 
-def main(address: str) -> None:
-    for name in PRELOADED:
+def main(address: str, begin: str, *preloaded: str) -> None:
+    for name in preloaded:
         __import__(name)
     import gc
 
@@ -211,8 +221,8 @@ def main(address: str) -> None:
     print("ready", flush=True)
     request: Any = served.serve()
     if request is None:
-        return
-    become(request)
+        os._exit(0)  # nothing of what is imported has anything to end
+    become(request, begin)
     try:
         run(request.arguments)
     except Exception as error:
@@ -228,4 +238,4 @@ def main(address: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -42,8 +42,13 @@ def _load() -> Any:
     return module
 
 
+def set_devices() -> None:
+    """As many as the environment says."""
+    C.set_devices(int(os.environ.get("LATE_DEVICES") or os.environ.get("LOCAL_WORLD_SIZE") or 1))
+
+
 C = _load()
-C.set_devices(int(os.environ.get("LATE_DEVICES") or os.environ.get("LOCAL_WORLD_SIZE") or 1))
+set_devices()
 
 import torch._meta_registrations  # noqa: E402  # the meta kernels that are written in Python
 

@@ -1,5 +1,5 @@
 """Deep models of transformers on one rank of a group: ``python -m tests.late.families MODE FAMILY
-[CASE ...]``, with RANK and so on set.
+FOLDER STEPS [CASE ...]``, with RANK and so on set.
 
 MODE ``cpu`` trains without the device, which is what its losses are compared with. One line of JSON
 a case.
@@ -10,15 +10,14 @@ from __future__ import annotations
 import gc
 import json
 import os
-import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 LAYERS = {"bert": 12, "llama": 8, "gpt2": 8, "t5": 4, "mixtral": 4}
-STEPS, ROWS, LENGTH, VOCAB = 6, 4, 16, 200
+STEPS = 6  # at least 4: it is saved after the second and the fourth
+ROWS, LENGTH, VOCAB = 4, 16, 200
 POSITIONS = 64  # that a model has; a case takes LENGTH of them, or its own "length"
 
 HOST = {"device": "cpu"}
@@ -170,7 +169,7 @@ def pretrained(plain: Any, config: dict[str, Any], folder: Path) -> Any:
     return hf_zero.from_pretrained(type(plain), folder, config).train()
 
 
-def train(family: str, case: Case, rank: int, folder: str) -> list[float]:
+def train(family: str, case: Case, steps: int, rank: int, folder: str) -> list[float]:
     import torch
 
     import hf_zero
@@ -206,7 +205,7 @@ def train(family: str, case: Case, rank: int, folder: str) -> list[float]:
         engine.step()
         losses.append(loss.detach())
 
-    for index in range(STEPS):
+    for index in range(steps):
         step()
         if saved and index in (1, 3):
             engine.save_checkpoint(folder, tag=f"step_{index}")
@@ -219,19 +218,19 @@ def train(family: str, case: Case, rank: int, folder: str) -> list[float]:
     return found
 
 
-def main(mode: str, family: str, names: Sequence[str]) -> None:
+def main(mode: str, family: str, shared: str, steps: int, names: Sequence[str]) -> None:
     device: Any = None
     if mode != "cpu":
         from tests.late import device
 
         kind, _, seed = mode.partition(":")
         device.configure(kind, seed=int(seed or 0) + int(os.environ["RANK"]), max_us=300, nap=0.2)
-    shared = os.environ["SHARED_FOLDER"]
     known = cases(shared)
     for name in names or known:
         losses = train(
             family,
             known[name],
+            steps,
             int(os.environ["RANK"]),
             str(Path(shared) / f"{mode} {name}".replace(" ", "_")),
         )
@@ -254,62 +253,5 @@ def main(mode: str, family: str, names: Sequence[str]) -> None:
         )
 
 
-def run(
-    mode: str, family: str, *names: str, env: Mapping[str, str], port: int, seconds: float
-) -> dict[tuple[str, int], dict[str, Any]]:
-    """What two ranks printed, by case and rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        place = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            "SHARED_FOLDER": folder,
-        }
-        own = {
-            **env,
-            **place,
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_ZERO_LOG_LEVEL": "ERROR",
-        }
-        command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "tests.late.families",
-            mode,
-            family,
-            *names,
-        ]
-        pipes: dict[str, Any] = {
-            "stdin": subprocess.DEVNULL,
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.PIPE,
-            "text": True,
-        }
-        started = [
-            subprocess.Popen(
-                command, env={**own, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **pipes
-            )
-            for rank in range(2)
-        ]
-        try:
-            ends = [each.communicate(timeout=seconds) for each in started]
-        finally:
-            for each in started:
-                each.kill()
-                each.wait()
-    for each, (_, errors) in zip(started, ends):
-        assert each.returncode == 0, (
-            f"{mode} {family} ended with {each.returncode}:\n{errors[-4000:]}"
-        )
-    rows = [
-        json.loads(line) for out, _ in ends for line in out.splitlines() if line.startswith("{")
-    ]
-    return {(row["case"], row["rank"]): row for row in rows}
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5:])

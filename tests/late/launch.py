@@ -1,22 +1,31 @@
-"""Starts processes that have the simulated device, with one mode of lateness each."""
+"""Starts processes that have the simulated device, with one mode of lateness each.
+
+They are forked from one that has loaded the device, torch and what most of them import
+(``tests/helpers/python_server.py``): one that poses as CUDA, one that does not.
+"""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
-import subprocess
-import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hf_zero.hosts.reaching import free_port
+from tests.helpers import launched
+from tests.helpers.python_server import server
 from tests.late import build
 
 ROOT = Path(__file__).resolve().parents[2]
+MODELS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "t5"))
 
 
 def needs_the_device() -> None:
@@ -30,9 +39,10 @@ def environment(as_cuda: bool = False, **more: str) -> dict[str, str]:
     """Of a process with the device; ``as_cuda``: it poses as CUDA, in all processes it starts."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("LATE_")}
     path = [str(ROOT)]
+    own["LATE_AS"] = "cuda" if as_cuda else "late"
     if as_cuda:
         path.insert(0, str(ROOT / "tests/late/site"))
-        own |= {"LATE_AS": "cuda", "LATE_ALL": "1"}
+        own["LATE_ALL"] = "1"
     if "PYTHONPATH" in own:
         path.append(own["PYTHONPATH"])
     own |= {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
@@ -41,43 +51,84 @@ def environment(as_cuda: bool = False, **more: str) -> dict[str, str]:
     return own | more
 
 
-def run(
-    module: str, *arguments: str, seconds: float = 240, env: Mapping[str, str] | None = None
-) -> str:
-    """What ``python -m module arguments`` printed.
+@cache
+def python(as_cuda: bool = True) -> str:
+    """A command that runs Python in a fork of a process that has the device."""
+    engine = ("torch", "hf_zero.core.engine", "transformers", "accelerate", *MODELS)
+    running = (
+        server(environment(True, LATE_FORKS="1"), engine, "sitecustomize:begin")
+        if as_cuda
+        else server(environment(), ("tests.late.device",), "tests.late.device:set_devices")
+    )
+    atexit.register(running.__exit__, None, None, None)
+    return running.__enter__()
 
-    A process that fails is an error with its end.
+
+def of(env: Mapping[str, str]) -> str:
+    """The command that runs Python in a process of ``env``, which has the device or has not."""
+    if "LATE_AS" not in env:
+        return launched.python()
+    return python(env["LATE_AS"] == "cuda")
+
+
+def run(
+    module: str,
+    *arguments: str,
+    seconds: float = 240,
+    env: Mapping[str, str] | None = None,
+    interpreter: str = "",
+) -> str:
+    """What ``python -m module arguments`` printed, errors included.
+
+    A process that fails is an error with its end. ``interpreter``: that Python instead of a fork.
     """
-    command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(
-        command, env=dict(env or environment()), cwd=ROOT, capture_output=True, text=True,
-        timeout=seconds, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    if done.returncode:
-        raise AssertionError(f"{module} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    return done.stdout
+    own = environment() if env is None else env
+    return _run(interpreter or of(own), [own], [module, *arguments], seconds)[0]
 
 
 def run_ranks(
-    module: str, *arguments: str, ranks: int = 2, seconds: float = 400
+    module: str,
+    *arguments: str,
+    ranks: int = 2,
+    seconds: float = 400,
+    env: Mapping[str, str] | None = None,
 ) -> Sequence[dict[str, Any]]:
-    """The rows of ``python -m module arguments`` on ranks that have a device each, all of them
-    posing as CUDA.
+    """The rows of ``python -m module arguments`` on ranks that have a device each, posing as CUDA,
+    or that have ``env``.
     """
-    shared = {
+    quiet = {"HF_ZERO_LOG_LEVEL": "ERROR", "LATE_MODE": "inline"}
+    own = {
+        **(environment(True) if env is None else env),
+        **quiet,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
     }
-    quiet = {"HF_ZERO_LOG_LEVEL": "ERROR", "LATE_MODE": "inline"}
+    each = [{**own, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    printed = _run(of(own), each, [module, *arguments], seconds)
+    return [row for output in printed for row in rows(output)]
 
-    def start(rank: int) -> Sequence[dict[str, Any]]:
-        own = environment(True, RANK=str(rank), LOCAL_RANK=str(rank), **shared, **quiet)
-        return rows(run(module, *arguments, seconds=seconds, env=own))
 
-    with ThreadPoolExecutor(ranks) as pool:
-        return [row for found in pool.map(start, range(ranks)) for row in found]
+def _run(
+    interpreter: str, environs: Sequence[Mapping[str, str]], words: Sequence[str], seconds: float
+) -> list[str]:
+    """What ``interpreter -m words`` printed with each of ``environs``, all at once; each succeeds,
+    within ``seconds`` together.
+    """
+    command, limit = [interpreter, "-m", *words], time.monotonic() + seconds
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        logs = [Path(folder) / f"{number}.txt" for number in range(len(environs))]
+        started = [
+            stack.enter_context(launched.running(command, ROOT, log, environ))
+            for log, environ in zip(logs, environs)
+        ]
+        codes = [launched.ended(each, max(0.0, limit - time.monotonic())) for each in started]
+        for code, log in zip(codes, logs):
+            assert code == 0, (
+                f"{words} ended with {code} (None: after {seconds} s)\n{log.read_text()[-8000:]}"
+            )
+        return [log.read_text() for log in logs]
 
 
 def rows(output: str) -> Sequence[dict[str, Any]]:

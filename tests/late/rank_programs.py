@@ -1,16 +1,15 @@
 """Small programs of two ranks over the device's collectives, right and broken: what is reported of
 each.
 
-``python -m tests.late.rank_programs RANK RANKS PORT MODE [program ...]`` runs one rank; ``run``
-starts them all. A name says what must be found: ``order_…`` collectives in another order,
-``threads_…`` two threads on a communicator, ``deadlock_…`` a circle of waits, ``race_…``, and
-nothing of ``right_…``.
+``python -m tests.late.rank_programs MODE [program ...]``, with RANK and so on set. A name says what
+must be found: ``order_…`` collectives in another order, ``threads_…`` two threads on a
+communicator, ``deadlock_…`` a circle of waits, ``race_…``, and nothing of ``right_…``.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 import threading
 import time
@@ -236,16 +235,15 @@ def right_there_is_no_point_to_point(job: Job) -> Any:
         return str(error).splitlines()[0]
 
 
-def main(rank: int, ranks: int, port: int, mode: str, names: Sequence[str]) -> None:
+def main(mode: str, *names: str) -> None:
     import torch.distributed as dist
 
     from tests.late import device
 
+    rank = int(os.environ["RANK"])
     device.configure(mode, seed=rank)
     limit = timedelta(seconds=60)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks, timeout=limit
-    )
+    dist.init_process_group("gloo", timeout=limit)
     kind = "nccl" if device.AS_CUDA else "late"
     for name in names or PROGRAMS:
         groups = [dist.new_group(backend=kind, timeout=limit) for _ in range(2)]
@@ -271,45 +269,5 @@ def main(rank: int, ranks: int, port: int, mode: str, names: Sequence[str]) -> N
     dist.destroy_process_group()
 
 
-def run(
-    mode: str, *names: str, env: dict[str, str], port: int, seconds: float = 240
-) -> list[dict[str, Any]]:
-    """What all ranks printed, a row for each program and rank."""
-    started = []
-    for rank in range(RANKS):
-        command = [
-            sys.executable,
-            "-m",
-            "tests.late.rank_programs",
-            str(rank),
-            str(RANKS),
-            str(port),
-            mode,
-            *names,
-        ]
-        own = {**env, "RANK": str(rank)}
-        started.append(
-            subprocess.Popen(
-                command,
-                env=own,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    try:
-        ends = [each.communicate(timeout=seconds) for each in started]
-    finally:
-        for each in started:
-            each.kill()
-            each.wait()
-    for each, (_, errors) in zip(started, ends):
-        assert each.returncode == 0, f"ended with {each.returncode}:\n{errors[-3000:]}"
-    return [
-        json.loads(line) for out, _ in ends for line in out.splitlines() if line.startswith("{")
-    ]
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:])
+    main(*sys.argv[1:])

@@ -5,11 +5,11 @@ is reported.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
 
-from hf_zero.hosts.reaching import free_port
 from tests.helpers.cells import fast
 from tests.late import deadlocks, launch, rank_programs
 
@@ -31,10 +31,15 @@ VALUES = {
 }
 
 
+@cache
+def judged(mode: str) -> Sequence[dict[str, Any]]:
+    launch.needs_the_device()
+    return launch.run_ranks("tests.late.rank_programs", mode, env=launch.environment())
+
+
 @pytest.mark.parametrize("mode", fast(("random", "lazy", "eager"), lambda mode: mode == "random"))
 def test_each_program_is_judged_by_its_name(mode: str) -> None:
-    launch.needs_the_device()
-    rows = rank_programs.run(mode, env=launch.environment(), port=free_port())
+    rows = judged(mode)
     assert {(row["program"], row["rank"]) for row in rows} == {
         (name, rank) for name in rank_programs.PROGRAMS for rank in range(2)
     }
@@ -52,8 +57,8 @@ def test_each_program_is_judged_by_its_name(mode: str) -> None:
 
 
 def test_a_report_of_order_has_both_sequences() -> None:
-    launch.needs_the_device()
-    rows = rank_programs.run("random", "order_swapped", env=launch.environment(), port=free_port())
+    rows = [row for row in judged("random") if row["program"] == "order_swapped"]
+    assert len(rows) == 2
     for row in rows:
         ((kind, text),) = row["reports"]
         lines = text.splitlines()

@@ -4,11 +4,13 @@ losses of CPU ranks.
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
-from hf_zero.hosts.reaching import free_port
+from tests.helpers import launched
 from tests.late import families, launch
 
 FP32, ROUNDED = 7e-6, 0.0625  # relative; of a number below 8 in bf16, absolute
@@ -31,21 +33,20 @@ FAST = {
 }
 
 
-def wrong(family: str, mode: str, *names: str, seconds: float = 600) -> list[str]:
+def trained(
+    mode: str, family: str, steps: int, names: Sequence[str], env: dict[str, str], seconds: float
+) -> dict[tuple[str, int], dict[str, Any]]:
+    """What two ranks printed, by case and rank."""
+    with TemporaryDirectory() as folder:
+        words = (mode, family, folder, str(steps), *names)
+        rows = launch.run_ranks("tests.late.families", *words, seconds=seconds, env=env)
+    return {(row["case"], row["rank"]): row for row in rows}
+
+
+def wrong(family: str, mode: str, steps: int, *names: str, seconds: float = 600) -> list[str]:
     """What is not as on CPU ranks."""
-    cpu = {name: value for name, value in os.environ.items() if not name.startswith("LATE_")} | {
-        "OMP_NUM_THREADS": "1"
-    }
-    cpu["PYTHONPATH"] = str(launch.ROOT)
-    expected = families.run("cpu", family, *names, env=cpu, port=free_port(), seconds=seconds)
-    got = families.run(
-        mode,
-        family,
-        *names,
-        env=launch.environment(as_cuda=True),
-        port=free_port(),
-        seconds=seconds,
-    )
+    expected = trained("cpu", family, steps, names, launched.environment(), seconds)
+    got = trained(mode, family, steps, names, launch.environment(as_cuda=True), seconds)
     assert got.keys() == expected.keys() and len(got) == 2 * len(names or families.cases(""))
     found = []
     for key, row in got.items():
@@ -64,7 +65,7 @@ def wrong(family: str, mode: str, *names: str, seconds: float = 600) -> list[str
 @pytest.mark.parametrize("family", FAST)
 def test_deep_models_train_without_a_report(family: str) -> None:
     launch.needs_the_device()
-    assert wrong(family, "random", *FAST[family]) == []
+    assert wrong(family, "random", 4, *FAST[family]) == []
 
 
 @pytest.mark.long
@@ -72,4 +73,4 @@ def test_deep_models_train_without_a_report(family: str) -> None:
 @pytest.mark.parametrize("family", families.LAYERS)
 def test_every_configuration(family: str, mode: str) -> None:
     launch.needs_the_device()
-    assert wrong(family, mode, seconds=3000) == []
+    assert wrong(family, mode, families.STEPS, seconds=3000) == []

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.helpers.launched import end_group
+from tests.helpers import launched
 from tests.late import launch
 
 RECIPES = launch.ROOT / "recipes"
@@ -99,21 +97,21 @@ FOUND = {
 def run(name: str, folder: Path, as_cuda: bool) -> list[float]:
     """The losses of a recipe; on the device its ranks have used it, and have nothing to report."""
     recipe = FOUND[name]
-    own = launch.environment(as_cuda) | {
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
+    own = launched.environment() | {
         "LATE_REPORTS": f"{folder}-{{rank}}.json",
+        "LATE_DEVICES": "2",
+        **recipe.more,
     }
-    own.pop("TRITON_INTERPRET", None)
-    for kept in [
-        each
-        for each in own
-        if each
-        in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    ]:
-        del own[kept]
-    if as_cuda and name != "lightning":
-        del own["LATE_ALL"]  # launchers stay without
+    # each is a Python of its own where a variable changes what is imported
+    starts = sys.executable if recipe.more else launched.python()
+    if as_cuda:
+        on_device = launch.environment(as_cuda)
+        own |= {name: on_device[name] for name in ("PYTHONPATH", "LATE_AS", "LATE_ALL")}
+        own["PYTHON_EXEC"] = sys.executable if recipe.more else launch.python()
+        if name == "lightning":
+            starts = own["PYTHON_EXEC"]
+        else:
+            del own["LATE_ALL"]  # launchers stay without
     command = [
         str(folder.with_suffix(".yaml")) if word.endswith(".yaml") and as_cuda else word
         for word in recipe.command
@@ -121,19 +119,15 @@ def run(name: str, folder: Path, as_cuda: bool) -> list[float]:
     if as_cuda and name == "bert-mlm":
         config = yaml.safe_load((RECIPES / name / "zero3.yaml").read_text())
         folder.with_suffix(".yaml").write_text(yaml.safe_dump({**config, "use_cpu": False}))
-    program = shutil.which(command[0], path=os.path.dirname(sys.executable))
-    assert program is not None
+    if command[0] == "python":
+        command = [starts, *command[1:], str(folder)]
+    else:
+        program = shutil.which(command[0], path=launched.PROGRAMS)
+        assert program is not None
+        command = [starts, program, *command[1:], str(folder)]
     log = folder.with_suffix(".log")
-    with open(log, "w") as file:
-        process = subprocess.Popen(
-            [program, *command[1:], str(folder)], cwd=RECIPES / name, env={**own, **recipe.more,
-            "LATE_DEVICES": "2"},
-            stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = process.wait(500)
-        finally:
-            end_group(process)
+    with launched.running(command, RECIPES / name, log, own) as process:
+        code = launched.ended(process, 500)
     assert code == 0, log.read_text()[-4000:]
     if as_cuda:
         for rank in range(2):

@@ -9,6 +9,7 @@
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <linux/memfd.h>
+#include <pthread.h>
 #include <unistd.h>
 
 #include "runtime.h"
@@ -23,11 +24,12 @@ int memory_file(size_t size) {
   return file;
 }
 
+// Where there is an address already, it is kept.
 void map_twice(size_t size, int protection, char*& visible, char*& alias) {
   int file = memory_file(size);
-  int flags = MAP_SHARED | MAP_NORESERVE;
-  visible = (char*)mmap(nullptr, size, protection, flags, file, 0);
-  alias = (char*)mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, file, 0);
+  int flags = MAP_SHARED | MAP_NORESERVE | (visible ? MAP_FIXED : 0);
+  visible = (char*)mmap(visible, size, protection, flags, file, 0);
+  alias = (char*)mmap(alias, size, PROT_READ | PROT_WRITE, flags, file, 0);
   close(file);
   if (visible == MAP_FAILED || alias == MAP_FAILED)
     throw std::runtime_error("late: no address space");
@@ -36,8 +38,19 @@ void map_twice(size_t size, int protection, char*& visible, char*& alias) {
 }  // namespace
 
 Runtime::Runtime() {
-  map_twice(kDeviceBytes * kDevices, PROT_NONE, arena_, arena_alias_);
-  map_twice(kPinnedBytes, PROT_READ | PROT_WRITE, pinned_, pinned_alias_);
+  static Runtime* self = this;
+  static auto map = [] {
+    map_twice(kDeviceBytes * kDevices, PROT_NONE, self->arena_, self->arena_alias_);
+    map_twice(kPinnedBytes, PROT_READ | PROT_WRITE, self->pinned_, self->pinned_alias_);
+  };
+  map();
+  // processes forked from one that has loaded the device, and has not used it, have memory of their
+  // own: without this they would share it
+  pthread_atfork(nullptr, nullptr, [] {
+    size_t used = self->pinned_used_;
+    for (size_t each : self->arena_used_) used += each;
+    if (!used) map();
+  });
 }
 
 bool Runtime::is_device_memory(const void* memory) const {
