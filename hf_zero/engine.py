@@ -99,7 +99,9 @@ class Engine(TrainingEngine):
         the step is complete by then.
         """
         ends_window = self.accumulation.ends_by_step
-        super().step()
+        with self.step_times.timed("step"):
+            super().step()
+        self.step_times.end(ends_window, self.global_steps)
         if ends_window:
             self.async_saves.raise_failure()
 

@@ -13,7 +13,6 @@ from hf_zero.config.kinds import (
     BOOLEAN,
     COUNT,
     DTYPE,
-    INTERVAL,
     NAMES,
     SIZE,
     TEXT,
@@ -166,15 +165,12 @@ _CHECKPOINT = under(
 _MONITOR = "monitoring by the engine; use the Trainer's report_to"
 _REPORTS = (
     inert("$schema", TEXT, "names the schema of these keys for editors"),
-    inert("steps_per_print", INTERVAL, "the Trainer or your own loop reports the loss"),
     inert("dump_state", BOOLEAN, "rank 0 always logs the resolved configuration"),
     inert("log_level", TEXT, "HF_ZERO_LOG_LEVEL sets the level"),
     inert("vocabulary_size", COUNT, "only asks for a warning about alignment"),
     inert("timers.throughput.enabled", BOOLEAN, "ZeroCallback reports throughput"),
     inert("timers.throughput.synchronized", BOOLEAN, "ZeroCallback reports throughput"),
-    unbuilt("wall_clock_breakdown", BOOLEAN, "a breakdown of wall-clock time"),
     unbuilt("memory_breakdown", BOOLEAN, "a breakdown of memory"),
-    switched("comms_logger", "a log of every collective", "verbose prof_all prof_ops debug"),
     switched(
         "flops_profiler",
         "a profile of FLOPS",

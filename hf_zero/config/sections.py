@@ -10,6 +10,7 @@ from hf_zero.config.kinds import (
     BOOLEAN,
     COUNT,
     DTYPE,
+    NAMES,
     SECTION,
     SIZE,
     TEXT,
@@ -191,6 +192,33 @@ class CheckpointSection:
         "tags of your own: save_checkpoint(keep=…)",
         unit="checkpoints",
     )
+
+
+def _idle_without_log(values: Mapping[str, Any]) -> str:
+    return "" if values.get("comms_logger.enabled") else "comms_logger.enabled is false"
+
+
+@dataclass(frozen=True)
+class CommsLoggerSection:
+    """What ``deepspeed.comm.log_summary`` shows."""
+
+    enabled: bool = key(
+        BOOLEAN,
+        False,
+        "time the collectives that the script calls in deepspeed.comm, for its log_summary(); "
+        "gathers and reductions of the engine are spans: HF_ZERO_LOG=debug",
+    )
+    verbose: bool = key(BOOLEAN, False, "log each as it ends", idle=_idle_without_log)
+    prof_all: bool = key(
+        BOOLEAN,
+        True,
+        "all; false: those of prof_ops, and calls with prof=True",
+        idle=_idle_without_log,
+    )
+    debug: bool | None = key(
+        BOOLEAN, row=inert("debug", BOOLEAN, "a call is logged by its name or log_name")
+    )
+    prof_ops: tuple[str, ...] = key(NAMES, (), "names of operations", idle=_idle_without_log)
 
 
 def _idle_uncompiled(values: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from hf_zero.config.kinds import (
     BOOLEAN,
     COUNT,
     DTYPE,
+    INTERVAL,
     KERNELS,
     NAMES,
     SECTION,
@@ -24,6 +26,7 @@ from hf_zero.config.sections import (
     AutocastSection,
     Bf16Section,
     CheckpointSection,
+    CommsLoggerSection,
     CompileSection,
     Fp16Section,
     OptimizerConfig,
@@ -32,6 +35,12 @@ from hf_zero.config.sections import (
 )
 
 ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
+
+
+def _idle_without_times(values: Mapping[str, Any]) -> str:
+    if values.get("wall_clock_breakdown"):
+        return ""
+    return "wall_clock_breakdown is false, and the Trainer or your own loop reports the loss"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +157,20 @@ class Settings:
         "activation_checkpointing", ActivationCheckpointing
     )
     activation_offload: ActivationOffload = section("activation_offload", ActivationOffload)
+    wall_clock_breakdown: bool = key(
+        BOOLEAN,
+        False,
+        "log the milliseconds of forward, backward and step; the host waits for the device "
+        "around each",
+    )
+    steps_per_print: float | None = key(
+        INTERVAL,
+        None,
+        "steps between the lines of wall_clock_breakdown; null or infinity: each step",
+        unit="steps",
+        idle=_idle_without_times,
+    )
+    comms_logger: CommsLoggerSection = section("comms_logger", CommsLoggerSection)
     dataloader_drop_last: bool = key(
         BOOLEAN, False, "drop an incomplete last batch of training_data"
     )

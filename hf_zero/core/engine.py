@@ -38,11 +38,12 @@ class TrainingEngine(EngineParts):
             args, kwargs = map_tensors(
                 (args, kwargs), lambda t: t.half() if t.is_floating_point() else t
             )
-        if not self.config.torch_autocast.enabled:
-            return self.module(*args, **kwargs)
-        dtype = DTYPES[self.config.torch_autocast.dtype]
-        with torch.autocast(self.device.type, dtype):
-            return self.module(*args, **kwargs)
+        with self.step_times.timed("fwd"):
+            if not self.config.torch_autocast.enabled:
+                return self.module(*args, **kwargs)
+            dtype = DTYPES[self.config.torch_autocast.dtype]
+            with torch.autocast(self.device.type, dtype):
+                return self.module(*args, **kwargs)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -52,7 +53,8 @@ class TrainingEngine(EngineParts):
         ``scale_wrt_gas=False``: the caller has divided by the accumulation steps (or by the tokens
         of the window) already.
         """
-        self.backward_pass.run(loss, retain_graph, None if scale_wrt_gas else 1.0)
+        with self.step_times.timed("bwd"):
+            self.backward_pass.run(loss, retain_graph, None if scale_wrt_gas else 1.0)
         return loss
 
     @contextmanager

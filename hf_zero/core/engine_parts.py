@@ -20,6 +20,7 @@ from hf_zero.core.optimizer_step import OptimizerStep
 from hf_zero.core.sanity import SanityChecks
 from hf_zero.core.sharded_model import ShardedModel, retire_flats, take_native_threads
 from hf_zero.core.state_bytes import bytes_by_tier, state_bytes
+from hf_zero.core.step_times import StepTimes
 from hf_zero.core.stopping import StopRequests
 from hf_zero.core.takeover import patch_optimizer, restore_optimizer
 from hf_zero.device import kinds
@@ -112,6 +113,7 @@ class EngineParts(nn.Module):
         self.patches.install(model, sharded.units, device, mesh.rank == 0)
         model.__dict__["zero_grad"] = Override(self.zero_grad, model, "zero_grad")
         installed.callback(model.__dict__.pop, "zero_grad", None)
+        self.step_times = StepTimes(config, device, mesh.rank)
         self.stop_requests = StopRequests(mesh, sharded.schedule.shards)
         if self.optimizer is not None:
             patch_optimizer(self.optimizer, self)

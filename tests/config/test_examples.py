@@ -316,7 +316,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "autotp": ({"tensor_parallel": {"autotp_size": 4}}, "tensor_parallel"),
     "tensorboard": ({"tensorboard": {"enabled": True, "output_path": "logs"}}, "tensorboard"),
-    "wall clock": ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
+    "memory": ({"memory_breakdown": True}, "memory_breakdown"),
     "deepcompile": ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
 }
 

@@ -14,7 +14,7 @@ import torch
 
 from hf_zero.distributed import init, process_group, world_group
 from hf_zero.errors import ConfigError
-from hf_zero.integrations.deepspeed.comm_log import LOGGED
+from hf_zero.integrations.deepspeed.comm_log import comms_logger as comms_logger
 from hf_zero.integrations.deepspeed.comm_log import configure as configure
 
 dist = process_group.dist
@@ -62,9 +62,9 @@ def _collective(name: str, **renamed: str) -> Callable[..., Any]:
         *args: Any, prof: bool = False, log_name: str = "", debug: Any = None, **kwargs: Any
     ) -> Any:
         kwargs = {renamed.get(key, key): value for key, value in kwargs.items()}
-        if not LOGGED.wants(log_name or name, prof):
+        if not comms_logger.wants(log_name or name, prof):
             return function(*args, **kwargs)
-        return LOGGED.timed(log_name or name, function, args, kwargs)
+        return comms_logger.timed(name, log_name or name, function, args, kwargs)
 
     call.__name__ = call.__qualname__ = name
     call.__module__ = __name__

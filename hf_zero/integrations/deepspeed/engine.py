@@ -17,6 +17,7 @@ from hf_zero.device import kinds
 from hf_zero.errors import ConfigError, PartitionError, UnreducedGradientsError
 from hf_zero.initialize import data_loader
 from hf_zero.integrations.deepspeed.checkpoint_targets import agreed_target, nothing_to_load
+from hf_zero.integrations.deepspeed.comm_log import comms_logger
 from hf_zero.integrations.deepspeed.disabled_monitor import DisabledMonitor
 from hf_zero.integrations.deepspeed.engine_getters import methods
 from hf_zero.integrations.deepspeed.loss_scalers import EngineLossScaler
@@ -47,6 +48,7 @@ class DeepSpeedEngine(ReportingEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._states_away = StatesAway()
+        comms_logger.take(self.config)
         self.collate_fn: Any = None
 
     def publish_scale(self) -> None:

@@ -139,8 +139,12 @@ class ReportingEngine(Engine):
         return backend_for(self.device)
 
     def get_wall_clock_timers(self) -> dict[str, float]:
-        """Empty: forward and backward are spans of a profile, not timers."""
-        return {}
+        """Milliseconds of the last micro-batch (``fwd_microstep``, ``bwd_microstep``,
+        ``step_microstep``) and of the last accumulation window (``fwd``, ``bwd``, ``step``); empty
+        without ``wall_clock_breakdown``. Reductions are a part of the backward, which they overlap.
+        """
+        times = self.step_times
+        return {f"{part}_microstep": ms for part, ms in times.micro_batch.items()} | times.window
 
     def log_level(self) -> int:
         return logger.getEffectiveLevel()

@@ -27,8 +27,9 @@ class SubGroupSteps(CPUAdam):
         parameters have one: the sub-group has one state.
         """
         loss = _loss_of(closure)
+        states: Any = self.state
         for group, param in self._one(subgroup_id):
-            self.update_parameter(group, self.state[subgroup_id], param, subgroup_id + 1)
+            self.update_parameter(group, states[subgroup_id], param, subgroup_id + 1)
         return loss
 
     @torch.no_grad()
@@ -39,7 +40,8 @@ class SubGroupSteps(CPUAdam):
         ``amsgrad``, whose step cannot be inverted.
         """
         loss = _loss_of(closure)
-        state = self.state.get(sub_group_id)
+        states: Any = self.state
+        state = states.get(sub_group_id)
         if not state:
             raise OffloadError(
                 f"Cannot rollback optimizer state for sub_group_id {sub_group_id}: it has made no "

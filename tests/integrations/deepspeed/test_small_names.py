@@ -309,10 +309,10 @@ def test_loss_scales_move_like_those_of_the_engine() -> None:
     )
     assert scaler.dynamic and scaler.loss_scale == 16.0
     seen = []
-    for overflow in (True, False, False):
+    for overflow in (True, False, False, False):
         scaler.update_scale(overflow)
         seen.append(scaler.cur_scale)
-    assert seen == [8.0, 8.0, 16.0]
+    assert seen == [8.0, 8.0, 8.0, 16.0]
     x = torch.ones(1, requires_grad=True)
     scaler.backward(x.sum())
     assert x.grad is not None and x.grad.item() == 16.0
@@ -424,7 +424,7 @@ def test_collectives_are_logged_where_asked(capsys: pytest.CaptureFixture[str]) 
         answer = comm.log_summary(show_straggler=True, return_dict=True)
         assert answer["summary"]["mine"][16]["count"] == 1
         assert answer["straggler_analysis"].keys() == {"broadcast", "mine"}
-        assert "mine: 0.0 KiB x 1" in capsys.readouterr().out
+        assert "mine: 16.0 B x 1, total_latency_ms " in capsys.readouterr().out
         comm.reset_log()
         assert not comm.has_comm_data()
         assert comm.get_all_ranks_from_group() == [0] and comm.get_global_rank() == 0
@@ -442,8 +442,63 @@ def test_collectives_are_logged_where_asked(capsys: pytest.CaptureFixture[str]) 
         comm.monitored_barrier(timeout=None)
         comm.barrier(async_op=True).wait()
     finally:
-        comm_log.LOGGED.enabled, comm_log.LOGGED.all = False, True
+        comm.configure(enabled=False, prof_all=True, prof_ops=[])
         comm.destroy_process_group()
+
+
+def test_a_configuration_switches_the_log_on(heard_in_full: list[str]) -> None:
+    """``comms_logger`` at initialize and in ``comm.configure``; what is recorded stays as it is
+    when it is summed up.
+    """
+    comm, log = deepspeed.comm, deepspeed.comm.comms_logger
+    section = {"enabled": True, "prof_all": False, "prof_ops": ["all_reduce"], "verbose": True}
+    model = torch.nn.Linear(2, 2)
+    comm.init_distributed(dist_backend="gloo", verbose=False)
+    try:
+        config = {"train_batch_size": 1, "comms_logger": section}
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = deepspeed.initialize(model=model, optimizer=sgd, config=config)[0]
+        comm.all_reduce(torch.ones(4))
+        comm.broadcast(torch.ones(4), src=0)
+        assert comm.get_logged_comm_ops() == ["all_reduce"]
+        assert any("comm op: all_reduce" in line and "16.0 B" in line for line in heard_in_full)
+        log.start_profiling_comms()
+        comm.broadcast(torch.ones(4), src=0)
+        assert comm.get_logged_comm_ops() == ["all_reduce", "broadcast"]
+        log.stop_profiling_comms()
+        log.stop_profiling_op(["all_reduce"])
+        log.start_profiling_op(["barrier", "barrier"])
+        assert not log.prof_all and log.prof_ops == ["barrier"]
+        comm.reset_log()
+        for milliseconds in (3.0, 1.0, 2.0):
+            log.append("all_reduce", "mine", milliseconds, 1 << 20)
+        assert log.get_raw_data()["mine"][1 << 20][1] == [3.0, 1.0, 2.0]
+        row = log.get_operation_summary("mine")[1 << 20]
+        assert (row["count"], row["avg_latency_ms"], row["msg_size_str"]) == (3, 2.0, "1.0 MB")
+        assert log.get_raw_data()["mine"][1 << 20][1] == [3.0, 1.0, 2.0]
+        straggler = log.log_all(False, True, True)["straggler_analysis"]["mine"][1 << 20]
+        assert straggler["total_comm_lat_ms"] == 6.0 and straggler["total_straggler_ms"] == 0.0
+        comm.configure({"comms_logger": {"enabled": True, "prof_all": True}})
+        assert log.prof_all and log.prof_ops == [] and not log.verbose
+        engine.destroy()
+    finally:
+        comm.configure(enabled=False, prof_all=True, prof_ops=[], verbose=False)
+        comm.reset_log()
+        comm.destroy_process_group()
+
+
+def test_the_rates_of_collectives() -> None:
+    """A megabyte in a millisecond is 8.4 Gbit/s; an all-reduce moves it twice."""
+    rate = (1 << 20) * 8e-6
+    assert comm_log.bandwidths("broadcast", 1 << 20, 1.0, 4) == (rate, rate)
+    assert comm_log.bandwidths("all_gather_single", 1 << 20, 1.0, 4) == (rate, rate * 0.75)
+    assert comm_log.bandwidths("inference_all_reduce", 1 << 20, 2.0, 4) == (rate, rate * 0.75)
+    assert [comm_log.convert_size(n) for n in (0, 5, 1536, 1 << 40)] == [
+        "0B",
+        "5.0 B",
+        "1.5 KB",
+        "1.0 TB",
+    ]
 
 
 def test_logging_by_level(

@@ -89,6 +89,7 @@ COMM: tuple[Row, ...] = (
     ),
     *names(
         f"{HERE}.comm_log",
+        "comms_logger",
         "configure",
         "get_comm_operation_count",
         "get_logged_comm_ops",
@@ -105,7 +106,7 @@ COMM: tuple[Row, ...] = (
     *left_out(
         INTERNAL,
         "get_default_args get_tensor_position get_tensor_kwarg get_msg_size_from_args "
-        "get_debug_log_name cdb timers timer_summary comms_logger nccl_backend mpi_backend "
+        "get_debug_log_name cdb timers timer_summary nccl_backend mpi_backend "
         "ccl_backend hccl_backend timed_op init_deepspeed_backend set_backend "
         "enable_symm_mem_for_group",
     ),

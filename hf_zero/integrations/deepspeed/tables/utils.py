@@ -159,7 +159,7 @@ UTILS = (
     module(
         "deepspeed.utils.comms_logging",
         "The log of collectives.",
-        left_out("deepspeed.comm logs collectives: configure, log_summary", "CommsLogger"),
+        names(f"{HERE}.comm_log", "CommsLogger", "convert_size"),
         left_out(INTERNAL, "*"),
     ),
     module(
