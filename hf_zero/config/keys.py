@@ -70,7 +70,13 @@ _ZERO = under(
         True,
     ),
     unbuilt("legacy_stage1", BOOLEAN, "the former stage 1"),
-    switched("zenflow", "ZenFlow", asks=bool, off="null"),
+    switched(
+        "zenflow",
+        "ZenFlow, which updates most weights with gradients of earlier steps; write "
+        "offload_optimizer, whose exact update overlaps the next forward",
+        asks=bool,
+        off="null",
+    ),
     unbuilt("zero_quantized_weights", BOOLEAN, "quantized all-gathers (ZeRO++ qwZ)"),
     unbuilt("zero_quantized_nontrainable_weights", BOOLEAN, "quantized frozen weights"),
     unbuilt("zero_quantized_gradients", BOOLEAN, "quantized reductions (ZeRO++ qgZ)"),

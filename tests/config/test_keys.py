@@ -63,7 +63,6 @@ ASKING: dict[str, Any] = {
     "zero_optimization.zero_hpz_partition_size": 8,
     "data_types.param_dtype": "bf16",
     "data_types.buffer_dtype": "fp32",
-    "managed_gradient_accumulation": False,
     "checkpoint.writer": {"type": "fast"},
     "tensor_parallel": {"autotp_size": 2},
     "inference": {"tensor_parallel": {"tp_size": 2}},

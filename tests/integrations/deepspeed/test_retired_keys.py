@@ -31,10 +31,19 @@ VALUES: dict[str, Any] = {
 }
 
 
-def rows() -> dict[str, str]:
-    text = (
-        (Path(FOLDER) / "README.md").read_text().partition("## Keys that DeepSpeed has retired")[2]
-    )
+OTHERWISE: dict[str, Any] = {
+    "zero_optimization.zenflow": {"topk_ratio": 0.1},
+    "bf16.check_grad_overflow": True,
+    "managed_gradient_accumulation": False,
+    "wall_clock_breakdown": True,
+    "comms_logger": {"enabled": True},
+    "fp16.hysteresis": 3,
+}
+
+
+def rows(heading: str = "Keys that DeepSpeed has retired") -> dict[str, str]:
+    text = (Path(FOLDER) / "README.md").read_text().partition(f"## {heading}")[2]
+    text = text.partition("\n## ")[0]
     return dict(re.findall(r"^\| `([\w.]+)`[^|]*\|[^|]*\| (.*) \|$", text, re.MULTILINE))
 
 
@@ -54,6 +63,20 @@ def test_each_does_what_the_table_says(key: str) -> None:
         assert said.startswith("refused: ")
         with pytest.raises(NotBuiltError, match=re.escape(name)):
             ZeroConfig.from_dict(config)
+
+
+@pytest.mark.parametrize("key", OTHERWISE)
+def test_keys_that_mean_something_else(key: str) -> None:
+    said = rows("Keys that mean something else here")
+    assert said.keys() == OTHERWISE.keys()
+    section, _, name = key.rpartition(".")
+    value = {name: OTHERWISE[key]}
+    config = {"gradient_clipping": 0.0, **({section: value} if section else value)}
+    if said[key].startswith("refused: "):
+        with pytest.raises(NotBuiltError, match="offload_optimizer, whose exact update"):
+            ZeroConfig.from_dict(config)
+    else:
+        ZeroConfig.from_dict(config).resolve(4)
 
 
 @pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"])
