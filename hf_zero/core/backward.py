@@ -202,6 +202,7 @@ class Backward:
             and self._model.placement.updates_in_backward
             and not (update.max_norm or self.losses.may_overflow)
             and not (update.refuses_infinite or self._refuses_unused)
+            and update.bound.sums is None
         )
         early = early and not update.failed_writes()
         on_reduced = (

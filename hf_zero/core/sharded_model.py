@@ -168,7 +168,14 @@ class ShardedModel:
             self.parameters,
             config.kernels,
             self.placement.moments,
+            self._add_up,
         )
+
+    def _add_up(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sums over the parts of tensors on this rank, added up over those of all (collective)."""
+        total = sums.to(self.mesh.device, copy=True)
+        self.mesh.shard.all_reduce(total, "sums over whole tensors").wait()
+        return total
 
 
 def _groups(

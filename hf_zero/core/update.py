@@ -138,6 +138,10 @@ class Updater:
         for unit in units:
             for flat in unit.offloaded:
                 update.announce(flat.optimizer_shard)
+        if update.measures:
+            for unit in units:
+                self._measure(update, unit, [*events, *self._copied_gradients(unit)])
+            update.total()
         if update.touches_optimizer:
             for unit in units:
                 done: Future[streams.Event | None] = Future()
@@ -222,6 +226,14 @@ class Updater:
             self._gathers.close()
             self._gathers.join()
         return failure
+
+    @torch.no_grad()
+    def _measure(self, update: Update, unit: Unit, ready: Sequence[streams.Event]) -> None:
+        for event in ready:
+            event.synchronize()
+        with span("measure_update", unit.label):
+            for flat in unit.offloaded:
+                update.measure(flat.optimizer_shard)
 
     # ---- on the thread of updates ----
 

@@ -14,6 +14,8 @@ _EXPORTS = {
     "CPUAdam": "hf_zero.optim.cpu",
     "CPULion": "hf_zero.optim.cpu",
     "CPUSGD": "hf_zero.optim.cpu",
+    "LARS": "hf_zero.optim.lars",
+    "Lamb": "hf_zero.optim.lamb",
     "Lion": "hf_zero.optim.lion",
     "LRRangeTest": "hf_zero.optim.schedules",
     "OneCycle": "hf_zero.optim.schedules",
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from hf_zero.optim.cpu import CPUAdagrad as CPUAdagrad
     from hf_zero.optim.cpu import CPUAdam as CPUAdam
     from hf_zero.optim.cpu import CPULion as CPULion
+    from hf_zero.optim.lamb import Lamb as Lamb
+    from hf_zero.optim.lars import LARS as LARS
     from hf_zero.optim.lion import Lion as Lion
     from hf_zero.optim.schedules import VALID_LR_SCHEDULES as VALID_LR_SCHEDULES
     from hf_zero.optim.schedules import LRRangeTest as LRRangeTest

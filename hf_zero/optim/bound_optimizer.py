@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim import hyperparameters, snapshots, state, torch_fused
 from hf_zero.optim.device_state import StateEntries
-from hf_zero.optim.elementwise import elementwise_base
+from hf_zero.optim.elementwise import update_base
 from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.group_numbers import GroupNumbers
 from hf_zero.optim.host_rules import Rule
@@ -22,6 +22,8 @@ from hf_zero.optim.segment_steps import SegmentSteps
 from hf_zero.optim.segment_table import SegmentTable
 from hf_zero.optim.sub_group_update import Counted, Update
 from hf_zero.optim.table import Flat, Segment, masters, split
+from hf_zero.optim.tensor_sums import Reduce, ShardedTensors
+from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 from hf_zero.parameters.layout import Slot
 
 
@@ -42,7 +44,7 @@ class BoundOptimizer:
     rounding. ``fused=False`` in the group keeps it off.
 
     Args:
-        optimizer: a torch.optim.Optimizer whose update is element-wise (see
+        optimizer: a torch.optim.Optimizer that flat shards can run (see
             :func:`hf_zero.optim.elementwise.check`).
         flats: the flats of this rank; only trainable ones are used.
         group_of: parameter name -> index of its group. A trainable parameter that is in no group is
@@ -53,6 +55,7 @@ class BoundOptimizer:
             (:mod:`hf_zero.optim.fused`).
         moments: how the states that a rule allows are kept where they are offloaded: ``"fp32"``,
             ``"bf16"`` or ``"int8"``.
+        reduce: adds sums over whole tensors up over the ranks that share ``flats``.
 
     Raises:
         UnsupportedOptimizerError: state exists that cannot be carried over, or an optimizer that
@@ -69,10 +72,11 @@ class BoundOptimizer:
         parameters: Mapping[str, Tensor],
         kernels: Any = "auto",
         moments: str = "fp32",
+        reduce: Reduce = lambda sums: sums,
     ) -> None:
         self.optimizer = optimizer
         self.group_of = dict(group_of)
-        self._base = elementwise_base(type(optimizer))
+        self._base = update_base(type(optimizer))
         self._step = optimizer.step  # with the wrappers LR schedulers have put on the object
         self._fused = FusedStep(optimizer, self._base, self._step, kernels)
         self._entries = StateEntries(optimizer)
@@ -82,6 +86,11 @@ class BoundOptimizer:
         self._flats = [flat for flat in flats if flat.trainable]
         if any(flat.offloaded for flat in self._flats):
             refuse_counters(optimizer)
+        self.sums: ShardedTensors | None = None  # for an update that needs them
+        if isinstance(optimizer, WholeTensorOptimizer):
+            self.sums = ShardedTensors(
+                optimizer, self._flats, self.group_of, lambda: self._table.segments, reduce
+            )
         slots: dict[str, Slot] = {
             slot.name: slot for flat in self._flats for slot in flat.layout.slots
         }
@@ -211,7 +220,7 @@ class BoundOptimizer:
         self._table.offloaded.start_momentum()
         rules = [self._table.offloaded.rule(index) for index in range(len(self.groups))]
         groups = [hyperparameters.current(group) for group in self.groups]
-        return Update(self, rules, groups, divisor, number)
+        return Update(self, rules, groups, divisor, number, self.sums)
 
     def offloaded_segments(self, flat: Flat) -> list[Segment]:
         """The segments of ``flat``, whose state is offloaded."""

@@ -17,6 +17,8 @@ import torch
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion
+from hf_zero.optim.lamb import Lamb
+from hf_zero.optim.lars import LARS
 from hf_zero.optim.lion import Lion
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "Rprop": torch.optim.Rprop,
     "SGD": torch.optim.SGD,
     "Lion": Lion,
+    "Lamb": Lamb,
+    "LARS": LARS,
     "CPUAdagrad": CPUAdagrad,
     "CPUAdam": CPUAdam,
     "CPULion": CPULion,
@@ -47,11 +51,12 @@ _ALIASES = {
     "FusedAdam": "Adam",
     "DeepSpeedCPUAdam": "CPUAdam",
     "FusedLion": "Lion",
+    "FusedLamb": "Lamb",
     "DeepSpeedCPULion": "CPULion",
     "DeepSpeedCPUAdagrad": "CPUAdagrad",
 }
 _NOT_BUILT = (
-    "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Lamb", "FusedLamb", "LARS", "Muon", "MuAdam",
+    "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Muon", "MuAdam",
     "MuAdamW", "MuSGD", "MuonAdamW",
     "Adafactor", "LBFGS", "SparseAdam", "Shampoo", "SOAP", "AdamW8bit", "Adam8bit",
     "PagedAdamW8bit",
@@ -111,8 +116,8 @@ def canonical_name(kind: str) -> str:
     not_built = {name.lower(): name for name in _NOT_BUILT}
     if key in not_built:
         raise NotBuiltError(
-            f"optimizer type {not_built[key]!r} is not built into hf-zero: its update is not "
-            "element-wise or needs kernels of its own. "
+            f"optimizer type {not_built[key]!r} is not built into hf-zero: its update needs whole "
+            "matrices, or kernels of its own. "
             f"Use one of {', '.join(_CLASSES)}, or pass an optimizer object of your own."
         )
     raise ConfigError(

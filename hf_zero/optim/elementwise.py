@@ -1,9 +1,11 @@
-"""Which optimizers may run on flat shards: those whose update treats every element alone.
+"""Which optimizers may run on flat shards: those whose update treats every element alone, and those
+of two halves (``whole_tensor.py``).
 
 A shard cuts parameters anywhere, so an update may use the element, its gradient, its own state and
 numbers of the group, and nothing that is computed over a whole tensor (a norm, a row mean, a matrix
-product). The list is exact: a class not on it runs only where the user vouches for it by name,
-because a wrong one would train badly in silence.
+product), unless it says which sums ranks have to add up for it. The list is exact: a class not on
+it runs only where the user vouches for it by name, because a wrong one would train badly in
+silence.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ import torch
 
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion
+from hf_zero.optim.lamb import Lamb
+from hf_zero.optim.lars import LARS
 from hf_zero.optim.lion import Lion
+from hf_zero.optim.whole_tensor import WholeTensorOptimizer, whole_tensor_base
 
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adadelta,
@@ -37,6 +42,9 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     CPUSGD,
 )
 
+# Those whose update needs sums over whole tensors, which ranks add up.
+SUMMING: tuple[type[WholeTensorOptimizer], ...] = (Lamb, LARS)
+
 # What a class computes over whole tensors; by name, because most of these live in libraries that
 # may not be installed.
 _WHOLE_TENSOR = {
@@ -44,9 +52,9 @@ _WHOLE_TENSOR = {
     "Muon": "it orthogonalises the momentum of each whole matrix",
     "LBFGS": "it takes dot products over all parameters and calls a closure several times a step",
     "SparseAdam": "it needs sparse gradients, and shards hold dense ones",
-    "Lamb": "it scales each update by the norm of the whole parameter",
-    "FusedLamb": "it scales each update by the norm of the whole parameter",
-    "LARS": "it scales each update by the norm of the whole parameter",
+    "Lamb": "it scales each update by the norm of the whole parameter, as hf_zero.optim.Lamb",
+    "FusedLamb": "it scales each update by the norm of the whole parameter, as hf_zero.optim.Lamb",
+    "LARS": "it scales each update by the norm of the whole parameter, as hf_zero.optim.LARS",
     "Shampoo": "it preconditions with factors of each whole matrix",
     "SOAP": "it preconditions with factors of each whole matrix",
     "GaLoreAdamW": "it projects the gradient of each whole matrix",
@@ -71,6 +79,11 @@ def elementwise_base(cls: type) -> type[torch.optim.Optimizer] | None:
         ):
             return None
     return listed
+
+
+def update_base(cls: type) -> type[torch.optim.Optimizer] | None:
+    """The class whose update ``cls`` runs unchanged, among those that flat shards can run."""
+    return elementwise_base(cls) or whole_tensor_base(cls)
 
 
 def _nothing() -> None:
@@ -99,7 +112,7 @@ def check(optimizer: Any, allowed: Iterable[str] = ()) -> None:
             f"{cls.__module__}.{cls.__qualname__} is not a torch.optim.Optimizer; pass the "
             "optimizer itself, not a wrapper of it"
         )
-    if elementwise_base(cls) is not None or vouched_for(cls, allowed):
+    if update_base(cls) is not None or vouched_for(cls, allowed):
         return
     listed = next((base for base in cls.__mro__ if base in ELEMENTWISE), None)
     reason = next(
@@ -118,7 +131,7 @@ def check(optimizer: Any, allowed: Iterable[str] = ()) -> None:
             "hf-zero does not know whether its update needs whole-tensor numbers (norms, row "
             "means), which are wrong on a shard"
         )
-    names = ", ".join(sorted(base.__name__ for base in ELEMENTWISE))
+    names = ", ".join(sorted(base.__name__ for base in (*ELEMENTWISE, *SUMMING)))
     raise UnsupportedOptimizerError(
         f"optimizer {cls.__name__} cannot run on sharded parameters: {why}. Use one of {names}; "
         "or, if every element of its "

@@ -16,19 +16,24 @@ from torch import Tensor
 
 from hf_zero.ops.host import Moment
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion
-from hf_zero.optim.kernel_calls import Call, adagrad, adam, lion, sgd
+from hf_zero.optim.kernel_calls import MASTER, Call, adagrad, adam, lion, sgd
 from hf_zero.optim.lion import Lion
+from hf_zero.optim.whole_tensor import WholeTensorOptimizer, squares
 
 
 @dataclass(frozen=True)
 class Rule:
     """``update(arrays by state name, gradient, values to write, call)``; ``compressible`` are
     the states that may be kept in 16 or 8 bits.
+
+    ``measure(arrays, gradient, call)``, where there is one, comes before, for all that is updated:
+    the sums [k] that ``call.norms`` of the update are the roots of, once ranks have added them up.
     """
 
     update: Callable[[Mapping[str, Moment], Tensor, Tensor | None, Call], None]
     knows: Callable[[Mapping[str, Any]], bool]
     compressible: Mapping[str, bool]  # name: signed
+    measure: Callable[[Mapping[str, Moment], Tensor, Call], Tensor] | None = None
 
 
 def _usual(group: Mapping[str, Any]) -> bool:
@@ -54,10 +59,43 @@ RULES: dict[type, Rule] = {
 }
 
 
+def of_halves(cls: type[WholeTensorOptimizer]) -> Rule:
+    """The rule of ``cls``: its own two halves."""
+
+    def gradient(held: Mapping[str, Any], grad: Tensor, call: Call) -> Tensor:
+        scaled = grad.to(held[MASTER].dtype)
+        return scaled if call.divisor == 1.0 else scaled / call.divisor
+
+    def moments(held: Mapping[str, Any]) -> list[list[Tensor]]:
+        return [[held[name]] for name in cls.MOMENTS]
+
+    def measure(held: Mapping[str, Any], grad: Tensor, call: Call) -> Tensor:
+        grads = [gradient(held, grad, call)]
+        return squares(cls.measure(call.group, [held[MASTER]], grads, moments(held)))[0]
+
+    def update(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
+        assert call.norms is not None
+        cls.apply(
+            call.group,
+            [held[MASTER]],
+            [gradient(held, grad, call)],
+            moments(held),
+            [call.shape],
+            call.norms.unsqueeze(0),
+            [call.step],
+        )
+        if out is not None:
+            out.copy_(held[MASTER])
+
+    return Rule(update, _usual, {}, measure)
+
+
 def rule_of(base: type | None, group: Mapping[str, Any]) -> Rule | None:
     """The rule for a group of an optimizer whose update is that of the listed class ``base``;
     None where there is none.
     """
+    if base is not None and issubclass(base, WholeTensorOptimizer):
+        return of_halves(base)
     for cls in base.__mro__ if base is not None else ():
         if cls in RULES:
             return RULES[cls] if RULES[cls].knows(group) else None

@@ -26,6 +26,9 @@ class Call:
     divisor: float  # of the gradient
     seed: int  # of stochastic rounding
     fresh: bool  # no step has been made yet
+    # of the tensor that the arrays are a part of, for updates that need sums over whole tensors
+    shape: tuple[int, ...] = ()
+    norms: Tensor | None = None  # the roots of those sums
 
 
 def _shared(out: Tensor | None, call: Call) -> dict[str, Any]:

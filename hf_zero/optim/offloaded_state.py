@@ -15,10 +15,11 @@ from hf_zero.ops import native
 from hf_zero.optim import state
 from hf_zero.optim.cpu import CPUSGD
 from hf_zero.optim.device_state import StateEntries
-from hf_zero.optim.elementwise import elementwise_base
+from hf_zero.optim.elementwise import update_base
 from hf_zero.optim.host_rules import Rule, rule_of
 from hf_zero.optim.kernel_calls import MASTER
 from hf_zero.optim.table import Flat, MemoryRegion, Segment, apart
+from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 from hf_zero.storage.base import StorageFormat, moment_format
 
 # in their first step the gradient itself is the momentum
@@ -29,7 +30,7 @@ def refuse_counters(optimizer: torch.optim.Optimizer) -> None:
     """Raise UnsupportedOptimizerError for an optimizer that the user vouches for and that counts
     its steps elsewhere than in its state.
     """
-    if elementwise_base(type(optimizer)) is not None:
+    if update_base(type(optimizer)) is not None:
         return
     counted = [
         name
@@ -123,6 +124,8 @@ class OffloadedState:
     def rule(self, group: int) -> Rule | None:
         """The host kernel that updates ``group``; None where the optimizer does it itself."""
         groups = self._entries.groups
+        if isinstance(self._entries.optimizer, WholeTensorOptimizer):
+            return rule_of(self._base, groups[group])
         mine = [segment for segment in self._all if segment.group == group]
         if any(segment.tensor.dtype != torch.float32 for segment in mine):
             return None

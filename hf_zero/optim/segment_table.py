@@ -14,6 +14,7 @@ from hf_zero.optim.device_state import DeviceState, StateEntries, replace_segmen
 from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.offloaded_state import OffloadedState
 from hf_zero.optim.table import Flat, Segment, masters
+from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 
 
 class SegmentTable:
@@ -23,6 +24,8 @@ class SegmentTable:
         self._optimizer = entries.optimizer
         self._base = base
         self._fused = fused
+        # a step adds sums up over the ranks: no segment is stepped apart
+        self._adds_up = isinstance(entries.optimizer, WholeTensorOptimizer)
         self.device = DeviceState(entries)
         self.offloaded = OffloadedState(entries, base, moments)
         self.segments: list[Segment] = []
@@ -46,13 +49,16 @@ class SegmentTable:
         self.stand_ins = []
         for group in sorted(groups - {segment.group for segment in segments}):
             stand_in = Segment(group, 0, 1, [])
-            zero = torch.zeros(1) if away else masters(flats[0]).new_zeros(1)
+            beside = here if self._adds_up else [] if away else flats
+            zero = masters(beside[0]).new_zeros(1) if beside else torch.zeros(1)
             stand_in.tensor = torch.nn.Parameter(zero, requires_grad=False)
             self.stand_ins.append(stand_in)
         self.segments = segments + self.stand_ins
         self.parted = set()
         dict.clear(self._optimizer.state)  # not that of a script, which forgets state
         self._list()
+        if self._adds_up:  # each is a part of one tensor
+            self.divide(segments, lambda name: name)
         for live in self._optimizer.param_groups:
             torch_fused.choose(self._base, live)
         self.offloaded.create_all()
@@ -70,7 +76,7 @@ class SegmentTable:
         """Whether stand-ins are in host memory, whatever others of their group are: they count by
         themselves.
         """
-        return bool(self.offloaded.regions)
+        return bool(self.offloaded.regions) and not self._adds_up
 
     def state_of(self, segment: Segment) -> DeviceState | OffloadedState:
         """The row that keeps the state of ``segment``."""

@@ -122,7 +122,8 @@ def _stepped_twin(
     probe.grad = torch.zeros_like(probe)
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(vars(optimizer))
-    twin.__dict__.pop("step", None)
+    for name in ("step", "tensors"):  # nor are other ranks asked for what they hold
+        twin.__dict__.pop(name, None)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         twin.__dict__[hooks] = OrderedDict()
     twin.state = defaultdict(dict)

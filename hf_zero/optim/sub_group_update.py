@@ -17,6 +17,7 @@ from hf_zero.ops.host import Blocks
 from hf_zero.optim.host_rules import Rule
 from hf_zero.optim.kernel_calls import MASTER, Call
 from hf_zero.optim.table import Flat, Segment
+from hf_zero.optim.tensor_sums import ShardedTensors
 
 AHEAD = 8  # sub-groups that are announced; buffers may be fewer
 # memory for the new values of elements [start, stop), in the dtype of the parameters
@@ -61,10 +62,13 @@ class Update:
         groups: Sequence[Mapping[str, Any]],
         divisor: float,
         number: int,
+        sums: ShardedTensors | None = None,
     ) -> None:
         self._bound, self._number = bound, number
         self._rules, self._groups, self._divisor = rules, groups, divisor
         self._counted: dict[Segment, Counted] = {}
+        self._sums, self._measured = sums, dict[Segment, Tensor]()
+        self._norms: Mapping[Segment, Tensor] = {}
         # sub-groups that are still to be acquired, in the order in which they were announced
         self._line: dict[tuple[Any, int], None] = {}
         self._lock = threading.Lock()
@@ -73,6 +77,11 @@ class Update:
     def touches_optimizer(self) -> bool:
         """Whether the optimizer's own step is called: not while its groups may be changed."""
         return any(rule is None for rule in self._rules)
+
+    @property
+    def measures(self) -> bool:
+        """Whether each flat that is announced is to be measured before any is run."""
+        return self._sums is not None
 
     def announce(self, flat: Flat) -> None:
         """Say that ``flat`` is to be run, after those that were announced before as a rule. Its
@@ -106,12 +115,7 @@ class Update:
         storage, grad = flat.storage, flat.grad
         assert grad is not None
         for sub_group, segments in self._sub_groups(flat):
-            held = storage.acquire(sub_group)
-            with self._lock:
-                del self._line[storage, sub_group]
-                following = list(islice(self._line, AHEAD))
-            for other, each in following:
-                other.prefetch(each)
+            held = self._acquire(storage, sub_group)
             start, stop = segments[0].start, segments[-1].stop
             out = place(start, stop)
             if len(segments) == 1 and segments[0] in self._counted:
@@ -120,6 +124,40 @@ class Update:
                 self._apply_parts(segments, held, grad, out)
             storage.release(sub_group)
             placed(start, stop, out)
+
+    def measure(self, flat: Flat) -> None:
+        """The first half of the update of ``flat``, which was announced."""
+        storage, grad = flat.storage, flat.grad
+        assert grad is not None
+        for sub_group, segments in self._sub_groups(flat):
+            held = self._acquire(storage, sub_group)
+            with self._lock:  # it comes again after all the others
+                self._line[storage, sub_group] = None
+            for segment in segments:
+                rule = self._rules[segment.group]
+                if segment not in self._counted or rule is None or rule.measure is None:
+                    continue
+                own = slice(segment.start - segments[0].start, segment.stop - segments[0].start)
+                arrays = {name: array[own] for name, array in held.items()}
+                self._measured[segment] = rule.measure(
+                    arrays, grad[segment.start : segment.stop], self._call(segment)
+                )
+            storage.release(sub_group)
+
+    def total(self) -> None:
+        """All flats have been measured on all ranks (collective)."""
+        assert self._sums is not None
+        totals = self._sums.totals_of(self._measured)
+        self._norms = {segment: total.sqrt() for segment, total in totals.items()}
+
+    def _acquire(self, storage: Any, sub_group: int) -> Mapping[str, Any]:
+        held: Mapping[str, Any] = storage.acquire(sub_group)
+        with self._lock:
+            del self._line[storage, sub_group]
+            following = list(islice(self._line, AHEAD))
+        for other, each in following:
+            other.prefetch(each)
+        return held
 
     def _apply_parts(
         self, segments: Sequence[Segment], held: Mapping[str, Any], grad: Tensor, out: Tensor | None
@@ -153,10 +191,17 @@ class Update:
             if out is not None:
                 out.copy_(held[MASTER])
             return
+        rule.update(held, grad, out, self._call(segment))
+
+    def _call(self, segment: Segment) -> Call:
+        counted = self._counted[segment]
         seed = zlib.crc32(f"{self._number} {segment.parts[0].flat.key} {segment.start}".encode())
-        rule.update(
-            held,
-            grad,
-            out,
-            Call(self._groups[segment.group], counted.step, self._divisor, seed, counted.fresh),
+        return Call(
+            self._groups[segment.group],
+            counted.step,
+            self._divisor,
+            seed,
+            counted.fresh,
+            self._sums.shape_of(segment) if self._sums is not None else (),
+            self._norms.get(segment),
         )

@@ -143,7 +143,6 @@ def test_unknown_type_that_resembles_nothing() -> None:
         "OneBitAdam",
         "ZeroOneAdam",
         "OneBitLamb",
-        "Lamb",
         "Muon",
         "Adafactor",
         "LBFGS",

@@ -21,6 +21,7 @@ ATTRIBUTES: dict[str, int] = {}
 PARAMETERS = {
     "hf_zero.integrations.deepspeed.optimizers.DeepSpeedCPUAdam": 9,
     "hf_zero.integrations.deepspeed.optimizers.FusedAdam": 9,
+    "hf_zero.integrations.deepspeed.optimizers.FusedLamb": 11,
     "hf_zero.integrations.deepspeed.tiled_linear.TiledLinear": 10,
     "hf_zero.integrations.deepspeed.zero_init.Init": 15,
     "hf_zero.ops.files_reference.Block": 10,
@@ -28,6 +29,7 @@ PARAMETERS = {
     "hf_zero.ops.sparse_attention.layouts.VariableSparsityConfig": 10,
     "hf_zero.optim.cpu.CPUAdam": 10,
     "hf_zero.optim.cycles.OneCycle": 14,
+    "hf_zero.optim.lamb.Lamb": 9,
 }
 # one for each of Lightning's packages; the core's queue of transfers, and its copy in Python
 NAMES_TAKEN_TWICE = {"FileQueue", "ZeroPrecision", "ZeroStrategy"}

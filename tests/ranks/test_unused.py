@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_zero.gradients.usage import Usage
 from hf_zero.ops import dispatch
-from hf_zero.optim import CPUAdam, Lion
+from hf_zero.optim import CPUAdam, Lamb, Lion
 from tests.helpers import oracle
 from tests.helpers.cells import fast
 from tests.helpers.checked_triton import checked_triton
@@ -56,6 +56,7 @@ class Heads(nn.Module):
 
 OPTIMIZERS = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-6, weight_decay=0.1),
+    "lamb": lambda groups: Lamb(groups, lr=1e-2, weight_decay=0.1, max_coeff=0.3),
     "amsgrad": lambda groups: torch.optim.AdamW(
         groups, lr=1e-2, eps=1e-6, weight_decay=0.1, amsgrad=True
     ),

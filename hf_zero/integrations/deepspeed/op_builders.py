@@ -85,9 +85,7 @@ UtilsBuilder = _builder(
 SparseAttnBuilder = _builder(
     "SparseAttnBuilder", "sparse_attn", "hf_zero.ops.sparse_attention", _has_triton
 )
-FusedLambBuilder = _builder(
-    "FusedLambBuilder", "fused_lamb", instead="use an element-wise optimizer such as AdamW"
-)
+FusedLambBuilder = _builder("FusedLambBuilder", "fused_lamb", "hf_zero.optim.lamb")
 GDSBuilder = _builder(
     "GDSBuilder", "gds", instead="files are read into host memory; leave aio.use_gds false"
 )

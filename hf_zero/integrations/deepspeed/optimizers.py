@@ -15,7 +15,7 @@ import torch
 
 from hf_zero.integrations.deepspeed.placeholders import refuse
 from hf_zero.integrations.deepspeed.sub_group_steps import SubGroupSteps
-from hf_zero.optim import CPUAdagrad, CPULion
+from hf_zero.optim import CPUAdagrad, CPULion, Lamb
 from hf_zero.optim.lion import Lion
 
 if TYPE_CHECKING:
@@ -138,6 +138,40 @@ class FusedLion(Lion, metaclass=_Named):
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
+class FusedLamb(Lamb, metaclass=_Named):
+    """LAMB."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        if amsgrad:
+            refuse("FusedLamb(amsgrad=True)", "leave it at False, as in DeepSpeed")
+        if max_grad_norm:
+            refuse("FusedLamb(max_grad_norm=)", "write gradient_clipping in the configuration")
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            bias_correction=bias_correction,
+            max_coeff=max_coeff,
+            min_coeff=min_coeff,
+            eps_inside_sqrt=eps_inside_sqrt,
+        )
+
+
 class DeepSpeedCPULion(CPULion, metaclass=_Named):
     """Lion; the moment in bf16 where ``fp32_optimizer_states`` is not set."""
 
@@ -158,12 +192,13 @@ class DeepSpeedCPULion(CPULion, metaclass=_Named):
         )
 
 
-_ON_DEVICE = {"adam": FusedAdam, "adamw": FusedAdam, "lion": FusedLion}
+_ON_DEVICE = {"adam": FusedAdam, "adamw": FusedAdam, "lion": FusedLion, "lamb": FusedLamb}
 _OFFLOADED = {
     "adam": DeepSpeedCPUAdam,
     "adamw": DeepSpeedCPUAdam,
     "lion": DeepSpeedCPULion,
     "adagrad": DeepSpeedCPUAdagrad,
+    "lamb": FusedLamb,
 }
 
 

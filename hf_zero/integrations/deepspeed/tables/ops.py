@@ -10,7 +10,6 @@ from hf_zero.integrations.deepspeed.rows import (
     names,
 )
 from hf_zero.integrations.deepspeed.tables.remedies import (
-    ADAMW,
     CONSTANT,
     GENERATE,
     HERE,
@@ -52,7 +51,9 @@ BUILDERS = names(
 CPU_ADAM = names(f"{HERE}.optimizers", "DeepSpeedCPUAdam")
 FUSED_ADAM = names(f"{HERE}.optimizers", "FusedAdam")
 LAYERS = classes_not_built(KERNELS, "DeepSpeedTransformerLayer DeepSpeedTransformerConfig")
-LAMB = classes_not_built(ADAMW, "DeepSpeedCPULamb FusedLamb", base="torch.optim:Optimizer")
+CPU_LAMB = classes_not_built(
+    "take FusedLamb, also with offload", "DeepSpeedCPULamb", base="torch.optim:Optimizer"
+)
 
 OPS = (
     module(
@@ -89,7 +90,7 @@ OPS = (
         "Files.",
         names(f"{HERE}.op_builders", "AsyncIOBuilder"),
     ),
-    module("deepspeed.ops.lamb", "Lamb.", LAMB),
+    module("deepspeed.ops.lamb", "Lamb.", names(f"{HERE}.optimizers", "FusedLamb"), CPU_LAMB),
     module(
         "deepspeed.ops.lion",
         "Lion.",

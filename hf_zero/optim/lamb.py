@@ -1,0 +1,158 @@
+"""LAMB: Adam's update of each tensor, scaled by the ratio of the norms of the tensor and of its
+update (You et al. 2019, arXiv:1904.00962), with the settings and the arithmetic of DeepSpeed's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.errors import ConfigError
+from hf_zero.optim.whole_tensor import WholeTensorOptimizer
+
+
+class Lamb(WholeTensorOptimizer):
+    """LAMB.
+
+    Per tensor, with gradient ``g``, moments ``m`` and ``v`` and weights ``w``::
+
+        m <- beta1 * m + (1 - beta1) * g;    v <- beta2 * v + (1 - beta2) * g * g
+        u = m / (sqrt(v) + eps) + weight_decay * w      (eps_inside_sqrt: m / sqrt(v + eps))
+        r = clamp(|w| / |u|, min_coeff, max_coeff), or 1 where a norm is 0
+        w <- w - lr * c * r * u;             c = sqrt(1 - beta2^t) / (1 - beta1^t), or 1 without
+                                             bias_correction
+
+    The correction of the bias is no part of ``u``, as in DeepSpeed and unlike the paper's
+    algorithm; the paper's authors leave it out as well where the learning rate is warmed up.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate.
+        betas: coefficients of the two moments, each in [0, 1).
+        eps: added to the denominator.
+        weight_decay: times the weights, added to the update before its norm is taken.
+        bias_correction: correct the moments for their start at zero.
+        max_coeff: the largest ratio ``r``.
+        min_coeff: the smallest.
+        eps_inside_sqrt: add ``eps`` under the root.
+
+    Raises:
+        ConfigError: a hyperparameter lies outside its range (a ValueError).
+        UnsupportedOptimizerError: in ``step``, a gradient is sparse.
+    """
+
+    SUMS = 2
+    MOMENTS = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        eps_inside_sqrt: bool = False,
+    ) -> None:
+        if not float(lr) >= 0.0:
+            raise ConfigError(f"Lamb: lr is {lr}; give a learning rate of at least 0")
+        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ConfigError(f"Lamb: betas is {betas}; give two numbers in [0, 1)")
+        if not eps >= 0.0 or not weight_decay >= 0.0:
+            raise ConfigError(
+                f"Lamb: eps is {eps} and weight_decay {weight_decay}; give numbers of at least 0"
+            )
+        if not 0.0 <= min_coeff <= max_coeff:
+            raise ConfigError(
+                f"Lamb: min_coeff is {min_coeff} and max_coeff {max_coeff}; give numbers of at "
+                "least 0, of which max_coeff is not the smaller one"
+            )
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+            "eps_inside_sqrt": eps_inside_sqrt,
+        }
+        super().__init__(params, defaults)
+
+    def get_lamb_coeffs(self) -> list[float]:
+        """The ratio ``r`` of each tensor in the last step, in the order of the groups; [] before
+        the first.
+        """
+        return [
+            ratio
+            for group, norms in zip(self.param_groups, self.norms)
+            for ratio in ratios(group, norms).tolist()
+        ]
+
+    @staticmethod
+    def measure(
+        group: Mapping[str, Any],
+        parts: list[Tensor],
+        grads: list[Tensor],
+        moments: list[list[Tensor]],
+    ) -> list[list[Tensor]]:
+        beta1, beta2 = group["betas"]
+        averages, variances = moments
+        torch._foreach_mul_(averages, beta1)
+        torch._foreach_add_(averages, grads, alpha=1 - beta1)
+        torch._foreach_mul_(variances, beta2)
+        torch._foreach_addcmul_(variances, grads, grads, value=1 - beta2)
+        return [parts, _update(group, parts, moments)]
+
+    @staticmethod
+    def apply(
+        group: Mapping[str, Any],
+        parts: list[Tensor],
+        grads: list[Tensor],
+        moments: list[list[Tensor]],
+        shapes: Sequence[tuple[int, ...]],
+        norms: Tensor,
+        steps: Sequence[int],
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        sizes = [-float(group["lr"])] * len(parts)
+        if group["bias_correction"]:
+            sizes = [
+                size * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
+                for size, step in zip(sizes, steps)
+            ]
+        factors = (ratios(group, norms) * norms.new_tensor(sizes)).to(parts[0].dtype)
+        update = _update(group, parts, moments)
+        torch._foreach_mul_(update, list(factors.unbind()))
+        torch._foreach_add_(parts, update)
+
+
+def _update(
+    group: Mapping[str, Any], parts: list[Tensor], moments: list[list[Tensor]]
+) -> list[Tensor]:
+    averages, variances = moments
+    if group["eps_inside_sqrt"]:
+        below = list(torch._foreach_add(variances, group["eps"]))
+        torch._foreach_sqrt_(below)
+    else:
+        below = list(torch._foreach_sqrt(variances))
+        torch._foreach_add_(below, group["eps"])
+    update = list(torch._foreach_div(averages, below))
+    if group["weight_decay"]:
+        torch._foreach_add_(update, parts, alpha=group["weight_decay"])
+    return update
+
+
+def ratios(group: Mapping[str, Any], norms: Tensor) -> Tensor:
+    """The trust ratio of each tensor: [tensors], of ``norms`` [tensors, 2] of its weights and its
+    update.
+    """
+    weights, updates = norms.unbind(1)
+    ratio = (weights / updates).clamp(group["min_coeff"], group["max_coeff"])
+    return torch.where((weights > 0) & (updates > 0), ratio, torch.ones_like(ratio))

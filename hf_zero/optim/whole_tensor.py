@@ -1,0 +1,148 @@
+"""Optimizers whose update needs sums over whole tensors (norms), in two halves between which the
+ranks that hold parts of a tensor add those sums up.
+
+A half treats each element alone but for these sums, so that it runs over any part of a tensor: the
+first updates the moments and adds up what the second needs. Where nothing is sharded the parts are
+the tensors, and :meth:`WholeTensorOptimizer.step` is the optimizer as its paper has it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.errors import UnsupportedOptimizerError
+
+
+class Tensors:
+    """What an optimizer asks of the tensors whose parts it steps: here each part is whole."""
+
+    def shape(self, part: Tensor) -> tuple[int, ...]:
+        """The shape of the tensor that ``part`` is of."""
+        return tuple(part.shape)
+
+    def totals(
+        self, parts: Sequence[Sequence[Tensor]], sums: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """``sums`` [parts, k], a row for each of ``parts`` in the order of the groups, added up
+        over all parts of each tensor: [parts, k], and the same for each tensor of each group
+        (collective where parts are on several ranks).
+        """
+        return sums, list(sums.split([len(of) for of in parts]))
+
+
+class WholeTensorOptimizer(torch.optim.Optimizer):
+    """An optimizer of two halves; ``tensors`` says of which tensors its parameters are parts."""
+
+    SUMS: int
+    """How many numbers the first half adds up for each tensor."""
+    MOMENTS: tuple[str, ...]
+    """Names of the state of an element; each begins with zero."""
+
+    tensors = Tensors()
+    norms: Sequence[Tensor] = ()
+    """Of the last step: the roots of the sums of each tensor, [tensors, SUMS] for each group."""
+
+    @staticmethod
+    @abstractmethod
+    def measure(
+        group: Mapping[str, Any],
+        parts: list[Tensor],
+        grads: list[Tensor],
+        moments: list[list[Tensor]],
+    ) -> list[list[Tensor]]:
+        """The first half of a step: updates what it does of ``moments`` (lists by the names of
+        :attr:`MOMENTS`) and returns the tensors whose squares are added up, a list for each of the
+        numbers.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def apply(
+        group: Mapping[str, Any],
+        parts: list[Tensor],
+        grads: list[Tensor],
+        moments: list[list[Tensor]],
+        shapes: Sequence[tuple[int, ...]],
+        norms: Tensor,
+        steps: Sequence[int],
+    ) -> None:
+        """The second half. ``norms`` [parts, SUMS] are the roots of sums over the whole tensors,
+        which have ``shapes``; ``steps`` count each part's steps, from 1 on.
+        """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update of every parameter that has a gradient; returns the closure's loss, if there
+        is a closure. Collective where parameters are parts of tensors on several ranks.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found = [self._with_gradients(group) for group in self.param_groups]
+        measured = [
+            squares(self.measure(group, parts, grads, moments))
+            for group, (parts, grads, moments, _) in zip(self.param_groups, found)
+            if parts
+        ]
+        sums = (
+            torch.cat([each.to(measured[0].device) for each in measured])
+            if measured
+            else torch.zeros(0, self.SUMS, dtype=torch.float64)
+        )
+        totals, by_group = self.tensors.totals([parts for parts, *_ in found], sums)
+        norms, self.norms = totals.sqrt(), [each.sqrt() for each in by_group]
+        rows = iter(norms.split([len(parts) for parts, *_ in found]))
+        for group, (parts, grads, moments, steps) in zip(self.param_groups, found):
+            own, shapes = next(rows), [self.tensors.shape(part) for part in parts]
+            if parts:
+                own = own.to(parts[0].device)
+                self.apply(group, parts, grads, moments, shapes, own, steps)
+        return loss
+
+    def _with_gradients(
+        self, group: dict[str, Any]
+    ) -> tuple[list[Tensor], list[Tensor], list[list[Tensor]], list[int]]:
+        parts, grads, steps = [], [], []
+        moments: list[list[Tensor]] = [[] for _ in self.MOMENTS]
+        for part in group["params"]:
+            if part.grad is None:
+                continue
+            if part.grad.is_sparse:
+                raise UnsupportedOptimizerError(
+                    f"{type(self).__name__}: the gradient of a parameter of shape "
+                    f"{tuple(part.shape)} is sparse; make it dense"
+                )
+            state = self.state[part]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                for name in self.MOMENTS:
+                    state[name] = torch.zeros_like(part, memory_format=torch.preserve_format)
+            state["step"] += 1
+            parts.append(part)
+            grads.append(part.grad)
+            steps.append(int(state["step"]))
+            for name, moment in zip(self.MOMENTS, moments):
+                moment.append(state[name])
+        return parts, grads, moments, steps
+
+
+def squares(tensors: Sequence[list[Tensor]]) -> Tensor:
+    """The sum of the squares of each tensor: [parts, k] in 64 bits, of k lists of them."""
+    columns = [torch.stack(list(torch._foreach_norm(each))).double().square() for each in tensors]
+    return torch.stack(columns, dim=1)
+
+
+def whole_tensor_base(cls: type) -> type[WholeTensorOptimizer] | None:
+    """The class here whose update ``cls`` runs unchanged, or None."""
+    own = (WholeTensorOptimizer.step, WholeTensorOptimizer._with_gradients)
+    if not issubclass(cls, WholeTensorOptimizer):
+        return None
+    found: tuple[Any, ...] = (inspect.unwrap(cls.step), cls._with_gradients)
+    return cls if found == (inspect.unwrap(own[0]), own[1]) else None
