@@ -15,7 +15,7 @@ from hf_zero.ops import host
 MASTER = "master"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
     """What a kernel is given beside the arrays: the optimizer's ``group`` as it was when the
     step began, and the step's number from 1 on.
