@@ -76,9 +76,12 @@ class Started:
         for rank in self.ranks:
             got = rank[case]
             assert got["stage"] == self.stage
-            assert got["loaded_here"] * 2 == got["loaded"] and bool(got["loaded"]) == (
-                self.stage == 3
-            ), "not loaded in shards"
+            halves = got["loaded_here"] * 2
+            if case.endswith("precomputed"):  # TRL asks for a threshold below which they stay whole
+                assert got["loaded"] <= halves <= 1.1 * got["loaded"], "not loaded in shards"
+            else:
+                assert halves == got["loaded"], "not loaded in shards"
+            assert bool(got["loaded"]) == (self.stage == 3)
             for key in set(numbers) - OWN_TO_A_RANK.get(case, set()):
                 assert got[key] == pytest.approx(
                     want[key], rel=RELATIVE, abs=ROUNDING.get(key, 0.0)
