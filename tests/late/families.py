@@ -24,6 +24,7 @@ HOST = {"device": "cpu"}
 OPTIMIZER = {"offload_optimizer": HOST}
 BOTH = {**OPTIMIZER, "offload_param": HOST}
 ONCE = {"gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
+LAMB: dict[str, Any] = {"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}}
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 KEPT = {"checkpoint": {"async_save": True}, "saved": True}
@@ -73,6 +74,8 @@ def cases(folder: str) -> dict[str, Case]:
         "all on the host, one micro-batch": (3, BOTH, ONCE),
         "all on the host, checkpointed": (3, BOTH, {"checkpointed": True}),
         "all on the host, saved": (3, BOTH, KEPT),
+        "stage 2, LAMB": (2, {}, LAMB),
+        "stage 3, optimizer on the host, LAMB": (3, {"offload_optimizer": HOST}, LAMB),
         "all in files": (3, files, {}),
         "all in files, bf16": (3, files, BF16),
         "all in files, saved": (3, files, KEPT),
