@@ -113,7 +113,7 @@ def check(kind: str, *sections: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, stage", [("adamw", 0), ("unfused", 1), ("sgd", 2), ("adamw", 3), ("nadam", 3)]
+    "kind, stage", [("adamw", 0), ("unfused", 1), ("sgd", 2), ("adamw", 3), ("lamb", 3)]
 )
 def test_a_snapshot_is_loaded_whatever_was_cut_since(kind: str, stage: int) -> None:
     check(kind, {"stage": stage}, {"stage": stage})
@@ -124,6 +124,7 @@ def test_a_snapshot_is_loaded_whatever_was_cut_since(kind: str, stage: int) -> N
     ("optimizer on cpu", "nadam", 2),
     ("optimizer on cpu", "sgd", 3),
     ("optimizer in files", "lion", 1),
+    ("optimizer in files", "lamb", 2),
     ("half on cpu", "adamw", 3),
     ("all in files", "adagrad", 3),
 ])  # fmt: skip
