@@ -43,6 +43,17 @@ REGISTER = "import hf_zero._autoload; hf_zero._autoload.register()\n"
 Rows = dict[str, dict[str, Any]]
 KINDS = ("public", "mixed", "internals")
 PATIENCE = 20  # seconds that a rank may go on after another has raised
+# Failures that stay, by the beginning of the test's name, and why.
+ON_PURPOSE = {
+    "v1/zero/test_zero_user_backward.py::TestUnmanagedGradientAccumulationOverlapCommValidation": (
+        "overlap_comm is accepted beside managed_gradient_accumulation: false: at stages 0 and 1 "
+        "reductions begin in step() anyway"
+    ),
+    "ops/adam/test_zf_torch_adam.py": (
+        "ZenFlow updates most weights with gradients of earlier steps; offload_optimizer's exact "
+        "update overlaps the next forward"
+    ),
+}
 HEAD = """# DeepSpeed's own unit tests over the facade
 
 Written by `scripts/deepspeed_tests.py`; tests of DeepSpeed {ref},
@@ -351,6 +362,12 @@ def over_facade(rows: Rows, run: Run, of: str, again: str, until: Deadline) -> N
             row["failed"][test] = word
 
 
+def on_purpose(name: str) -> str:
+    """Why the failure of a test stays; "" if it does not."""
+    found = (why for start, why in ON_PURPOSE.items() if name.startswith(start))
+    return "".join(f"on purpose: {why}" for why in found)
+
+
 def table(rows: dict[str, Any]) -> str:
     """The figures of all files that have been run."""
     peers = sorted({row["peer"]["of"] for row in rows["files"].values()} - {"nothing"})
@@ -369,6 +386,8 @@ def table(rows: dict[str, Any]) -> str:
                 kind = "mixed"
             counted[kind].update(tests=1, run=name not in not_run, failed=name in failed)
             counted[kind].update(not_built=name in failed and "NotBuiltError" in said)
+            if name in failed:
+                said = on_purpose(f"{file}::{name}") or said
             reasons.update([(kind, said)] if said else [])
         tests = len(row["peer"]["passed"])
         lines += [f"| {file} | {k} | {n} of {tests} | {w} |" for (k, w), n in reasons.most_common()]

@@ -30,6 +30,25 @@ def test_the_table_is_that_of_the_figures(script: ModuleType) -> None:
     assert script.table(rows) == script.TABLE.read_text()
 
 
+def test_a_failure_that_stays_says_why(script: ModuleType) -> None:
+    file = "ops/adam/test_zf_torch_adam.py"
+    failed = {"TestIt::test": "NotBuiltError: no", "TestIt::test_other": "NotBuiltError: no"}
+    peer = {"of": "deepspeed 0", "passed": list(failed)}
+    row = {
+        "kind": "public",
+        "private": [],
+        "peer": peer,
+        "facade": {"failed": failed, "not_run": []},
+    }
+    rows = {"ref": "0", "all": {"public": 1, "mixed": 0, "internals": 0}, "to_run": []}
+    other = row | {"peer": peer | {"passed": ["TestIt::test"]}}
+    text = script.table(rows | {"files": {file: row, "b.py": other}})
+    why = script.ON_PURPOSE[file]
+    assert f"| {file} | public | 2 of 2 | on purpose: {why} |" in text
+    assert "| b.py | public | 1 of 1 | NotBuiltError: no |" in text
+    assert "| public | 2 of 1 | 3 | 3 | 0 (0%) | 3 | 3 |" in text
+
+
 def read(script: ModuleType, folder: Path, events: list[dict[str, str]], **how: bool) -> Any:
     (folder / "events").write_text("".join(json.dumps(event) + "\n" for event in events))
     run = script.Run(folder, [], True, 60)
