@@ -154,6 +154,7 @@ class Backward:
             self._fp16,
             model.trainable,
             lambda: self.tracker.under_way,
+            lambda: self.tracker.awaits_backward,
             self.hooks.watch_gradients,
         )
         self._removable.callback(self.losses.close)

@@ -74,6 +74,14 @@ class BackwardTracker:
         """Whether a backward has begun that neither its end nor an exception has ended."""
         return bool(self.tasks) and self.tasks[0][1]() is not None
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward since the last backward has left a graph, as far as known."""
+        calls = (unit.forwards for unit in self._units)
+        return bool(self._forwards or self._untracked) or any(
+            each.pending or each.pinned_by for each in calls
+        )
+
     # ---- forwards ----
 
     def add_forward(self, kind: Hashable) -> None:

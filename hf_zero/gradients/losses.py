@@ -94,9 +94,9 @@ _ranks: dict[int, _Rank] = {}  # by rank, because ranks may be threads of one pr
 class Losses:
     """One engine's side of it.
 
-    ``in_backward`` says whether a backward is under way in this engine, ``watch`` makes every
-    gradient begin one: where an engine of the rank scales losses, what a gradient carries is known
-    in its backward alone.
+    ``in_backward`` says whether a backward is under way in this engine, ``awaits_backward`` whether
+    one may come to it; ``watch`` makes every gradient begin one: where an engine of the rank scales
+    losses, what a gradient carries is known in its backward alone.
     """
 
     def __init__(
@@ -106,12 +106,14 @@ class Losses:
         fp16: bool,
         training: Sequence[FlatBuffer],
         in_backward: Callable[[], bool],
+        awaits_backward: Callable[[], bool],
         watch: Callable[[], None],
     ):
         self.scaler = scaler
         self._training = list(training)
         self._scales = fp16 and bool(self._training)
         self._in_backward = in_backward
+        self._awaits_backward = awaits_backward
         # whose scale the gradients held here have carried, if not this engine's
         self._scale_owner: Losses | None = None
         self._borrowed_scale = 1.0  # that scale
@@ -138,13 +140,14 @@ class Losses:
         """Around the backward of a loss of ``dtype`` that was given to this engine: the factor to
         multiply the loss by.
 
-        Where this engine has no scale of its own, the largest one of the rank's engines keeps their
-        gradients from vanishing.
+        Where this engine has no scale of its own, the largest one of the rank's engines that the
+        backward may reach keeps their gradients from vanishing.
         """
-        others = [each for each in self._rank.engines if each._scales]
-        scale_owner = (
-            self if self._scales or not others else max(others, key=lambda each: each.scaler.scale)
-        )
+        scale_owner = self
+        if not self._scales:
+            reached = (each for each in self._rank.engines if each._scales)
+            others = [each for each in reached if each._awaits_backward()]
+            scale_owner = max(others, key=lambda each: each.scaler.scale, default=self)
         scale = scale_owner.scaler.scale
         if (
             dtype == torch.float16

@@ -549,3 +549,30 @@ def test_an_engine_that_one_rank_still_holds_lends_its_scale_there_alone(stage: 
     want = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     for grads in got:
         oracle.compare_tensors("gradient", {name: grads[name] for name in want}, want)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_engine_at_rest_lends_no_scale(stage: int) -> None:
+    """Where an fp16 engine has nothing to go backward, gradients of another that are not finite
+    are used, as in a plain loop, and no step of either is skipped.
+    """
+
+    def run(rank: int, models: Sequence[nn.Module]) -> tuple[int, int, float, bool]:
+        half = start(models[0], plain_sgd(models[0]), config_of(stage, fp16={"enabled": True}))
+        half.backward(half(data(0, 0, rank).half()).float().square().mean())
+        half.step()
+        scale, skipped = half.loss_scale(), half.skipped_steps
+        engine = start(models[1], plain_sgd(models[1]), config_of(stage))
+        engine.backward(engine(data(1, 0, rank)).square().mean() * float("inf"))
+        engine.step()
+        weights = full_weights(engine).values()
+        finite = all(bool(weight.isfinite().all()) for weight in weights)
+        return (
+            engine.skipped_steps,
+            half.skipped_steps - skipped,
+            half.loss_scale() - scale,
+            finite,
+        )
+
+    models = [[seeded(Wide).half(), seeded(Wide)] for _ in range(RANKS)]
+    assert run_ranks(RANKS, lambda rank: run(rank, models[rank])) == [(0, 0, 0.0, False)] * RANKS
