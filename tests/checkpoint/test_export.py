@@ -7,7 +7,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -29,6 +28,7 @@ from hf_zero.checkpoint import convert_checkpoint
 from hf_zero.checkpoint.convert import export, outputs
 from hf_zero.errors import CheckpointError, ConfigError
 from tests.checkpoint.jobs import Engine, Job, good, run, small, state_of, train_some
+from tests.helpers.commands import completed
 
 
 def bert():
@@ -472,15 +472,11 @@ def test_the_bar_is_on_stderr_and_only_when_asked(tmp_path, capsys):
 def test_the_script_in_the_checkpoint_folder(tmp_path):
     weights = saved(tmp_path / "run", small)
     command = [sys.executable, "zero_to_fp32.py", ".", "../out"]
-    done = subprocess.run(
-        command, cwd=tmp_path / "run", capture_output=True, text=True, timeout=120
-    )
+    done = completed(command, cwd=tmp_path / "run", timeout=120)
     assert done.returncode == 0, done.stderr
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(tensors[name], tensor) for name, tensor in weights.items())
-    done = subprocess.run(
-        [*command, "-t", "nope"], cwd=tmp_path / "run", capture_output=True, text=True, timeout=120
-    )
+    done = completed([*command, "-t", "nope"], cwd=tmp_path / "run", timeout=120)
     assert (
         done.returncode == 2
         and "error: no checkpoint 'nope'" in done.stderr

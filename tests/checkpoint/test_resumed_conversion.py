@@ -223,11 +223,13 @@ def test_a_process_that_is_killed(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path / "run"), str(out)])
     notes = out / files.JOURNAL
     deadline = time.monotonic() + 60
-    while not (notes.exists() and len(notes.read_bytes().splitlines()) > 3):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    try:
+        while not (notes.exists() and len(notes.read_bytes().splitlines()) > 3):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.001)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
     done = convert_checkpoint(tmp_path / "run", out)
     assert 0 < done.kept < done.nbytes
     assert content(out) == content(tmp_path / "whole")

@@ -5,7 +5,6 @@ bit for bit.
 from __future__ import annotations
 
 import itertools
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 
 from hf_zero import checkpoint
 from tests.checkpoint.jobs import Engine, Job, good, other, run, small, state_of, train_some
+from tests.helpers.commands import completed
 from tests.helpers.launched import environment
 
 
@@ -348,4 +348,4 @@ os._exit(0)
 
 
 def test_garbage_that_is_collected_while_two_threads_read_the_generator():
-    subprocess.run([sys.executable, "-c", COLLECTED], env=environment(), check=True, timeout=60)
+    completed([sys.executable, "-c", COLLECTED], env=environment(), check=True, timeout=60)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -26,6 +25,7 @@ from hf_zero.config import PRESETS
 from hf_zero.hosts.plan import LAUNCHER
 from hf_zero.ops import dispatch, native, trial
 from tests.helpers.accelerators import play_accelerator
+from tests.helpers.commands import completed
 
 ROOT = Path(__file__).resolve().parents[2]
 ZERO3 = str(ROOT / "recipes" / "bert-mlm" / "zero3.yaml")
@@ -54,9 +54,7 @@ def model(tmp_path: Path) -> str:
 
 def test_the_installed_command_is_this_app() -> None:
     command = Path(sys.executable).with_name("hf-zero")
-    result = subprocess.run(
-        [command, "--help"], capture_output=True, text=True, timeout=120, check=True
-    )
+    result = completed([command, "--help"], timeout=120, check=True)
     assert all(name in result.stdout for name in COMMANDS)
 
 

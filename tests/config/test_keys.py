@@ -4,7 +4,6 @@ row.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from dataclasses import fields
 from typing import Any
@@ -17,6 +16,7 @@ from hf_zero.config.kinds import KERNELS
 from hf_zero.config.offload import FORMER
 from hf_zero.config.rows import Key, Status
 from hf_zero.errors import ConfigError, NotBuiltError
+from tests.helpers.commands import completed
 
 # One acceptable value for each kind, by the words with which the kind describes itself.
 SAMPLES: dict[str, Any] = {
@@ -189,7 +189,7 @@ def test_the_configuration_needs_neither_torch_nor_hugging_face() -> None:
         "heavy = {'torch', 'transformers', 'accelerate', 'triton', 'numpy'} & set(sys.modules)\n"
         "sys.exit(repr(heavy) if heavy else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = completed([sys.executable, "-c", code], timeout=60)
     assert done.returncode == 0, done.stderr
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.helpers.commands import completed
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
@@ -198,7 +199,7 @@ def test_a_tiny_run_from_the_command_to_the_table(tmp_path: Path) -> None:
         "--out",
         str(tmp_path),
     ]
-    said = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    said = completed(command, env=env, timeout=120)
     assert said.returncode == 0, said.stderr
     (path,) = tmp_path.glob("gpu-*-tiny.jsonl")
     head, ours, torchs = (json.loads(line) for line in path.read_text().splitlines())
@@ -210,7 +211,5 @@ def test_a_tiny_run_from_the_command_to_the_table(tmp_path: Path) -> None:
         and "mean nothing" in said.stdout
     )
     table = said.stdout[said.stdout.index("| work") :]
-    again = subprocess.run(
-        [*command[:2], "--table", str(path)], capture_output=True, text=True, env=env, timeout=120
-    )
+    again = completed([*command[:2], "--table", str(path)], env=env, timeout=120)
     assert again.stdout == table

@@ -20,6 +20,7 @@ import yaml
 from hf_zero.checkpoint import verify_checkpoint
 from hf_zero.hosts.reaching import free_port
 from tests.helpers.cells import fast
+from tests.helpers.commands import completed
 from tests.helpers.launched import HOST, environment, plainly
 
 SCRIPT = Path(__file__).with_name("ending.py")
@@ -238,11 +239,9 @@ def test_a_port_in_use_is_named_with_the_remedy():
         port = taken.getsockname()[1]
         code = f"import hf_zero; hf_zero.init_distributed(timeout=20, port={port})"
         place = {"MASTER_ADDR": HOST, "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
-        done = subprocess.run(
+        done = completed(
             [sys.executable, "-c", code],
             env={**environment(), **place},
-            capture_output=True,
-            text=True,
             timeout=LIMIT,
         )
     assert done.returncode == 1

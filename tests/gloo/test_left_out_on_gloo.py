@@ -60,13 +60,16 @@ def cases_on(backend: str) -> list[Case]:
         (backend, 3, 1, (1, 10), None, {}),
         (backend, 3, 1, (0, 13, 12, 11, 10, 9), None, {}),
         (backend, 3, 1, (1, 0, 1, 2, 3, 4, 5), None, {}),
-        (backend, 3, 3, "random", None, {}),
         (backend, 3, 1, "random", False, {}),
     ]
 
 
 def test_two_processes():
-    more: list[Case] = [(PLAIN, 2, 1, "random", None, {}), (PLAIN, 3, 1, (1, 4, 5), None, COMPILED)]
+    more: list[Case] = [
+        (PLAIN, 3, 3, "random", None, {}),
+        (PLAIN, 2, 1, "random", None, {}),
+        (PLAIN, 3, 1, (1, 4, 5), None, COMPILED),
+    ]
     check(2, [*cases_on("gloo"), *cases_on(PLAIN), *more], timeout=200)
 
 

@@ -24,7 +24,6 @@ import json
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -32,6 +31,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.helpers.commands import completed
 
 ROOT = Path(__file__).resolve().parents[2]
 GATE = ROOT / "tests" / "kernels" / "gate"
@@ -194,13 +195,12 @@ def measure(wanted: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Report]:
         [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     )
     asked = json.dumps(sorted(wanted))
-    done = subprocess.run(
+    done = completed(
         [sys.executable, "-m", "tests.helpers.aot_gate", "--answer"],
+        timeout=800,
         input=asked,
         env=environment,
         cwd=ROOT,
-        capture_output=True,
-        text=True,
     )
     if done.returncode:
         raise RuntimeError(
@@ -288,7 +288,7 @@ def _inspect(case: Case, arch: int) -> Report:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         target = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
-        said = subprocess.run(
+        said = completed(
             [
                 get_ptxas(arch).path,
                 "-v",
@@ -297,8 +297,6 @@ def _inspect(case: Case, arch: int) -> Report:
                 "-o",
                 str(source.with_suffix(".cubin")),
             ],
-            capture_output=True,
-            text=True,
             check=True,
         ).stderr
     registers, spills = (

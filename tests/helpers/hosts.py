@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.helpers.commands import completed
+
 NAMESPACES, LOOPBACK = "network namespaces", "loopback addresses"
 SSH = """#!/bin/sh
 # ssh HOST LINE, as the launcher calls it: the host is a network namespace of this machine.
@@ -100,7 +102,7 @@ def namespaces(folder: Path) -> Iterator[Hosts]:
         yield Hosts(NAMESPACES, names, addresses, devices, ssh, log)
     finally:
         for name in made:
-            subprocess.run(["ip", "netns", "delete", name], check=True)
+            completed(["ip", "netns", "delete", name], check=True)
 
 
 @contextmanager
@@ -123,7 +125,7 @@ def namespaces_allowed() -> str:
     except subprocess.CalledProcessError as error:
         return str(error.stderr).strip()
     finally:
-        subprocess.run(["ip", "netns", "delete", name], check=True)
+        completed(["ip", "netns", "delete", name], check=True)
 
 
 @contextmanager
@@ -141,4 +143,4 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
 
 
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+    completed(["ip", *words], check=True)

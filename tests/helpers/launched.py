@@ -13,18 +13,20 @@ import atexit
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
 
 from hf_zero.hosts.reaching import free_port
+from tests.helpers.commands import end_group
 from tests.helpers.python_server import server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,33 +190,21 @@ def plainly(script: Path, *arguments: str, ranks: int = 2, limit: float) -> list
     the store. All end within ``limit`` seconds.
     """
     place = {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(script), *arguments],
-            env={**environment(), **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        outputs = [each.communicate(timeout=limit)[0] for each in running]
-        return [(each.returncode, output) for each, output in zip(running, outputs)]
-    finally:
-        for each in running:
-            each.kill()
-            each.wait()
-
-
-def end_group(process: subprocess.Popen[Any]) -> None:
-    """End a process that leads its own session, and all that it started."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
+    place["PYTHON_EXEC"] = sys.executable
+    command, end = [sys.executable, str(script), *arguments], time.monotonic() + limit
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        logs = [Path(folder) / f"{rank}.txt" for rank in range(ranks)]
+        started = []
+        for rank, log in enumerate(logs):
+            own = {**environment(), **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            started.append(stack.enter_context(running(command, Path.cwd(), log, own)))
+        codes = [ended(each, max(0.0, end - time.monotonic())) for each in started]
+        outputs = [log.read_text() for log in logs]
+    found = []
+    for code, output in zip(codes, outputs):
+        assert code is not None, "\n".join((f"not all ended within {limit} s", *outputs))
+        found.append((code, output))
+    return found
 
 
 @contextmanager

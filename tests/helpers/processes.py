@@ -80,18 +80,24 @@ def _child(
 
 
 def run_processes(
-    world: int, fn: Callable[..., Any], *args: Any, timeout: float = 300.0
+    world: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 300.0,
+    start: str = "forkserver",
 ) -> list[Any]:
     """Run ``fn(rank, *args)`` (importable, with picklable arguments and result) in ``world`` gloo
-    processes.
+    processes. With ``start="spawn"`` each has this process's environment from its start, and
+    imports for itself.
 
     Raises :class:`RankFailed` with the traceback of the ranks that failed, also of one that died
     without a word, and :class:`RanksHung` with every rank's stack after ``timeout`` seconds. Only
     its own children are ever ended.
     """
-    context = multiprocessing.get_context("forkserver")
+    context = multiprocessing.get_context(start)
     # torch and what a rank imports are imported once, by the process that forks the ranks
-    context.set_forkserver_preload([__name__, "hf_zero.core.engine"])
+    if start == "forkserver":
+        context.set_forkserver_preload([__name__, "tests.helpers.preloaded"])
     store = dist.TCPStore(
         HOST, 0, world, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
     )

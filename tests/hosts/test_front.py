@@ -16,6 +16,7 @@ import pytest
 from hf_zero.hosts.front import carry_out
 from hf_zero.hosts.hostfile import Host
 from hf_zero.hosts.plan import LaunchPlan, Start
+from tests.helpers.commands import completed, end_group
 
 AGENT = f"exec {sys.executable} -m hf_zero.hosts.agent"
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,12 +145,15 @@ sys.exit(carry_out(LaunchPlan([first, second], None)))
     process = subprocess.Popen(
         [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    limit = time.monotonic() + 60.0
-    while not all(path.exists() and path.read_text().strip() for path in pids):
-        assert time.monotonic() < limit and process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=60.0)
+    try:
+        limit = time.monotonic() + 60.0
+        while not all(path.exists() and path.read_text().strip() for path in pids):
+            assert time.monotonic() < limit and process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60.0)
+    finally:
+        end_group(process)
     assert process.returncode == 128 + number and f"{number.name}, ending all hosts" in err
     assert all(gone(int(path.read_text())) for path in pids)
 
@@ -166,20 +170,21 @@ start = Start(Host("a", (0,)), ["sh", "-c", line], {{}}, ["sh", "-c", {AGENT!r}]
 sys.exit(carry_out(LaunchPlan([start], None)))
 """
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
     assert process.stdout is not None
-    process.stdout.readline()
-    process.stdout.close()
-    process.wait(60.0)
+    try:
+        process.stdout.readline()
+        process.stdout.close()
+        process.wait(60.0)
+    finally:
+        end_group(process)
     assert (tmp_path / "done").exists()
 
 
 def test_an_agent_that_gets_no_orders_starts_nothing() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "hf_zero.hosts.agent"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=60.0,
-    )
+    done = completed([sys.executable, "-m", "hf_zero.hosts.agent"], timeout=60.0)
     assert done.returncode == 127

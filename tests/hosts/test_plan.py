@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from hf_zero.hosts import plan as planning
 from hf_zero.hosts import reaching
 from hf_zero.hosts.plan import LAUNCHER, LaunchPlan, Request, plan
 from hf_zero.hosts.reaching import SSH, address_of, free_port, is_here, ssh_command
+from tests.helpers.commands import completed
 
 
 @pytest.fixture(autouse=True)
@@ -244,13 +244,7 @@ def test_the_local_rank_as_the_deepspeed_launcher_passes_it(tmp_path: Path) -> N
     )
     at = command.index("sh")
     assert command[at - 1] == "--no-python"
-    said = subprocess.run(
-        command[at:],
-        env={**os.environ, "LOCAL_RANK": "5"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    said = completed(command[at:], env={**os.environ, "LOCAL_RANK": "5"}, check=True).stdout
     assert said.strip() == str(["--local_rank=5", "--name", "two words", "$HOME"])
 
 

@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import DistributionFinder
@@ -25,15 +24,14 @@ from hf_zero import _autoload
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder, hooks
 from hf_zero.integrations.deepspeed import facade
+from tests.helpers.commands import completed
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def in_fresh_process(code: str, *flags: str, **environment: str) -> Any:
-    run = subprocess.run(
+    run = completed(
         [sys.executable, *flags, "-c", code],
-        capture_output=True,
-        text=True,
         timeout=120,
         env={**os.environ, **environment},
         cwd="/",
@@ -292,7 +290,7 @@ def test_the_wheel_carries_the_pth_and_it_registers(tmp_path: Path) -> None:
             ".*", "build", "dist", "*.egg-info", "tests", "runs", "__pycache__"
         ),
     )
-    built = subprocess.run(
+    built = completed(
         [
             sys.executable,
             "-c",
@@ -301,8 +299,6 @@ def test_the_wheel_carries_the_pth_and_it_registers(tmp_path: Path) -> None:
         cwd=source,
         # what a machine without a compiler gets, in seconds
         env={**os.environ, "CC": "false", "CXX": "false"},
-        capture_output=True,
-        text=True,
         timeout=300,
     )
     assert built.returncode == 0, built.stderr

@@ -17,6 +17,7 @@ import hf_zero
 from hf_zero.device import kinds
 from hf_zero.ops import dispatch, trial
 from hf_zero.ops.dispatch import Kernel
+from tests.helpers.commands import completed
 from tests.helpers.engines import config_of, start
 from tests.helpers.ranks import run_ranks
 
@@ -316,5 +317,5 @@ def test_declared_kernels_are_found_without_triton() -> None:
         "import sys; from hf_zero.ops.trial import declared; print(sorted(declared())); assert "
         "'triton' not in sys.modules"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    said = completed([sys.executable, "-c", code])
     assert said.returncode == 0 and "'sparse_attention'" in said.stdout, said.stderr

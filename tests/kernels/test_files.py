@@ -7,7 +7,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import subprocess
 import sys
 import threading
 import weakref
@@ -20,6 +19,7 @@ import torch
 from hf_zero.errors import ConfigError, OffloadError
 from hf_zero.ops import files
 from hf_zero.ops.files import ALIGNMENT, FileQueue, OpenFile, Priority, parse_faults
+from tests.helpers.commands import completed
 from tests.helpers.file_backends import BACKENDS, NATIVE
 
 BLOCK = 1 << 16
@@ -367,7 +367,7 @@ for forgets in (False, True):
 
 def test_forked_children_are_refused_and_end(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", CHILD, str(tmp_path / "file"), *BACKENDS]
-    done = subprocess.run(command, timeout=120, capture_output=True, text=True)
+    done = completed(command, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
@@ -385,7 +385,7 @@ for queue in queues:
 
 def test_a_process_ends_with_transfers_under_way(tmp_path: Path) -> None:
     command = [sys.executable, "-c", EXIT, str(tmp_path / "file"), *BACKENDS]
-    done = subprocess.run(command, timeout=120, capture_output=True, text=True)
+    done = completed(command, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
 
@@ -414,13 +414,7 @@ except ConfigError as error:
 def test_threads_do_it_where_the_kernel_refuses_io_uring(core: str) -> None:
     environment = {**os.environ, "HF_ZERO_LOG_LEVEL": "INFO"}
     environment.pop("HF_ZERO_IO", None)
-    done = subprocess.run(
-        [sys.executable, "-c", SECCOMP],
-        timeout=120,
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    done = completed([sys.executable, "-c", SECCOMP], timeout=120, env=environment)
     assert done.stdout.splitlines()[0] == "threads", done.stderr
     assert "the kernel refuses (io_uring_setup: Operation not permitted)" in done.stdout
     assert "the kernel refuses io_uring (io_uring_setup: Operation not permitted)" in done.stderr

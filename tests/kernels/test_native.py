@@ -17,20 +17,14 @@ from hf_zero.errors import ConfigError, KernelError
 from hf_zero.ops import adam, cast, native, squared_norm
 from hf_zero.ops.share import Share, cpu_quota, share_of_this_rank
 from tests.helpers.buffers import reference
+from tests.helpers.commands import completed
 
 LARGE = 1_000_000
 
 
 def in_a_process(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **environ}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return completed([sys.executable, "-c", code], env=environment, timeout=120)
 
 
 TELL = (

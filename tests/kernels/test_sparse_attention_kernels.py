@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
 import sys
 from typing import Any
 
@@ -29,6 +28,7 @@ from hf_zero.ops.sparse_attention import (
 from hf_zero.ops.sparse_attention.attention import BACKWARD, FORWARD
 from tests.helpers.cells import fast
 from tests.helpers.checked_triton import checked_triton
+from tests.helpers.commands import completed
 
 pytestmark = pytest.mark.skipif(
     not interpreted(), reason="for the interpreter; tests/gpu runs the kernels themselves"
@@ -278,7 +278,5 @@ def test_lengths_do_not_compile_anew() -> None:
         "    assert free == {'programs', 'slots'}, (kernel.__name__, free)\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
-    )
+    done = completed([sys.executable, "-c", code], env=environment)
     assert done.returncode == 0, done.stderr

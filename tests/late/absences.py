@@ -27,7 +27,7 @@ JOB = "stage 3, one micro-batch"
 LEFT_OUT = (1, 3, 5, 0)
 STEPS = 2  # before rank 1 stays away
 LIMIT = 60.0  # seconds, in which rank 0 must have ended by itself
-SLOW = 3.0  # seconds: waits are looked at after one
+SLOW = 2.0  # seconds: waits are looked at after one
 
 
 class Tower(training.Tower):

@@ -12,13 +12,14 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from tests.helpers.commands import completed
 
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ["-std=c++20", "-O1", "-g0", "-fPIC", "-w", "-DUSE_C10D_GLOO"]
@@ -138,7 +139,7 @@ def _build(work: Path) -> Path:
 
 
 def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = completed(command, timeout=1200)
     if done.returncode:
         raise CannotBuild(f"{' '.join(command)}\n{done.stderr[-4000:]}")
 

@@ -5,13 +5,13 @@ part of no wheel.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.commands import completed
 from tests.late import build, launch
 
 
@@ -27,9 +27,7 @@ def test_processes_that_ask_at_once_build_once(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.late.build"]
 
     def built(_: int) -> str:
-        return subprocess.run(
-            command, env=env, cwd=launch.ROOT, check=True, capture_output=True, text=True
-        ).stdout
+        return completed(command, env=env, cwd=launch.ROOT, check=True).stdout
 
     with ThreadPoolExecutor(3) as pool:
         paths = set(pool.map(built, range(3)))

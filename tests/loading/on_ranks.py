@@ -16,13 +16,17 @@ PATIENCE = 10.0  # seconds the other ranks get to fail in the same case
 
 
 def run_cases(
-    world: int, cases: Mapping[str, Case], folder: Path, timeout: float = 240.0
+    world: int,
+    cases: Mapping[str, Case],
+    folder: Path,
+    timeout: float = 240.0,
+    start: str = "forkserver",
 ) -> dict[str, str]:
     """Run each case on every rank: its traceback, or "" where it passed.
 
     A case that fails on some ranks alone ends the launch: the others may wait for it for ever.
     """
-    return run_processes(world, _run, dict(cases), folder, timeout=timeout)[0]
+    return run_processes(world, _run, dict(cases), folder, timeout=timeout, start=start)[0]
 
 
 def _run(rank: int, cases: dict[str, Case], folder: Path) -> dict[str, str]:

@@ -86,4 +86,4 @@ def test_four_ranks_without_the_hook_at_the_start_of_python(
     chosen = models(["llama", "mixtral", "qwen2", "deepseek_v3", "wav2vec2"]) | {
         name: CASES[name] for name in ("saving", "bytes of the files")
     }
-    assert run_cases(4, chosen, folder) == dict.fromkeys(chosen, "")
+    assert run_cases(4, chosen, folder, start="spawn") == dict.fromkeys(chosen, "")

@@ -5,7 +5,6 @@ process.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers.commands import completed
 from tests.helpers.launched import beside, environment, torchrun
 from tests.helpers.offloads import offload
 from tests.matrix.scripts.deepspeed_api import CASES, HALF, config_of
@@ -120,7 +120,7 @@ def test_the_script_in_the_checkpoint_folder_gives_whole_weights(
     folder = run[1] / "checkpoints"
     assert (folder / "latest").read_text() == "final" and (folder / f"global_step{HALF}").is_dir()
     command = [sys.executable, "zero_to_fp32.py", ".", str(tmp_path / "model")]
-    subprocess.run(command, cwd=folder, env=environment(), check=True, timeout=120)
+    completed(command, cwd=folder, env=environment(), check=True, timeout=120)
     weights = load_file(tmp_path / "model" / "model.safetensors")
     assert weights.keys() == plain["resumed"]["weights"].keys()
     for name, weight in plain["resumed"]["weights"].items():

@@ -22,8 +22,9 @@ import torch
 
 from hf_zero.distributed.rendezvous import discover
 from hf_zero.hosts.reaching import free_port
+from tests.helpers.commands import completed, end_group
 from tests.helpers.hosts import LOOPBACK, NAMESPACES, Hosts, loopback, two_hosts
-from tests.helpers.launched import Report, beside, end_group, environment
+from tests.helpers.launched import Report, beside, environment
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN = SCRIPTS / "hosts_train.py"
@@ -467,11 +468,7 @@ def test_processes_of_srun_and_mpi_train_as_one(
 def real_mpirun() -> str | None:
     """An mpirun of Open MPI on this machine, if there is one."""
     program = shutil.which("mpirun")
-    said = (
-        subprocess.run([program, "--version"], capture_output=True, text=True).stdout
-        if program
-        else ""
-    )
+    said = completed([program, "--version"]).stdout if program else ""
     return program if "Open MPI" in said else None
 
 

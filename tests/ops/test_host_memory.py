@@ -8,7 +8,6 @@ import contextlib
 import errno
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from hf_zero.errors import HostMemoryError
 from hf_zero.memory.host import MemoryLimit
 from hf_zero.ops import host_memory
 from hf_zero.ops.host_memory import HostArena
+from tests.helpers.commands import completed
 
 MB = 1 << 20
 GPU = torch.device("cuda", 0)
@@ -183,9 +183,7 @@ sys.exit(code or int(tensor.sum() != 3 << 26))
 
 @pytest.mark.long
 def test_forked_children_do_not_get_it() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKED], timeout=120, capture_output=True, text=True
-    )
+    done = completed([sys.executable, "-W", "ignore", "-c", FORKED], timeout=120)
     assert done.returncode == 0, done.stderr
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import tomllib
 
 import hf_zero
+from tests.helpers.commands import completed
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = [
@@ -33,9 +33,7 @@ HEAVY = [
 
 
 def in_fresh_process(code: str) -> Any:
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
-    )
+    result = completed([sys.executable, "-c", code], timeout=120, check=True)
     return json.loads(result.stdout.splitlines()[-1])
 
 

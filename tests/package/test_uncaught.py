@@ -4,7 +4,6 @@ rank is seen, and others are left alone.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ import pytest
 from hf_zero import uncaught
 from hf_zero.errors import ConfigError, DiskSpaceError, HfZeroError
 from hf_zero.hosts import launcher
+from tests.helpers.commands import completed
 from tests.helpers.launched import environment
 
 
@@ -112,7 +112,7 @@ def launched(tmp_path: Path, how: str) -> tuple[int, list[str]]:
         str(script),
         how,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+    done = completed(command, env=environment(), timeout=120)
     lines = [
         line
         for line in done.stderr.splitlines()

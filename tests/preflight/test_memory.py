@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 from hf_zero.memory import DiskFree, Free, free, free_bytes, host, measure
+from tests.helpers.commands import completed
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
@@ -124,9 +124,7 @@ def test_ulimits_bound_each_process_by_itself(limit: str, name: str) -> None:
         f"(one,) = [bound for bound in host.bounds() if bound.why.startswith({name!r})]\n"
         "print(one.nbytes, one.shared, host.free_ram(ranks=1).nbytes <= one.nbytes)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = completed([sys.executable, "-c", code], timeout=120, check=True)
     nbytes, shared, bounds = done.stdout.split()
     assert (2 << 30) * 0.9 < int(nbytes) <= 2 << 30 and (shared, bounds) == ("False", "True")
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hf_zero.storage.nvme_files import PREFIX, NvmeFiles, remove_leftovers
+from tests.helpers.commands import completed
 
 LIVING = """
 import sys, torch
@@ -77,7 +78,7 @@ nvme_files.NvmeFiles([sys.argv[1]])
 def test_the_next_run_removes_a_file_of_one_that_was_killed_as_it_made_it(
     tmp_path: Path, heard_in_full: list[str]
 ) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED_EARLY, str(tmp_path)], timeout=60)
+    done = completed([sys.executable, "-c", KILLED_EARLY, str(tmp_path)], timeout=60)
     assert done.returncode == -signal.SIGKILL
     (left,) = os.listdir(tmp_path)
     NvmeFiles([tmp_path]).close()
