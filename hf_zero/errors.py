@@ -59,6 +59,10 @@ class UnmanagedWindowError(PartitionError, AssertionError):
     """A boundary of accumulation windows, said where every step ends one by itself."""
 
 
+class UnscalableLossError(PartitionError, AssertionError):
+    """A loss that ``engine.scale`` cannot scale."""
+
+
 class UnsupportedOptimizerError(HfZeroError, TypeError):
     """An optimizer whose update is not element-wise, or whose existing state cannot be carried
     over.

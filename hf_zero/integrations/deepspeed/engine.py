@@ -14,7 +14,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.core.gathered import GatheredParameters
 from hf_zero.device import kinds
-from hf_zero.errors import ConfigError, PartitionError, UnreducedGradientsError
+from hf_zero.errors import (
+    ConfigError,
+    PartitionError,
+    UnreducedGradientsError,
+    UnscalableLossError,
+)
 from hf_zero.initialize import data_loader
 from hf_zero.integrations.deepspeed.checkpoint_targets import agreed_target, nothing_to_load
 from hf_zero.integrations.deepspeed.comm_log import comms_logger
@@ -96,14 +101,17 @@ class DeepSpeedEngine(ReportingEngine):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss`` times the loss scale, for a ``backward()`` of its own, which leaves the same
-        gradients as :meth:`backward`. Raises PartitionError without an optimizer, or for what is no
-        scalar with a graph.
+        gradients as :meth:`backward`. Raises UnscalableLossError without an optimizer, or for what
+        is no scalar with a graph.
         """
         if self.optimizer is None:
-            raise PartitionError("scale() needs an optimizer; pass one to deepspeed.initialize")
+            raise UnscalableLossError(
+                "scale() needs an optimizer; pass one to deepspeed.initialize"
+            )
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise PartitionError(
-                "scale() needs a scalar loss with a graph; call backward(gradient) of other outputs"
+            raise UnscalableLossError(
+                "scale() needs a loss that is a scalar tensor with a graph; call "
+                "backward(gradient) of other outputs"
             )
         scaled: torch.Tensor = _ScaledLoss.apply(loss, self.loss_scale())
         return scaled
