@@ -23,6 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 import yaml
 
 from hf_zero.hosts.reaching import free_port
@@ -69,7 +70,11 @@ KEYS: Report = {
 
 @cache
 def python() -> str:
-    """A command that runs Python in a fork of one server, which ends with this process."""
+    """A command that runs Python in a fork of one server, which ends with this process; where
+    there is a GPU, whose library does not outlive a fork, Python itself.
+    """
+    if torch.cuda.is_available():
+        return sys.executable
     running = server(environment())
     atexit.register(running.__exit__, None, None, None)
     return running.__enter__()

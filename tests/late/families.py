@@ -90,6 +90,13 @@ def cases(folder: str) -> dict[str, Case]:
     }
 
 
+def names_of(family: str) -> list[str]:
+    """The cases that ``family`` can train in: T5 adds a bias to its scores, which block-sparse
+    attention does not have.
+    """
+    return [name for name in cases("") if family != "t5" or "sparse attention" not in name]
+
+
 def build(family: str, checkpointed: bool) -> Any:
     import torch
     import transformers as hf
@@ -169,7 +176,9 @@ def pretrained(plain: Any, config: dict[str, Any], folder: Path) -> Any:
 
     plain.save_pretrained(folder)
     dist.barrier()
-    return hf_zero.from_pretrained(type(plain), folder, config).train()
+    # not saved; the kernels of the others count in integers, which no CPU does
+    more = {"experts_implementation": "eager"} if "Mixtral" in type(plain).__name__ else {}
+    return hf_zero.from_pretrained(type(plain), folder, config, **more).train()
 
 
 def train(family: str, case: Case, steps: int, rank: int, folder: str) -> list[float]:
@@ -229,7 +238,7 @@ def main(mode: str, family: str, shared: str, steps: int, names: Sequence[str]) 
         kind, _, seed = mode.partition(":")
         device.configure(kind, seed=int(seed or 0) + int(os.environ["RANK"]), max_us=300, nap=0.2)
     known = cases(shared)
-    for name in names or known:
+    for name in names or names_of(family):
         losses = train(
             family,
             known[name],
