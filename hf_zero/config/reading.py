@@ -4,7 +4,6 @@ and remembers where it stood.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,10 +158,8 @@ class ConfigReading:
     def _source(self, key: Key, value: Any, written: str, label: str) -> str:
         if label == "keyword":
             return label
-        changes_nothing = (key.default, None, "auto", math.inf)  # libraries write steps_per_print
-        usual = key.status is not Status.ACTIVE or value in changes_nothing
         return (
-            self.origins.source_of(written, value, usual)
+            self.origins.source_of(written, value, key.changes_nothing(value))
             if self.origins is not None
             else f"{label}: {written}"
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -55,6 +56,12 @@ class Key:
     idle: Callable[[Mapping[str, Any]], str] = _busy
     unit: str = ""
     since: str = "0.1.0"
+
+    def changes_nothing(self, value: Any) -> bool:
+        """Whether a library may have written ``value`` by habit: Accelerate writes an infinite
+        ``steps_per_print``.
+        """
+        return self.status is not Status.ACTIVE or value in (self.default, None, "auto", math.inf)
 
 
 def key(

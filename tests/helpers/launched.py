@@ -180,7 +180,8 @@ def environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(LAUNCHERS) and name not in left
     }
-    path = os.pathsep.join([SITE, str(ROOT), *filter(None, [kept.get("PYTHONPATH")])])
+    # what is there already comes first: the simulated device's site does what SITE's does
+    path = os.pathsep.join([*filter(None, [kept.get("PYTHONPATH")]), SITE, str(ROOT)])
     return {
         **kept,
         "PYTHONPATH": path,

@@ -14,7 +14,6 @@ from hf_zero.config.accelerate_yaml import is_accelerate
 from hf_zero.config.files import load_file, load_text
 from hf_zero.config.keys import KEYS
 from hf_zero.config.provenance import DICT, SourcedDict, flattened
-from hf_zero.config.rows import Status
 
 LAUNCH_FILE = "HF_ZERO_LAUNCH_FILE"  # the file that accelerate launch was given
 LAUNCHED_BY = "HF_ZERO_LAUNCHED_BY"  # the command that wrote the options of accelerate launch
@@ -58,11 +57,7 @@ def remember_launch(config: Any) -> None:
         else "DeepSpeedPlugin"
     )
     for path, value in flattened(config):
-        usual = (
-            path not in KEYS
-            or KEYS[path].status is not Status.ACTIVE
-            or value in (KEYS[path].default, None, "auto")
-        )
+        usual = path not in KEYS or KEYS[path].changes_nothing(value)
         if not usual and written.get(path, (None, ""))[0] != value:
             written[path] = (value, by)
     config.remember(written, "Accelerate")
