@@ -18,7 +18,7 @@ from hf_zero.ops.host import Moment
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from hf_zero.optim.kernel_calls import MASTER, Call, adagrad, adam, lion, sgd
 from hf_zero.optim.lion import Lion
-from hf_zero.optim.whole_tensor import WholeTensorOptimizer, squares
+from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
 
 
 @dataclass(frozen=True)
@@ -62,28 +62,20 @@ RULES: dict[type, Rule] = {
 def of_halves(cls: type[WholeTensorOptimizer]) -> Rule:
     """The rule of ``cls``: its own two halves."""
 
-    def gradient(held: Mapping[str, Any], grad: Tensor, call: Call) -> Tensor:
+    def parts(held: Mapping[str, Any], grad: Tensor, call: Call) -> Parts:
         scaled = grad.to(held[MASTER].dtype)
-        return scaled if call.divisor == 1.0 else scaled / call.divisor
-
-    def moments(held: Mapping[str, Any]) -> list[list[Tensor]]:
-        return [[held[name]] for name in cls.MOMENTS]
+        scaled = scaled if call.divisor == 1.0 else scaled / call.divisor
+        moments = [[held[name]] for name in cls.MOMENTS]
+        return Parts([held[MASTER]], [scaled], moments, [call.step], [call.shape])
 
     def measure(held: Mapping[str, Any], grad: Tensor, call: Call) -> Tensor:
-        grads = [gradient(held, grad, call)]
-        return squares(cls.measure(call.group, [held[MASTER]], grads, moments(held)))[0]
+        return cls.measure(call.group, parts(held, grad, call))[0]
 
     def update(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
         assert call.norms is not None
-        cls.apply(
-            call.group,
-            [held[MASTER]],
-            [gradient(held, grad, call)],
-            moments(held),
-            [call.shape],
-            call.norms.unsqueeze(0),
-            [call.step],
-        )
+        of = parts(held, grad, call)
+        of.norms = call.norms.unsqueeze(0)
+        cls.apply(call.group, of)
         if out is not None:
             out.copy_(held[MASTER])
 

@@ -4,14 +4,14 @@ update (You et al. 2019, arXiv:1904.00962), with the settings and the arithmetic
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_zero.errors import ConfigError
-from hf_zero.optim.whole_tensor import WholeTensorOptimizer
+from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer, squares
 
 
 class Lamb(WholeTensorOptimizer):
@@ -96,47 +96,32 @@ class Lamb(WholeTensorOptimizer):
         ]
 
     @staticmethod
-    def measure(
-        group: Mapping[str, Any],
-        parts: list[Tensor],
-        grads: list[Tensor],
-        moments: list[list[Tensor]],
-    ) -> list[list[Tensor]]:
+    def measure(group: Mapping[str, Any], parts: Parts) -> Tensor:
         beta1, beta2 = group["betas"]
-        averages, variances = moments
+        averages, variances = parts.moments
         torch._foreach_mul_(averages, beta1)
-        torch._foreach_add_(averages, grads, alpha=1 - beta1)
+        torch._foreach_add_(averages, parts.grads, alpha=1 - beta1)
         torch._foreach_mul_(variances, beta2)
-        torch._foreach_addcmul_(variances, grads, grads, value=1 - beta2)
-        return [parts, _update(group, parts, moments)]
+        torch._foreach_addcmul_(variances, parts.grads, parts.grads, value=1 - beta2)
+        return squares([parts.weights, _update(group, parts)])
 
     @staticmethod
-    def apply(
-        group: Mapping[str, Any],
-        parts: list[Tensor],
-        grads: list[Tensor],
-        moments: list[list[Tensor]],
-        shapes: Sequence[tuple[int, ...]],
-        norms: Tensor,
-        steps: Sequence[int],
-    ) -> None:
+    def apply(group: Mapping[str, Any], parts: Parts) -> None:
         beta1, beta2 = group["betas"]
-        sizes = [-float(group["lr"])] * len(parts)
+        sizes = [-float(group["lr"])] * len(parts.weights)
         if group["bias_correction"]:
             sizes = [
                 size * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
-                for size, step in zip(sizes, steps)
+                for size, step in zip(sizes, parts.steps)
             ]
-        factors = (ratios(group, norms) * norms.new_tensor(sizes)).to(parts[0].dtype)
-        update = _update(group, parts, moments)
-        torch._foreach_mul_(update, list(factors.unbind()))
-        torch._foreach_add_(parts, update)
+        factors = ratios(group, parts.norms) * parts.norms.new_tensor(sizes)
+        update = _update(group, parts)
+        torch._foreach_mul_(update, list(factors.to(parts.weights[0].dtype).unbind()))
+        torch._foreach_add_(parts.weights, update)
 
 
-def _update(
-    group: Mapping[str, Any], parts: list[Tensor], moments: list[list[Tensor]]
-) -> list[Tensor]:
-    averages, variances = moments
+def _update(group: Mapping[str, Any], parts: Parts) -> list[Tensor]:
+    averages, variances = parts.moments
     if group["eps_inside_sqrt"]:
         below = list(torch._foreach_add(variances, group["eps"]))
         torch._foreach_sqrt_(below)
@@ -145,7 +130,7 @@ def _update(
         torch._foreach_add_(below, group["eps"])
     update = list(torch._foreach_div(averages, below))
     if group["weight_decay"]:
-        torch._foreach_add_(update, parts, alpha=group["weight_decay"])
+        torch._foreach_add_(update, parts.weights, alpha=group["weight_decay"])
     return update
 
 

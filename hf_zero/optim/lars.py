@@ -4,14 +4,14 @@ tensor and of its gradient (You et al. 2017, arXiv:1708.03888).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_zero.errors import ConfigError
-from hf_zero.optim.whole_tensor import WholeTensorOptimizer
+from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer, squares
 
 
 class LARS(WholeTensorOptimizer):
@@ -72,35 +72,22 @@ class LARS(WholeTensorOptimizer):
         super().__init__(params, defaults)
 
     @staticmethod
-    def measure(
-        group: Mapping[str, Any],
-        parts: list[Tensor],
-        grads: list[Tensor],
-        moments: list[list[Tensor]],
-    ) -> list[list[Tensor]]:
-        return [parts, grads]
+    def measure(group: Mapping[str, Any], parts: Parts) -> Tensor:
+        return squares([parts.weights, parts.grads])
 
     @staticmethod
-    def apply(
-        group: Mapping[str, Any],
-        parts: list[Tensor],
-        grads: list[Tensor],
-        moments: list[list[Tensor]],
-        shapes: Sequence[tuple[int, ...]],
-        norms: Tensor,
-        steps: Sequence[int],
-    ) -> None:
-        (buffers,) = moments
+    def apply(group: Mapping[str, Any], parts: Parts) -> None:
+        (buffers,) = parts.moments
         decay, momentum = group["weight_decay"], group["momentum"]
-        weights, gradients = norms.unbind(1)
+        weights, gradients = parts.norms.unbind(1)
         ratio = group["trust_coefficient"] * weights / (gradients + decay * weights + group["eps"])
         scaled = (weights > 0) & (gradients > 0)
-        scaled &= torch.tensor([len(shape) > 1 for shape in shapes], device=norms.device)
+        scaled &= torch.tensor([len(shape) > 1 for shape in parts.shapes], device=ratio.device)
         factors = torch.where(scaled, ratio, torch.ones_like(ratio)) * float(group["lr"])
-        update = list(torch._foreach_add(grads, parts, alpha=decay))
-        torch._foreach_mul_(update, list(factors.to(parts[0].dtype).unbind()))
+        update = list(torch._foreach_add(parts.grads, parts.weights, alpha=decay))
+        torch._foreach_mul_(update, list(factors.to(parts.weights[0].dtype).unbind()))
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, update)
         if group["nesterov"]:
             torch._foreach_add_(update, buffers, alpha=momentum)
-        torch._foreach_sub_(parts, update if group["nesterov"] else buffers)
+        torch._foreach_sub_(parts.weights, update if group["nesterov"] else buffers)

@@ -45,9 +45,10 @@ class ShardedTensors(Tensors):
         self._last = torch.zeros(len(names) + 1, optimizer.SUMS, dtype=torch.float64)
         optimizer.tensors = self
 
-    def shape(self, part: Tensor) -> tuple[int, ...]:
-        name = next((name for tensor, name in self._names() if tensor is part), None)
-        return (1,) if name is None else self._shapes[name]
+    def shapes(self, parts: Sequence[Sequence[Tensor]]) -> list[list[tuple[int, ...]]]:
+        names = dict(self._names())
+        own = {part: self._shapes[name] for part, name in names.items()}
+        return [[own.get(part, (1,)) for part in of] for of in parts]
 
     def shape_of(self, segment: Segment) -> tuple[int, ...]:
         """The shape of the tensor that ``segment`` is a part of."""

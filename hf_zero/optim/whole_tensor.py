@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,12 +20,31 @@ from torch import Tensor
 from hf_zero.errors import UnsupportedOptimizerError
 
 
+@dataclass(eq=False)
+class Parts:
+    """Parts of tensors, all of one group, that are stepped together.
+
+    weights, grads: 1-D where tensors are sharded.
+    moments: a list for each of the optimizer's ``MOMENTS``.
+    steps: the number of each part's step, from 1 on.
+    shapes: of the tensors that they are parts of.
+    norms: [parts, SUMS], the roots of the sums over those tensors; the second half has them.
+    """
+
+    weights: list[Tensor]
+    grads: list[Tensor]
+    moments: Sequence[list[Tensor]]
+    steps: list[int]
+    shapes: Sequence[tuple[int, ...]] = ()
+    norms: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64))
+
+
 class Tensors:
     """What an optimizer asks of the tensors whose parts it steps: here each part is whole."""
 
-    def shape(self, part: Tensor) -> tuple[int, ...]:
-        """The shape of the tensor that ``part`` is of."""
-        return tuple(part.shape)
+    def shapes(self, parts: Sequence[Sequence[Tensor]]) -> list[list[tuple[int, ...]]]:
+        """The shapes of the tensors that the parts of each group are of."""
+        return [[tuple(part.shape) for part in of] for of in parts]
 
     def totals(
         self, parts: Sequence[Sequence[Tensor]], sums: Tensor
@@ -50,31 +70,15 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     @abstractmethod
-    def measure(
-        group: Mapping[str, Any],
-        parts: list[Tensor],
-        grads: list[Tensor],
-        moments: list[list[Tensor]],
-    ) -> list[list[Tensor]]:
-        """The first half of a step: updates what it does of ``moments`` (lists by the names of
-        :attr:`MOMENTS`) and returns the tensors whose squares are added up, a list for each of the
-        numbers.
+    def measure(group: Mapping[str, Any], parts: Parts) -> Tensor:
+        """The first half of a step of ``group``: updates what it does of the moments and returns
+        the sums [parts, SUMS], in 64 bits, that are added up over whole tensors.
         """
 
     @staticmethod
     @abstractmethod
-    def apply(
-        group: Mapping[str, Any],
-        parts: list[Tensor],
-        grads: list[Tensor],
-        moments: list[list[Tensor]],
-        shapes: Sequence[tuple[int, ...]],
-        norms: Tensor,
-        steps: Sequence[int],
-    ) -> None:
-        """The second half. ``norms`` [parts, SUMS] are the roots of sums over the whole tensors,
-        which have ``shapes``; ``steps`` count each part's steps, from 1 on.
-        """
+    def apply(group: Mapping[str, Any], parts: Parts) -> None:
+        """The second half, with the norms."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -87,30 +91,28 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                 loss = closure()
         found = [self._with_gradients(group) for group in self.param_groups]
         measured = [
-            squares(self.measure(group, parts, grads, moments))
-            for group, (parts, grads, moments, _) in zip(self.param_groups, found)
-            if parts
+            self.measure(group, parts)
+            for group, parts in zip(self.param_groups, found)
+            if parts.weights
         ]
         sums = (
             torch.cat([each.to(measured[0].device) for each in measured])
             if measured
             else torch.zeros(0, self.SUMS, dtype=torch.float64)
         )
-        totals, by_group = self.tensors.totals([parts for parts, *_ in found], sums)
-        norms, self.norms = totals.sqrt(), [each.sqrt() for each in by_group]
-        rows = iter(norms.split([len(parts) for parts, *_ in found]))
-        for group, (parts, grads, moments, steps) in zip(self.param_groups, found):
-            own, shapes = next(rows), [self.tensors.shape(part) for part in parts]
-            if parts:
-                own = own.to(parts[0].device)
-                self.apply(group, parts, grads, moments, shapes, own, steps)
+        weights = [parts.weights for parts in found]
+        totals, by_group = self.tensors.totals(weights, sums)
+        self.norms = [each.sqrt() for each in by_group]
+        norms = totals.sqrt().split([len(of) for of in weights])
+        shapes = self.tensors.shapes(weights)
+        for group, parts, own, theirs in zip(self.param_groups, found, norms, shapes):
+            if parts.weights:
+                parts.norms, parts.shapes = own.to(parts.weights[0].device), theirs
+                self.apply(group, parts)
         return loss
 
-    def _with_gradients(
-        self, group: dict[str, Any]
-    ) -> tuple[list[Tensor], list[Tensor], list[list[Tensor]], list[int]]:
-        parts, grads, steps = [], [], []
-        moments: list[list[Tensor]] = [[] for _ in self.MOMENTS]
+    def _with_gradients(self, group: dict[str, Any]) -> Parts:
+        found = Parts([], [], [[] for _ in self.MOMENTS], [])
         for part in group["params"]:
             if part.grad is None:
                 continue
@@ -125,12 +127,12 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                 for name in self.MOMENTS:
                     state[name] = torch.zeros_like(part, memory_format=torch.preserve_format)
             state["step"] += 1
-            parts.append(part)
-            grads.append(part.grad)
-            steps.append(int(state["step"]))
-            for name, moment in zip(self.MOMENTS, moments):
+            found.weights.append(part)
+            found.grads.append(part.grad)
+            found.steps.append(int(state["step"]))
+            for name, moment in zip(self.MOMENTS, found.moments):
                 moment.append(state[name])
-        return parts, grads, moments, steps
+        return found
 
 
 def squares(tensors: Sequence[list[Tensor]]) -> Tensor:

@@ -102,7 +102,7 @@ def namespaces(folder: Path) -> Iterator[Hosts]:
         yield Hosts(NAMESPACES, names, addresses, devices, ssh, log)
     finally:
         for name in made:
-            completed(["ip", "netns", "delete", name], check=True)
+            _ip("netns", "delete", name)
 
 
 @contextmanager
@@ -125,7 +125,7 @@ def namespaces_allowed() -> str:
     except subprocess.CalledProcessError as error:
         return str(error.stderr).strip()
     finally:
-        completed(["ip", "netns", "delete", name], check=True)
+        _ip("netns", "delete", name)
 
 
 @contextmanager

@@ -29,7 +29,6 @@ from typing import Any
 
 PRELOADED = ("torch", "datasets", "accelerate", "transformers.trainer")
 CLIENT = Path(__file__).with_name("python_client.py")
-END = "__main__ ends"
 
 
 @contextmanager

@@ -27,6 +27,7 @@ LAYERS = {
     "hf_zero.memory": 0,
     "hf_zero.sizes": 0,
     "hf_zero.spans": 0,
+    "hf_zero.step_times": 0,
     "hf_zero.uncaught": 0,
     "hf_zero.distributed": 0,
     "hf_zero.storage": 1,
