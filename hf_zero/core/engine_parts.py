@@ -99,7 +99,7 @@ class EngineParts(nn.Module):
         sharded.attach(weakref.ref(self))
         if self.optimizer is not None:
             installed.callback(take_native_threads(placement))
-        scaler = Fp16LossScaler.from_config(config)
+        scaler = self._loss_scaler()
         window = self.accumulation
         sanity = SanityChecks(device, lambda: window.steps, config.precision, mesh.rank)
         self.optimizer_step = OptimizerStep(sharded, self.optimizer, config, scaler, sanity)
@@ -121,6 +121,10 @@ class EngineParts(nn.Module):
             self.publish_scale()
         with sharded.schedule.shards.writing():
             pass  # what the partition wrote
+
+    def _loss_scaler(self) -> Fp16LossScaler:
+        """The loss scale that training begins with."""
+        return Fp16LossScaler.from_config(self.config)
 
     def publish_scale(self) -> None:
         """Show the loss scale on the optimizer, where scripts look for it."""

@@ -190,6 +190,12 @@ def _trains(parameter: torch.Tensor, what: str) -> FlatBuffer:
     return flat
 
 
+def _reads(parameter: torch.Tensor, what: str) -> FlatBuffer | None:
+    """The flat buffer of ``parameter``; None for a frozen one, which has nothing to read."""
+    flat = _owned(parameter, what)
+    return flat if flat.optimizer_shard.has_master else None
+
+
 def _reduced_gradient(flat: FlatBuffer) -> tuple[Any, torch.Tensor | None]:
     """The engine of ``flat``, and this rank's part of its averaged gradient under the loss scale:
     [owned]; None before the first backward of a step (collective: what is unreduced is reduced).
@@ -309,11 +315,13 @@ def _state(flat: FlatBuffer, parameter: torch.Tensor, name: str, what: str) -> t
 
 
 @torch.no_grad()
-def safe_get_full_optimizer_state(parameter: torch.Tensor, name: str) -> torch.Tensor:
+def safe_get_full_optimizer_state(parameter: torch.Tensor, name: str) -> torch.Tensor | None:
     """The whole optimizer state ``name`` ("exp_avg", ...) of ``parameter``, on every rank
-    (collective).
+    (collective); None for a frozen one.
     """
-    flat = _trains(parameter, "safe_get_full_optimizer_state")
+    flat = _reads(parameter, "safe_get_full_optimizer_state")
+    if flat is None:
+        return None
     return _whole(flat, parameter, _state(flat, parameter, name, "safe_get_full_optimizer_state"))
 
 

@@ -14,6 +14,7 @@ import torch
 from hf_zero.core.gathered import (
     _engine_of,
     _gradient_to_replace,
+    _reads,
     _reduced_gradient,
     _state,
     _trains,
@@ -47,11 +48,11 @@ def _put(parameter: torch.Tensor, own: torch.Tensor, value: torch.Tensor, what: 
 
 
 @torch.no_grad()
-def safe_get_local_fp32_param(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's fp32 master weights of ``parameter``: a copy. Raises PartitionError for a frozen
-    one.
-    """
-    flat = _trains(parameter, "safe_get_local_fp32_param")
+def safe_get_local_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
+    """This rank's fp32 master weights of ``parameter``: a copy; None for a frozen one."""
+    flat = _reads(parameter, "safe_get_local_fp32_param")
+    if flat is None:
+        return None
     flat.unit.take_user_writes()
     master = flat.optimizer_shard.master
     assert master is not None
@@ -76,9 +77,12 @@ def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> N
 @torch.no_grad()
 def safe_get_local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """This rank's part of the averaged gradient of ``parameter``, loss scale removed: a copy; None
-    before the first backward of a step (collective: what is unreduced is reduced).
+    for a frozen one, and before the first backward of a step (collective: what is unreduced is
+    reduced).
     """
-    flat = _trains(parameter, "safe_get_local_grad")
+    flat = _reads(parameter, "safe_get_local_grad")
+    if flat is None:
+        return None
     engine, own = _reduced_gradient(flat)
     if own is None:
         return None
@@ -95,9 +99,13 @@ def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def safe_get_local_optimizer_state(parameter: torch.Tensor, name: str) -> torch.Tensor:
-    """A copy of this rank's part of the state ``name`` ("exp_avg", ...) of ``parameter``."""
-    flat = _trains(parameter, "safe_get_local_optimizer_state")
+def safe_get_local_optimizer_state(parameter: torch.Tensor, name: str) -> torch.Tensor | None:
+    """A copy of this rank's part of the state ``name`` ("exp_avg", ...) of ``parameter``; None for
+    a frozen one.
+    """
+    flat = _reads(parameter, "safe_get_local_optimizer_state")
+    if flat is None:
+        return None
     held = _state(flat, parameter, name, "safe_get_local_optimizer_state")
     return _part(parameter, held, "safe_get_local_optimizer_state").clone()
 

@@ -125,7 +125,7 @@ class Fp16LossScaler:
     ):
         self.scale = float(scale)
         self.dynamic = dynamic
-        self.window, self._hysteresis, self._minimum = window, hysteresis, minimum
+        self.window, self._hysteresis, self.minimum = window, hysteresis, minimum
         self._consecutive = consecutive
         self._left = hysteresis
         self._since = -1  # good steps that count; -1: the next one does not
@@ -149,7 +149,7 @@ class Fp16LossScaler:
     @property
     def at_floor(self) -> bool:
         """Whether the scale cannot fall any further."""
-        return not self.dynamic or self.scale <= self._minimum
+        return not self.dynamic or self.scale <= self.minimum
 
     def update(self, overflow: bool) -> None:
         """Move the scale after a step, or after a step that was skipped because of ``overflow``."""
@@ -158,7 +158,7 @@ class Fp16LossScaler:
         if overflow:
             self._since = -1
             if self._left <= 1:
-                self.scale = max(self.scale / 2.0, self._minimum)
+                self.scale = max(self.scale / 2.0, self.minimum)
             else:
                 self._left -= 1
             return

@@ -345,7 +345,7 @@ def test_a_tensor_of_no_engine(function: str) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("function", [name for name in OWNED_ALONE if "get_full_grad" not in name])
+@pytest.mark.parametrize("function", [name for name in OWNED_ALONE if "_get_" not in name])
 def test_a_frozen_parameter(function: str, stage: int) -> None:
     model = stack()
     model.blocks[1].requires_grad_(False)
@@ -355,8 +355,6 @@ def test_a_frozen_parameter(function: str, stage: int) -> None:
         match=rf"{function}: parameter {NAME} is frozen.*unfreeze it before initialize",
     ):
         OWNED_ALONE[function](model.blocks[1].up.weight)
-    assert hf_zero.safe_get_full_fp32_param(model.blocks[1].up.weight) is None
-    assert hf_zero.safe_get_full_grad(model.blocks[1].up.weight) is None
 
 
 @pytest.mark.parametrize("stage", STAGES)

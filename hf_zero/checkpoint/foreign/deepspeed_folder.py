@@ -39,6 +39,7 @@ from hf_zero.checkpoint.foreign.deepspeed_parts import (
     files_by_rank,
     groups_of,
     model_parallel,
+    scaler_of,
     state_of,
     steps_of,
     torch_state,
@@ -398,10 +399,7 @@ class DeepSpeedFolder:
         )
 
     def _scaler(self) -> dict[str, Any] | None:
-        """The fp16 loss scale; its counters start anew."""
-        saved = self.optims[0] if self.optims else self.model.get("optimizer") or {}
-        scale = getattr(saved.get("loss_scaler"), "cur_scale", None) or saved.get("cur_scale")
-        return {"scale": float(scale), "left": 1, "since": 0} if scale else None
+        return scaler_of(self.optims[0] if self.optims else self.model.get("optimizer") or {})
 
 
 def _as_float(weights: torch.Tensor) -> torch.Tensor | Widened:

@@ -88,6 +88,22 @@ def steps_of(saved: Mapping[str, Any]) -> float | None:
     return float(counts[0]) if counts else None
 
 
+def scaler_of(saved: Mapping[str, Any]) -> dict[str, float] | None:
+    """The state of :class:`Fp16LossScaler` after the steps that the saved loss scale has seen: it
+    lies in an object, at stage 0 in the optimizer's own state. None where there is none.
+    """
+    kept = vars(saved["loss_scaler"]) if "loss_scaler" in saved else saved
+    if not kept.get("cur_scale"):
+        return None
+    state = {"scale": float(kept["cur_scale"]), "left": 1, "since": -1}
+    if "last_overflow_iter" in kept:  # a dynamic one
+        since = int(kept["cur_iter"]) - int(kept["last_overflow_iter"]) - 2
+        window = int(kept["scale_window"])
+        state["since"] = since % window if since > 0 else since
+        state["left"] = int(kept.get("cur_hysteresis", 1))
+    return state
+
+
 def files_by_rank(folder: Path, suffix: str) -> dict[int, Path]:
     """Files of one kind by data-parallel rank.
 

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from hf_zero.integrations.deepspeed.loss_scalers import EngineLossScaler
 from hf_zero.integrations.deepspeed.placeholders import refuse
 from hf_zero.integrations.deepspeed.reporting_engine import ReportingEngine
 from hf_zero.integrations.deepspeed.states_away import StatesAway, checked
+from hf_zero.units.precision import Fp16LossScaler
 
 
 class _ScaledLoss(torch.autograd.Function):
@@ -56,6 +58,13 @@ class DeepSpeedEngine(ReportingEngine):
         comms_logger.take(self.config)
         self.collate_fn: Any = None
 
+    def _loss_scaler(self) -> Fp16LossScaler:
+        """As the native engine's; at stage 0 every overflow halves it, whatever ``hysteresis``."""
+        config = self.config
+        if config.stage == 0:
+            config = replace(config, fp16=replace(config.fp16, hysteresis=1))
+        return Fp16LossScaler.from_config(config)
+
     def publish_scale(self) -> None:
         """Show the loss scale on the optimizer, also as the object that DeepSpeed's has."""
         super().publish_scale()
@@ -63,6 +72,8 @@ class DeepSpeedEngine(ReportingEngine):
             counters = self.counters
             self._shown_scaler = EngineLossScaler(self.scaler, lambda: counters.global_steps)
             self.optimizer.loss_scaler = self._shown_scaler
+            self.optimizer.loss_scale_config = self._shown_scaler
+            self.optimizer.needs_scaler = self._shown_scaler.needs_scaler
             self.optimizer.dynamic_loss_scale = self._shown_scaler.dynamic
 
     _shown_scaler: EngineLossScaler | None = None

@@ -41,6 +41,11 @@ class LossScalerBase:
         return self._scaler.window
 
     @property
+    def min_loss_scale(self) -> float:
+        """What it does not fall below."""
+        return self._scaler.minimum
+
+    @property
     def cur_iter(self) -> int:
         """The updates that there were."""
         return self._updates
@@ -68,7 +73,9 @@ class LossScaler(LossScalerBase):
 
 
 class EngineLossScaler(LossScalerBase):
-    """What ``optimizer.loss_scaler`` says of the scale of an engine, which updates it by itself."""
+    """What ``optimizer.loss_scaler`` and ``optimizer.loss_scale_config`` say of the scale of an
+    engine, which updates it by itself.
+    """
 
     def __init__(self, scaler: Fp16LossScaler, steps: Callable[[], int]) -> None:
         super().__init__(scaler)
@@ -77,6 +84,14 @@ class EngineLossScaler(LossScalerBase):
     @property
     def cur_iter(self) -> int:
         return self._steps()
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return self.dynamic
+
+    def needs_scaler(self) -> bool:
+        """Whether there is a dynamic scale: fp16 without a constant one."""
+        return self.dynamic
 
 
 class DynamicLossScaler(LossScalerBase):

@@ -8,7 +8,7 @@ then makes them one by one. For models of transformers and any others.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from itertools import count
 from typing import Any
@@ -37,18 +37,19 @@ WHOLE_BYTES = 256 << 20
 _numbers = count()
 
 
-def give_facts(parameter: Any) -> None:
-    """Let a parameter that is whole on its one rank answer what sharded ones answer: ``ds_id``,
+def give_facts(parameters: Iterable[Any]) -> None:
+    """Let parameters that are whole on their one rank answer what sharded ones answer: ``ds_id``,
     ``ds_status``, ``ds_shape``, ``ds_numel`` and ``ds_persist``.
     """
-    if isinstance(parameter, nn.Parameter) and not hasattr(parameter, "ds_id"):
-        parameter.__dict__.update(
-            ds_id=next(_numbers),
-            ds_status=ZeroParamStatus.AVAILABLE,
-            ds_shape=parameter.shape,
-            ds_numel=parameter.numel(),
-            ds_persist=True,
-        )
+    for parameter in parameters:
+        if isinstance(parameter, nn.Parameter) and not hasattr(parameter, "ds_id"):
+            parameter.__dict__.update(
+                ds_id=next(_numbers),
+                ds_status=ZeroParamStatus.AVAILABLE,
+                ds_shape=parameter.shape,
+                ds_numel=parameter.numel(),
+                ds_persist=True,
+            )
 
 
 def hold_roots(building: Building, config: ZeroConfig) -> None:
@@ -102,8 +103,7 @@ class Init:
             if module is not None and self._shards():
                 hold(module, self._config)
             elif module is not None and self._config.stage == 3:
-                for parameter in module.parameters():
-                    give_facts(parameter)
+                give_facts(module.parameters())
 
     def _shards(self) -> bool:
         init.init_from_config(self._config)
@@ -118,7 +118,7 @@ class Init:
             )
         elif self.enabled and self._config.stage == 3 and process_group.get_world_size() == 1:
             hook = register_module_parameter_registration_hook(
-                lambda module, name, parameter: give_facts(parameter)
+                lambda module, name, parameter: give_facts([parameter])
             )
             self._stack.callback(hook.remove)
         return self

@@ -32,7 +32,9 @@ def build_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
         token = current_loading.set(Loading(shards=False))
         try:
             if process_group.get_world_size() == 1:
-                return original(cls, *args, **kwargs)
+                model = original(cls, *args, **kwargs)
+                zero_init.give_facts(model.parameters())
+                return model
             building = Building(zero_init.WHOLE_BYTES)
             with building:
                 model = original(cls, *args, **kwargs)

@@ -29,13 +29,14 @@ from hf_zero.integrations.deepspeed.zero3_context import (
     current_loading,
     forced_config,
 )
+from hf_zero.integrations.deepspeed.zero_init import give_facts
 from hf_zero.loading import LazyTensor, make_pending, make_real
 from hf_zero.parameters.parameter import owner_of
 
 
 def load_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Under ZeRO-3 and more than one rank, the model that comes back is sharded
-    (``PreTrainedModel.from_pretrained``).
+    """Under ZeRO-3 the model that comes back is sharded, or on one rank has whole parameters with
+    the facts of sharded ones (``PreTrainedModel.from_pretrained``).
     """
 
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -53,6 +54,8 @@ def load_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
                 pending = make_pending(model)
             if pending:
                 hold(model, config)
+            if not loading.shards:
+                give_facts(model.parameters())
             return answer
         finally:
             current_loading.reset(token)

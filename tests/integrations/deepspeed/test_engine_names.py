@@ -286,7 +286,7 @@ def test_parts_of_parameters_are_this_ranks(stage: int) -> None:
         with pytest.raises(PartitionError, match="that this rank keeps"):
             utils.safe_set_local_fp32_param(p, torch.ones(10_000))
         with pytest.raises(PartitionError, match="is frozen"):
-            utils.safe_get_local_fp32_param(frozen)
+            utils.safe_set_local_fp32_param(frozen, torch.ones(1))
         engine.destroy()
         return {name: len(part) for name, part in parts.items()}
 
@@ -294,6 +294,31 @@ def test_parts_of_parameters_are_this_ranks(stage: int) -> None:
     whole = {name: p.numel() for name, p in stack().named_parameters()}
     shards = RANKS if stage else 1
     assert all(sum(r[name] for r in sizes[:shards]) == whole[name] for name in sizes[0])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loop_over_all_parameters_reads_none_of_frozen_ones(stage: int) -> None:
+    utils = deepspeed.utils
+
+    def run(rank: int, model: Any) -> None:
+        model.blocks.requires_grad_(False)  # as under an adapter, which trains a few
+        engine = start(model, stage)
+        for step in range(2):
+            engine.backward(squared(engine, At(step, 0, rank)))
+            found = {}
+            for name, p in model.named_parameters():
+                values = [utils.safe_get_full_fp32_param(p), utils.safe_get_full_grad(p)]
+                values += [utils.safe_get_local_fp32_param(p), utils.safe_get_local_grad(p)]
+                if step:
+                    values.append(utils.safe_get_full_optimizer_state(p, "exp_avg"))
+                    values.append(utils.safe_get_local_optimizer_state(p, "exp_avg"))
+                found[name] = [value is not None for value in values]
+                assert all(found[name]) if p.requires_grad else not any(found[name]), name
+            assert not all(map(any, found.values())) and any(map(any, found.values()))
+            engine.step()
+        engine.destroy()
+
+    on_ranks(RANKS, run)
 
 
 def test_gradients_of_plain_parameters_are_updated_too() -> None:

@@ -293,14 +293,17 @@ def test_the_optimizer_shows_the_loss_scale() -> None:
     )
     scalers = []
     scaler = engine.optimizer.loss_scaler
+    assert engine.optimizer.needs_scaler() and engine.optimizer.loss_scale_config is scaler
     for step in range(4):
         assert engine.optimizer.dynamic_loss_scale and scaler.scale_window == 2
+        assert scaler.dynamic_loss_scale
         assert scaler.cur_scale == scaler.loss_scale
         scalers.append((scaler.cur_iter, scaler.loss_scale))
         engine.backward(squared(engine, At(step, 0, 0), torch.half))
         engine.step()
     assert scalers == [(step, 512.0 if step == 3 else 256.0) for step in range(4)]
     engine.destroy()
+    assert not start(stack(), 1, bf16={"enabled": True}).optimizer.needs_scaler()
 
 
 # -- accumulation ----------------------------------------------------------------------------------

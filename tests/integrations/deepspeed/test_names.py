@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -470,7 +471,7 @@ def test_init_on_one_rank_leaves_parameters_whole_and_takes_every_argument(
     assert zero_init.zero_wrapper_for_fp_tensor_constructor(torch.zeros, torch.half) is torch.zeros
 
 
-def test_only_making_a_model_takes_the_ordinary_path(plain_process: None) -> None:
+def test_only_making_a_model_takes_the_ordinary_path(plain_process: None, tmp_path: Path) -> None:
     """Resized embeddings, generation and the Trainer must go on knowing that the model is
     sharded.
     """
@@ -493,5 +494,10 @@ def test_only_making_a_model_takes_the_ordinary_path(plain_process: None) -> Non
         num_attention_heads=1,
         intermediate_size=8,
     )
-    assert Asking._from_config(config).num_parameters() > 0
+    made = Asking._from_config(config)
     assert answers == [False] and modeling.is_deepspeed_zero3_enabled()
+    made.save_pretrained(tmp_path)
+    for model in (made, BertModel.from_pretrained(tmp_path)):
+        facts: list[Any] = list(model.parameters())
+        assert len({p.ds_id for p in facts}) == len(facts)
+        assert all(p.ds_shape == p.shape and p.ds_status.name == "AVAILABLE" for p in facts)
