@@ -20,6 +20,8 @@ _EXPORTS = {
     "checksum": "hf_zero.ops.host",
     "gather": "hf_zero.ops.host",
     "instruction_set": "hf_zero.ops.native",
+    "lamb_apply": "hf_zero.ops.host",
+    "lamb_measure": "hf_zero.ops.host",
     "lion": "hf_zero.ops.host",
     "scatter": "hf_zero.ops.host",
     "set_threads": "hf_zero.ops.native",
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from hf_zero.ops.host import cast as cast
     from hf_zero.ops.host import checksum as checksum
     from hf_zero.ops.host import gather as gather
+    from hf_zero.ops.host import lamb_apply as lamb_apply
+    from hf_zero.ops.host import lamb_measure as lamb_measure
     from hf_zero.ops.host import lion as lion
     from hf_zero.ops.host import scatter as scatter
     from hf_zero.ops.host import sgd as sgd

@@ -196,6 +196,60 @@ def sgd(
         )
 
 
+def lamb_measure(
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    divisor: float = 1.0,
+    **settings: Any,
+) -> tuple[float, float]:
+    """The first pass of LAMB (You et al. 2019, arXiv:1904.00962): the moments, fp32 [n], step; the
+    weights stay. Returns the sums of squares, in float64, of the weights and of the update::
+
+        u = exp_avg / (sqrt(exp_avg_sq) + eps) + decay * master
+
+    (``eps_inside``: exp_avg / sqrt(exp_avg_sq + eps)). The same for any number of threads.
+
+    Args:
+        settings: beta1, beta2, eps, decay, eps_inside.
+    """
+    shared = _shared("lamb_measure", master, grad, divisor, False, None, 0, 0)
+    for name, moment in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        flat("lamb_measure", name, moment, FP32, master.numel())
+    core = native.core()
+    if core is None:
+        return reference.lamb_measure(master, grad, exp_avg, exp_avg_sq, **settings, **shared)
+    moments = {"mean": address(exp_avg), "square": address(exp_avg_sq)}
+    weights, update = core.lamb_measure(**_addresses(master, grad, shared), **moments, **settings)
+    return weights, update
+
+
+def lamb_apply(
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step_size: float,
+    out: Tensor | None = None,
+    **settings: Any,
+) -> None:
+    """The second pass: ``master -= step_size * u``, with ``settings`` and ``u`` as in
+    :func:`lamb_measure`; the trust ratio is in ``step_size``.
+    """
+    shared = _shared("lamb_apply", master, master, 1.0, False, out, 0, 0)
+    for name, moment in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        flat("lamb_apply", name, moment, FP32, master.numel())
+    numbers = {**settings, "step_size": step_size}
+    core = native.core()
+    if core is None:
+        reference.lamb_apply(master, exp_avg, exp_avg_sq, **numbers, **shared)
+        return
+    moments = {"mean": address(exp_avg), "square": address(exp_avg_sq)}
+    core.lamb_apply(**_addresses(master, master, shared), **moments, **numbers)
+
+
 def squared_norm(tensor: Tensor) -> float:
     """Sum of squares in float64; not finite where an element is not.
 

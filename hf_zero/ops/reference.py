@@ -127,6 +127,38 @@ def sgd(
     _write(master, shared)
 
 
+def lamb_measure(
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    **settings: Any,
+) -> tuple[float, float]:
+    g = _gradient(grad, settings)
+    exp_avg.copy_(exp_avg * beta1 + g * (1 - beta1))
+    exp_avg_sq.copy_(exp_avg_sq * beta2 + (g * (1 - beta2)) * g)
+    update = _lamb_update(master, exp_avg, exp_avg_sq, settings)
+    return squared_norm(master), squared_norm(update)
+
+
+def lamb_apply(
+    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, step_size: float, **settings: Any
+) -> None:
+    master.add_(_lamb_update(master, exp_avg, exp_avg_sq, settings) * -step_size)
+    _write(master, settings)
+
+
+def _lamb_update(
+    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, settings: dict[str, Any]
+) -> Tensor:
+    eps = settings["eps"]
+    below = _sqrt(exp_avg_sq + eps) if settings["eps_inside"] else _sqrt(exp_avg_sq) + eps
+    return exp_avg / below + master * settings["decay"]
+
+
 def _sqrt(x: Tensor) -> Tensor:
     """Rounded once: torch's own fp32 root is a vector library's, which may be off by one place."""
     return x.double().sqrt().float()

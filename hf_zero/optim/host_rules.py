@@ -63,10 +63,14 @@ def of_halves(cls: type[WholeTensorOptimizer]) -> Rule:
     """The rule of ``cls``: its own two halves."""
 
     def parts(held: Mapping[str, Any], grad: Tensor, call: Call) -> Parts:
-        scaled = grad.to(held[MASTER].dtype)
-        scaled = scaled if call.divisor == 1.0 else scaled / call.divisor
-        moments = [[held[name]] for name in cls.MOMENTS]
-        return Parts([held[MASTER]], [scaled], moments, [call.step], [call.shape])
+        return Parts(
+            [held[MASTER]],
+            [grad],
+            [[held[name]] for name in cls.MOMENTS],
+            [call.step],
+            [call.shape],
+            divisor=call.divisor,
+        )
 
     def measure(held: Mapping[str, Any], grad: Tensor, call: Call) -> Tensor:
         return cls.measure(call.group, parts(held, grad, call))[0]

@@ -73,7 +73,7 @@ class LARS(WholeTensorOptimizer):
 
     @staticmethod
     def measure(group: Mapping[str, Any], parts: Parts) -> Tensor:
-        return squares([parts.weights, parts.grads])
+        return squares([parts.weights, parts.gradients()])
 
     @staticmethod
     def apply(group: Mapping[str, Any], parts: Parts) -> None:
@@ -84,7 +84,7 @@ class LARS(WholeTensorOptimizer):
         scaled = (weights > 0) & (gradients > 0)
         scaled &= torch.tensor([len(shape) > 1 for shape in parts.shapes], device=ratio.device)
         factors = torch.where(scaled, ratio, torch.ones_like(ratio)) * float(group["lr"])
-        update = list(torch._foreach_add(parts.grads, parts.weights, alpha=decay))
+        update = list(torch._foreach_add(parts.gradients(), parts.weights, alpha=decay))
         torch._foreach_mul_(update, list(factors.to(parts.weights[0].dtype).unbind()))
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, update)

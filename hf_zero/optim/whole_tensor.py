@@ -24,7 +24,8 @@ from hf_zero.errors import UnsupportedOptimizerError
 class Parts:
     """Parts of tensors, all of one group, that are stepped together.
 
-    weights, grads: 1-D where tensors are sharded.
+    weights, grads: 1-D where tensors are sharded; the gradients in any float type, to be divided by
+        ``divisor``.
     moments: a list for each of the optimizer's ``MOMENTS``.
     steps: the number of each part's step, from 1 on.
     shapes: of the tensors that they are parts of.
@@ -37,6 +38,12 @@ class Parts:
     steps: list[int]
     shapes: Sequence[tuple[int, ...]] = ()
     norms: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64))
+    divisor: float = 1.0
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients divided, in the types of the weights."""
+        cast = [grad.to(part.dtype) for grad, part in zip(self.grads, self.weights)]
+        return cast if self.divisor == 1.0 else list(torch._foreach_div(cast, self.divisor))
 
 
 class Tensors:

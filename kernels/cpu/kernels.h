@@ -69,6 +69,19 @@ struct Sgd {
     float l2, momentum, one_minus_dampening, minus_lr;
 };
 
+// LAMB in two passes: the first updates the moments and adds up squares of the weights and of the update, the second steps.
+struct Lamb {
+    Update update;
+    float *mean, *square;
+    float beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay;
+    bool eps_inside;  // the root
+    float minus_step_size;  // of the second pass, the trust ratio in it
+};
+
+struct LambSums {
+    double weights, update;
+};
+
 // Elements [begin, end) of each call; ranges of one call never overlap.
 struct Kernels {
     const char* name;
@@ -76,6 +89,8 @@ struct Kernels {
     void (*lion)(const Lion&, int64_t begin, int64_t end);
     void (*adagrad)(const Adagrad&, int64_t begin, int64_t end);
     void (*sgd)(const Sgd&, int64_t begin, int64_t end);
+    LambSums (*lamb_measure)(const Lamb&, int64_t begin, int64_t end);
+    void (*lamb_apply)(const Lamb&, int64_t begin, int64_t end);
     double (*squares)(const Array&, int64_t begin, int64_t end);
     bool (*finite)(const Array&, int64_t begin, int64_t end);
     void (*cast)(const Array& out, const Array& source, float scale, bool stream, int64_t begin, int64_t end);

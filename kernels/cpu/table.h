@@ -13,7 +13,8 @@ namespace hfz {
 
 extern const Kernels HFZ_ROW(HFZ_SET);
 const Kernels HFZ_ROW(HFZ_SET) = {
-    HFZ_TEXT(HFZ_SET),   HFZ_SET::adam,       HFZ_SET::lion,   HFZ_SET::adagrad, HFZ_SET::sgd,      HFZ_SET::squares, HFZ_SET::finite,
+    HFZ_TEXT(HFZ_SET),   HFZ_SET::adam,       HFZ_SET::lion,   HFZ_SET::adagrad, HFZ_SET::sgd,      HFZ_SET::lamb_measure, HFZ_SET::lamb_apply,
+    HFZ_SET::squares, HFZ_SET::finite,
     HFZ_SET::cast,       HFZ_SET::accumulate, HFZ_SET::encode, HFZ_SET::decode,  HFZ_SET::checksum,
 };
 

@@ -1,5 +1,9 @@
 // Optimizer updates as Python calls them: addresses and numbers, checked in hf_zero/ops/host.py.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <utility>
+#include <vector>
 
 #include "dispatch.h"
 #include "parts.h"
@@ -73,6 +77,46 @@ void sgd(Address master, Address grad, int grad_kind, double divisor, bool negat
     hfz::over_long_parts(numel, first, [&](int64_t, int64_t begin, int64_t end) { run(job, begin, end); });
 }
 
+hfz::Lamb lamb(const hfz::Update& update, Address mean, Address square, double beta1, double beta2, double eps, double decay, bool eps_inside,
+               double step_size) {
+    return {update,
+            at<float>(mean),
+            at<float>(square),
+            static_cast<float>(beta1),
+            static_cast<float>(1 - beta1),
+            static_cast<float>(beta2),
+            static_cast<float>(1 - beta2),
+            static_cast<float>(eps),
+            static_cast<float>(decay),
+            eps_inside,
+            static_cast<float>(-step_size)};
+}
+
+std::pair<double, double> lamb_measure(Address master, Address grad, int grad_kind, double divisor, bool negate, Address out, int out_kind,
+                                       int64_t numel, int64_t first, uint64_t key, Address mean, Address square, double beta1,
+                                       double beta2, double eps, double decay, bool eps_inside) {
+    const hfz::Lamb job = lamb(update(master, grad, grad_kind, divisor, negate, out, out_kind, numel, first, key), mean, square, beta1, beta2,
+                               eps, decay, eps_inside, 0);
+    std::vector<hfz::LambSums> sums((numel + hfz::kPart - 1) / hfz::kPart);
+    const auto run = hfz::kernels().lamb_measure;
+    hfz::over_parts(numel, 0, [&](int64_t part, int64_t begin, int64_t end) { sums[part] = run(job, begin, end); });
+    std::pair<double, double> total{0, 0};
+    for (const hfz::LambSums& each : sums) {  // in the order of the parts, whoever took them
+        total.first += each.weights;
+        total.second += each.update;
+    }
+    return total;
+}
+
+void lamb_apply(Address master, Address grad, int grad_kind, double divisor, bool negate, Address out, int out_kind, int64_t numel,
+                int64_t first, uint64_t key, Address mean, Address square, double beta1, double beta2, double eps, double decay,
+                bool eps_inside, double step_size) {
+    const hfz::Lamb job = lamb(update(master, grad, grad_kind, divisor, negate, out, out_kind, numel, first, key), mean, square, beta1, beta2,
+                               eps, decay, eps_inside, step_size);
+    const auto run = hfz::kernels().lamb_apply;
+    hfz::over_long_parts(numel, first, [&](int64_t, int64_t begin, int64_t end) { run(job, begin, end); });
+}
+
 }  // namespace
 
 #define HFZ_UPDATE_ARGUMENTS                                                                                                       \
@@ -89,4 +133,8 @@ void bind_updates(py::module_& m) {
     m.def("adagrad", adagrad, HFZ_UPDATE_ARGUMENTS, py::arg("total"), py::arg("l2"), py::arg("eps"), py::arg("step_size"), Free());
     m.def("sgd", sgd, HFZ_UPDATE_ARGUMENTS, py::arg("momentum_buffer"), py::arg("first_step"), py::arg("nesterov"), py::arg("l2"),
           py::arg("momentum"), py::arg("dampening"), py::arg("lr"), Free());
+    m.def("lamb_measure", lamb_measure, HFZ_UPDATE_ARGUMENTS, py::arg("mean"), py::arg("square"), py::arg("beta1"), py::arg("beta2"),
+          py::arg("eps"), py::arg("decay"), py::arg("eps_inside"), Free());
+    m.def("lamb_apply", lamb_apply, HFZ_UPDATE_ARGUMENTS, py::arg("mean"), py::arg("square"), py::arg("beta1"), py::arg("beta2"),
+          py::arg("eps"), py::arg("decay"), py::arg("eps_inside"), py::arg("step_size"), Free());
 }

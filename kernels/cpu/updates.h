@@ -126,5 +126,70 @@ static void sgd(const Sgd& a, int64_t begin, int64_t end) {
     end_of_stream(a.update.stream);
 }
 
+// The update that LAMB scales, of moments and weights.
+HFZ_INLINE F lamb_update(const Lamb& a, F mean, F square, F weight) {
+    const F below = a.eps_inside ? root(square + a.eps) : root(square) + a.eps;
+    return mean / below + weight * a.decay;
+}
+
+// The sum of squares of a tile: 32 running sums in fp32, of 32 elements each at most, added up in double.
+HFZ_INLINE double tile_squares(const float* p, int n) {
+    constexpr int groups = 32 / W;
+    F sums[groups] = {};
+    int i = 0;
+    for (; i + 32 <= n; i += 32)
+        for (int j = 0; j < groups; ++j) {
+            const F x = load<F>(p + i + W * j, W);
+            sums[j] += x * x;
+        }
+    double total = 0;
+    for (; i < n; ++i) total += static_cast<double>(p[i] * p[i]);
+    float lanes[32];
+    __builtin_memcpy(lanes, sums, sizeof lanes);
+    for (int j = 0; j < 32; ++j) total += lanes[j];
+    return total;
+}
+
+static LambSums lamb_measure(const Lamb& a, int64_t begin, int64_t end) {
+    alignas(64) float g_room[kTile], u_room[kTile];
+    LambSums sums{0, 0};
+    over_tiles(-begin, begin, end, [&](int64_t at, int n) {
+        const float* const w = a.update.master + at;
+        const float* const g = gradient(a.update, g_room, at, n);
+        float *const m = a.mean + at, *const v = a.square + at;
+        over_vectors(n, [&](int i, int k) {
+            soon(w + i);
+            soon(m + i);
+            soon(v + i);
+            soon(g + i);
+            const F grad = load<F>(g + i, k);
+            const F mean = load<F>(m + i, k) * a.beta1 + grad * a.one_minus_beta1;
+            const F square = load<F>(v + i, k) * a.beta2 + (grad * a.one_minus_beta2) * grad;
+            store(m + i, mean, k);
+            store(v + i, square, k);
+            store(u_room + i, lamb_update(a, mean, square, load<F>(w + i, k)), k);
+        });
+        sums.weights += tile_squares(w, n);
+        sums.update += tile_squares(u_room, n);
+    });
+    return sums;
+}
+
+static void lamb_apply(const Lamb& a, int64_t begin, int64_t end) {
+    over_tiles(0, begin, end, [&](int64_t at, int n) {
+        float* const w = a.update.master + at;
+        const float *const m = a.mean + at, *const v = a.square + at;
+        over_vectors(n, [&](int i, int k) {
+            soon(w + i);
+            soon(m + i);
+            soon(v + i);
+            const F weight = load<F>(w + i, k);
+            store(w + i, weight + lamb_update(a, load<F>(m + i, k), load<F>(v + i, k), weight) * a.minus_step_size, k);
+        });
+        write_out(a.update, at, n);
+    });
+    end_of_stream(a.update.stream);
+}
+
 }  // namespace HFZ_SET
 }  // namespace hfz

@@ -16,6 +16,7 @@ OF_THE_CORE = [
     "test_blocks.py",
     "test_files.py",
     "test_files_faults.py",
+    "test_lamb.py",
     "test_native.py",
     "test_sweeps.py",
     "test_updates.py",
