@@ -244,8 +244,8 @@ class Backward:
             )
         if not self._window.syncs:
             raise UnreducedGradientsError(
-                "step() inside no_sync() would use gradients that are not reduced; leave "
-                "the no_sync block first"
+                "It is illegal to call Engine.step() inside no_sync context manager: it would use "
+                "gradients that are not reduced; leave the no_sync block first"
             )
 
     def reduce_for_step(self) -> None:

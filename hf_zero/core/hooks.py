@@ -162,14 +162,13 @@ class Hooks:
         ]
 
     def take_in_unannounced(self) -> None:
-        """Take in what a backward has left on parameters that no hook has announced: a penalty on
-        the weights, say (collective).
+        """Take in what is on parameters that no hook has announced: what the backward of a penalty
+        on the weights has left, say, or a script has put there (collective).
 
         Outside forward and backward. Every rank comes here at the same places of the script.
         """
         if (
-            not self._watches
-            and not self._tracker.tasks
+            not self._tracker.tasks
             and not self._nested
             and graph_task() == -1
             and any_raw_grad(self._training)

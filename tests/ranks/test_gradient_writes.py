@@ -118,6 +118,36 @@ def test_a_gradient_that_a_script_writes_is_the_one_that_is_used(
         )
 
 
+@pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (0, "fp16"), (2, "fp16")])
+def test_gradients_that_no_backward_has_left_are_used(stage: int, precision: str) -> None:
+    plan = Plan(ranks=RANKS, precision=precision, scale=64.0)
+    plain = stack()
+    optimizer = adamw(plain)
+    for step in range(STEPS):
+        for p in plain.parameters():
+            p.grad = torch.full_like(p, 0.5 * step + 0.25)  # the mean over ranks
+        optimizer.step()
+
+    def run(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
+        engine = start(model, adamw(model), config_of(stage, plan))
+        for step in range(STEPS):
+            if step == 1 and precision == "fp16":
+                for p in model.parameters():
+                    p.grad = torch.full_like(p, float("inf"))
+                engine.step()
+                assert engine.optimizer.overflow
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 0.5 * step + 0.5 * rank)
+            engine.step()
+        weights = full_weights(engine)
+        engine.destroy()
+        return weights
+
+    want = {name: p.detach() for name, p in plain.named_parameters()}
+    for got in on_ranks(RANKS, run):
+        compare_tensors("weights", got, want, 1e-5 if precision == "fp32" else 5e-3, 5e-6)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_gradient_of_another_shape_is_refused_by_torch_and_changes_nothing(stage: int) -> None:
     def run(rank: int, model: nn.Module) -> None:

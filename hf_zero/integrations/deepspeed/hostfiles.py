@@ -1,5 +1,5 @@
 """``deepspeed.launcher.runner``: hostfiles and filters of hosts under DeepSpeed's names, read by
-``hf_zero.hosts.hostfile``.
+``hf_zero.hosts.hostfile``; lists of cores.
 """
 
 from __future__ import annotations
@@ -66,3 +66,19 @@ def parse_inclusion_exclusion(
 def encode_world_info(world_info: Mapping[str, Any]) -> str:
     """``world_info`` as JSON in URL-safe base64, as launchers pass it on."""
     return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
+
+
+def parse_range_list(range_str: str) -> list[int]:
+    """``0,2-4,6`` as numbers: both ends belong to a range. Raises ConfigError for what is no such
+    list, or does not ascend.
+    """
+    numbers: list[int] = []
+    for part in range_str.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ConfigError(f"{part!r} in {range_str!r} is no range; write 3, or 2-4")
+        found = range(int(first), int(last or first) + 1)
+        if not found or (numbers and found[0] <= numbers[-1]):
+            raise ConfigError(f"{range_str!r} does not ascend at {part!r}; sort its ranges")
+        numbers += found
+    return numbers

@@ -173,7 +173,7 @@ def get_only_unique_item(items: Iterable[T]) -> T:
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
     """``base(args, key=value)`` as text."""
-    parts = [*map(str, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
+    parts = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
     return f"{base}({', '.join(parts)})"
 
 

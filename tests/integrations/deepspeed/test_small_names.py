@@ -264,7 +264,7 @@ def test_small_helpers(tmp_path: Path) -> None:
         and u.get_weight_norm([torch.tensor([3.0, 4.0])]) == 5.0
     )
     assert u.has_inf_or_nan(torch.tensor([1.0, float("nan")])) and not u.has_inf_or_nan(x)
-    assert u.call_to_str("f", 1, a="b") == "f(1, a='b')" and u.noop_decorator(x) is x
+    assert u.call_to_str("f", 1, "c", a="b") == "f(1, 'c', a='b')" and u.noop_decorator(x) is x
     assert u.get_only_unique_item([2, 2]) == 2 and u.prefix_sum_inc([1, 2, 3]) == [1, 3, 6]
     with pytest.raises(ConfigError, match="expected one value"):
         u.get_only_unique_item([1, 2])
@@ -300,6 +300,29 @@ def test_groups_without_experts_stay_as_they_are() -> None:
     )
     with pytest.raises(NotBuiltError, match="set_z3_leaf_modules"):
         moe.configure_moe_param_groups([{"params": layer.parameters()}])
+
+
+@pytest.mark.parametrize("key", ["bf16", "bfloat16"])
+def test_sections_of_precision(key: str) -> None:
+    read = deepspeed.runtime.precision_config
+    section = read.get_bfloat16_config({key: {"enabled": True, "immediate_grad_update": True}})
+    assert section.enabled and section.immediate_grad_update and not section.check_grad_overflow
+    assert not read.get_bfloat16_config({}).enabled
+    section = read.get_float16_config({"fp16": {"enabled": True, "loss_scale_window": 4}})
+    assert (section.enabled, section.loss_scale_window, section.hysteresis) == (True, 4, 2)
+    with pytest.raises(ValueError, match="a number of at least 0"):
+        read.get_float16_config({"fp16": {"loss_scale": -1}})
+
+
+def test_lists_of_cores() -> None:
+    parse = deepspeed.utils.numa.parse_range_list
+    assert parse("0,2-4,6,8-9") == [0, 2, 3, 4, 6, 8, 9] and parse("7") == [7]
+    for text in ("0,2-6,5-9", "8,2-6", "1,6-2", "1,1"):
+        with pytest.raises(ValueError, match="does not ascend at"):
+            parse(text)
+    for text in ("", "a", "1-", "-2", "1-x", "1,,2"):
+        with pytest.raises(ValueError, match="is no range"):
+            parse(text)
 
 
 def test_loss_scales_move_like_those_of_the_engine() -> None:

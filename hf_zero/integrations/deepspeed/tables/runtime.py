@@ -117,6 +117,35 @@ RUNTIME = (
         ),
         left_out(BY_CONFIG, "*"),
     ),
+    module("deepspeed.runtime.comm", "Collectives of several tensors."),
+    module(
+        "deepspeed.runtime.comm.coalesced_collectives",
+        "Collectives of several tensors.",
+        names(f"{HERE}.partitioned_tensor", "reduce_scatter_coalesced"),
+        functions_not_built(
+            "hf-zero reduces in the dtype of communication_data_type",
+            "all_to_all_quant_reduce all_to_all_loco_quant_reduce",
+        ),
+        left_out(INTERNAL, "*"),
+    ),
+    module(
+        "deepspeed.runtime.precision_config",
+        "The sections bf16 and fp16 of a configuration.",
+        names(
+            f"{HERE}.zero_config",
+            "DeepSpeedBF16Config",
+            "DeepSpeedFP16Config",
+            "get_bfloat16_config",
+            "get_float16_config",
+        ),
+        left_out(CONSTANT, "*"),
+    ),
+    module(
+        "deepspeed.runtime.swap_tensor",
+        "State in files.",
+        names(f"{HERE}.constants", "MIN_SWAPPABLE_BYTES"),
+        left_out(INTERNAL, "*"),
+    ),
     module(
         "deepspeed.runtime.config_utils",
         "Parts of configurations.",
@@ -314,6 +343,7 @@ RUNTIME = (
             "prefix_sum_inc",
             "set_random_seed",
         ),
+        names(f"{HERE}.partitioned_tensor", "PartitionedTensor"),
         names("contextlib", "nullcontext as noop_context"),
         left_out("use see_memory_usage", "memory_status get_ma_status mem_alloced mem_cached"),
         left_out(
@@ -330,7 +360,7 @@ RUNTIME = (
         left_out("use engine.offload_states", "offload_adam_states reload_adam_states"),
         left_out(
             INTERNAL,
-            "DummyOptim filter_empty_parameters is_model_parallel_parameter PartitionedTensor "
+            "DummyOptim filter_empty_parameters is_model_parallel_parameter "
             "is_optimized_parameter align_dense_tensors all_gather_into_tensor_dp_groups "
             "all_gather_dp_groups get_tensor_bytes get_checkpoint_folder_size TLinear "
             "get_inactive_params is_transformers_cache compare_tensors_in_structures "

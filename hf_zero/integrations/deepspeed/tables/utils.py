@@ -165,6 +165,7 @@ UTILS = (
     module(
         "deepspeed.utils.numa",
         "Cores of this machine.",
+        names(f"{HERE}.hostfiles", "parse_range_list"),
         functions_not_built(
             "start the script with numactl and --no_python",
             "get_numactl_cmd get_numa_cores check_for_numactl_pkg",
