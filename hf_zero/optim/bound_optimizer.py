@@ -88,8 +88,9 @@ class BoundOptimizer:
             refuse_counters(optimizer)
         self.sums: ShardedTensors | None = None  # for an update that needs them
         if isinstance(optimizer, WholeTensorOptimizer):
+            table, flats = self._table, self._flats
             self.sums = ShardedTensors(
-                optimizer, self._flats, self.group_of, lambda: self._table.segments, reduce
+                optimizer, flats, group_of, lambda: table.segments, reduce, kernels
             )
         slots: dict[str, Slot] = {
             slot.name: slot for flat in self._flats for slot in flat.layout.slots

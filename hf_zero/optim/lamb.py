@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import ConfigError
-from hf_zero.ops import lamb_apply, lamb_measure, native
-from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer, squares
+from hf_zero.ops.flat_tiles import upload
+from hf_zero.ops.lamb import LambSettings, apply_, measure_
+from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
 
 
 class Lamb(WholeTensorOptimizer):
@@ -98,23 +99,16 @@ class Lamb(WholeTensorOptimizer):
 
     @staticmethod
     def measure(group: Mapping[str, Any], parts: Parts) -> Tensor:
-        beta1, beta2 = group["betas"]
         averages, variances = parts.moments
-        if _on_the_host(parts):
-            of = zip(parts.weights, parts.grads, averages, variances)
-            return torch.tensor(
-                [
-                    lamb_measure(*map(_flat, each), divisor=parts.divisor, **_settings(group))
-                    for each in of
-                ],
-                dtype=torch.float64,
-            )
-        grads = parts.gradients()
-        torch._foreach_mul_(averages, beta1)
-        torch._foreach_add_(averages, grads, alpha=1 - beta1)
-        torch._foreach_mul_(variances, beta2)
-        torch._foreach_addcmul_(variances, grads, grads, value=1 - beta2)
-        return squares([parts.weights, _update(group, parts)])
+        return measure_(
+            parts.weights,
+            parts.grads,
+            averages,
+            variances,
+            _settings(group),
+            divisor=parts.divisor,
+            kernels=parts.kernels,
+        )
 
     @staticmethod
     def apply(group: Mapping[str, Any], parts: Parts) -> None:
@@ -125,57 +119,16 @@ class Lamb(WholeTensorOptimizer):
                 size * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
                 for size, step in zip(sizes, parts.steps)
             ]
-        factors = ratios(group, parts.norms) * parts.norms.new_tensor(sizes)
-        if _on_the_host(parts):
-            of = zip(parts.weights, *parts.moments)
-            for factor, each in zip(factors.tolist(), of):
-                lamb_apply(*map(_flat, each), step_size=factor, **_settings(group))
-            return
-        update = _update(group, parts)
-        torch._foreach_mul_(update, list(factors.to(parts.weights[0].dtype).unbind()))
-        torch._foreach_sub_(parts.weights, update)
+        numbers = upload(torch.tensor(sizes, dtype=torch.float64), parts.norms.device)
+        factors = ratios(group, parts.norms) * numbers
+        averages, variances = parts.moments
+        apply_(parts.weights, averages, variances, factors, _settings(group), kernels=parts.kernels)
 
 
-def _on_the_host(parts: Parts) -> bool:
-    """Whether the host kernels take ``parts``."""
-    moments = [moment for of in parts.moments for moment in of]
-    return (
-        native.available()
-        and all(
-            tensor.dtype == torch.float32 and tensor.is_contiguous()
-            for tensor in (*parts.weights, *moments)
-        )
-        and all(grad.is_cpu and grad.is_contiguous() for grad in parts.grads)
-    )
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1)
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    beta1, beta2 = group["betas"]
-    return {
-        "beta1": float(beta1),
-        "beta2": float(beta2),
-        "eps": float(group["eps"]),
-        "decay": float(group["weight_decay"]),
-        "eps_inside": bool(group["eps_inside_sqrt"]),
-    }
-
-
-def _update(group: Mapping[str, Any], parts: Parts) -> list[Tensor]:
-    averages, variances = parts.moments
-    if group["eps_inside_sqrt"]:
-        below = list(torch._foreach_add(variances, group["eps"]))
-        torch._foreach_sqrt_(below)
-    else:
-        below = list(torch._foreach_sqrt(variances))
-        torch._foreach_add_(below, group["eps"])
-    update = list(torch._foreach_div(averages, below))
-    if group["weight_decay"]:
-        torch._foreach_add_(update, parts.weights, alpha=group["weight_decay"])
-    return update
+def _settings(group: Mapping[str, Any]) -> LambSettings:
+    beta1, beta2 = map(float, group["betas"])
+    eps, decay = float(group["eps"]), float(group["weight_decay"])
+    return LambSettings(beta1, beta2, eps, decay, bool(group["eps_inside_sqrt"]))
 
 
 def ratios(group: Mapping[str, Any], norms: Tensor) -> Tensor:

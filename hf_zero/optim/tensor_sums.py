@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_zero.ops.flat_tiles import upload
 from hf_zero.optim.table import Flat, Segment
 from hf_zero.optim.whole_tensor import Tensors, WholeTensorOptimizer
 
@@ -18,7 +20,8 @@ class ShardedTensors(Tensors):
     """The tensors that ``optimizer`` steps: those of ``flats``, of which each segment is a part of
     one.
 
-    ``segments`` gives those there are now, ``reduce`` is collective.
+    ``segments`` gives those there are now, ``reduce`` is collective, ``kernels`` the
+    configuration's.
     """
 
     def __init__(
@@ -28,7 +31,9 @@ class ShardedTensors(Tensors):
         group_of: Mapping[str, int],
         segments: Callable[[], Iterable[Segment]],
         reduce: Reduce,
+        kernels: Any,
     ) -> None:
+        self.kernels = kernels
         self._optimizer = optimizer
         self._segments, self._reduce = segments, reduce
         self._shapes = {
@@ -83,7 +88,7 @@ class ShardedTensors(Tensors):
         return len(self._rows) if name is None else self._rows[name]
 
     def _total(self, rows: Sequence[int], sums: Tensor) -> Tensor:
-        places = torch.tensor(rows, dtype=torch.long, device=sums.device)
+        places = upload(torch.tensor(rows, dtype=torch.long), sums.device)
         own = sums.new_zeros(self._last.shape).index_add_(0, places, sums)
         every = self._reduce(own).to(sums.device)
         updated = every.any(dim=1, keepdim=True)

@@ -30,6 +30,7 @@ class Parts:
     steps: the number of each part's step, from 1 on.
     shapes: of the tensors that they are parts of.
     norms: [parts, SUMS], the roots of the sums over those tensors; the second half has them.
+    kernels: the configuration's.
     """
 
     weights: list[Tensor]
@@ -39,6 +40,7 @@ class Parts:
     shapes: Sequence[tuple[int, ...]] = ()
     norms: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64))
     divisor: float = 1.0
+    kernels: Any = "auto"
 
     def gradients(self) -> list[Tensor]:
         """The gradients divided, in the types of the weights."""
@@ -47,7 +49,12 @@ class Parts:
 
 
 class Tensors:
-    """What an optimizer asks of the tensors whose parts it steps: here each part is whole."""
+    """What an optimizer asks of the tensors whose parts it steps: here each part is whole.
+
+    kernels: the configuration's.
+    """
+
+    kernels: Any = "auto"
 
     def shapes(self, parts: Sequence[Sequence[Tensor]]) -> list[list[tuple[int, ...]]]:
         """The shapes of the tensors that the parts of each group are of."""
@@ -119,7 +126,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         return loss
 
     def _with_gradients(self, group: dict[str, Any]) -> Parts:
-        found = Parts([], [], [[] for _ in self.MOMENTS], [])
+        found = Parts([], [], [[] for _ in self.MOMENTS], [], kernels=self.tensors.kernels)
         for part in group["params"]:
             if part.grad is None:
                 continue

@@ -317,6 +317,13 @@ class Launch:
 
 
 _SETTINGS: list[Settings] = []
+
+
+def current_settings() -> Settings:
+    """Those of the innermost ``checked_triton()``."""
+    return _SETTINGS[-1]
+
+
 _LAUNCHES: list[Launch] = []
 
 

@@ -5,7 +5,7 @@ Triton's everywhere, in its interpreter.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -49,6 +49,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def isa(request: pytest.FixtureRequest) -> str:
     native.set_instruction_set(request.param)
     return request.param
+
+
+@pytest.fixture
+def lamb_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checked interpreter knows the tensors whose addresses LAMB's tables hold."""
+    from hf_zero.ops.triton_kernels import lamb
+    from tests.helpers.checked_triton import current_settings
+
+    table = lamb.tile_table
+
+    def noted(*arrays: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        current_settings().reachable(*(tensor for of in arrays for tensor in of))
+        return table(*arrays)
+
+    monkeypatch.setattr(lamb, "tile_table", noted)
 
 
 @pytest.fixture(params=["kernel", "reference"])

@@ -288,6 +288,7 @@ def test_a_trial_compares_with_the_reference(body: Callable[..., str], as_on_a_g
     assert trial.try_out(broken, CPU).startswith("TypeError: ")
 
 
+@pytest.mark.usefixtures("lamb_addresses")
 def test_every_kernel_agrees_with_its_reference_on_its_example(
     checked_triton: Callable[..., Any],
 ) -> None:
@@ -299,6 +300,7 @@ def test_every_kernel_agrees_with_its_reference_on_its_example(
     } == {}
 
 
+@pytest.mark.usefixtures("lamb_addresses")
 def test_every_kernel_passes_its_trial(checked_triton) -> None:
     """As the doctor tries them on a GPU; those of folders are among them."""
     found = {name: trial.try_out(kernel, CPU) for name, kernel in trial.declared().items()}

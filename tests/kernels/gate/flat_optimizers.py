@@ -1,9 +1,13 @@
-"""The flat optimizers with each gradient and copy that training has, and the sums of squares."""
+"""The flat optimizers with each gradient and copy that training has, LAMB, and sums of squares."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from hf_zero.ops import lamb_tiles
 from hf_zero.ops.flat_tiles import TILE
 from hf_zero.ops.triton_kernels import flat_norm, flat_optimizers
+from hf_zero.ops.triton_kernels import lamb as lamb_kernels
 from tests.helpers.aot_gate import Case
 
 BUFFERS = ("master", "grad", "mean", "square", "out", "table", "coefficients")
@@ -57,12 +61,27 @@ def squares(base: str) -> Case:
     )
 
 
+def lamb(kernel: Any, others: dict[str, str]) -> Case:
+    numbers = ("beta1", "rest1", "beta2", "rest2", "eps", "decay", "divisor")
+    arguments = kernel.arg_names
+    signature = {
+        "table": "*i64",
+        **others,
+        **{name: "fp32" for name in numbers if name in arguments},
+    }
+    constexprs = {"EPS_INSIDE": False, "TILE": lamb_tiles.TILE, "BLOCK": lamb_kernels.BLOCK}
+    pointers = tuple(name for name, kind in signature.items() if kind.startswith("*"))
+    return Case(kernel, "", signature, constexprs, pointers, lamb_kernels.WARPS, 3, False, 0.5)
+
+
 CASES = [
     update(True, "fp32", None, 0.5),
     update(True, "fp32", "bf16", 0.5),
     update(True, "bf16", "bf16", 0.5),
     update(True, "fp16", "fp16", 0.5),
     update(False, "fp32", "bf16", 0.5),
+    lamb(lamb_kernels.lamb_measure_kernel, {"partials": "*fp64", "tiles": "i32"}),
+    lamb(lamb_kernels.lamb_apply_kernel, {"step_sizes": "*fp32"}),
     Case(
         flat_optimizers.advance_kernel,
         "4 groups",

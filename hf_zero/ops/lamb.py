@@ -1,0 +1,126 @@
+"""The two passes of LAMB (You et al. 2019, arXiv:1904.00962) over a list of tensors: by the native
+core on the CPU, by Triton on a GPU, else by torch's operations over lists.
+
+Per tensor, with the gradient ``g``, moments ``m`` and ``v`` and weights ``w``::
+
+    m <- beta1 * m + (1 - beta1) * g;    v <- beta2 * v + (1 - beta2) * g * g
+    u = m / (sqrt(v) + eps) + decay * w          (eps_inside: m / sqrt(v + eps))
+
+The first pass adds up the squares of ``w`` and ``u``, the second subtracts ``u`` times a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.ops import host, native
+from hf_zero.ops import lamb_reference as reference
+from hf_zero.ops.dispatch import Kernel, wanted
+
+
+@dataclass(frozen=True)
+class LambSettings:
+    """Of the tensors of one call."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    decay: float
+    eps_inside: bool = False
+
+
+def _example(device: torch.device) -> list[list[Tensor]]:
+    return [[torch.rand(20, device=device), torch.rand(8, device=device)] for _ in range(4)]
+
+
+def _not_fp32(*lists: Any, **_: Any) -> str:
+    tensors = [tensor for of in lists if isinstance(of, list) for tensor in of]
+    fits = all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
+    return "" if fits else "a tensor is not fp32 and contiguous"
+
+
+MEASURE = Kernel(
+    "lamb_measure",
+    "lamb:measure",
+    reference.measure,
+    _not_fp32,
+    lambda device: (*_example(device), 0.9, 0.999, 1e-8, 0.1, False, 1.0),
+)
+APPLY = Kernel(
+    "lamb_apply",
+    "lamb:apply",
+    reference.apply,
+    _not_fp32,
+    lambda device: (*_example(device)[1:], torch.ones(2, device=device), 1e-8, 0.1, False),
+)
+
+
+def measure_(
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    means: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    settings: LambSettings,
+    *,
+    divisor: float = 1.0,
+    kernels: Any = "auto",
+) -> Tensor:
+    """The first pass, in place; the sums of squares [tensors, 2] of the weights and of the update,
+    in fp64 on their device.
+
+    Args:
+        grads: in any float type; divided by ``divisor``.
+        kernels: the configuration's.
+    """
+    arrays = [list(of) for of in (weights, grads, means, squares)]
+    if _on_the_host(weights, *arrays[2:]) and all(g.is_cpu and g.is_contiguous() for g in grads):
+        sums = [
+            host.lamb_measure(*map(_flat, each), divisor=divisor, **asdict(settings))
+            for each in zip(*arrays)
+        ]
+        return torch.tensor(sums, dtype=torch.float64).view(-1, 2)
+    takes = wanted("optimizer", kernels, weights[0].device)
+    run: Callable[..., Any] = MEASURE if takes else reference.measure
+    found: Tensor = run(*arrays, *asdict(settings).values(), divisor)
+    return found
+
+
+def apply_(
+    weights: Sequence[Tensor],
+    means: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    step_sizes: Tensor,
+    settings: LambSettings,
+    *,
+    kernels: Any = "auto",
+) -> None:
+    """The second pass: each of ``weights`` minus its number of ``step_sizes`` [tensors] times its
+    update.
+    """
+    arrays = [list(of) for of in (weights, means, squares)]
+    numbers = asdict(settings)
+    if _on_the_host(*arrays):
+        for step_size, each in zip(step_sizes.tolist(), zip(*arrays)):
+            host.lamb_apply(*map(_flat, each), step_size=step_size, **numbers)
+        return
+    takes = wanted("optimizer", kernels, weights[0].device)
+    run: Callable[..., Any] = APPLY if takes else reference.apply
+    own = step_sizes.to(weights[0].device, weights[0].dtype)
+    run(*arrays, own, settings.eps, settings.decay, settings.eps_inside)
+
+
+def _on_the_host(*arrays: Sequence[Tensor]) -> bool:
+    return native.available() and all(
+        tensor.is_cpu and tensor.dtype == torch.float32 and tensor.is_contiguous()
+        for of in arrays
+        for tensor in of
+    )
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1)
