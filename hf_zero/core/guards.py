@@ -309,18 +309,18 @@ class ModuleGuards:
 
 
 def refuse_switched(flats: Sequence[FlatBuffer]) -> None:
-    """Raise if a parameter goes into a backward with another requires_grad than the one it was
-    laid out with.
+    """Raise if a parameter that was laid out as frozen requires a gradient in a backward. One that
+    trains may be frozen for a while: it gets none.
     """
     for flat in flats:
         for name in sorted(flat.handles.switched):
-            now = flat.parameters[name].requires_grad
-            raise PartitionError(
-                f"requires_grad of {name} is {now} in this backward and was {not now} at "
-                "hf_zero.initialize, where it was settled what trains; set it "
-                "back after forwards that need it otherwise, or destroy() the engine "
-                "and initialize again"
-            )
+            if flat.parameters[name].requires_grad:
+                raise PartitionError(
+                    f"requires_grad of {name} is True in this backward and was False at "
+                    "hf_zero.initialize, where it was settled what trains; set it "
+                    "back after forwards that need it otherwise, or destroy() the engine "
+                    "and initialize again"
+                )
 
 
 def refuse_foreign_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -164,8 +164,8 @@ class OwnedParameter(nn.Parameter):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> OwnedParameter:
-        """Adapters are switched off and on again around the forward of a reference; a backward
-        refuses what stays switched.
+        """Adapters are switched off and on again around the forward of a reference, and layers
+        frozen for some steps; a backward refuses what was frozen at initialize and is not now.
         """
         if requires_grad != self.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
