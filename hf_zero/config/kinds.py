@@ -127,9 +127,9 @@ def _bounds(low: float | None, high: float | None) -> str:
 
 
 def _boolean(value: Any) -> bool:
-    if not isinstance(value, bool):
+    if not isinstance(value, int) or value not in (0, 1):  # configurations write 1 for true
         raise ValueError(value)
-    return value
+    return bool(value)
 
 
 def _text(value: Any) -> str:

@@ -56,6 +56,14 @@ def test_keywords() -> None:
     assert config.sources["prescale_gradients"] == "default"
 
 
+@pytest.mark.parametrize("one", [True, 1])
+def test_a_one_is_true(one: Any) -> None:
+    config = ZeroConfig.from_dict({"bf16": {"enabled": one}, "prescale_gradients": one - 1})
+    assert config.bf16.enabled is True and config.prescale_gradients is False
+    with pytest.raises(ConfigError, match=r"bf16\.enabled = 2 \(int\) is not true or false"):
+        ZeroConfig.from_dict({"bf16": {"enabled": 2}})
+
+
 def test_defaults() -> None:
     config = ZeroConfig(stage=1)
     assert config.gradient_clipping == 0.0
