@@ -75,6 +75,8 @@ class DeepSpeedEngine(ReportingEngine):
             self.optimizer.loss_scale_config = self._shown_scaler
             self.optimizer.needs_scaler = self._shown_scaler.needs_scaler
             self.optimizer.dynamic_loss_scale = self._shown_scaler.dynamic
+            if self.config.stage or self.config.precision != "fp32":
+                self.optimizer.optimizer = self.optimizer  # what DeepSpeed's own would wrap
 
     _shown_scaler: EngineLossScaler | None = None
 
@@ -353,6 +355,12 @@ class DeepSpeedEngine(ReportingEngine):
         gc.collect()
         if not kinds.is_host(self.device):
             kinds.module_of(self.device).empty_cache()
+
+    def destroy(self, gather: bool = False) -> None:
+        """As :meth:`hf_zero.Engine.destroy`."""
+        if self.optimizer is not None:
+            self.optimizer.__dict__.pop("optimizer", None)  # a cycle would keep it
+        super().destroy(gather)
 
     # ---- what it says about itself ----
 

@@ -26,7 +26,7 @@ from hf_zero.errors import (
     UnreducedGradientsError,
 )
 from hf_zero.integrations.deepspeed import fp32_files, optimizers
-from tests.helpers.engines import config_of, full_weights
+from tests.helpers.engines import STAGES, config_of, full_weights
 from tests.helpers.stacks import on_ranks, squared, stack
 from tests.helpers.training import At, adamw
 
@@ -304,6 +304,19 @@ def test_the_optimizer_shows_the_loss_scale() -> None:
     assert scalers == [(step, 512.0 if step == 3 else 256.0) for step in range(4)]
     engine.destroy()
     assert not start(stack(), 1, bf16={"enabled": True}).optimizer.needs_scaler()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_optimizer_is_the_one_that_it_wraps_in_deepspeed(stage: int) -> None:
+    for more in ({}, {"bf16": {"enabled": True}}):
+        engine = start(stack(), stage, **more)
+        optimizer = engine.optimizer
+        if stage or more:
+            assert optimizer.optimizer is optimizer
+        else:
+            assert not hasattr(optimizer, "optimizer")
+        engine.destroy()
+        assert not hasattr(optimizer, "optimizer")
 
 
 # -- accumulation ----------------------------------------------------------------------------------

@@ -300,11 +300,14 @@ RUNTIME = (
         classes_not_built(
             NO_SEQUENCE_PARALLEL, "UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter"
         ),
-        classes_not_built(
-            "use `kernels` of the configuration, whose loss never holds all logits",
-            "SequenceTiledCompute TiledMLP TiledFusedLogitsLoss AutogradComputeMLP",
+        names(
+            f"{HERE}.tiled_compute",
+            "AutogradComputeMLP",
+            "SequenceTiledCompute",
+            "TiledFusedLogitsLoss",
+            "TiledMLP",
+            "sequence_tiled_compute",
         ),
-        functions_not_built(NO_SEQUENCE_PARALLEL, "sequence_tiled_compute"),
     ),
     module(
         "deepspeed.sequence",
