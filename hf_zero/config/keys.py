@@ -77,9 +77,6 @@ _ZERO = under(
         asks=bool,
         off="null",
     ),
-    unbuilt("zero_quantized_weights", BOOLEAN, "quantized all-gathers (ZeRO++ qwZ)"),
-    unbuilt("zero_quantized_nontrainable_weights", BOOLEAN, "quantized frozen weights"),
-    unbuilt("zero_quantized_gradients", BOOLEAN, "quantized reductions (ZeRO++ qgZ)"),
     switched(
         "zeropp_loco_param", "error feedback for quantized reductions (LoCo)", asks=bool, off="null"
     ),

@@ -120,6 +120,18 @@ def choice(*options: str) -> Kind:
     return Kind(expected, convert, {"enum": list(options)})
 
 
+def one_of(*options: int) -> Kind:
+    """One of a few whole numbers."""
+
+    def convert(value: Any) -> int:
+        whole = int(integer().convert(value))
+        if whole not in options:
+            raise ValueError(value)
+        return whole
+
+    return Kind(f"one of {', '.join(map(str, options))}", convert, {"enum": list(options)})
+
+
 def _bounds(low: float | None, high: float | None) -> str:
     if low is None:
         return ""

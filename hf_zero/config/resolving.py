@@ -19,6 +19,9 @@ ELASTICITY = "elasticity"
 NO_BATCH_SIZE = "default: no batch size is written"
 MICS = "zero_optimization.mics_shard_size"
 NODE_LOCAL = "checkpoint.use_node_local_storage"
+STAGE = "zero_optimization.stage"
+BITS = "compressed_communication.bits"
+QUANTIZED = "zero_optimization.zero_quantized_"
 
 
 def resolve(reading: ConfigReading, ranks: int, require_batch_size: bool, training: bool) -> None:
@@ -36,6 +39,7 @@ def resolve(reading: ConfigReading, ranks: int, require_batch_size: bool, traini
         partial(_resolve_batch, reading, ranks, require_batch_size),
         partial(_resolve_mesh, reading, ranks),
         partial(_check_storage, reading, ranks),
+        partial(_check_compression, reading),
     ):
         with reading.mistakes.noted():
             step()
@@ -153,3 +157,30 @@ def _check_storage(reading: ConfigReading, ranks: int) -> None:
             "of a checkpoint write into one folder; set it to false (Trainer: "
             "save_on_each_node=False) and save to a shared file system"
         )
+
+
+def _check_compression(reading: ConfigReading) -> None:
+    """Raise ConfigError for compressed collectives that the stage does not have."""
+    values = reading.values
+    stage = values.get(STAGE, 0)
+    up, down = f"{QUANTIZED}gradients", f"{QUANTIZED}weights"
+    reasons = {}
+    if stage == 0:
+        shards = f"write {STAGE}: 1, which shards the optimizer's state, or remove the key"
+        reasons[BITS] = f"needs shards of which each rank sends its own; {shards}"
+        reasons[up] = f"needs a reduce-scatter, and stage 0 has an all-reduce; {shards}"
+    if stage == 3:
+        reasons[BITS] = (
+            "sends differences to whole weights, which no rank keeps at stage 3; write "
+            f"{up}: true and {down}: true instead, or {STAGE}: 2"
+        )
+    else:
+        fewer = f", or write {BITS}: 4 for updates in few bits" if stage else ""
+        for path in (down, f"{QUANTIZED}nontrainable_weights"):
+            reasons[path] = (
+                f"is about the gathers of stage 3, and at stage {stage} weights are whole; remove "
+                f"it{fewer}"
+            )
+    for path, why in reasons.items():
+        if values.get(path):
+            raise ConfigError(f"{path} = {values[path]!r} ({reading.sources[path]}) {why}")

@@ -17,6 +17,7 @@ from hf_zero.config.kinds import (
     choice,
     integer,
     number,
+    one_of,
 )
 from hf_zero.config.rows import inert, key, unbuilt
 
@@ -85,6 +86,26 @@ class ZeroSection:
         BOOLEAN,
         row=inert("round_robin_gradients", BOOLEAN, "concerns copies of gradients to the CPU"),
     )
+    quantized_gradients: bool = key(
+        BOOLEAN,
+        False,
+        "gradients travel as int4 blocks of 256 elements with a scale each, at stages 1 to 3 "
+        "(ZeRO++ qgZ); each is rounded once, sums are in fp32",
+        name="zero_quantized_gradients",
+    )
+    quantized_weights: bool = key(
+        BOOLEAN,
+        False,
+        "weights are gathered as int8 blocks of 256 elements with a scale each at stage 3 (ZeRO++ "
+        "qwZ); the shards keep their precision",
+        name="zero_quantized_weights",
+    )
+    quantized_nontrainable_weights: bool = key(
+        BOOLEAN,
+        False,
+        "as zero_quantized_weights, of frozen weights alone",
+        name="zero_quantized_nontrainable_weights",
+    )
     leaf_module: dict[str, Any] | None = key(
         SECTION,
         None,
@@ -103,6 +124,25 @@ class ZeroSection:
         "consecutive blocks with so few elements together are one unit, at every stage; "
         "0: never; null: 65536",
         name="stage3_module_granularity_threshold",
+        unit="elements",
+    )
+
+
+@dataclass(frozen=True)
+class CompressedCommunication:
+    """Both directions of a step at stages 1 and 2 in few bits; ``bits`` None: as they are."""
+
+    bits: int | None = key(
+        one_of(4),
+        None,
+        "4: gradients travel as int4 blocks with a scale each, updates as int4 blocks of "
+        "differences to the weights that all ranks have; stages 1 and 2; null: uncompressed",
+        unit="bits",
+    )
+    block_size: int = key(
+        one_of(32, 64, 128, 256, 512, 1024),
+        256,
+        "elements that share a scale, in all that is compressed",
         unit="elements",
     )
 

@@ -28,6 +28,7 @@ from hf_zero.config.sections import (
     CheckpointSection,
     CommsLoggerSection,
     CompileSection,
+    CompressedCommunication,
     Fp16Section,
     OptimizerConfig,
     SchedulerConfig,
@@ -106,6 +107,9 @@ class Settings:
     )
     elementwise_optimizers: tuple[str, ...] = key(
         NAMES, (), "classes of optimizers that you vouch update each element by itself"
+    )
+    compressed_communication: CompressedCommunication = section(
+        "compressed_communication", CompressedCommunication
     )
     replicate_size: int = key(
         integer(1), 1, "copies of the shards: ranks / replicate_size share one"

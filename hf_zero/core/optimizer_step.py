@@ -167,7 +167,7 @@ class OptimizerStep:
             if not unused or len(unused) < len(flat.members):
                 flat.user_writes.mark_updated()
         stale = [flat for flat in model.flats if not flat.optimizer_shard.offloaded]
-        model.refresh(stale, model.flats, frozenset(written))
+        model.refresh(stale, model.flats, frozenset(written), differences=True)
         return False
 
     def forget_state(self) -> None:
@@ -200,6 +200,7 @@ class OptimizerStep:
             flat
             for flat in self._model.trainable
             if flat.optimizer_shard.has_own_master
+            and not flat.spec.sends_differences
             and not flat.optimizer_shard.offloaded
             and not flat.is_away
         ]

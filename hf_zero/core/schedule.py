@@ -261,6 +261,8 @@ class Schedule:
             # they need this one to join.
             self._agree_on_gather(GATHER, unit)
         self.ensure_gathered(unit)
+        if self._pass is None and unit.pins == 1 and unit.is_rounded:
+            unit.launch_gather(exact=True)  # for a script, or a checkpoint
 
     def unpin(self, unit: Unit) -> None:
         unit.pins -= 1

@@ -25,6 +25,7 @@ from hf_zero.parameters.parameter import owner_of
 from hf_zero.parameters.wrap import find_units, packed_elements, persistent_names
 from hf_zero.spans import span
 from hf_zero.storage.placement import Placement
+from hf_zero.units.compression import Compression, report
 from hf_zero.units.flat_buffer import FlatBuffer, packs
 from hf_zero.units.flat_memory import Dtypes
 from hf_zero.units.materialize import check_parameters, partition
@@ -77,10 +78,19 @@ class ShardedModel:
             model, zero.param_persistence_threshold, zero.model_persistence_threshold
         )
         self.units = partition(
-            model, specs, self.group_of, self.policy, mesh, placement, dtypes, whole
+            model,
+            specs,
+            self.group_of,
+            self.policy,
+            mesh,
+            placement,
+            dtypes,
+            whole,
+            Compression.of(config),
         )
         self.flats: list[FlatBuffer] = [flat for unit in self.units for flat in unit.flats]
         self.trainable = [flat for flat in self.flats if flat.trainable]
+        report(self.flats, dtypes.wire)
         itemsize = max((flat.dtype.itemsize for flat in self.flats), default=4)
         self.schedule = Schedule(
             self.units,
@@ -113,19 +123,29 @@ class ShardedModel:
         stale: Sequence[FlatBuffer],
         chosen: Sequence[FlatBuffer],
         written: frozenset[str] = frozenset(),
+        differences: bool = False,
     ) -> None:
         """Cast the masters of ``stale`` into their shards, and gather these flats where they are
         whole, and units of ``chosen`` that are pinned (collective).
 
-        The shards of flats whose keys are in ``written`` are up to date already.
+        The shards of flats whose keys are in ``written`` are up to date already. ``differences``:
+        all ranks have the values of the step before, and flats that send differences may do so.
         """
+        sends = [flat for flat in stale if differences and flat.spec.sends_differences]
         with self.schedule.shards.writing(), span("update", "shards in compute dtype"):
             for flat in stale:
                 master = flat.optimizer_shard.master
-                if master is not None and flat.key not in written:
+                if master is not None and flat.key not in written and flat not in sends:
                     flat.store_shard(master)
         handles = []
         whole = [flat for flat in stale if not flat.sharded and flat.layout.shards > 1]
+        for flat in sends:
+            whole.remove(flat)
+            master = flat.optimizer_shard.master
+            assert master is not None
+            codecs = [flat.spec.gather_codec]
+            key = f"updated {flat.key}"
+            handles.append(self.mesh.shard.all_gather([(flat.full, master)], key, codecs))
         for several in packs(whole, self.packed_elements):
             pairs = [(flat.full, flat.shard) for flat in several]
             last = f"..{several[-1].key}" if len(several) > 1 else ""
@@ -138,7 +158,7 @@ class ShardedModel:
         for unit in dict.fromkeys(flat.unit for flat in chosen):
             if unit.index in resident:
                 # whole across the step on every rank: its values are those of before
-                unit.launch_gather()
+                unit.launch_gather(exact=unit.pins > 0)
                 unit.finish_gather()
             else:
                 # Here by a graph that this rank has not dropped yet, which keeps the values of

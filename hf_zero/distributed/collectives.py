@@ -18,7 +18,7 @@ each step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.device import kinds
+from hf_zero.distributed.codec import Codec
 from hf_zero.distributed.collective_handle import Handle
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.watchdog import Watchdog
@@ -147,11 +148,19 @@ class MeshDim:
         except RuntimeError as error:  # a connection was lost before
             raise self._watchdog.explain_failure(pending, error) from error
 
-    def all_gather(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], key: str) -> Handle:
+    def all_gather(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        key: str,
+        codecs: Sequence[Codec | None] = (),
+    ) -> Handle:
         """Gather each ``(full, chunk)``: [size * n] from [n] of each rank.
 
-        The pairs travel as one logical message.
+        The pairs travel as one logical message; ``codecs`` are theirs, none: as they are.
         """
+        decodes: list[Callable[[], None]] = []
+        if any(codecs) and self.size > 1:
+            pairs, decodes = self._encoded(pairs, codecs)
         size = sum(full.nbytes for full, _ in pairs)
         pending = self.gathers.issue(f"all-gather of {key}, {size} bytes")
         if self.size > 1:
@@ -173,7 +182,28 @@ class MeshDim:
                 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
                 own = own.clone() if self._copies_input else own
                 works.append(gather(whole, own, group=self._group, async_op=True))
-        return Handle(works, self._watchdog, pending, follows=self._follows)
+        handle = Handle(works, self._watchdog, pending, follows=self._follows)
+        if decodes:
+            handle.finish_with(partial(_call_each, decodes))
+        return handle
+
+    def _encoded(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        codecs: Sequence[Codec | None],
+    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[Callable[[], None]]]:
+        """``pairs`` with messages in the place of what has a codec, and what decodes those."""
+        sent, decodes = [], list[Callable[[], None]]()
+        for (full, chunk), codec in zip(pairs, codecs, strict=True):
+            if codec is None:
+                sent.append((full, chunk))
+                continue
+            own = full.narrow(0, self.rank * chunk.numel(), chunk.numel())
+            message = codec.encode(chunk, there=own).view(-1)
+            messages = message.new_empty(self.size, message.numel())
+            sent.append((messages.view(-1), message))
+            decodes.append(partial(codec.decode, messages, full))
+        return sent, decodes
 
     def all_gather_packed(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], key: str
@@ -215,10 +245,13 @@ class MeshDim:
             works.append(dist.isend(sent[peer], self.ranks[peer], group, tag))
         return works
 
-    def reduce_scatter(self, full: torch.Tensor, key: str) -> Handle:
+    def reduce_scatter(self, full: torch.Tensor, key: str, codec: Codec | None = None) -> Handle:
         """Sum ``full`` [size * n] over the axis; the handle reduces this rank's chunk [n] into
-        its destination.
+        its destination. With a ``codec`` each rank sends each other one message, and the sum is
+        taken in fp32 in the order of the ranks; ``full`` may change at once.
         """
+        if codec is not None and self.size > 1:
+            return self._reduce_encoded(full, key, codec)
         n = full.numel() // self.size
         own = full.narrow(0, self.rank * n, n)
         pending = self.reductions.issue(f"reduce-scatter of {key}, {full.nbytes} bytes")
@@ -250,6 +283,21 @@ class MeshDim:
             lambda: self._release([out]),
             follows=self._follows,
         )
+
+    def _reduce_encoded(self, full: torch.Tensor, key: str, codec: Codec) -> Handle:
+        sent = codec.encode(full, self.size)
+        pending = self.reductions.issue(f"reduce-scatter of {key}, {sent.nbytes} bytes")
+        self._stats.record("reduce_scatter", key, sent.nbytes)
+        received, group = torch.empty_like(sent), self._reduce_group
+        with span("reduce_scatter", key, sent.nbytes), self._launching(pending):
+            if self._point_to_point and sent.device.type == "cpu":
+                received[self.rank].copy_(sent[self.rank])
+                works = self._exchange(sent.unbind(), received.unbind(), group, pending.tag)
+            else:
+                works = [dist.all_to_all_single(received, sent, group=group, async_op=True)]
+        total = torch.empty(full.numel() // self.size, device=full.device)
+        finish = partial(codec.decode_sum, received, total)
+        return Handle(works, self._watchdog, pending, [total], finish=finish, follows=self._follows)
 
     def all_reduce(
         self, tensor: torch.Tensor, key: str, maximum: bool = False, ordered: bool = False
@@ -373,3 +421,8 @@ def tagged_barrier(
         return sent
     Handle([*came, *sent], watchdog, pending).wait()
     return []
+
+
+def _call_each(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()

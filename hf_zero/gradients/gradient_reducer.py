@@ -411,7 +411,8 @@ class GradientReducer:
         )
         assert accumulated is not None
         dtype = self._wire_dtype or flat.dtype
-        if dtype != accumulated.dtype and self._mesh.world > 1:
+        encoded = flat.spec.reduce_codec is not None
+        if dtype != accumulated.dtype and self._mesh.world > 1 and not encoded:
             wire = self._buffers.acquire(flat.layout.padded, dtype, flat.full.device)
             wire.copy_(accumulated)
             self._reductions.add(flat, wire, wire, scale)

@@ -106,7 +106,8 @@ class Reductions:
         afterwards.
         """
         elements = flat.layout.padded
-        if elements > self._packed:  # small ones that wait go on waiting for others
+        # small ones that wait go on waiting for others
+        if elements > self._packed or flat.spec.reduce_codec is not None:
             self._send([_Reduction(flat, wire, scale, acquired)])
             return
         waiting = self.waiting
@@ -121,7 +122,11 @@ class Reductions:
         """Send what waits, unless small ones among ``flats``, which come next, may travel with
         it.
         """
-        small = [flat.layout.padded for flat in flats if flat.layout.padded <= self._packed]
+        small = [
+            flat.layout.padded
+            for flat in flats
+            if flat.layout.padded <= self._packed and flat.spec.reduce_codec is None
+        ]
         if not small or self._waiting_elements + sum(small) > self._packed:
             self.flush()
 
@@ -142,7 +147,7 @@ class Reductions:
             packed = replicate.all_reduce(torch.cat(wires), key, ordered=True)
             handles = packed.split([wire.numel() for wire in wires])
         elif flat.layout.shards > 1:
-            handles = [shard.reduce_scatter(wires[0], key)]
+            handles = [shard.reduce_scatter(wires[0], key, flat.spec.reduce_codec)]
             if replicate.size > 1:
                 part = wires[0].new_empty(flat.layout.chunk)
         else:
@@ -150,6 +155,7 @@ class Reductions:
         takes_memory = (
             len(reductions) > 1
             or reductions[0].acquired is not None
+            or flat.spec.reduce_codec is not None
             or (flat.gradient.offloaded and self._offload.copies)
         )
         self._messages.append(_Message(reductions, handles, self.sent, takes_memory, part))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hf_zero.distributed.codec import Codec
 from hf_zero.parameters.layout import FlatLayout
 
 
@@ -19,7 +20,8 @@ class FlatSpec:
     module alone and are never cast. sharded: its values are gathered and released. persistent: they
     are not, at a stage that does so with others. writes: of the ranks that own the same elements,
     this one writes them into checkpoints. owned: the elements ``[start, stop)`` of the buffer that
-    this rank owns.
+    this rank owns. reduce_codec, gather_codec: how its gradient travels in a reduce-scatter, and
+    its values in an all-gather of shards, or of what a step has updated; None: as they are.
     """
 
     number: int
@@ -32,11 +34,20 @@ class FlatSpec:
     writes: bool
     owned: tuple[int, int]
     persistent: bool = False
+    reduce_codec: Codec | None = None
+    gather_codec: Codec | None = None
 
     @property
     def owned_numel(self) -> int:
         """How many elements this rank owns."""
         return self.owned[1] - self.owned[0]
+
+    @property
+    def sends_differences(self) -> bool:
+        """Whether a step sends what its values are to be changed by: the master weights then are
+        others than these values, whatever the dtype.
+        """
+        return self.gather_codec is not None and self.gather_codec.differences
 
     def own_range(self, name: str) -> tuple[int, int, int]:
         """Where this rank's part of parameter ``name`` lies: (first element of the parameter, start

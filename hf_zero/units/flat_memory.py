@@ -151,7 +151,7 @@ def ways_back(flats: Sequence[FlatBuffer], device: torch.device) -> dict[str, Ca
 
 
 def _needs_master(flat: FlatBuffer) -> bool:
-    return flat.dtype in (torch.bfloat16, torch.float16)
+    return flat.dtype in (torch.bfloat16, torch.float16) or flat.spec.sends_differences
 
 
 def _arena(

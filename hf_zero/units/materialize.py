@@ -20,6 +20,7 @@ from hf_zero.parameters.layout import ALIGNMENT, FlatLayout
 from hf_zero.parameters.parameter import owner_of
 from hf_zero.parameters.wrap import UnitSpec
 from hf_zero.storage.placement import Placement
+from hf_zero.units.compression import UNCOMPRESSED, Compression
 from hf_zero.units.flat_buffer import EngineFlats, FlatBuffer
 from hf_zero.units.flat_memory import Dtypes, FlatMemory
 from hf_zero.units.initial_values import (
@@ -44,6 +45,7 @@ def partition(
     placement: Placement,
     dtypes: Dtypes,
     persistent: frozenset[str] = frozenset(),
+    compression: Compression = UNCOMPRESSED,
 ) -> list[Unit]:
     """Turn ``model`` into units on the device of ``mesh``, with rank 0's values on every rank
     (collective).
@@ -51,14 +53,25 @@ def partition(
     ``group_of`` gives the optimizer group of each parameter that trains. Parameters in none are
     kept frozen: gathered and released as the stage says, never reduced. ``placement`` says where
     shards and optimizer state live, ``dtypes`` in what they are kept; ``persistent`` names
-    parameters that stay whole at every stage. Raises PartitionError for
-    parameters that cannot be laid out, RankMismatchError where ranks hold different models or one
-    of them has no room on its disk, and DiskSpaceError on that one; the model is then as it was.
+    parameters that stay whole at every stage, ``compression`` says what travels in few bits. Raises
+    PartitionError for parameters that cannot be laid out, RankMismatchError where ranks hold
+    different models or one of them has no room on its disk, and DiskSpaceError on that one; the
+    model is then as it was.
     """
     _check_alike(specs, group_of, mesh)
     device, engine_flats = mesh.device, EngineFlats(mesh)
     units = [
-        _plan_unit(index, spec, model, group_of, policy, engine_flats, dtypes.precision, persistent)
+        _plan_unit(
+            index,
+            spec,
+            model,
+            group_of,
+            policy,
+            engine_flats,
+            dtypes.precision,
+            persistent,
+            compression,
+        )
         for index, spec in enumerate(specs)
     ]
     flats = engine_flats.flats
@@ -180,8 +193,9 @@ def _plan_unit(
     engine_flats: EngineFlats,
     precision: str | None,
     persistent: frozenset[str],
+    compression: Compression,
 ) -> Unit:
-    kinds: dict[tuple[bool, torch.dtype, bool, Policy], dict[str, nn.Parameter]] = {}
+    kinds: dict[tuple[bool, torch.dtype, bool, Policy, bool], dict[str, nn.Parameter]] = {}
     # Ordered by group, so that a group's elements in a unit are one run; odd sizes last, so that
     # the others start aligned.
     for name, parameter in sorted(
@@ -194,10 +208,12 @@ def _plan_unit(
             else compute_dtype(name, parameter, precision, model)
         )
         own = policy.of_persistent if name in persistent else policy
-        kind = (name in group_of, dtype, is_raw(parameter), own)
+        trains, raw = name in group_of, is_raw(parameter)
+        compressed = not raw and compression.takes(parameter, trains)
+        kind = (trains, dtype, raw, own, compressed)
         kinds.setdefault(kind, {})[name] = parameter
     flats, mesh = [], engine_flats.mesh
-    for (trainable, dtype, raw, own), parameters in kinds.items():
+    for (trainable, dtype, raw, own, compressed), parameters in kinds.items():
         shards = mesh.shard.size if trainable else own.parameter_shards(mesh.shard.size)
         stays = own != policy
         layout = FlatLayout.build(
@@ -207,6 +223,12 @@ def _plan_unit(
         state = "trainable" if trainable else "frozen"
         key = f"{spec.name}|{state}|{str(dtype).removeprefix('torch.')}{'|raw' if raw else ''}"
         key += "|whole" if stays else ""
+        key += "|blocks" if compressed else ""
+        codecs = (
+            compression.codecs(layout, dtype, trainable, own.shards_parameters, stays)
+            if compressed
+            else (None, None)
+        )
         spec_of_flat = FlatSpec(
             number=len(engine_flats.flats),
             key=key,
@@ -218,6 +240,8 @@ def _plan_unit(
             persistent=stays,
             writes=writes,
             owned=layout.rank_range(mesh.shard.rank if shards > 1 else 0),
+            reduce_codec=codecs[0],
+            gather_codec=codecs[1],
         )
         flats.append(FlatBuffer(spec_of_flat, parameters, engine_flats))
     return Unit(index, spec.name, dict(zip(spec.paths, spec.modules)), flats)

@@ -90,7 +90,10 @@ class OptimizerShard:
     @property
     def has_own_master(self) -> bool:
         """Whether the master weights are others than the parameter shard."""
-        return self.offloaded or (self.has_master and self.storage.dtype(MASTER) != self.spec.dtype)
+        apart = self.has_master and (
+            self.storage.dtype(MASTER) != self.spec.dtype or self.spec.sends_differences
+        )
+        return self.offloaded or apart
 
     def free(self) -> None:
         """Let go of the memory."""

@@ -286,8 +286,14 @@ class Unit:
         """
         self._shared = True
 
-    def launch_gather(self) -> None:
-        """Start the all-gather into the flats' own storage.
+    @property
+    def is_rounded(self) -> bool:
+        """Whether a gather gives values that are not quite those of the shards."""
+        return any(flat.spec.gather_codec is not None for flat in self.sharded)
+
+    def launch_gather(self, exact: bool = False) -> None:
+        """Start the all-gather into the flats' own storage. ``exact``: of the values as they are,
+        also where they travel in few bits.
 
         Where the values are here already, they are those of the end of the gather when this
         returns.
@@ -295,6 +301,7 @@ class Unit:
         self.finish_gather()
         self.take_user_writes()
         pairs = []
+        codecs = [None if exact else flat.spec.gather_codec for flat in self.sharded]
         with torch.inference_mode(False):
             for flat in self.sharded:
                 storage = flat.full.untyped_storage()
@@ -310,7 +317,7 @@ class Unit:
             with torch.no_grad(), streams.on_stream(beside):
                 for flat in self.sharded:
                     pairs.append((flat.full, flat.bring_shard()))
-                self._handle = self.sharded[0].axis.all_gather(pairs, self.label)
+                self._handle = self.sharded[0].axis.all_gather(pairs, self.label, codecs)
                 self._brought = streams.record_event(beside) if beside is not None else None
         if self.state is State.RELEASED:
             self.state = State.GATHERING
@@ -370,6 +377,9 @@ class Unit:
                     ).view(flat.dtype)
                     start, stop = flat.layout.rank_range(shard)
                     flat.full[start:stop].copy_(values)
+                codec = flat.spec.gather_codec
+                if codec is not None:  # what a gather would have given
+                    codec.decode(codec.encode(flat.full, flat.layout.shards), flat.full)
                 at += size
         self.state = State.GATHERING
         self.finish_gather()

@@ -25,6 +25,15 @@ struct Moment {
     float* scales;  // of blocks
 };
 
+// Elements in blocks of `block` (a power of two, at most kTile), each block with a scale and each element with a code of `bits` (4 or
+// 8) in two's complement: what a compressed collective carries. Codes of four bits lie two a byte, the first in the lower half.
+struct Quantised {
+    float* scales;
+    uint8_t* codes;
+    int bits;
+    int64_t block;
+};
+
 // What every update has. `first` is the index that element 0 has in the whole: tiles and stochastic rounding go by it.
 struct Update {
     float* master;
@@ -97,6 +106,10 @@ struct Kernels {
     void (*accumulate)(float* out, const Array& source, float scale, int64_t begin, int64_t end);
     void (*encode)(const Moment& out, const float* source, int64_t begin, int64_t end);
     void (*decode)(float* out, const Moment& source, int64_t begin, int64_t end);
+    // Of `source`, or of the difference to `minus` where that is there.
+    void (*quantise)(const Quantised& out, const Array& source, const Array& minus, int64_t begin, int64_t end);
+    // Into `out`, or added to what is there.
+    void (*dequantise)(const Array& out, const Quantised& source, bool add, int64_t begin, int64_t end);
     uint64_t (*checksum)(const uint8_t* data, int64_t bytes);  // of one run of bytes
 };
 

@@ -66,6 +66,47 @@ void decode(Address out, Address codes, Address scales, int kind, int64_t numel)
     hfz::over_parts(numel, 0, [&](int64_t, int64_t begin, int64_t end) { run(at<float>(out), from, begin, end); });
 }
 
+// Messages of `rows` rows, `stride` bytes apart, with `numel` elements each: where scales and codes of the first lie.
+struct Rows {
+    Address scales, codes;
+    int64_t stride;
+    int bits;
+    int64_t block, rows, numel;
+
+    hfz::Quantised row(int64_t index) const {
+        return {at<float>(scales + index * stride), at<uint8_t>(codes + index * stride), bits, block};
+    }
+};
+
+hfz::Array row_of(Address data, int kind, int64_t offset) {
+    return {data ? at<char>(data) + offset * (kind == hfz::F32 ? 4 : 2) : nullptr, kind};
+}
+
+void quantise(Rows to, Address source, int kind, Address minus, int minus_kind) {
+    const auto run = hfz::kernels().quantise;
+    for (int64_t row = 0; row < to.rows; ++row) {
+        const hfz::Quantised out = to.row(row);
+        const hfz::Array from = row_of(source, kind, row * to.numel), less = row_of(minus, minus_kind, row * to.numel);
+        hfz::over_parts(to.numel, 0, [&](int64_t, int64_t begin, int64_t end) { run(out, from, less, begin, end); });
+    }
+}
+
+void dequantise(Rows from, Address out, int kind, bool add) {
+    const auto run = hfz::kernels().dequantise;
+    for (int64_t row = 0; row < from.rows; ++row) {
+        const hfz::Array to = row_of(out, kind, row * from.numel);
+        hfz::over_parts(from.numel, 0, [&](int64_t, int64_t begin, int64_t end) { run(to, from.row(row), add, begin, end); });
+    }
+}
+
+// The sum over rows, in their order.
+void dequantise_sum(Rows from, Address out) {
+    const auto run = hfz::kernels().dequantise;
+    hfz::over_parts(from.numel, 0, [&](int64_t, int64_t begin, int64_t end) {
+        for (int64_t row = 0; row < from.rows; ++row) run({at<void>(out), hfz::F32}, from.row(row), row > 0, begin, end);
+    });
+}
+
 constexpr int64_t kRun = 65536;  // bytes of a checksum's part
 
 // Runs of kRun bytes, each hashed with its place mixed in, added up: so threads may take them in any order.
@@ -117,6 +158,14 @@ void bind_sweeps(py::module_& m) {
     m.def("accumulate", accumulate, py::arg("out"), py::arg("source"), py::arg("kind"), py::arg("numel"), py::arg("scale"), Free());
     m.def("encode", encode, py::arg("codes"), py::arg("scales"), py::arg("kind"), py::arg("source"), py::arg("numel"), Free());
     m.def("decode", decode, py::arg("out"), py::arg("codes"), py::arg("scales"), py::arg("kind"), py::arg("numel"), Free());
+    py::class_<Rows>(m, "Rows")
+        .def(py::init([](Address scales, Address codes, int64_t stride, int bits, int64_t block, int64_t rows, int64_t numel) {
+                 return Rows{scales, codes, stride, bits, block, rows, numel};
+             }),
+             py::arg("scales"), py::arg("codes"), py::arg("stride"), py::arg("bits"), py::arg("block"), py::arg("rows"), py::arg("numel"));
+    m.def("quantise", quantise, py::arg("to"), py::arg("source"), py::arg("kind"), py::arg("minus"), py::arg("minus_kind"), Free());
+    m.def("dequantise", dequantise, py::arg("source"), py::arg("out"), py::arg("kind"), py::arg("add"), Free());
+    m.def("dequantise_sum", dequantise_sum, py::arg("source"), py::arg("out"), Free());
     m.def("checksum", checksum, py::arg("source"), py::arg("bytes"), Free());
     m.def("move_segments", move_segments, py::arg("packed"), py::arg("scattered"), py::arg("runs"), py::arg("gather"), Free());
 }

@@ -1,6 +1,7 @@
 // Ends each instruction set's file: its row of the table.
 #pragma once
 
+#include "quantised.h"
 #include "sweeps.h"
 #include "updates.h"
 
@@ -15,7 +16,8 @@ extern const Kernels HFZ_ROW(HFZ_SET);
 const Kernels HFZ_ROW(HFZ_SET) = {
     HFZ_TEXT(HFZ_SET),   HFZ_SET::adam,       HFZ_SET::lion,   HFZ_SET::adagrad, HFZ_SET::sgd,      HFZ_SET::lamb_measure, HFZ_SET::lamb_apply,
     HFZ_SET::squares, HFZ_SET::finite,
-    HFZ_SET::cast,       HFZ_SET::accumulate, HFZ_SET::encode, HFZ_SET::decode,  HFZ_SET::checksum,
+    HFZ_SET::cast,       HFZ_SET::accumulate, HFZ_SET::encode, HFZ_SET::decode,  HFZ_SET::quantise, HFZ_SET::dequantise,
+    HFZ_SET::checksum,
 };
 
 }  // namespace hfz

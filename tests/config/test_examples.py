@@ -312,7 +312,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
                 "zero_hpz_partition_size": 8,
             }
         },
-        "zero_optimization.zero_quantized_weights",
+        "zero_optimization.zero_hpz_partition_size",
     ),
     "autotp": ({"tensor_parallel": {"autotp_size": 4}}, "tensor_parallel"),
     "tensorboard": ({"tensorboard": {"enabled": True, "output_path": "logs"}}, "tensorboard"),

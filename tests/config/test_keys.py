@@ -38,6 +38,8 @@ SAMPLES: dict[str, Any] = {
     "one of 'ignore', 'warn', 'fail'": "Warn",
     "one of 'fp16', 'float16', 'bf16', 'bfloat16'": "fp16",
     "an integer from 0 to 3": 2,
+    "one of 4": 4,
+    "one of 32, 64, 128, 256, 512, 1024": 64,
     "an integer of at least -1": 2,
     "an integer of at least 0": 4,
     "an integer of at least 1": 4,

@@ -285,3 +285,28 @@ def test_node_local_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
         match=r"over several machines, 2 of 4 ranks on this one, .* save to a shared file system",
     ):
         config.resolve(4)
+
+
+@pytest.mark.parametrize(
+    ("stage", "config", "remedy"),
+    [
+        (0, {"compressed_communication": {"bits": 4}}, "write zero_optimization.stage: 1"),
+        (3, {"compressed_communication": {"bits": 4}}, "or zero_optimization.stage: 2"),
+        (0, {"zero_quantized_gradients": True}, "stage 0 has an all-reduce; write .*stage: 1"),
+        (0, {"zero_quantized_weights": True}, "at stage 0 weights are whole; remove it$"),
+        (2, {"zero_quantized_weights": True}, "or write compressed_communication.bits: 4"),
+        (1, {"zero_quantized_nontrainable_weights": True}, "is about the gathers of stage 3"),
+    ],
+)
+def test_what_a_stage_cannot_compress(stage: int, config: dict[str, Any], remedy: str) -> None:
+    top = {key: value for key, value in config.items() if isinstance(value, dict)}
+    zero = {"stage": stage, **{key: config[key] for key in config.keys() - top.keys()}}
+    (key,) = config
+    with pytest.raises(ConfigError, match=rf"{key}.* = .*{remedy}"):
+        ZeroConfig.from_dict({"zero_optimization": zero, **top}).resolve(2)
+    ZeroConfig.from_dict({"zero_optimization": {"stage": stage}}).resolve(2)
+
+
+def test_one_bit_is_not_among_the_bits() -> None:
+    with pytest.raises(ConfigError, match=r"compressed_communication\.bits = 1 .*one of 4"):
+        ZeroConfig.from_dict({"compressed_communication": {"bits": 1}})

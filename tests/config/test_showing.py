@@ -62,6 +62,8 @@ STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
     "one of 'gloo', 'nccl'": st.sampled_from(["gloo", "nccl"]),
     "an integer from 1 to 65535": st.integers(1, 65535),
     "an integer from 0 to 3": st.integers(0, 3),
+    "one of 4": st.just(4),
+    "one of 32, 64, 128, 256, 512, 1024": st.sampled_from([32, 256]),
     "an integer of at least -1": st.integers(1, 9),
     "an integer of at least 0": st.integers(0, 9) | st.just(5e8),
     "an integer of at least 1": st.integers(1, 9),

@@ -1,0 +1,197 @@
+"""Numbers in blocks with one scale: 4 or 8 bits an element, as compressed collectives carry them.
+
+The scale of a block is its largest magnitude over 7 (127 in 8 bits), the code of an element the
+nearest multiple of it, ties to even: it is wrong by half a scale at most. A block with a value that
+is not finite decodes to NaN throughout, so that whoever looks for an overflow finds it; one whose
+largest magnitude is below 2^-90 is zero. A code is a number in two's complement; of four bits two
+lie in a byte, the first in the lower half.
+
+A message is a row of bytes: codes, then scales (fp32), both at multiples of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_zero.errors import KernelError
+from hf_zero.ops import native
+from hf_zero.ops import symmetric_blocks_reference as reference
+from hf_zero.ops.checks import FLOATS, FP32, address, flat, kind
+from hf_zero.ops.dispatch import Kernel
+
+BITS = (4, 8)
+BLOCKS = (32, 64, 128, 256, 512, 1024)  # the largest is a tile of the kernels
+ROW = 16  # bytes; parts of a message begin at multiples of it
+
+
+@dataclass(frozen=True)
+class SymmetricBlocks:
+    """The form of a message: ``bits`` a code and ``block`` elements a scale."""
+
+    bits: int
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS or self.block not in BLOCKS:
+            raise KernelError(
+                f"SymmetricBlocks({self.bits}, {self.block}): there are codes of "
+                f"{' and '.join(map(str, BITS))} bits, and blocks of {', '.join(map(str, BLOCKS))}"
+            )
+
+    def scales(self, numel: int) -> int:
+        """How many scales ``numel`` elements have."""
+        return -(-numel // self.block)
+
+    def scales_at(self, numel: int) -> int:
+        """Where in a message of ``numel`` elements the scales begin, in bytes."""
+        return -(-numel * self.bits // (8 * ROW)) * ROW
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of a message of ``numel`` elements."""
+        return self.scales_at(numel) + -(-4 * self.scales(numel) // ROW) * ROW
+
+    def quantise(self, source: Tensor, rows: int = 1, minus: Tensor | None = None) -> Tensor:
+        """A message for each of ``rows`` equal parts of ``source``: uint8 [rows, nbytes].
+
+        Args:
+            source: fp32, bf16 or fp16 [rows * n].
+            minus: like ``source``, of any of its dtypes: the difference to it is quantised.
+        """
+        numel = self._check("quantise", "source", source, rows)
+        if minus is not None:
+            _fits("quantise", "minus", minus, source)
+        out = torch.empty(rows, self.nbytes(numel), dtype=torch.uint8, device=source.device)
+        core = native.core() if source.device.type == "cpu" else None
+        if core is not None:
+            core.quantise(
+                self._rows(core, out, numel),
+                address(source),
+                kind(source),
+                address(minus),
+                kind(minus),
+            )
+        elif source.device.type == "cpu":
+            reference.quantise(out, source, minus, self.bits, self.block, self.scales_at(numel))
+        else:
+            QUANTISE(out, source, minus, self.bits, self.block, self.scales_at(numel))
+        return out
+
+    def dequantise(self, messages: Tensor, out: Tensor, add: bool = False) -> None:
+        """The values of each row of ``messages``, [rows, nbytes], one row after the other in
+        ``out``: fp32, bf16 or fp16 [rows * n]. ``add``: added to what is there, in fp32.
+        """
+        rows = messages.shape[0]
+        numel = self._check("dequantise", "out", out, rows)
+        self._check_messages("dequantise", messages, numel)
+        core = native.core() if out.device.type == "cpu" else None
+        if core is not None:
+            core.dequantise(self._rows(core, messages, numel), address(out), kind(out), add)
+        elif out.device.type == "cpu":
+            reference.dequantise(out, messages, self.bits, self.block, self.scales_at(numel), add)
+        else:
+            DEQUANTISE(out, messages, self.bits, self.block, self.scales_at(numel), add)
+
+    def dequantise_sum(self, messages: Tensor, out: Tensor) -> None:
+        """The sum of the rows of ``messages``, [rows, nbytes], in fp32 and in their order:
+        ``out`` is fp32 [n].
+        """
+        numel = self._check("dequantise_sum", "out", out, 1)
+        if out.dtype not in FP32:
+            raise KernelError(f"dequantise_sum: out is {out.dtype}; sums are taken in fp32")
+        self._check_messages("dequantise_sum", messages, numel)
+        core = native.core() if out.device.type == "cpu" else None
+        if core is not None:
+            core.dequantise_sum(self._rows(core, messages, numel), address(out))
+        elif out.device.type == "cpu":
+            reference.dequantise_sum(out, messages, self.bits, self.block, self.scales_at(numel))
+        else:
+            DEQUANTISE_SUM(out, messages, self.bits, self.block, self.scales_at(numel))
+
+    def _rows(self, core: object, messages: Tensor, numel: int) -> object:
+        codes = address(messages)
+        return core.Rows(  # type: ignore[attr-defined]
+            codes + self.scales_at(numel),
+            codes,
+            messages.shape[1],
+            self.bits,
+            self.block,
+            messages.shape[0],
+            numel,
+        )
+
+    def _check(self, op: str, name: str, values: Tensor, rows: int) -> int:
+        """Elements of a row of ``values``, which must be of a kind that kernels take."""
+        if values.device.type == "cpu":
+            flat(op, name, values, FLOATS)
+        elif values.dtype not in FLOATS or values.dim() != 1 or not values.is_contiguous():
+            raise KernelError(
+                f"{op}: {name} is {values.dtype} of shape {tuple(values.shape)}; give a contiguous "
+                f"1-D tensor of one of {', '.join(map(str, FLOATS))}"
+            )
+        if rows < 1 or values.numel() % rows:
+            raise KernelError(
+                f"{op}: {name} has {values.numel()} elements, which are not {rows} equal rows"
+            )
+        return values.numel() // rows
+
+    def _check_messages(self, op: str, messages: Tensor, numel: int) -> None:
+        wanted = self.nbytes(numel)
+        if (
+            messages.dtype != torch.uint8
+            or messages.dim() != 2
+            or messages.shape[1] != wanted
+            or not messages.is_contiguous()
+        ):
+            raise KernelError(
+                f"{op}: messages are {messages.dtype} of shape {tuple(messages.shape)}; {numel} "
+                f"elements in {self.bits} bits and blocks of {self.block} are contiguous rows of "
+                f"{wanted} bytes"
+            )
+
+
+def _fits(op: str, name: str, values: Tensor, like: Tensor) -> None:
+    if (
+        values.dtype not in FLOATS
+        or values.shape != like.shape
+        or values.device != like.device
+        or not values.is_contiguous()
+    ):
+        raise KernelError(
+            f"{op}: {name} is {values.dtype} of shape {tuple(values.shape)} on {values.device}; "
+            f"give a contiguous tensor of shape {tuple(like.shape)} on {like.device}"
+        )
+
+
+def _message(device: torch.device, filled: bool) -> Tensor:
+    form, values = SymmetricBlocks(4, 32), torch.linspace(-1, 1, 80, device=device)
+    out = torch.zeros(2, form.nbytes(40), dtype=torch.uint8, device=device)
+    if filled:
+        reference.quantise(out, values, None, 4, 32, form.scales_at(40))
+    return out
+
+
+def _quantise_example(device: torch.device) -> tuple[object, ...]:
+    return _message(device, False), torch.linspace(-1, 1, 80, device=device), None, 4, 32, 32
+
+
+def _dequantise_example(device: torch.device) -> tuple[object, ...]:
+    return torch.ones(80, device=device), _message(device, True), 4, 32, 32, True
+
+
+def _sum_example(device: torch.device) -> tuple[object, ...]:
+    return torch.ones(40, device=device), _message(device, True), 4, 32, 32
+
+
+_ROOM = "symmetric_blocks"
+QUANTISE = Kernel(
+    "quantise_blocks", f"{_ROOM}:quantise", reference.quantise, example=_quantise_example
+)
+DEQUANTISE = Kernel(
+    "dequantise_blocks", f"{_ROOM}:dequantise", reference.dequantise, example=_dequantise_example
+)
+DEQUANTISE_SUM = Kernel(
+    "dequantise_sum", f"{_ROOM}:dequantise_sum", reference.dequantise_sum, example=_sum_example
+)

@@ -1,0 +1,100 @@
+"""Which collectives of a model travel in few bits: one choice for each flat buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero.config import ZeroConfig
+from hf_zero.distributed.codec import Codec
+from hf_zero.logs import log_rank0
+from hf_zero.ops.block_codec import BlockCodec
+from hf_zero.ops.symmetric_blocks import SymmetricBlocks
+from hf_zero.parameters.layout import FlatLayout
+from hf_zero.units.flat_buffer import FlatBuffer
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How gradients are reduced, and weights gathered: as they are where there is no codec.
+
+    weights, frozen: those of stage 3, that train and that do not. updates: what a step has changed
+    of weights that all ranks keep whole. block: tensors of fewer elements, and those of one
+    dimension, travel as they are, in flat buffers of their own: beside them the scale of a block of
+    a matrix would be too large.
+    """
+
+    gradients: BlockCodec | None = None
+    weights: BlockCodec | None = None
+    frozen: BlockCodec | None = None
+    updates: BlockCodec | None = None
+    block: int = 256
+
+    @classmethod
+    def of(cls, config: ZeroConfig) -> Compression:
+        """What ``config`` asks for."""
+        zero, both = config.zero, config.compressed_communication
+        block = both.block_size
+        four, eight = (BlockCodec(SymmetricBlocks(bits, block)) for bits in (4, 8))
+        # new values of an offloaded update leave the host as they are
+        differences = both.bits is not None and not config.offload_optimizer.on
+        return cls(
+            four if both.bits or zero.quantized_gradients else None,
+            eight if zero.quantized_weights else None,
+            eight if zero.quantized_weights or zero.quantized_nontrainable_weights else None,
+            BlockCodec(SymmetricBlocks(4, block), differences=True) if differences else None,
+            block,
+        )
+
+    def takes(self, parameter: torch.Tensor, trains: bool) -> bool:
+        """Whether ``parameter`` may lie in a flat buffer that travels in few bits."""
+        some = (self.gradients, self.weights, self.updates) if trains else (self.frozen,)
+        return any(some) and parameter.dim() > 1 and parameter.numel() >= self.block
+
+    def codecs(
+        self, layout: FlatLayout, dtype: torch.dtype, trains: bool, sharded: bool, persistent: bool
+    ) -> tuple[Codec | None, Codec | None]:
+        """The codecs of reductions and of gathers of a flat buffer of parameters that
+        :meth:`takes` has chosen.
+        """
+        if layout.shards == 1 or layout.chunk < self.block or dtype not in FLOATS:
+            return None, None
+        if sharded:
+            return self.gradients if trains else None, self.weights if trains else self.frozen
+        return self.gradients, None if persistent else self.updates
+
+
+UNCOMPRESSED = Compression()
+
+
+def report(flats: Sequence[FlatBuffer], wire: torch.dtype | None) -> None:
+    """Log, once, what travels in few bits, and the bytes of a step on each rank."""
+    chosen = [flat for flat in flats if flat.spec.reduce_codec or flat.spec.gather_codec]
+    if not chosen:
+        return
+    said = []
+    trains = [flat for flat in flats if flat.trainable and flat.layout.shards > 1]
+    up = [(flat.layout, wire or flat.dtype, flat.spec.reduce_codec) for flat in trains]
+    down = [
+        (flat.layout, flat.dtype, flat.spec.gather_codec)
+        for flat in flats
+        if flat.layout.shards > 1
+    ]
+    for what, each in (("a reduction of all gradients", up), ("a gather of all weights", down)):
+        names = sorted({str(codec) for *_, codec in each if codec is not None})
+        if names:
+            dense = sum(layout.padded * dtype.itemsize for layout, dtype, _ in each)
+            sent = sum(
+                layout.padded * dtype.itemsize
+                if codec is None
+                else layout.shards * codec.nbytes(layout.chunk)
+                for layout, dtype, codec in each
+            )
+            said.append(f"{what} is {sent:,} bytes instead of {dense:,} ({', '.join(names)})")
+    log_rank0(
+        f"compressed communication in {len(chosen)} of {len(flats)} flats: " + "; ".join(said)
+    )

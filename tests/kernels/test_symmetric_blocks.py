@@ -1,0 +1,183 @@
+"""Blocks of 4 and 8 bits: what they lose, and that the C++ and the Triton kernel give the bits of
+the reference.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_zero.errors import KernelError
+from hf_zero.ops import native
+from hf_zero.ops import symmetric_blocks as module
+from hf_zero.ops import symmetric_blocks_reference as plain
+from hf_zero.ops.symmetric_blocks import SymmetricBlocks
+from tests.helpers.buffers import Guarded, reference, same_bits
+from tests.helpers.checked_triton import checked_triton
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = (1, 3, 8, 31, 255, 256, 257, 1000, 2049, 40_001)
+FORMS = [(4, 256), (8, 256), (4, 32), (8, 1024)]
+
+
+def spread(numel: int, dtype: torch.dtype) -> Tensor:
+    """Numbers of many magnitudes, blocks of zeros and of hardly anything among them."""
+    x = torch.randn(numel) * torch.randn(numel).exp()
+    x[300:600] = 0.0
+    x[700:1100] *= 1e-30
+    return x.to(dtype)
+
+
+def parts(form: SymmetricBlocks, messages: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    """The bytes of ``messages`` that mean something: codes, and scales."""
+    at = form.scales_at(numel)
+    codes = messages[:, : -(-numel * form.bits // 8)]
+    return codes, messages[:, at : at + 4 * form.scales(numel)].contiguous().view(torch.float32)
+
+
+def agree(form: SymmetricBlocks, numel: int, one: Tensor, other: Tensor) -> bool:
+    pairs = zip(parts(form, one, numel), parts(form, other, numel))
+    return all(same_bits(a, b) for a, b in pairs)
+
+
+@pytest.fixture(params=[pytest.param("reference"), *native.instruction_sets(), "threads", "triton"])
+def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Each body there is: plain torch, C++ on each instruction set and on several threads, and
+    Triton's kernels in the checked interpreter.
+    """
+    if request.param == "reference":
+        with reference():
+            yield "reference"
+    elif request.param == "triton":
+        monkeypatch.setattr(native, "core", lambda: None)
+        for name in ("quantise", "dequantise", "dequantise_sum"):
+            monkeypatch.setattr(plain, name, getattr(module, name.upper()))
+        # what the kernels fall back to would be themselves
+        with checked_triton() as settings:
+            yield "triton"
+            assert settings.launches
+    elif not native.available():
+        pytest.skip("no native core here")
+    else:
+        if request.param == "threads":
+            native.set_threads(3)
+        else:
+            native.set_instruction_set(request.param)
+        yield request.param
+
+
+QUANTISE, DEQUANTISE, SUM = plain.quantise, plain.dequantise, plain.dequantise_sum
+
+
+def expected(form: SymmetricBlocks, x: Tensor, rows: int, minus: Tensor | None = None) -> Tensor:
+    numel = x.numel() // rows
+    out = torch.zeros(rows, form.nbytes(numel), dtype=torch.uint8)
+    QUANTISE(out, x, minus, form.bits, form.block, form.scales_at(numel))
+    return out
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_every_body_gives_the_bits_of_the_reference(body, form, dtype) -> None:
+    blocks = SymmetricBlocks(*form)
+    sizes = SIZES if body not in ("triton", "reference") else (1, 31, 257, 2049)
+    for numel in sizes:
+        for rows in (1, 3):
+            guarded = Guarded()
+            x, minus = guarded(spread(rows * numel, dtype)), guarded(torch.randn(rows * numel))
+            for less in (None, minus):
+                messages = blocks.quantise(x, rows, less)
+                wanted = expected(blocks, x, rows, less)
+                assert agree(blocks, numel, messages, wanted), (numel, rows, less is None)
+            at = blocks.scales_at(numel)
+            out = guarded(torch.randn(rows * numel).to(dtype))
+            for add in (False, True):
+                whole = out.clone()
+                DEQUANTISE(whole, messages, *form, at, add)
+                blocks.dequantise(messages, out, add)
+                assert same_bits(out, whole), (numel, rows, add)
+            total, sums = guarded(torch.randn(numel)), torch.empty(numel)
+            SUM(sums, messages, *form, at)
+            blocks.dequantise_sum(messages, total)
+            assert same_bits(total, sums), (numel, rows)
+            guarded.check()
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_what_comes_back_is_within_half_a_scale(body, form) -> None:
+    """And the largest of a block, and zeros, are exact to a rounding; another time round nothing
+    changes.
+    """
+    blocks, numel = SymmetricBlocks(*form), 2049
+    for dtype in FLOATS:
+        x = spread(numel, dtype)
+        back = torch.empty(numel)
+        messages = blocks.quantise(x)
+        blocks.dequantise(messages, back)
+        _, scales = parts(blocks, messages, numel)
+        half = scales[0].repeat_interleave(blocks.block)[:numel] / 2
+        small = x.float().abs() < 2.0**-80
+        assert bool(((back - x.float()).abs() <= half * 1.00001)[~small].all())
+        assert bool((back[x == 0] == 0).all())
+        again = torch.empty(numel)
+        blocks.dequantise(blocks.quantise(back), again)
+        torch.testing.assert_close(again, back, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_ties_go_to_the_even_code(body, bits) -> None:
+    top = 7 if bits == 4 else 127
+    x = torch.tensor([top, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, -top, -0.0], dtype=torch.float32)
+    back = torch.empty(9)
+    form = SymmetricBlocks(bits, 32)
+    form.dequantise(form.quantise(x), back)
+    assert back.tolist() == [top, 0, 2, 2, 0, -2, -2, -top, 0]
+
+
+def test_the_first_of_two_codes_is_in_the_lower_half(body) -> None:
+    messages = SymmetricBlocks(4, 32).quantise(torch.tensor([7.0, -1.0, 3.0]))
+    assert messages[0, :2].tolist() == [7 | (15 << 4), 3]
+    assert messages.shape == (1, 32)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_takes_its_block_along(body, bad) -> None:
+    form, x = SymmetricBlocks(4, 32), torch.ones(100)
+    x[40] = bad
+    back, total = torch.zeros(100), torch.zeros(100)
+    form.dequantise(form.quantise(x), back)
+    assert bool(back[32:64].isnan().all()) and bool((back[:32] == 1).all())
+    assert bool((back[64:] == 1).all())
+    form.dequantise_sum(form.quantise(torch.cat([torch.ones(100), x]), 2), total)
+    assert bool(total[32:64].isnan().all()) and bool((total[64:] == 2).all())
+
+
+def test_large_numbers_keep_their_size(body) -> None:
+    x = torch.full((64,), 3e38)
+    back = torch.empty(64)
+    for bits in (4, 8):
+        SymmetricBlocks(bits, 32).dequantise(SymmetricBlocks(bits, 32).quantise(x), back)
+        torch.testing.assert_close(back, x, rtol=1e-6, atol=0)
+
+
+def test_bytes_of_a_message() -> None:
+    form = SymmetricBlocks(4)
+    assert form.nbytes(1 << 20) == (1 << 19) + (1 << 14) and form.nbytes(8) == 32
+    assert SymmetricBlocks(8).nbytes(1 << 20) == (1 << 20) + (1 << 14)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    form = SymmetricBlocks(4)
+    message = form.quantise(torch.ones(16))
+    for call, said in (
+        (lambda: SymmetricBlocks(1), r"SymmetricBlocks\(1, 256\): there are codes of 4 and 8 bits"),
+        (lambda: SymmetricBlocks(4, 100), "blocks of 32, 64, 128, 256, 512, 1024"),
+        (lambda: form.quantise(torch.ones(16).double()), "source is torch.float64"),
+        (lambda: form.quantise(torch.ones(16), 3), "16 elements, which are not 3 equal rows"),
+        (lambda: form.quantise(torch.ones(16), 1, torch.ones(8)), r"minus is .* \(8,\)"),
+        (lambda: form.dequantise(message, torch.ones(4000)), "contiguous rows of 2064 bytes"),
+        (lambda: form.dequantise_sum(message, torch.ones(16).half()), "sums are taken in fp32"),
+    ):
+        with pytest.raises(KernelError, match=said):
+            call()

@@ -1,0 +1,386 @@
+"""Collectives in few bits: what ranks that are threads compute is what the equations of
+helpers/compressed.py give on whole vectors, and what travels is what they say.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.compressed import by_owner, compressible, flat_of, reduced
+from tests.helpers.engines import config_of, start
+from tests.helpers.models import Stack, seeded
+from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.training import At, Plan, adamw
+
+GRADIENTS = {"zero_quantized_gradients": True}
+
+
+def config(stage: int, plan: Plan | None = None, zero: Any = None, **more: Any) -> dict[str, Any]:
+    made = config_of(stage, plan, **more)
+    made["zero_optimization"].update(stage3_param_persistence_threshold=0, **(zero or {}))
+    return made
+
+
+class Recorder:
+    """What autograd leaves on each parameter in a window, by micro-batch."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.micro: list[dict[str, torch.Tensor]] = []
+        for name, parameter in model.named_parameters():
+            parameter.register_hook(lambda grad, name=name: self._add(name, grad))
+
+    def begin(self) -> None:
+        self.micro.append({})
+
+    def _add(self, name: str, grad: torch.Tensor) -> None:
+        self.micro[-1][name] = grad.detach().clone()
+
+
+def window(engine: Any, rank: int, number: int, plan: Plan, record: Recorder) -> None:
+    """The backwards of a step, and the steps but for the last."""
+    record.micro.clear()
+    for micro in range(plan.accumulation):
+        record.begin()
+        engine.backward(squared(engine, At(number, micro, rank), plan.dtype))
+        if micro + 1 < plan.accumulation:
+            engine.step()
+
+
+def gradients(engine: Any, unscaled: float) -> dict[str, torch.Tensor]:
+    """This rank's parts of the reduced gradients, by key."""
+    return {
+        flat.key: flat.gradient.shard.detach().clone().float() * unscaled
+        for flat in engine.flats
+        if flat.trainable
+    }
+
+
+def trained(rank: int, model: Any, stage: int, plan: Plan, zero: Any, more: Any) -> list[Any]:
+    engine = start(model, adamw(model), config(stage, plan, zero, **more))
+    record, seen = Recorder(model), []
+    for number in range(plan.steps):
+        window(engine, rank, number, plan, record)
+        own = gradients(engine, 1.0)
+        engine.step()
+        seen.append((own, list(record.micro)))
+    return [seen, {flat.key: (flat.layout, flat.dtype) for flat in engine.flats}]
+
+
+def expected_gradient(
+    stage: int, plan: Plan, layout: Any, dtype: torch.dtype, micros: list[Any], block: int
+) -> torch.Tensor:
+    """From the gradients of all ranks, [rank][micro], the average: [padded]."""
+    ranks, share = len(micros), 1.0 / plan.accumulation
+    flats = [[flat_of(layout, grads, dtype) for grads in rank] for rank in micros]
+    if stage == 1:  # summed over the window, reduced once
+        sums = [
+            sum((g.float() * share for g in rank[1:]), rank[0].float() * share) for rank in flats
+        ]
+        return reduced(layout, sums, 4, block) * (1.0 / ranks)
+    total = torch.zeros(layout.padded)
+    for micro in range(plan.accumulation):
+        found = reduced(layout, [rank[micro] for rank in flats], 4, block)
+        total = total + found * (share / ranks)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "plan", "block"),
+    [
+        (1, 2, Plan(), 256),
+        (1, 3, Plan(accumulation=2, precision="bf16"), 64),
+        (2, 2, Plan(accumulation=2, clip=0.1), 64),
+        (2, 4, Plan(precision="bf16"), 256),
+        (3, 2, Plan(precision="fp16", scale=16.0), 256),
+        (3, 3, Plan(), 32),
+        (3, 4, Plan(accumulation=2), 256),
+        (2, 1, Plan(), 256),
+    ],
+    ids=str,
+)
+def test_gradients_are_those_of_the_equations(stage, ranks, plan, block):
+    """Bit for bit, from what autograd has left on each rank."""
+    more = {"compressed_communication": {"block_size": block}}
+    answers = on_ranks(ranks, trained, stage, plan, GRADIENTS, more)
+    layouts = answers[0][1]
+    chosen = [key for key, (layout, _) in layouts.items() if compressible(layout, block)]
+    assert bool(chosen) == (ranks > 1) and len(chosen) < len(layouts)
+    for number in range(plan.steps):
+        micros = [answer[0][number][1] for answer in answers]
+        for key, (layout, dtype) in layouts.items():
+            got = torch.cat([answer[0][number][0][key] for answer in answers])
+            want = expected_gradient(stage, plan, layout, dtype, micros, block)
+            if key in chosen:
+                assert torch.equal(got, want), (number, key)
+                dense = sum(
+                    flat_of(layout, grads, torch.float32) for rank in micros for grads in rank
+                ) / (ranks * plan.accumulation)
+                error = float((got - dense).norm() / dense.norm())
+                assert 0.01 < error < 0.3, (key, error)
+            else:
+                tolerance = 1e-5 if plan.precision == "fp32" else 2e-2
+                assert float((got - want).norm()) <= tolerance * float(want.norm()), (number, key)
+
+
+def sent_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[str, int]]]:
+    """What each rank gives to the process group: (operation, bytes)."""
+    found: dict[int, list[tuple[str, int]]] = {}
+    names = {
+        "all_to_all_single": 1,
+        "all_gather_into_tensor": 0,
+        "all_gather_single": 0,
+        "reduce_scatter_tensor": 1,
+        "reduce_scatter_single": 1,
+    }
+
+    def counted(name: str, place: int) -> Any:
+        original = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found.setdefault(dist.get_rank(), []).append((name, args[place].nbytes))
+            return original(*args, **kwargs)
+
+        return call
+
+    for name, place in names.items():
+        if hasattr(dist, name):
+            monkeypatch.setattr(dist, name, counted(name, place))
+    return found
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (2, "bf16"), (3, "bf16")])
+def test_bytes_of_every_message(stage, precision, monkeypatch):
+    """At the process group: four bits an element and a scale for each 256."""
+    sent, plan, world = sent_bytes(monkeypatch), Plan(precision=precision), 2
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config(stage, plan, GRADIENTS))
+        sent.clear()
+        dist.barrier()
+        stats = engine.mesh.stats
+        stats.keep_log = True
+        engine.backward(squared(engine, At(0, 0, rank), plan.dtype))
+        engine.step()
+        return [(flat.layout, flat.dtype) for flat in engine.flats], list(stats.log)
+
+    answers = on_ranks(world, run, build=lambda: seeded(lambda: Stack(3, 64)))
+    flats, log = answers[0]
+    chosen = [layout for layout, _ in flats if compressible(layout)]
+    wanted = sorted(
+        world * (-(-layout.chunk // 32) * 16 + -(-4 * -(-layout.chunk // 256) // 16) * 16)
+        for layout in chosen
+    )
+    for rank in range(world):
+        found = sorted(size for name, size in sent[rank] if name == "all_to_all_single")
+        assert found == wanted
+    counted = sum(size for operation, _, size in log if operation == "reduce_scatter")
+    scattered = sum(size for name, size in sent[0] if name.startswith("reduce_scatter"))
+    assert counted == sum(wanted) + scattered
+    dense = sum(layout.padded * dtype.itemsize for layout, dtype in flats if layout in chosen)
+    assert sum(wanted) <= dense * (0.27 if precision == "bf16" else 0.135)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_overflow_on_one_rank_leaves_all_state_as_it_is(stage):
+    plan = Plan(precision="fp16", scale=16.0)
+
+    def state(engine):
+        found = {}
+        for flat in engine.flats:
+            shard = flat.optimizer_shard
+            found.update(
+                {f"{flat.key} {n}": t.clone() for n, t in engine.bound.tensors(shard).items()}
+            )
+            found[f"{flat.key} shard"] = flat.shard.clone()
+        return found
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config(stage, plan, GRADIENTS))
+        for number in range(2):
+            engine.backward(squared(engine, At(number, 0, rank), plan.dtype))
+            engine.step()
+        before = state(engine)
+        loss = squared(engine, At(2, 0, rank), plan.dtype)
+        engine.backward(loss * (1e9 if rank == 1 else 1.0))
+        engine.step()
+        assert not engine.was_step_applied()
+        after = state(engine)
+        assert before.keys() == after.keys() and before
+        for name, value in before.items():
+            assert torch.equal(value, after[name]), name
+        engine.backward(squared(engine, At(3, 0, rank), plan.dtype))
+        engine.step()
+        assert engine.was_step_applied()
+
+    on_ranks(2, run)
+
+
+WEIGHTS = {"zero_quantized_weights": True}
+
+
+def as_gathered(flat: Any, values: torch.Tensor, block: int = 256) -> torch.Tensor:
+    """What ranks compute with where ``values`` [padded] travel in 8 bits."""
+    rounded = by_owner(values.float(), flat.layout.shards, 8, block)
+    return rounded.to(flat.dtype) if compressible(flat.layout, block) else values
+
+
+@pytest.mark.parametrize(("ranks", "precision"), [(2, "fp32"), (3, "bf16"), (4, "fp32")])
+def test_weights_are_gathered_in_8_bits_and_kept_as_they_are(ranks, precision):
+    """Every rank, the owner too, computes with C(w); masters, ``safe_get_*`` and whole state dicts
+    have full precision; a script that gathers gets the shards as they are.
+    """
+    import hf_zero
+
+    plan = Plan(precision=precision)
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config(3, plan, WEIGHTS))
+        flats = {name: flat for flat in engine.flats for name in flat.layout.by_name}
+        used: dict[str, torch.Tensor] = {}
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_pre_hook(
+                    lambda module, args: used.update({module.weight_name: module.weight.clone()})
+                )
+        for name, module in model.named_modules():
+            module.weight_name = f"{name}.weight"
+        for number in range(3):
+            shards = {flat: flat.whole_from_shards() for flat in engine.flats}
+            engine.backward(squared(engine, At(number, 0, rank), plan.dtype))
+            for name, weight in used.items():
+                flat = flats[name]
+                slot = flat.layout.by_name[name]
+                want = as_gathered(flat, shards[flat])[slot.offset : slot.end]
+                assert torch.equal(weight.reshape(-1), want), (number, name)
+            engine.step()
+        rounded = [flat for flat in engine.flats if compressible(flat.layout)]
+        assert rounded and len(rounded) < len(engine.flats)
+        for flat in rounded:
+            whole = flat.whole_from_shards()
+            assert not torch.equal(as_gathered(flat, whole), whole)
+            for name, slot in flat.layout.by_name.items():
+                exact, parameter = whole[slot.offset : slot.end], flat.parameters[name]
+                with hf_zero.GatheredParameters([parameter]):
+                    assert torch.equal(parameter.detach().reshape(-1), exact)
+                full = hf_zero.safe_get_full_fp32_param(parameter)
+                assert torch.equal(full.reshape(-1).to(flat.dtype), exact)
+        for name, value in engine.module.state_dict().items():
+            slot, flat = flats[name].layout.by_name[name], flats[name]
+            assert torch.equal(value.reshape(-1), flat.whole_from_shards()[slot.offset : slot.end])
+
+    on_ranks(ranks, run)
+
+
+def test_a_write_inside_gathered_parameters_keeps_the_rest_exact():
+    import hf_zero
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config(3, Plan(), WEIGHTS))
+        engine.backward(squared(engine, At(0, 0, rank)))
+        engine.step()
+        weight = model.blocks[0].up.weight
+        before = hf_zero.safe_get_full_fp32_param(weight).clone()
+        engine.eval()
+        with torch.no_grad():  # leaves units whole, in 8 bits
+            squared(engine, At(1, 0, rank))
+        with hf_zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+            weight[0, 0] = 3.0
+        after = hf_zero.safe_get_full_fp32_param(weight)
+        before[0, 0] = 3.0
+        assert torch.equal(before, after)
+
+    on_ranks(2, run)
+
+
+def test_bytes_of_gathers_in_8_bits(monkeypatch):
+    sent, plan = sent_bytes(monkeypatch), Plan(precision="bf16")
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config(3, plan, WEIGHTS))
+        for number in range(2):
+            sent.pop(rank, None)
+            engine.backward(squared(engine, At(number, 0, rank), plan.dtype))
+            engine.step()
+        return [flat.layout for flat in engine.flats], list(sent[rank])
+
+    for layouts, found in on_ranks(2, run, build=lambda: seeded(lambda: Stack(3, 64))):
+        gathers = {size for name, size in found if name.startswith("all_gather")}
+        blocks = [layout for layout in layouts if compressible(layout)]
+        wanted = {2 * (each.chunk + each.chunk // 64) for each in blocks if each.chunk % 1024 == 0}
+        assert wanted and wanted <= gathers
+        assert not {2 * each.padded for each in blocks} & gathers
+
+
+FOUR = {"compressed_communication": {"bits": 4}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "plan"),
+    [
+        (1, 2, Plan()),
+        (2, 3, Plan(precision="bf16")),
+        (2, 2, Plan(precision="fp16", scale=16.0, clip=0.05)),
+        (1, 4, Plan(accumulation=2, precision="bf16")),
+    ],
+    ids=str,
+)
+def test_updates_are_differences_to_what_all_ranks_have(stage, ranks, plan):
+    """xh = round(xh + C(x - xh)) bit for bit on every rank, from the masters of each step; what is
+    lost once is in the next difference.
+    """
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config(stage, plan, **FOUR))
+        steps = []
+        for number in range(4):
+            before = {flat.key: flat.full.clone() for flat in engine.flats}
+            for micro in range(plan.accumulation):
+                engine.backward(squared(engine, At(number, micro, rank), plan.dtype))
+                engine.step()
+            masters = {flat.key: flat.optimizer_shard.master.clone() for flat in engine.flats}
+            after = {flat.key: flat.full.clone() for flat in engine.flats}
+            steps.append((before, masters, after))
+        return [(flat.key, flat.layout, flat.dtype) for flat in engine.flats], steps
+
+    answers = on_ranks(ranks, run)
+    flats, steps = answers[0]
+    moved = 0
+    for number, (before, _, after) in enumerate(steps):
+        for key, layout, dtype in flats:
+            for _, others in answers[1:]:
+                assert torch.equal(after[key], others[number][2][key]), (number, key)
+            x = torch.cat([other[number][1][key] for _, other in answers])
+            xh = before[key].float()
+            if compressible(layout):
+                want = (xh + by_owner(x - xh, ranks, 4)).to(dtype)
+                moved += int((after[key] != x.to(dtype)).sum())
+                assert float((after[key].float() - x).norm()) < 0.05 * float(x.norm())
+            else:
+                want = x.to(dtype)
+            assert torch.equal(after[key], want), (number, key)
+    assert moved
+
+
+def test_parameters_approach_their_masters_where_nothing_moves():
+    """With a learning rate of 0 the differences that are left go down the wire, step by step."""
+
+    def run(rank, model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        engine = start(model, optimizer, config(2, Plan(), **FOUR))
+        left = []
+        for number in range(6):
+            optimizer.param_groups[0]["lr"] = 0.5 if number == 0 else 0.0
+            engine.backward(squared(engine, At(number, 0, rank)))
+            engine.step()
+            flats = [flat for flat in engine.flats if flat.spec.sends_differences]
+            left.append(
+                sum(float((flat.shard - flat.optimizer_shard.master).norm()) for flat in flats)
+            )
+        return left
+
+    for left in on_ranks(2, run):
+        assert left[0] > 0 and left[-1] < left[0] * 1e-3
