@@ -9,7 +9,7 @@ import torch
 
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed.codec import Codec
-from hf_zero.logs import log_rank0
+from hf_zero.logs import logger
 from hf_zero.ops.block_codec import BlockCodec
 from hf_zero.ops.symmetric_blocks import SymmetricBlocks
 from hf_zero.parameters.layout import FlatLayout
@@ -72,9 +72,9 @@ UNCOMPRESSED = Compression()
 
 
 def report(flats: Sequence[FlatBuffer], wire: torch.dtype | None) -> None:
-    """Log, once, what travels in few bits, and the bytes of a step on each rank."""
+    """Log, on rank 0, what travels in few bits, and the bytes of its messages."""
     chosen = [flat for flat in flats if flat.spec.reduce_codec or flat.spec.gather_codec]
-    if not chosen:
+    if not chosen or chosen[0].mesh.rank != 0:
         return
     said = []
     trains = [flat for flat in flats if flat.trainable and flat.layout.shards > 1]
@@ -95,6 +95,6 @@ def report(flats: Sequence[FlatBuffer], wire: torch.dtype | None) -> None:
                 for layout, dtype, codec in each
             )
             said.append(f"{what} is {sent:,} bytes instead of {dense:,} ({', '.join(names)})")
-    log_rank0(
+    logger.info(
         f"compressed communication in {len(chosen)} of {len(flats)} flats: " + "; ".join(said)
     )
