@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -42,7 +43,7 @@ class FlatSpec:
         """How many elements this rank owns."""
         return self.owned[1] - self.owned[0]
 
-    @property
+    @cached_property
     def sends_differences(self) -> bool:
         """Whether a step sends what its values are to be changed by: the master weights then are
         others than these values, whatever the dtype.

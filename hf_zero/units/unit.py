@@ -300,8 +300,7 @@ class Unit:
         """
         self.finish_gather()
         self.take_user_writes()
-        pairs = []
-        codecs = [None if exact else flat.spec.gather_codec for flat in self.sharded]
+        pairs, codecs = [], []
         with torch.inference_mode(False):
             for flat in self.sharded:
                 storage = flat.full.untyped_storage()
@@ -317,6 +316,7 @@ class Unit:
             with torch.no_grad(), streams.on_stream(beside):
                 for flat in self.sharded:
                     pairs.append((flat.full, flat.bring_shard()))
+                    codecs.append(None if exact else flat.spec.gather_codec)
                 self._handle = self.sharded[0].axis.all_gather(pairs, self.label, codecs)
                 self._brought = streams.record_event(beside) if beside is not None else None
         if self.state is State.RELEASED:

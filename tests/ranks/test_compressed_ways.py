@@ -89,9 +89,10 @@ def test_the_optimizer_may_be_offloaded(stage):
             engine.step()
         up = [flat for flat in engine.flats if flat.spec.reduce_codec is not None]
         assert up and not any(flat.spec.sends_differences for flat in engine.flats)
+        weights = full_weights(engine)  # waits for the update
         whole = [flat for flat in engine.flats if not flat.sharded]
         views = {n: view.clone() for flat in whole for n, view in flat.views.items()}
-        return full_weights(engine), views
+        return weights, views
 
     (offloaded, seen), (_, others) = on_ranks(2, run, zero, more)
     here = {"zero_quantized_gradients": True}
@@ -161,12 +162,10 @@ def test_every_optimizer_that_is_elementwise_and_what_is_said(caplog):
 def test_nothing_is_compressed_unasked():
     def run(rank, model):
         engine = start(model, adamw(model), config_of(2))
-        return [flat.key for flat in engine.flats], [
-            flat.spec.reduce_codec for flat in engine.flats
-        ]
+        return [(flat.key, flat.spec.reduce_codec, flat.spec.gather_codec) for flat in engine.flats]
 
-    for keys, codecs in on_ranks(2, run):
-        assert not any(codecs) and not any(key.endswith("|blocks") for key in keys)
+    for flats in on_ranks(2, run):
+        assert all(up is down is None and not key.endswith("|blocks") for key, up, down in flats)
 
 
 def test_architectures_of_transformers_train_alike():
