@@ -29,6 +29,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -122,15 +123,29 @@ def kind_of(file: Path) -> str:
 
 
 def about(unit: Path, file: str) -> dict[str, Any]:
-    tests = private_tests(ast.parse((unit / file).read_text()))
+    tree = ast.parse((unit / file).read_text())
+    tests = private_tests(tree, helpers(unit.parent, tree))
     return {"kind": kind_of(unit / file), "private": sorted(tests)}
 
 
-def private_tests(tree: ast.Module) -> set[str]:
+def helpers(tests: Path, tree: ast.Module) -> dict[str, ast.AST]:
+    """The functions of the files below ``tests`` that a test imports from, by name."""
+    found: dict[str, ast.AST] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("unit."):
+            file = tests / (node.module or "").replace(".", "/")
+            body = ast.parse(file.with_suffix(".py").read_text()).body
+            found.update((each.name, each) for each in body if isinstance(each, ast.FunctionDef))
+    return found
+
+
+def private_tests(
+    tree: ast.Module, helpers: Mapping[str, ast.AST] = MappingProxyType({})
+) -> set[str]:
     """``Class::test`` of the tests that use private attributes of deepspeed's objects, themselves
-    or by functions of the same file.
+    or by functions of the same file or of ``helpers``.
     """
-    bodies: dict[str, ast.AST] = {}
+    bodies = dict(helpers)
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             bodies[node.name] = node
@@ -151,7 +166,9 @@ def private_tests(tree: ast.Module) -> set[str]:
 
 
 def is_private(node: ast.AST) -> bool:
-    """Whether ``node`` asks another object than ``self`` for ``_name``."""
+    """Whether ``node`` asks another object than ``self`` for ``_name``, or makes one with it."""
+    if isinstance(node, ast.keyword):
+        return (node.arg or "").startswith("_")
     if isinstance(node, ast.Attribute):
         own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "torch")
         return node.attr.startswith("_") and not node.attr.startswith("__") and not own

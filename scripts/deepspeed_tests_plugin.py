@@ -55,9 +55,11 @@ def recorded(run: Any) -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         try:
             return run(*args, **kwargs)
-        except Exception as error:
+        except (Exception, pytest.fail.Exception) as error:
             write(raised=said(f"{type(error).__name__}: {error}".partition("\n")[0]))
-            raise
+            if isinstance(error, Exception):
+                raise
+            raise AssertionError(str(error)) from None  # the pool would never hear of the other
 
     return wrapper
 

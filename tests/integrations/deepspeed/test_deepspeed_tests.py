@@ -56,6 +56,36 @@ def read(script: ModuleType, folder: Path, events: list[dict[str, str]], **how: 
     return run
 
 
+def test_what_a_rank_raises_is_written_down_and_reaches_the_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEPSPEED_TESTS_FOLDER", str(tmp_path))
+    monkeypatch.setenv("HF_ZERO_AUTOLOAD", "1")
+    spec = importlib.util.spec_from_file_location(
+        "plugin", ROOT / "scripts" / "deepspeed_tests_plugin.py"
+    )
+    assert spec is not None and spec.loader is not None
+    plugin = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plugin)
+
+    @plugin.recorded
+    def rank(error: BaseException | None) -> str:
+        if error is not None:
+            raise error
+        return "passed"
+
+    assert rank(None) == "passed"
+    with pytest.raises(ValueError, match="wrong"):
+        rank(ValueError("wrong"))
+    # a BaseException, which ends the process of a pool without a word
+    with pytest.raises(AssertionError, match="DID NOT RAISE"):
+        rank(pytest.fail.Exception("DID NOT RAISE"))
+    with pytest.raises(pytest.skip.Exception):
+        rank(pytest.skip.Exception("no"))
+    lines = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    assert [line["raised"] for line in lines] == ["ValueError: wrong", "Failed: DID NOT RAISE"]
+
+
 def test_what_the_plugin_writes_is_read(script: ModuleType, tmp_path: Path) -> None:
     names = ["a.py::test_1", "a.py::test_2", "a.py::test_3", "a.py::test_4"]
     events: list[Any] = [
@@ -159,3 +189,24 @@ def test_plain(engine): engine.step()
 """
     found = script.private_tests(ast.parse(source))
     assert found == {"TestIt::test_deep", "TestIt::test_named"}
+
+
+def test_private_attributes_that_helpers_of_other_files_use_count(
+    script: ModuleType, tmp_path: Path
+) -> None:
+    unit = tmp_path / "unit"
+    (unit / "checkpoint").mkdir(parents=True)
+    (unit / "checkpoint" / "common.py").write_text(
+        "def load(engine): return engine._hidden\ndef save(engine): engine.save()\n"
+    )
+    (unit / "test_it.py").write_text(
+        """
+import deepspeed
+from unit.checkpoint.common import *
+def test_load(engine): load(engine)
+def test_save(engine): save(engine)
+def test_made(): Namespace(_config=1)
+"""
+    )
+    found = script.about(unit, "test_it.py")
+    assert found == {"kind": "public", "private": ["test_load", "test_made"]}
