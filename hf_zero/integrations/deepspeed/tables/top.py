@@ -22,7 +22,6 @@ from hf_zero.integrations.deepspeed.tables.remedies import (
     NO_MONITOR,
     NO_PIPELINE,
     NO_TENSOR_PARALLEL,
-    PROFILE,
     TRAIN_ADAPTERS,
 )
 
@@ -286,14 +285,21 @@ TOP = (
     module(
         "deepspeed.profiling.flops_profiler",
         "Counts of operations.",
-        functions_not_built(PROFILE, "get_model_profile"),
-        classes_not_built(PROFILE, "FlopsProfiler"),
+        names(
+            f"{HERE}.flops_profiler",
+            "DEFAULT_PRECISION",
+            "FlopsProfiler",
+            "duration_to_string",
+            "flops_to_string",
+            "get_model_profile",
+            "macs_to_string",
+            "number_to_string",
+            "params_to_string",
+        ),
         left_out(
             INTERNAL,
-            "Tensor module_flop_count module_mac_count old_functions DEFAULT_PRECISION wrapFunc "
-            "MODULE_HOOK_MAPPING macs_to_string number_to_string flops_to_string bytes_to_string "
-            "params_to_string duration_to_string get_module_flops get_module_macs "
-            "get_module_duration",
+            "Tensor module_flop_count module_mac_count old_functions wrapFunc MODULE_HOOK_MAPPING "
+            "bytes_to_string get_module_flops get_module_macs get_module_duration",
         ),
     ),
     module("deepspeed.moe", "Mixtures of experts."),
