@@ -341,7 +341,7 @@ def _optimizer(
             "the config names an optimizer but no parameter of the model requires grad; unfreeze "
             "some, or remove the optimizer"
         )
-    return build_optimizer(config.optimizer, wanted)
+    return build_optimizer(config.optimizer, wanted, model)
 
 
 def _scheduler(given: Any, config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> Any:

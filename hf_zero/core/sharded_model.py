@@ -188,14 +188,30 @@ class ShardedModel:
             self.parameters,
             config.kernels,
             self.placement.moments,
-            self._add_up,
+            MeshRanks(self.mesh),
         )
 
-    def _add_up(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sums over the parts of tensors on this rank, added up over those of all (collective)."""
-        total = sums.to(self.mesh.device, copy=True)
-        self.mesh.shard.all_reduce(total, "sums over whole tensors").wait()
+
+class MeshRanks:
+    """The ranks of the shard axis of ``mesh``, as optimizers ask them for what they hold."""
+
+    def __init__(self, mesh: Mesh):
+        self._device, self._axis = mesh.device, mesh.shard
+        self.rank, self.size = mesh.shard.rank, mesh.shard.size
+
+    def add_up(self, sums: torch.Tensor) -> torch.Tensor:
+        """``sums`` added up over the ranks (collective)."""
+        total = sums.to(self._device, copy=True)
+        self._axis.all_reduce(total, "sums over whole tensors").wait()
         return total
+
+    def exchange(
+        self, sent: Sequence[torch.Tensor], counts: Sequence[int]
+    ) -> Sequence[torch.Tensor]:
+        """``sent[rank]`` to each rank; ``counts[rank]`` elements from each (collective)."""
+        handle, received = self._axis.all_to_all(sent, counts, "parts of matrices")
+        handle.wait()
+        return received
 
 
 def _groups(

@@ -6,8 +6,9 @@ The k-th collective of a rank meets the k-th of the others.
 from __future__ import annotations
 
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 RECENT = 32  # collectives of a communicator that are remembered
@@ -76,3 +77,21 @@ class CollectiveLog:
         self.sequence_number = number + 1
         self.recent.append(what)
         return PendingCollective(what, self, number, self.ranks if needs is None else needs)
+
+
+@dataclass
+class CollectiveStats:
+    """Logical collectives issued by this rank: numbers and bytes by operation, and their order
+    when ``keep_log`` is set.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+    keep_log: bool = False
+    log: list[tuple[str, str, int]] = field(default_factory=list)
+
+    def record(self, operation: str, key: str, size: int) -> None:
+        self.counts[operation] += 1
+        self.bytes[operation] += size
+        if self.keep_log:
+            self.log.append((operation, key, size))

@@ -17,10 +17,9 @@ each step.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -31,7 +30,7 @@ import torch.distributed as dist
 from hf_zero.device import kinds
 from hf_zero.distributed.codec import Codec
 from hf_zero.distributed.collective_handle import Handle
-from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
+from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.spans import span
 
@@ -55,24 +54,6 @@ def abort(group: Any, backend: str, size: int, rank: int, device: torch.device) 
                 gloo.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
             except RuntimeError:
                 pass  # as wanted
-
-
-@dataclass
-class CollectiveStats:
-    """Logical collectives issued by this rank: numbers and bytes by operation, and their order
-    when ``keep_log`` is set.
-    """
-
-    counts: Counter[str] = field(default_factory=Counter)
-    bytes: Counter[str] = field(default_factory=Counter)
-    keep_log: bool = False
-    log: list[tuple[str, str, int]] = field(default_factory=list)
-
-    def record(self, operation: str, key: str, size: int) -> None:
-        self.counts[operation] += 1
-        self.bytes[operation] += size
-        if self.keep_log:
-            self.log.append((operation, key, size))
 
 
 @dataclass(frozen=True)
@@ -240,10 +221,44 @@ class MeshDim:
         works: list[Any] = []
         peers = self._peers()
         for peer in peers:
-            works.append(dist.irecv(received[peer], self.ranks[peer], group, tag))
+            if received[peer].numel():
+                works.append(dist.irecv(received[peer], self.ranks[peer], group, tag))
         for peer in peers:
-            works.append(dist.isend(sent[peer], self.ranks[peer], group, tag))
+            if sent[peer].numel():
+                works.append(dist.isend(sent[peer], self.ranks[peer], group, tag))
         return works
+
+    def all_to_all(
+        self, sent: Sequence[torch.Tensor], counts: Sequence[int], key: str
+    ) -> tuple[Handle, Sequence[torch.Tensor]]:
+        """``sent[peer]`` (1-D, of one dtype, any length) to each peer; what has come from each is
+        in the list, ``counts[peer]`` elements, once the handle is waited for.
+        """
+        whole, came = torch.cat(list(sent)), sent[0].new_empty(sum(counts))
+        pending = self.reductions.issue(f"all-to-all of {key}")
+        self._stats.record("all_to_all", key, whole.nbytes)
+        with span("all_to_all", key, whole.nbytes), self._launching(pending):
+            works = self._swap(whole, [each.numel() for each in sent], came, counts, pending.tag)
+        handle = Handle(works, self._watchdog, pending, follows=self._follows)
+        return handle, came.split(list(counts))
+
+    def _swap(
+        self,
+        sent: torch.Tensor,
+        sizes: Sequence[int],
+        received: torch.Tensor,
+        counts: Sequence[int],
+        tag: int,
+    ) -> list[Any]:
+        """``sizes[peer]`` elements of ``sent`` to each peer, ``counts[peer]`` from it."""
+        group = self._reduce_group
+        if self.size > 1 and not (self._point_to_point and sent.device.type == "cpu"):
+            sizes, counts = list(sizes), list(counts)
+            return [dist.all_to_all_single(received, sent, counts, sizes, group, async_op=True)]
+        raw = [part.view(torch.uint8) for part in sent.split(list(sizes))]
+        into = [part.view(torch.uint8) for part in received.split(list(counts))]
+        into[self.rank].copy_(raw[self.rank])
+        return self._exchange(raw, into, group, tag)
 
     def reduce_scatter(self, full: torch.Tensor, key: str, codec: Codec | None = None) -> Handle:
         """Sum ``full`` [size * n] over the axis; the handle reduces this rank's chunk [n] into
@@ -288,13 +303,9 @@ class MeshDim:
         sent = codec.encode(full, self.size)
         pending = self.reductions.issue(f"reduce-scatter of {key}, {sent.nbytes} bytes")
         self._stats.record("reduce_scatter", key, sent.nbytes)
-        received, group = torch.empty_like(sent), self._reduce_group
+        received, sizes = torch.empty_like(sent), [sent.shape[1]] * self.size
         with span("reduce_scatter", key, sent.nbytes), self._launching(pending):
-            if self._point_to_point and sent.device.type == "cpu":
-                received[self.rank].copy_(sent[self.rank])
-                works = self._exchange(sent.unbind(), received.unbind(), group, pending.tag)
-            else:
-                works = [dist.all_to_all_single(received, sent, group=group, async_op=True)]
+            works = self._swap(sent.view(-1), sizes, received.view(-1), sizes, pending.tag)
         total = torch.empty(full.numel() // self.size, device=full.device)
         finish = partial(codec.decode_sum, received, total)
         return Handle(works, self._watchdog, pending, [total], finish=finish, follows=self._follows)

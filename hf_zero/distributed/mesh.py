@@ -11,13 +11,8 @@ import torch.distributed as dist
 
 from hf_zero.device import kinds
 from hf_zero.distributed import rank_hosts
-from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
-from hf_zero.distributed.collectives import (
-    DEFAULT_TIMEOUT,
-    CollectiveStats,
-    DimGroups,
-    MeshDim,
-)
+from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
+from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, DimGroups, MeshDim
 from hf_zero.distributed.consensus import Consensus
 from hf_zero.distributed.init import MARGIN_SECONDS
 from hf_zero.distributed.process_group import get_rank, get_world_size, group_backend

@@ -15,6 +15,7 @@ _EXPORTS = {
     "CPULion": "hf_zero.optim.cpu",
     "CPUSGD": "hf_zero.optim.cpu",
     "LARS": "hf_zero.optim.lars",
+    "Muon": "hf_zero.optim.muon",
     "Lamb": "hf_zero.optim.lamb",
     "Lion": "hf_zero.optim.lion",
     "LRRangeTest": "hf_zero.optim.schedules",
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from hf_zero.optim.lamb import Lamb as Lamb
     from hf_zero.optim.lars import LARS as LARS
     from hf_zero.optim.lion import Lion as Lion
+    from hf_zero.optim.muon import Muon as Muon
     from hf_zero.optim.schedules import VALID_LR_SCHEDULES as VALID_LR_SCHEDULES
     from hf_zero.optim.schedules import LRRangeTest as LRRangeTest
     from hf_zero.optim.schedules import OneCycle as OneCycle

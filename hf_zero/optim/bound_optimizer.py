@@ -17,12 +17,12 @@ from hf_zero.optim.elementwise import update_base
 from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.group_numbers import GroupNumbers
 from hf_zero.optim.host_rules import Rule
-from hf_zero.optim.offloaded_state import refuse_counters
+from hf_zero.optim.offloaded_state import refuse_offload
 from hf_zero.optim.segment_steps import SegmentSteps
 from hf_zero.optim.segment_table import SegmentTable
+from hf_zero.optim.sharded_tensors import OneRank, ShardedTensors, ShardRanks
 from hf_zero.optim.sub_group_update import Counted, Update
 from hf_zero.optim.table import Flat, Segment, masters, split
-from hf_zero.optim.tensor_sums import Reduce, ShardedTensors
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 from hf_zero.parameters.layout import Slot
 
@@ -51,11 +51,10 @@ class BoundOptimizer:
             left alone.
         parameters: parameter name -> the object the optimizer holds, to find state that exists
             already. Such state (whole tensors) is cut to this rank's elements.
-        kernels: the configuration's ``kernels``: whether one kernel may update all segments
-            (:mod:`hf_zero.optim.fused`).
+        kernels: the configuration's: whether one kernel may update all segments (``fused.py``).
         moments: how the states that a rule allows are kept where they are offloaded: ``"fp32"``,
             ``"bf16"`` or ``"int8"``.
-        reduce: adds sums over whole tensors up over the ranks that share ``flats``.
+        ranks: those that share ``flats``; None: all of them are here.
 
     Raises:
         UnsupportedOptimizerError: state exists that cannot be carried over, or an optimizer that
@@ -72,7 +71,7 @@ class BoundOptimizer:
         parameters: Mapping[str, Tensor],
         kernels: Any = "auto",
         moments: str = "fp32",
-        reduce: Reduce = lambda sums: sums,
+        ranks: ShardRanks | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.group_of = dict(group_of)
@@ -85,12 +84,12 @@ class BoundOptimizer:
         self._numbers = GroupNumbers(self._entries, self._table)
         self._flats = [flat for flat in flats if flat.trainable]
         if any(flat.offloaded for flat in self._flats):
-            refuse_counters(optimizer)
+            refuse_offload(optimizer)
         self.sums: ShardedTensors | None = None  # for an update that needs them
         if isinstance(optimizer, WholeTensorOptimizer):
             table, flats = self._table, self._flats
             self.sums = ShardedTensors(
-                optimizer, flats, group_of, lambda: table.segments, reduce, kernels
+                optimizer, flats, group_of, lambda: table.segments, ranks or OneRank(), kernels
             )
         slots: dict[str, Slot] = {
             slot.name: slot for flat in self._flats for slot in flat.layout.slots

@@ -20,6 +20,7 @@ from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from hf_zero.optim.lamb import Lamb
 from hf_zero.optim.lars import LARS
 from hf_zero.optim.lion import Lion
+from hf_zero.optim.muon import Muon, muon_groups
 
 if TYPE_CHECKING:
     from hf_zero.config import OptimizerConfig
@@ -42,6 +43,7 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "Lion": Lion,
     "Lamb": Lamb,
     "LARS": LARS,
+    "Muon": Muon,
     "CPUAdagrad": CPUAdagrad,
     "CPUAdam": CPUAdam,
     "CPULion": CPULion,
@@ -56,7 +58,7 @@ _ALIASES = {
     "DeepSpeedCPUAdagrad": "CPUAdagrad",
 }
 _NOT_BUILT = (
-    "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Muon", "MuAdam",
+    "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam",
     "MuAdamW", "MuSGD", "MuonAdamW",
     "Adafactor", "LBFGS", "SparseAdam", "Shampoo", "SOAP", "AdamW8bit", "Adam8bit",
     "PagedAdamW8bit",
@@ -78,15 +80,19 @@ _SWITCHES = {
     "CPULion": ("set_grad_none", "fp32_optimizer_states"),
     "CPUAdagrad": ("fp32_optimizer_states",),
 }
+_MUON_RATES = ("muon_lr", "adam_lr")
 _CHOOSES_MOMENTS = ("CPUAdam", "CPULion")
 
 
-def build_optimizer(cfg: OptimizerConfig, params: Any) -> torch.optim.Optimizer:
+def build_optimizer(
+    cfg: OptimizerConfig, params: Any, model: torch.nn.Module | None = None
+) -> torch.optim.Optimizer:
     """The optimizer that ``cfg`` names.
 
     Args:
         cfg: ``type`` and ``params`` of the configuration's ``optimizer`` section.
         params: parameters or parameter groups, as torch.optim takes them. What a group sets stays.
+        model: whose hidden matrices Muon updates, where parameters are not tagged ``use_muon``.
 
     Raises:
         ConfigError: a type or parameter that does not exist, an ``"auto"`` left over, a value of
@@ -95,6 +101,9 @@ def build_optimizer(cfg: OptimizerConfig, params: Any) -> torch.optim.Optimizer:
     """
     name = canonical_name(cfg.type)
     cls, settings = _resolve(name, dict(cfg.params))
+    if cls is Muon:
+        rates = {key: cfg.params[key] for key in _MUON_RATES if key in cfg.params}
+        params = muon_groups(params, model, rates.get("muon_lr"), rates.get("adam_lr"))
     try:
         return cls(params, **settings)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -134,9 +143,11 @@ def _resolve(name: str, given: Mapping[str, Any]) -> tuple[_Class, _Settings]:
     }
     accepted.pop("decoupled_weight_decay", None)  # what adam_w_mode says in this dialect
     switches = _SWITCHES.get(name, ())
+    numbers = _MUON_RATES if cls is Muon else ()
     for key, value in given.items():
-        _check_key(name, key, (*accepted, *switches))
-        _check_value(name, key, value, accepted.get(key, False if key in switches else None))
+        _check_key(name, key, (*accepted, *switches, *numbers))
+        kind = 0.0 if key in numbers else False if key in switches else None
+        _check_value(name, key, value, accepted.get(key, kind))
     narrow = not given.get("fp32_optimizer_states", True)
     if narrow and name not in _CHOOSES_MOMENTS:
         raise NotBuiltError(

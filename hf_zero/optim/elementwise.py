@@ -21,6 +21,7 @@ from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from hf_zero.optim.lamb import Lamb
 from hf_zero.optim.lars import LARS
 from hf_zero.optim.lion import Lion
+from hf_zero.optim.muon import Muon
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer, whole_tensor_base
 
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
@@ -42,14 +43,14 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     CPUSGD,
 )
 
-# Those whose update needs sums over whole tensors, which ranks add up.
-SUMMING: tuple[type[WholeTensorOptimizer], ...] = (Lamb, LARS)
+# Those whose update needs sums over whole tensors, which ranks add up, or whole matrices.
+WHOLE_TENSOR: tuple[type[WholeTensorOptimizer], ...] = (Lamb, LARS, Muon)
 
 # What a class computes over whole tensors; by name, because most of these live in libraries that
 # may not be installed.
 _WHOLE_TENSOR = {
     "Adafactor": "it factors the second moment into row and column means of each matrix",
-    "Muon": "it orthogonalises the momentum of each whole matrix",
+    "Muon": "it orthogonalises the momentum of each whole matrix, as hf_zero.optim.Muon",
     "LBFGS": "it takes dot products over all parameters and calls a closure several times a step",
     "SparseAdam": "it needs sparse gradients, and shards hold dense ones",
     "Lamb": "it scales each update by the norm of the whole parameter, as hf_zero.optim.Lamb",
@@ -131,7 +132,7 @@ def check(optimizer: Any, allowed: Iterable[str] = ()) -> None:
             "hf-zero does not know whether its update needs whole-tensor numbers (norms, row "
             "means), which are wrong on a shard"
         )
-    names = ", ".join(sorted(base.__name__ for base in (*ELEMENTWISE, *SUMMING)))
+    names = ", ".join(sorted(base.__name__ for base in (*ELEMENTWISE, *WHOLE_TENSOR)))
     raise UnsupportedOptimizerError(
         f"optimizer {cls.__name__} cannot run on sharded parameters: {why}. Use one of {names}; "
         "or, if every element of its "

@@ -18,7 +18,7 @@ from hf_zero.ops.host import Moment
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from hf_zero.optim.kernel_calls import MASTER, Call, adagrad, adam, lion, sgd
 from hf_zero.optim.lion import Lion
-from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
+from hf_zero.optim.whole_tensor import Parts, TensorSumOptimizer
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ RULES: dict[type, Rule] = {
 }
 
 
-def of_halves(cls: type[WholeTensorOptimizer]) -> Rule:
+def of_halves(cls: type[TensorSumOptimizer]) -> Rule:
     """The rule of ``cls``: its own two halves."""
 
     def parts(held: Mapping[str, Any], grad: Tensor, call: Call) -> Parts:
@@ -90,7 +90,7 @@ def rule_of(base: type | None, group: Mapping[str, Any]) -> Rule | None:
     """The rule for a group of an optimizer whose update is that of the listed class ``base``;
     None where there is none.
     """
-    if base is not None and issubclass(base, WholeTensorOptimizer):
+    if base is not None and issubclass(base, TensorSumOptimizer):
         return of_halves(base)
     for cls in base.__mro__ if base is not None else ():
         if cls in RULES:

@@ -13,10 +13,10 @@ from torch import Tensor
 from hf_zero.errors import ConfigError
 from hf_zero.ops.flat_tiles import upload
 from hf_zero.ops.lamb import LambSettings, apply_, measure_
-from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
+from hf_zero.optim.whole_tensor import Parts, TensorSumOptimizer
 
 
-class Lamb(WholeTensorOptimizer):
+class Lamb(TensorSumOptimizer):
     """LAMB.
 
     Per tensor, with gradient ``g``, moments ``m`` and ``v`` and weights ``w``::

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import ConfigError
-from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer, squares
+from hf_zero.optim.whole_tensor import Parts, TensorSumOptimizer, squares
 
 
-class LARS(WholeTensorOptimizer):
+class LARS(TensorSumOptimizer):
     """LARS.
 
     Per tensor of two dimensions and more, with gradient ``g``, momentum ``b`` and weights ``w``::

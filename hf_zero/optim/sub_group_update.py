@@ -16,8 +16,8 @@ from torch import Tensor
 from hf_zero.ops.host import Blocks
 from hf_zero.optim.host_rules import Rule
 from hf_zero.optim.kernel_calls import MASTER, Call
+from hf_zero.optim.sharded_tensors import ShardedTensors
 from hf_zero.optim.table import Flat, Segment
-from hf_zero.optim.tensor_sums import ShardedTensors
 
 AHEAD = 8  # sub-groups that are announced; buffers may be fewer
 # memory for the new values of elements [start, stop), in the dtype of the parameters

@@ -69,18 +69,83 @@ class Tensors:
         """
         return sums, list(sums.split([len(of) for of in parts]))
 
+    def transformed(
+        self,
+        parts: Sequence[Tensor],
+        values: Sequence[Tensor],
+        transform: Callable[[Tensor], Tensor],
+    ) -> list[Tensor]:
+        """For ``values``, bf16, one for each element of ``parts``: those parts of ``transform`` of
+        the whole matrices of them (collective where parts are on several ranks). Zeros for what is
+        of no matrix.
+        """
+        return [
+            transform(value) if value.ndim == 2 else torch.zeros_like(value) for value in values
+        ]
+
 
 class WholeTensorOptimizer(torch.optim.Optimizer):
-    """An optimizer of two halves; ``tensors`` says of which tensors its parameters are parts."""
+    """An optimizer whose update needs more of a tensor than one element; ``tensors`` says of which
+    tensors its parameters are parts.
+    """
 
-    SUMS: int
-    """How many numbers the first half adds up for each tensor."""
     MOMENTS: tuple[str, ...]
     """Names of the state of an element; each begins with zero."""
 
     tensors = Tensors()
     norms: Sequence[Tensor] = ()
-    """Of the last step: the roots of the sums of each tensor, [tensors, SUMS] for each group."""
+    """Of the last step, where there are sums: their roots, [tensors, SUMS] for each group."""
+
+    def moments_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Those of :attr:`MOMENTS` that ``group`` has."""
+        return self.MOMENTS
+
+    @abstractmethod
+    def update(self, found: Sequence[Parts]) -> None:
+        """One update of the parts of each group that have a gradient, whose steps are counted."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update of every parameter that has a gradient; returns the closure's loss, if there
+        is a closure. Collective where parameters are parts of tensors on several ranks.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.update([self._with_gradients(group) for group in self.param_groups])
+        return loss
+
+    def _with_gradients(self, group: dict[str, Any]) -> Parts:
+        names = self.moments_of(group)
+        found = Parts([], [], [[] for _ in names], [], kernels=self.tensors.kernels)
+        for part in group["params"]:
+            if part.grad is None:
+                continue
+            if part.grad.is_sparse:
+                raise UnsupportedOptimizerError(
+                    f"{type(self).__name__}: the gradient of a parameter of shape "
+                    f"{tuple(part.shape)} is sparse; make it dense"
+                )
+            state = self.state[part]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                for name in names:
+                    state[name] = torch.zeros_like(part, memory_format=torch.preserve_format)
+            state["step"] += 1
+            found.weights.append(part)
+            found.grads.append(part.grad)
+            found.steps.append(int(state["step"]))
+            for name, moment in zip(names, found.moments):
+                moment.append(state[name])
+        return found
+
+
+class TensorSumOptimizer(WholeTensorOptimizer):
+    """An optimizer of two halves, between which sums over whole tensors are made."""
+
+    SUMS: int
+    """How many numbers the first half adds up for each tensor."""
 
     @staticmethod
     @abstractmethod
@@ -94,16 +159,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     def apply(group: Mapping[str, Any], parts: Parts) -> None:
         """The second half, with the norms."""
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of every parameter that has a gradient; returns the closure's loss, if there
-        is a closure. Collective where parameters are parts of tensors on several ranks.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        found = [self._with_gradients(group) for group in self.param_groups]
+    def update(self, found: Sequence[Parts]) -> None:
         measured = [
             self.measure(group, parts)
             for group, parts in zip(self.param_groups, found)
@@ -123,30 +179,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             if parts.weights:
                 parts.norms, parts.shapes = own.to(parts.weights[0].device), theirs
                 self.apply(group, parts)
-        return loss
-
-    def _with_gradients(self, group: dict[str, Any]) -> Parts:
-        found = Parts([], [], [[] for _ in self.MOMENTS], [], kernels=self.tensors.kernels)
-        for part in group["params"]:
-            if part.grad is None:
-                continue
-            if part.grad.is_sparse:
-                raise UnsupportedOptimizerError(
-                    f"{type(self).__name__}: the gradient of a parameter of shape "
-                    f"{tuple(part.shape)} is sparse; make it dense"
-                )
-            state = self.state[part]
-            if not state:
-                state["step"] = torch.tensor(0.0)
-                for name in self.MOMENTS:
-                    state[name] = torch.zeros_like(part, memory_format=torch.preserve_format)
-            state["step"] += 1
-            found.weights.append(part)
-            found.grads.append(part.grad)
-            found.steps.append(int(state["step"]))
-            for name, moment in zip(self.MOMENTS, found.moments):
-                moment.append(state[name])
-        return found
 
 
 def squares(tensors: Sequence[list[Tensor]]) -> Tensor:

@@ -22,8 +22,8 @@ def moment_bytes(kind: str, count: int, numel: int) -> int:
 
 def moments_of(optimizer: OptimizerConfig | torch.optim.Optimizer) -> int:
     """Numbers the optimizer keeps for each parameter, in the group that keeps most, found by
-    letting it step over a parameter of its own.
+    letting it step over a parameter of its own. Of Muon those of AdamW.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = build_optimizer(optimizer, [nn.Parameter(torch.ones(1))])
+        optimizer = build_optimizer(optimizer, [nn.Parameter(torch.ones(1))], nn.Module())
     return numbers_kept(optimizer)

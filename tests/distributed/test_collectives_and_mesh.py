@@ -18,8 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed import init, process_group, world_group
 from hf_zero.distributed.collective_handle import Handle
-from hf_zero.distributed.collective_log import PendingCollective
-from hf_zero.distributed.collectives import CollectiveStats, DimGroups, MeshDim
+from hf_zero.distributed.collective_log import CollectiveStats, PendingCollective
+from hf_zero.distributed.collectives import DimGroups, MeshDim
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import ConfigError

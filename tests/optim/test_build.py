@@ -143,7 +143,7 @@ def test_unknown_type_that_resembles_nothing() -> None:
         "OneBitAdam",
         "ZeroOneAdam",
         "OneBitLamb",
-        "Muon",
+        "MuonAdamW",
         "Adafactor",
         "LBFGS",
         "SparseAdam",

@@ -30,6 +30,7 @@ PARAMETERS = {
     "hf_zero.optim.cpu.CPUAdam": 10,
     "hf_zero.optim.cycles.OneCycle": 14,
     "hf_zero.optim.lamb.Lamb": 9,
+    "hf_zero.optim.muon.Muon": 12,
 }
 # one for each of Lightning's packages; the core's queue of transfers, and its copy in Python
 NAMES_TAKEN_TWICE = {"FileQueue", "ZeroPrecision", "ZeroStrategy"}

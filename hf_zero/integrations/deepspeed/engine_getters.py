@@ -164,7 +164,7 @@ LEFT_OUT = {
     "load_moe_state_dict": "experts are parameters like others: load_checkpoint loads them",
     "print_forward_breakdown": "MoE layers of DeepSpeed's are not built",
     "zero_parameter_alignment": "alignment is the layout's own",
-    "zero_save_muon_momentum_buffer_in_memory": "Muon is not built",
+    "zero_save_muon_momentum_buffer_in_memory": "Muon keeps its momentum on the device",
 }
 """Public methods of DeepSpeed's engine that there are not, and why."""
 

@@ -157,7 +157,7 @@ TOP = (
         left_out("hf_zero.ZeroConfig.coerce reads configurations", "load_ds_config"),
         left_out(INTERNAL, "module_inject"),
         left_out(
-            "part of Muon, which is not built",
+            "internal to DeepSpeed's Muon",
             "MUON_OPTIMIZER set_optimizer_flags resolve_per_head_muon_after_sharding",
         ),
     ),

@@ -1,0 +1,222 @@
+"""Muon: SGD with momentum whose update of each matrix is orthogonalised (Jordan et al. 2024,
+https://kellerjordan.github.io/posts/muon), with the settings and the arithmetic of torch.optim's;
+what is no hidden matrix is updated by AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import _muon
+from torch.optim.adamw import adamw
+
+from hf_zero.errors import ConfigError
+from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
+
+_ADAMW = ("exp_avg", "exp_avg_sq")
+
+
+class Muon(WholeTensorOptimizer):
+    """Muon for the groups with ``use_muon``, AdamW for the others.
+
+    Per matrix, with gradient ``g``, momentum ``b`` and weights ``w``::
+
+        b <- momentum * b + (1 - momentum) * g
+        u = momentum * b + (1 - momentum) * g   (without nesterov: b)
+        w <- w * (1 - lr * weight_decay) - lr * a * NS(u)
+
+    ``NS`` is ``ns_steps`` iterations of Newton and Schulz with ``ns_coefficients``, in bf16, over
+    the whole matrix; ``a`` is sqrt(max(1, rows / columns)), or 0.2 * sqrt(max(rows, columns)) with
+    ``adjust_lr_fn="match_rms_adamw"``. Sharded matrices travel in bf16 to the rank that computes
+    theirs, and back.
+
+    Args:
+        params: parameters or parameter groups; those of a group with ``"use_muon": False`` go by
+            AdamW with the group's ``lr``, ``weight_decay``, ``betas`` and ``adam_eps``.
+        lr: learning rate.
+        weight_decay: decoupled, in both.
+        momentum, nesterov, ns_coefficients, ns_steps, eps, adjust_lr_fn: as in torch.optim.Muon.
+        betas, adam_eps: AdamW's.
+        use_muon: of groups that do not say.
+
+    Raises:
+        ConfigError: a hyperparameter lies outside its range, or a parameter of a group with
+            ``use_muon`` is no matrix (a ValueError).
+        UnsupportedOptimizerError: in ``step``, a gradient is sparse.
+    """
+
+    MOMENTS = ("momentum_buffer",)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        *,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        ns_steps: int = 5,
+        eps: float = 1e-7,
+        adjust_lr_fn: str | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        adam_eps: float = 1e-8,
+        use_muon: bool = True,
+    ) -> None:
+        if not float(lr) >= 0.0 or not weight_decay >= 0.0:
+            raise ConfigError(
+                f"Muon: lr is {lr} and weight_decay {weight_decay}; give numbers of at least 0"
+            )
+        if not 0.0 <= momentum < 1.0 or not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ConfigError(
+                f"Muon: momentum is {momentum} and betas {betas}; give numbers in [0, 1)"
+            )
+        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+            raise ConfigError(
+                f'Muon: adjust_lr_fn is {adjust_lr_fn!r}; give "original" or "match_rms_adamw"'
+            )
+        if not 0 < ns_steps < 100 or len(ns_coefficients) != 3:
+            raise ConfigError(
+                f"Muon: ns_steps is {ns_steps} and ns_coefficients {ns_coefficients}; give a "
+                "number of steps below 100, and three coefficients"
+            )
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": tuple(ns_coefficients),
+            "ns_steps": ns_steps,
+            "eps": eps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "betas": tuple(betas),
+            "adam_eps": adam_eps,
+            "use_muon": use_muon,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for place, parameter in enumerate(group["params"] if group["use_muon"] else ()):
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            if len(shape) != 2:
+                self.param_groups.pop()
+                raise ConfigError(
+                    f"Muon: parameter {place} of group {len(self.param_groups)} has shape "
+                    f"{tuple(shape)}, and Muon updates matrices; put it into a group with "
+                    '"use_muon": False, which AdamW updates'
+                )
+
+    def moments_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return self.MOMENTS if group["use_muon"] else _ADAMW
+
+    def update(self, found: Sequence[Parts]) -> None:
+        pairs = list(zip(self.param_groups, found))
+        muon = [(group, parts) for group, parts in pairs if group["use_muon"]]
+        for group, parts in pairs:
+            if not group["use_muon"] and parts.weights:
+                _adamw(group, parts)
+        shapes = self.tensors.shapes([parts.weights for _, parts in muon])
+        for (group, parts), theirs in zip(muon, shapes):
+            pairs_of = zip(parts.grads, parts.moments[0])
+            directions = [_direction(group, grad, buffer) for grad, buffer in pairs_of]
+            orthogonal = partial(
+                _muon._zeropower_via_newtonschulz,
+                ns_coefficients=group["ns_coefficients"],
+                ns_steps=group["ns_steps"],
+                eps=group["eps"],
+            )
+            updates = self.tensors.transformed(parts.weights, directions, orthogonal)
+            lr = float(group["lr"])
+            for weight, update, shape in zip(parts.weights, updates, theirs):
+                weight.mul_(1 - lr * group["weight_decay"])
+                adjusted = (
+                    _muon._adjust_lr(lr, group["adjust_lr_fn"], torch.Size(shape))
+                    if len(shape) == 2
+                    else 0.0
+                )
+                weight.add_(update, alpha=-adjusted)
+
+
+def _direction(group: Mapping[str, Any], grad: Tensor, buffer: Tensor) -> Tensor:
+    """In bf16, as what orthogonalises it takes it."""
+    momentum = group["momentum"]
+    buffer.lerp_(grad, 1 - momentum)
+    return (grad.lerp(buffer, momentum) if group["nesterov"] else buffer).bfloat16()
+
+
+def _adamw(group: Mapping[str, Any], parts: Parts) -> None:
+    beta1, beta2 = group["betas"]
+    averages, variances = parts.moments
+    adamw(
+        parts.weights,
+        parts.grads,
+        averages,
+        variances,
+        [],
+        [torch.tensor(float(step)) - 1 for step in parts.steps],
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["adam_eps"],
+        maximize=False,
+    )
+
+
+def muon_groups(
+    params: Any, model: torch.nn.Module | None, muon_lr: float | None, adam_lr: float | None
+) -> list[dict[str, Any]]:
+    """Groups for :class:`Muon` of parameters or parameter groups: each parted into what Muon
+    updates and what AdamW does.
+
+    Args:
+        model: its hidden matrices go by Muon: the weights of its linear layers but the output
+            embeddings', and none that an embedding shares. A parameter with an attribute
+            ``use_muon`` goes as that says; without a model all have one.
+        muon_lr, adam_lr: of the two, where a group has no ``lr``; None: the optimizer's.
+    """
+    hidden = hidden_matrices(model) if model is not None else set()
+    listed = list(params)
+    groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+    found = []
+    for group in groups:
+        parted: dict[bool, list[Tensor]] = {True: [], False: []}
+        for parameter in group["params"]:
+            tagged = getattr(parameter, "use_muon", None)
+            if tagged is None and model is None:
+                raise ConfigError(
+                    "Muon: a parameter has no attribute use_muon; set it to True for the hidden "
+                    "matrices and to False for all others"
+                )
+            parted[bool(parameter in hidden if tagged is None else tagged)].append(parameter)
+        for use_muon, lr in ((True, muon_lr), (False, adam_lr)):
+            if parted[use_muon]:
+                rate = {} if lr is None else {"lr": lr}
+                found.append({**rate, **group, "params": parted[use_muon], "use_muon": use_muon})
+    return found
+
+
+def hidden_matrices(model: torch.nn.Module) -> set[Tensor]:
+    """The matrices of ``model`` between its embeddings and its output embeddings."""
+    modules = list(model.modules())
+    embeddings: list[torch.nn.Module] = [
+        module for module in modules if isinstance(module, torch.nn.Embedding)
+    ]
+    for module in modules:
+        output = getattr(module, "get_output_embeddings", None)
+        last = output() if callable(output) else None
+        embeddings += [last] if isinstance(last, torch.nn.Module) else []
+    others = {parameter for module in embeddings for parameter in module.parameters()}
+    return {
+        parameter
+        for module in modules
+        for parameter in module.parameters(recurse=False)
+        if len(getattr(parameter, "ds_shape", parameter.shape)) == 2 and parameter not in others
+    }

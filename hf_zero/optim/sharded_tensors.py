@@ -1,0 +1,203 @@
+"""Whole tensors whose parts lie on several ranks: sums over them, and updates of whole matrices.
+
+[Note: which rank computes which matrix]
+One of the ranks that hold a part of it, so that a part travels to one rank and its update back: in
+one all-to-all each. The matrices are given out once, the costliest first, each to the one of its
+ranks that has the least to compute so far; every rank works this out alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_zero.ops.flat_tiles import upload
+from hf_zero.optim.table import Flat, Segment
+from hf_zero.optim.whole_tensor import Tensors, WholeTensorOptimizer
+
+
+class ShardRanks(Protocol):
+    """The ranks that share the flats, one shard each."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def add_up(self, sums: Tensor) -> Tensor:
+        """``sums`` added up over the ranks (collective)."""
+
+    def exchange(self, sent: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Tensor]:
+        """``sent[rank]`` to each rank; ``counts[rank]`` elements from each (collective)."""
+
+
+class OneRank:
+    """All of the flats are here."""
+
+    rank, size = 0, 1
+
+    def add_up(self, sums: Tensor) -> Tensor:
+        return sums
+
+    def exchange(self, sent: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Tensor]:
+        return sent
+
+
+class ShardedTensors(Tensors):
+    """The tensors that ``optimizer`` steps: those of ``flats``, of which each segment is a part of
+    one.
+
+    ``segments`` gives those there are now; ``kernels`` is the configuration's.
+    """
+
+    def __init__(
+        self,
+        optimizer: WholeTensorOptimizer,
+        flats: Iterable[Flat],
+        group_of: Mapping[str, int],
+        segments: Callable[[], Iterable[Segment]],
+        ranks: ShardRanks,
+        kernels: Any,
+    ) -> None:
+        self.kernels = kernels
+        self._optimizer = optimizer
+        self._group_of, self._segments, self._ranks = group_of, segments, ranks
+        layouts = [flat.layout for flat in flats]
+        self._places = {slot.name: (layout, slot) for layout in layouts for slot in layout.slots}
+        self._shapes = {name: tuple(slot.shape) for name, (_, slot) in self._places.items()}
+        by_group: list[list[str]] = [[] for _ in optimizer.param_groups]
+        for name in self._shapes:
+            if name in group_of:
+                by_group[group_of[name]].append(name)
+        names = [name for of in by_group for name in of]
+        self._sizes = [len(of) for of in by_group]
+        self._rows = {name: row for row, name in enumerate(names)}
+        self._sums: int = getattr(optimizer, "SUMS", 0)
+        # of each tensor, in the last step that has updated it; and a row for stand-ins
+        self._last = torch.zeros(len(names) + 1, self._sums, dtype=torch.float64)
+        optimizer.tensors = self
+
+    def shapes(self, parts: Sequence[Sequence[Tensor]]) -> list[list[tuple[int, ...]]]:
+        names = dict(self._names())
+        own = {part: self._shapes[name] for part, name in names.items()}
+        return [[own.get(part, (1,)) for part in of] for of in parts]
+
+    def shape_of(self, segment: Segment) -> tuple[int, ...]:
+        """The shape of the tensor that ``segment`` is a part of."""
+        return self._shapes[min(segment.names)]
+
+    def totals(
+        self, parts: Sequence[Sequence[Tensor]], sums: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        names = dict(self._names())
+        found = self._total([self._row(names.get(part)) for of in parts for part in of], sums)
+        return found, self._by_group()
+
+    def totals_of(self, measured: Mapping[Segment, Tensor]) -> dict[Segment, Tensor]:
+        """The sums [k] of each segment, added up over all parts of its tensor (collective)."""
+        sums = torch.zeros(0, self._sums, dtype=torch.float64)
+        if measured:
+            sums = torch.stack(list(measured.values()))
+        found = self._total([self._row(min(segment.names)) for segment in measured], sums)
+        self._optimizer.norms = [each.sqrt() for each in self._by_group()]
+        return dict(zip(measured, found))
+
+    # ---- whole matrices ----
+
+    def transformed(
+        self,
+        parts: Sequence[Tensor],
+        values: Sequence[Tensor],
+        transform: Callable[[Tensor], Tensor],
+    ) -> list[Tensor]:
+        places = {part: place for place, part in enumerate(parts)}
+        # (name, first element, place in the segment, elements, which of the values); padding, which
+        # is of no tensor, may follow
+        pieces = sorted(
+            (name, start, at, stop - start, places[segment.tensor])
+            for segment in self._segments()
+            if segment.tensor in places
+            for part in segment.parts
+            for name, start, stop, at in part.pieces()
+        )
+        rank, size = self._ranks.rank, self._ranks.size
+        names = list(dict.fromkeys(name for name, *_ in pieces))
+        mine = [name for name in names if self._owners[name] == rank]
+
+        rows = list[list[Tensor]]([] for _ in range(size))
+        for name, _, at, length, place in pieces:
+            rows[self._owners[name]].append(values[place][at : at + length])
+        counts = [sum(self._held(name, peer) for name in mine) for peer in range(size)]
+        came = self._exchange(rows, counts)
+        parted = [
+            each.split([self._held(name, peer) for name in mine]) for peer, each in enumerate(came)
+        ]
+        back = list[list[Tensor]]([] for _ in range(size))
+        for at, name in enumerate(mine):
+            whole = torch.cat([each[at] for each in parted]).view(self._shapes[name])
+            update = transform(whole).reshape(-1)
+            for peer, part in enumerate(update.split([self._held(name, p) for p in range(size)])):
+                back[peer].append(part)
+        received = self._exchange(back, [sum(map(torch.numel, of)) for of in rows])
+
+        left = [iter(each.split([*map(torch.numel, of)])) for each, of in zip(received, rows)]
+        updates = [torch.zeros_like(value) for value in values]
+        for name, _, at, length, place in pieces:
+            updates[place][at : at + length] = next(left[self._owners[name]])
+        return updates
+
+    def _exchange(
+        self, rows: Sequence[Sequence[Tensor]], counts: Sequence[int]
+    ) -> Sequence[Tensor]:
+        """``rows[rank]``, bf16, end to end, to each rank; ``counts[rank]`` elements from each."""
+        device = next(iter(self._segments())).tensor.device
+        none = torch.zeros(0, dtype=torch.bfloat16, device=device)
+        return self._ranks.exchange([torch.cat([none, *of]) for of in rows], counts)
+
+    def _held(self, name: str, rank: int) -> int:
+        """Elements of a tensor that ``rank`` holds."""
+        layout, slot = self._places[name]
+        if self._ranks.size == 1:
+            return slot.numel
+        start, stop = layout.rank_range(rank)
+        return max(0, min(slot.end, stop) - max(slot.offset, start))
+
+    @cached_property
+    def _owners(self) -> dict[str, int]:
+        """The rank that computes each matrix (the note)."""
+        load = [0.0] * self._ranks.size
+        owners: dict[str, int] = {}
+        costs = {
+            name: prod(self._shapes[name]) * min(self._shapes[name])
+            for name, group in self._group_of.items()
+            if self._optimizer.param_groups[group].get("use_muon") and name in self._shapes
+        }
+        for name in sorted(costs, key=lambda name: (-costs[name], name)):
+            ranks = [rank for rank in range(len(load)) if self._held(name, rank)]
+            owners[name] = min(ranks, key=lambda rank: (load[rank], rank), default=0)
+            load[owners[name]] += costs[name]
+        return owners
+
+    def _by_group(self) -> list[Tensor]:
+        return list(self._last[:-1].split(self._sizes))
+
+    def _names(self) -> Iterable[tuple[Tensor, str]]:
+        return (
+            (segment.tensor, min(segment.names)) for segment in self._segments() if segment.parts
+        )
+
+    def _row(self, name: str | None) -> int:
+        """The row of a tensor; the last one is that of stand-ins."""
+        return len(self._rows) if name is None else self._rows[name]
+
+    def _total(self, rows: Sequence[int], sums: Tensor) -> Tensor:
+        places = upload(torch.tensor(rows, dtype=torch.long), sums.device)
+        own = sums.new_zeros(self._last.shape).index_add_(0, places, sums)
+        every = self._ranks.add_up(own).to(sums.device)
+        updated = every.any(dim=1, keepdim=True)
+        self._last = torch.where(updated, every, self._last.to(every.device))
+        return every[places]
