@@ -303,3 +303,36 @@ def test_parameters_approach_their_masters_where_nothing_moves():
 
     for left in on_ranks(2, run):
         assert left[0] > 0 and left[-1] < left[0] * 1e-3
+
+
+def test_a_unit_that_is_fetched_has_the_values_of_a_gather():
+    """A rank that needs a unit out of order takes the shards of others as they are, and makes of
+    them what a gather gives.
+    """
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config(3, Plan(), WEIGHTS))
+        unit = engine.units[1]
+        unit.launch_gather()
+        unit.finish_gather()
+        gathered = [flat.full.clone() for flat in unit.sharded]
+        unit.release()
+        chunks = engine.mesh.all_gather_object(unit.chunk_bytes())
+        unit.fill({shard: data for shard, data in enumerate(chunks) if shard != rank})
+        assert all(torch.equal(flat.full, full) for flat, full in zip(unit.sharded, gathered))
+        unit.release()
+        assert any(flat.spec.gather_codec is not None for flat in unit.sharded)
+
+    on_ranks(3, run)
+
+
+def test_a_unit_that_is_pinned_across_a_step_is_exact():
+    def run(rank, model):
+        engine = start(model, adamw(model), config(3, Plan(), WEIGHTS))
+        with engine.gathered(engine.units[1]):
+            engine.backward(squared(engine, At(0, 0, rank)))
+            engine.step()
+            for flat in engine.units[1].sharded:
+                assert torch.equal(flat.full, flat.whole_from_shards())
+
+    on_ranks(2, run)
