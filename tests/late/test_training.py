@@ -21,6 +21,20 @@ def test_jobs_train_without_a_report() -> None:
     assert wrong("random") == []
 
 
+def test_collectives_in_few_bits_without_a_report() -> None:
+    """Their kernels' references run on the device; what they lose shows in the losses."""
+    launch.needs_the_device()
+    jobs = (
+        "stage 1, gradients in 4 bits",
+        "stage 2, both ways in 4 bits",
+        "stage 2, in 4 bits, optimizer on the host",
+        "stage 3, weights in 8 bits, gradients in 4",
+    )
+    rows = launch.run_ranks("tests.late.sweep", "random", *jobs)
+    assert len(rows) == 2 * len(jobs)
+    assert [row for row in rows if row["reports"] or not 1e-7 < row["worst"] < 0.03] == []
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["eager", *(f"random:{seed}" for seed in range(10, 90, 10))])
 def test_jobs_train_without_a_report_however_late(mode: str) -> None:

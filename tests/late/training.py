@@ -79,6 +79,17 @@ JOBS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
+# Collectives in few bits: losses are not those of a plain loop to the last places.
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+FOUR = {"compressed_communication": {"bits": 4}}
+UP, DOWN = {"zero_quantized_gradients": True}, {"zero_quantized_weights": True}
+IN_FEW_BITS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "stage 1, gradients in 4 bits": (1, UP, SGD),
+    "stage 2, both ways in 4 bits": (2, {}, {**SGD, **FOUR}),
+    "stage 2, in 4 bits, optimizer on the host": (2, OPTIMIZER, {**SGD, **FOUR}),
+    "stage 3, weights in 8 bits, gradients in 4": (3, {**UP, **DOWN}, SGD),
+}
+
 
 class Block(nn.Module):
     def __init__(self, width: int):
@@ -111,7 +122,7 @@ def tower() -> Tower:
 
 
 def config(job: str) -> dict[str, Any]:
-    stage, zero, more = copy.deepcopy(JOBS[job])
+    stage, zero, more = copy.deepcopy((JOBS | IN_FEW_BITS)[job])
     prefetch = {"stage3_prefetch_bucket_size": 40_000} if stage == 3 else {}
     return {
         "train_micro_batch_size_per_gpu": ROWS,
