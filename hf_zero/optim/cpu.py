@@ -161,7 +161,7 @@ class CPUAdagrad(CPUOptimizer):
     Args:
         params: parameters in CPU memory, in fp32 or 16 bits, or groups of them.
         lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as torch.optim.Adagrad
-            has them.
+            has them. Gradients may be sparse where there is no weight decay.
 
     Raises:
         ConfigError: a setting outside its range.
@@ -183,6 +183,9 @@ class CPUAdagrad(CPUOptimizer):
         for key, value in settings.items():
             check_range("CPUAdagrad", key, float(value))
         super().__init__(params, {**settings, "maximize": maximize})
+
+    def leaves_zeros(self, group: dict[str, Any]) -> bool:
+        return not group["weight_decay"]
 
     def update(
         self,

@@ -73,10 +73,11 @@ class CPUOptimizer(torch.optim.Optimizer):
         self, group: dict[str, Any], state: dict[str, Any], param: Tensor, seed: int
     ) -> None:
         """One update of ``param``, whose gradient is there, with the settings of ``group``."""
-        self._check(param)
+        self._check(group, param)
         assert param.grad is not None
         flat = own_master(param, state)
-        gradient = param.grad.contiguous().view(-1).float()
+        dense = param.grad.to_dense() if param.grad.is_sparse else param.grad
+        gradient = dense.contiguous().view(-1).float()
         self.update(group, state, param, flat, gradient, seed)
         write_master(param, state, flat)
 
@@ -144,7 +145,13 @@ class CPUOptimizer(torch.optim.Optimizer):
             param.shape, dtype=torch.bfloat16 if group["moments"] == "bf16" else torch.float32
         )
 
-    def _check(self, param: Tensor) -> None:
+    def leaves_zeros(self, group: dict[str, Any]) -> bool:
+        """Whether elements whose gradient is zero stay as they are: a sparse gradient is then the
+        dense one.
+        """
+        return False
+
+    def _check(self, group: dict[str, Any], param: Tensor) -> None:
         kind, where = type(self).__name__, f"a parameter of shape {tuple(param.shape)}"
         if param.device.type != "cpu":
             raise UnsupportedOptimizerError(
@@ -157,7 +164,7 @@ class CPUOptimizer(torch.optim.Optimizer):
                 f"{kind}: {where} is {param.dtype}; keep parameters in fp32, bf16 or fp16"
             )
         assert param.grad is not None
-        if param.grad.is_sparse:
+        if param.grad.is_sparse and not self.leaves_zeros(group):
             raise UnsupportedOptimizerError(
                 f"{kind}: the gradient of {where} is sparse; make it dense"
             )

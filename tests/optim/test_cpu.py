@@ -215,7 +215,7 @@ def test_small_updates_of_bf16_parameters_add_up() -> None:
 def test_parameters_that_are_not_taken(cls: Any) -> None:
     def step(param: torch.Tensor, grad: torch.Tensor) -> None:
         param.grad = grad
-        cls([param]).step()
+        cls([param], weight_decay=0.1).step()
 
     with pytest.raises(
         UnsupportedOptimizerError,
@@ -231,6 +231,19 @@ def test_parameters_that_are_not_taken(cls: Any) -> None:
         match=r"the gradient of a parameter of shape \(2, 2\) is sparse; make it dense",
     ):
         step(nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2).to_sparse())
+
+
+def test_adagrad_takes_sparse_gradients() -> None:
+    ours, plain = (nn.Parameter(torch.linspace(-1, 1, 12).view(6, 2)) for _ in range(2))
+    optimizers = CPUAdagrad([ours], lr=0.1), torch.optim.Adagrad([plain], lr=0.1)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        rows = torch.randint(6, (1, 4), generator=draw)  # some of them twice
+        values = torch.randn(4, 2, generator=draw)
+        for parameter, optimizer in zip((ours, plain), optimizers):
+            parameter.grad = torch.sparse_coo_tensor(rows, values, (6, 2), check_invariants=True)
+            optimizer.step()
+        torch.testing.assert_close(ours, plain)
 
 
 @pytest.mark.parametrize(
