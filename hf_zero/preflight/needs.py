@@ -156,8 +156,11 @@ class _Laid:
         return shards * (kept * self.stays + plan.gradient_bytes(self.group.dtype) * self.leaves)
 
     def state_on_device(self, plan: MemoryPlan) -> int:
-        """Where the update runs on the device, 32-bit parameters are their own masters."""
-        master = MASTER_BYTES if self.group.dtype in SIXTEEN_BITS else 0
+        """Where the update runs on the device, 32-bit parameters are their own masters, unless
+        steps send differences.
+        """
+        apart = self.group.dtype in SIXTEEN_BITS or (plan.differences and plan.shards > 1)
+        master = MASTER_BYTES if apart else 0
         return (master + moment_bytes("fp32", plan.moments, 1)) * self.stays
 
 

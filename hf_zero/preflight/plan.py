@@ -90,6 +90,8 @@ class MemoryPlan:
     gpu: bool = True
     # as for hf_zero.parameters.wrap.persistent_names
     persistence: tuple[int | None, int | None] = (None, None)
+    # a step sends differences to weights: in 32 bits, too, masters are others than these
+    differences: bool = False
 
     @classmethod
     def of(
@@ -117,6 +119,7 @@ class MemoryPlan:
             optimizer=config.offload_optimizer,
             param=config.offload_param,
             gpu=gpu,
+            differences=config.compressed_communication.bits is not None,
         )
 
     @property

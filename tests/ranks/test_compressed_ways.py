@@ -10,6 +10,10 @@ import pytest
 import torch
 
 import hf_zero
+from hf_zero.config import ZeroConfig
+from hf_zero.parameters.wrap import find_units
+from hf_zero.preflight.needs import needs
+from hf_zero.preflight.plan import MemoryPlan, groups_of
 from tests.helpers.engines import OnEngine, config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES, Stack, seeded
 from tests.helpers.ranks import run_ranks
@@ -188,3 +192,50 @@ def test_architectures_of_transformers_train_alike():
     for one, other in zip(dense, ours):
         assert one != other
         assert max(abs(a - b) for a, b in zip(one, other)) < 0.05
+
+
+def test_replicas_hold_the_same():
+    """Shards over two ranks, twice: what a shard group rounds, both replicas add up."""
+
+    def run(rank, model, more):
+        engine = start(model, plain_sgd(model), config(2, Plan(), {}, replicate_size=2, **more))
+        before = full_weights(engine)
+        for number in range(3):
+            engine.backward(squared(engine, At(number, 0, rank)))
+            engine.step()
+        after = full_weights(engine)
+        masters = [flat.optimizer_shard.master.clone() for flat in engine.flats]
+        whole = [flat.full.clone() for flat in engine.flats]
+        return {name: after[name] - before[name] for name in after}, masters, whole
+
+    ours, dense = on_ranks(4, run, BOTH), on_ranks(4, run, {"compressed_communication": BLOCK})
+    for _, _, whole in ours[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(whole, ours[0][2]))
+    for rank in (0, 1):
+        assert all(torch.equal(a, b) for a, b in zip(ours[rank][1], ours[rank + 2][1]))
+    found, wanted = ours[0][0], dense[0][0]
+    off = sum(float((found[name] - wanted[name]).square().sum()) for name in wanted)
+    size = sum(float(wanted[name].square().sum()) for name in wanted)
+    assert 1e-4 < (off / size) ** 0.5 < 0.3
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_memory_of_masters_is_foreseen(precision):
+    """In fp32, too, they are others than the weights that all ranks have."""
+    plan = Plan(precision=precision)
+    wanted = config(2, plan, {}, **BOTH)
+
+    def run(rank, model):
+        engine = start(model, adamw(model), wanted)
+        engine.backward(squared(engine, At(0, 0, rank), plan.dtype))
+        engine.step()
+        return engine.bytes_by_tier()["device"]
+
+    build = lambda: seeded(lambda: Stack(6, 48))  # noqa: E731
+    model = build()
+    groups = groups_of(find_units(model)[0], model, precision)
+    said = needs(groups, MemoryPlan.of(ZeroConfig.from_dict(wanted).resolve(2), 2, False, 2))
+    apart = ("gathered units", "gradients under way")
+    device = sum(part.nbytes for part in said.device if part.what not in apart)
+    for found in on_ranks(2, run, build=build):
+        assert found == pytest.approx(device, rel=0.03)
