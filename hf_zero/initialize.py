@@ -278,13 +278,13 @@ def configuration(args: Any, config: Any, config_params: Any) -> ZeroConfig:
     """The configuration that one of these arguments of :func:`initialize` holds. Raises
     ConfigError for none, and for several that differ.
     """
-    from_args = getattr(args, "deepspeed_config", None)
     given = [
         (name, value)
         for name, value in (
             ("config", config),
             ("config_params", config_params),
-            ("args.deepspeed_config", from_args),
+            ("args.deepspeed_config", getattr(args, "deepspeed_config", None)),
+            ("args.deepscale_config", getattr(args, "deepscale_config", None)),  # its former name
         )
         if value is not None
     ]

@@ -81,6 +81,18 @@ ON_PURPOSE = {
     "v1/zero/test_zero_torch_func.py::TestZero0DirectBackwardStillRaises": (
         "a plain loss.backward() works at stage 0, too"
     ),
+    "runtime/zero/test_zero_leaf_module.py::TestSetZ3LeafModule::test_no_grad_input_error": (
+        "leaf modules take inputs without gradients, where DeepSpeed raises"
+    ),
+    "runtime/test_ds_config_dict.py::TestNoModel": (
+        "a model may be the first argument of initialize without its name, where DeepSpeed raises"
+    ),
+    "runtime/test_ds_config_dict.py::test_invalid_gradient_allreduce_op": (
+        "refused by a ValueError with a text of its own"
+    ),
+    "runtime/test_ds_config_dict.py::test_sum_gradient_allreduce_rejects_z": (
+        "sums of gradients work at stage 3, too, and beside an empty section zenflow"
+    ),
     "runtime/test_ds_initialize.py::TestOptimizerImplementation": (
         "grad_accum_dtype works at stage 0 in every precision, where DeepSpeed refuses some"
     ),

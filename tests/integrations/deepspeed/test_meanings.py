@@ -9,6 +9,7 @@ import json
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -317,6 +318,19 @@ def test_the_optimizer_is_the_one_that_it_wraps_in_deepspeed(stage: int) -> None
             assert not hasattr(optimizer, "optimizer")
         engine.destroy()
         assert not hasattr(optimizer, "optimizer")
+
+
+@pytest.mark.parametrize("name", ["deepspeed_config", "deepscale_config"])
+def test_the_arguments_of_a_script_name_the_configuration(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "zero.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    model = stack()
+    args = SimpleNamespace(**{name: str(file)})
+    engine = deepspeed.initialize(args, model=model, optimizer=adamw(model))[0]
+    assert engine.zero_optimization_stage() == 2
+    engine.destroy()
+    with pytest.raises(ConfigError, match=rf"more than one config: config, args\.{name}"):
+        deepspeed.initialize(args, model=model, optimizer=adamw(model), config={})
 
 
 # -- accumulation ----------------------------------------------------------------------------------
