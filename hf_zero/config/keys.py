@@ -114,7 +114,6 @@ _GRADIENTS = (
         "parameters in a dtype other than that of fp16 or bf16",
         None,
     ),
-    unbuilt("data_types.buffer_dtype", DTYPE, "casting buffers, which keep their dtype", None),
     inert("seq_parallel_communication_data_type", DTYPE, "concerns sequence parallelism"),
     unbuilt(
         "fp32_allreduce", BOOLEAN, "fp32 reductions by an old name; use communication_data_type"

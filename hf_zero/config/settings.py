@@ -105,6 +105,12 @@ class Settings:
         "dtype in which micro-batches are summed",
         name="data_types.grad_accum_dtype",
     )
+    buffer_dtype: str | None = key(
+        DTYPE,
+        None,
+        "dtype that floating-point buffers of the model are cast to; none: they keep theirs",
+        name="data_types.buffer_dtype",
+    )
     elementwise_optimizers: tuple[str, ...] = key(
         NAMES, (), "classes of optimizers that you vouch update each element by itself"
     )

@@ -72,6 +72,7 @@ class ShardedModel:
             DTYPES[wire] if wire else None,
             numbers_kept(optimizer) if optimizer is not None and placement.in_files else 0,
             optimizer is not None and reads_16_bits(optimizer, config.kernels, mesh.device),
+            DTYPES[config.buffer_dtype] if config.buffer_dtype and precision else None,
         )
         zero = config.zero
         whole = persistent_names(

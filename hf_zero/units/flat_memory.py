@@ -24,7 +24,8 @@ class Dtypes:
     precision: of the parameters; None leaves every dtype as it is. accumulate: of sums of
     gradients; None: fp32. wire: in which gradients travel; None: the parameters'. moments: numbers
     that the optimizer keeps for an element. reads_16_bits: whether its update on the device reads
-    gradients in 16 bits, so that whole ones are kept so where nothing is added to them.
+    gradients in 16 bits, so that whole ones are kept so where nothing is added to them. buffers:
+    of the model's floating-point buffers; None leaves them.
     """
 
     precision: str | None
@@ -32,6 +33,7 @@ class Dtypes:
     wire: torch.dtype | None = None
     moments: int = 0
     reads_16_bits: bool = False
+    buffers: torch.dtype | None = None
 
 
 class FlatMemory:

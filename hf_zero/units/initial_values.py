@@ -157,8 +157,12 @@ def read_own(flat: FlatBuffer, mesh: Mesh, former: FormerValues, staging: Stagin
 
 
 @torch.no_grad()
-def place_buffers(model: nn.Module, device: torch.device, mesh: Mesh) -> None:
-    """Buffers stay whole and keep their dtype; they move to the device and take rank 0's values."""
+def place_buffers(
+    model: nn.Module, device: torch.device, mesh: Mesh, dtype: torch.dtype | None = None
+) -> None:
+    """Buffers stay whole; they move to the device and take rank 0's values. Those of floating
+    point are cast to ``dtype``; None: they keep theirs.
+    """
     moved: dict[int, torch.Tensor] = {}  # a buffer of two modules stays one
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -167,8 +171,9 @@ def place_buffers(model: nn.Module, device: torch.device, mesh: Mesh) -> None:
             if id(buffer) in moved:
                 module._buffers[name] = moved[id(buffer)]
                 continue
-            if buffer.device != device:
-                module._buffers[name] = moved[id(buffer)] = buffer.to(device)
+            wanted = dtype if dtype and buffer.is_floating_point() else buffer.dtype
+            if buffer.device != device or buffer.dtype != wanted:
+                module._buffers[name] = moved[id(buffer)] = buffer.to(device, wanted)
                 buffer = moved[id(buffer)]
             mesh.broadcast(_without_repeats(buffer), 0)
 

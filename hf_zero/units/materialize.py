@@ -91,7 +91,7 @@ def partition(
         with raise_on_all_ranks("read its part of the model"):
             former.raise_error()
     attributes.share((parameter for spec in specs for _, parameter in spec.parameters), mesh)
-    place_buffers(model, device, mesh)
+    place_buffers(model, device, mesh, dtypes.buffers)
     return units
 
 

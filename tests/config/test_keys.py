@@ -64,7 +64,6 @@ ASKING: dict[str, Any] = {
     "zero_optimization.zeropp_loco_param": {"err_beta": 0.8},
     "zero_optimization.zero_hpz_partition_size": 8,
     "data_types.param_dtype": "bf16",
-    "data_types.buffer_dtype": "fp32",
     "checkpoint.writer": {"type": "fast"},
     "tensor_parallel": {"autotp_size": 2},
     "inference": {"tensor_parallel": {"tp_size": 2}},
