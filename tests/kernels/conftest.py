@@ -1,5 +1,5 @@
-"""Kernels of the native core, on each instruction set of this machine, where the core is built;
-Triton's everywhere, in its interpreter.
+"""Kernels of the native core, where it is built: on the narrowest and the widest instruction set of
+this machine, in long runs on all of them. Triton's everywhere, in its interpreter.
 """
 
 from __future__ import annotations
@@ -42,7 +42,12 @@ def as_before() -> Iterator[None]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "isa" in metafunc.fixturenames:
-        metafunc.parametrize("isa", native.instruction_sets(), indirect=True)
+        names = native.instruction_sets()
+        ends = (names[0], names[-1])  # those between are compiled from the same lines
+        cells = [
+            pytest.param(name, marks=() if name in ends else pytest.mark.long) for name in names
+        ]
+        metafunc.parametrize("isa", cells, indirect=True)
 
 
 @pytest.fixture

@@ -27,7 +27,6 @@ FAST = {
     "gpt2": (
         "stage 3, activations on the host",
         "stage 3, made in shards",
-        "stage 3, compiled blocks",
     ),
     "t5": ("all on the host, one micro-batch", "stage 3, pretrained"),
 }
