@@ -171,7 +171,10 @@ def _adamw(group: Mapping[str, Any], parts: Parts) -> None:
 
 
 def muon_groups(
-    params: Any, model: torch.nn.Module | None, muon_lr: float | None, adam_lr: float | None
+    params: Any,
+    model: torch.nn.Module | None,
+    muon_lr: float | None = None,
+    adam_lr: float | None = None,
 ) -> list[dict[str, Any]]:
     """Groups for :class:`Muon` of parameters or parameter groups: each parted into what Muon
     updates and what AdamW does.

@@ -76,6 +76,7 @@ class ShardedTensors(Tensors):
         names = [name for of in by_group for name in of]
         self._sizes = [len(of) for of in by_group]
         self._rows = {name: row for row, name in enumerate(names)}
+        self._sizes_of: dict[str, list[int]] = {}
         self._sums: int = getattr(optimizer, "SUMS", 0)
         # of each tensor, in the last step that has updated it; and a row for stand-ins
         self._last = torch.zeros(len(names) + 1, self._sums, dtype=torch.float64)
@@ -131,16 +132,15 @@ class ShardedTensors(Tensors):
         rows = list[list[Tensor]]([] for _ in range(size))
         for name, _, at, length, place in pieces:
             rows[self._owners[name]].append(values[place][at : at + length])
-        counts = [sum(self._held(name, peer) for name in mine) for peer in range(size)]
+        held = [self._held(name) for name in mine]
+        counts = [sum(of[peer] for of in held) for peer in range(size)]
         came = self._exchange(rows, counts)
-        parted = [
-            each.split([self._held(name, peer) for name in mine]) for peer, each in enumerate(came)
-        ]
+        parted = [each.split([of[peer] for of in held]) for peer, each in enumerate(came)]
         back = list[list[Tensor]]([] for _ in range(size))
         for at, name in enumerate(mine):
             whole = torch.cat([each[at] for each in parted]).view(self._shapes[name])
             update = transform(whole).reshape(-1)
-            for peer, part in enumerate(update.split([self._held(name, p) for p in range(size)])):
+            for peer, part in enumerate(update.split(held[at])):
                 back[peer].append(part)
         received = self._exchange(back, [sum(map(torch.numel, of)) for of in rows])
 
@@ -158,13 +158,17 @@ class ShardedTensors(Tensors):
         none = torch.zeros(0, dtype=torch.bfloat16, device=device)
         return self._ranks.exchange([torch.cat([none, *of]) for of in rows], counts)
 
-    def _held(self, name: str, rank: int) -> int:
-        """Elements of a tensor that ``rank`` holds."""
-        layout, slot = self._places[name]
-        if self._ranks.size == 1:
-            return slot.numel
-        start, stop = layout.rank_range(rank)
-        return max(0, min(slot.end, stop) - max(slot.offset, start))
+    def _held(self, name: str) -> list[int]:
+        """Elements of a tensor that each rank holds."""
+        if name not in self._sizes_of:
+            layout, slot = self._places[name]
+            ranges = [layout.rank_range(rank) for rank in range(self._ranks.size)]
+            if self._ranks.size == 1:
+                ranges = [(slot.offset, slot.end)]
+            self._sizes_of[name] = [
+                max(0, min(slot.end, stop) - max(slot.offset, start)) for start, stop in ranges
+            ]
+        return self._sizes_of[name]
 
     @cached_property
     def _owners(self) -> dict[str, int]:
@@ -177,7 +181,7 @@ class ShardedTensors(Tensors):
             if self._optimizer.param_groups[group].get("use_muon") and name in self._shapes
         }
         for name in sorted(costs, key=lambda name: (-costs[name], name)):
-            ranks = [rank for rank in range(len(load)) if self._held(name, rank)]
+            ranks = [rank for rank, numel in enumerate(self._held(name)) if numel]
             owners[name] = min(ranks, key=lambda rank: (load[rank], rank), default=0)
             load[owners[name]] += costs[name]
         return owners

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.optim.muon import Muon, muon_groups
 from hf_zero.parameters import wrap
 from tests.late import device
 
@@ -79,6 +80,11 @@ JOBS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "weight_decay": 0.01}}}
+BY_MATRICES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    f"stage {stage}, Muon": (stage, {}, MUON) for stage in (0, 2, 3)
+}
+
 # Collectives in few bits: losses are not those of a plain loop to the last places.
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 FOUR = {"compressed_communication": {"bits": 4}}
@@ -122,7 +128,7 @@ def tower() -> Tower:
 
 
 def config(job: str) -> dict[str, Any]:
-    stage, zero, more = copy.deepcopy((JOBS | IN_FEW_BITS)[job])
+    stage, zero, more = copy.deepcopy((JOBS | IN_FEW_BITS | BY_MATRICES)[job])
     prefetch = {"stage3_prefetch_bucket_size": 40_000} if stage == 3 else {}
     return {
         "train_micro_batch_size_per_gpu": ROWS,
@@ -144,8 +150,11 @@ def plain(job: str, steps: int, rank: int, world: int) -> list[float]:
     """The losses of ``rank`` in a plain loop over the global batch, on the CPU."""
     model, chosen = tower(), config(job)
     micros, clip = chosen["gradient_accumulation_steps"], chosen["gradient_clipping"]
-    optimizer = getattr(torch.optim, chosen["optimizer"]["type"])(
-        model.parameters(), **chosen["optimizer"]["params"]
+    kind, settings = chosen["optimizer"]["type"], chosen["optimizer"]["params"]
+    optimizer = (
+        Muon(muon_groups(model.parameters(), model), **settings)
+        if kind == "Muon"
+        else getattr(torch.optim, kind)(model.parameters(), **settings)
     )
     each = [list(batches(steps * micros, place, world)) for place in range(world)]
     losses = []

@@ -45,13 +45,12 @@ void fill_with_nan(const Tensors& tensors) {
     if (tensor.numel()) memset(tensor.data_ptr(), 0xFF, tensor.numel() * tensor.element_size());
 }
 
-std::string describe(const Tensors& tensors) {
-  std::string text;
+std::string describe(const Tensors& tensors, bool sized) {
+  if (tensors.empty()) return "";
+  std::string text = std::string(" ") + c10::toString(tensors[0].scalar_type());
   int64_t count = 0;
   for (const auto& tensor : tensors) count += tensor.numel();
-  if (!tensors.empty())
-    text = std::string(" ") + c10::toString(tensors[0].scalar_type()) + " " + std::to_string(count);
-  return text;
+  return sized ? text + " " + std::to_string(count) : text;
 }
 
 std::string describe(const c10d::ReduceOp& op) {
@@ -73,9 +72,10 @@ struct Communicator final : c10d::Backend {
   void setTimeout(std::chrono::milliseconds timeout) override { gloo->setTimeout(timeout); }
   void abort() override { end->abort(); }
 
+  // `sized`: every rank gives as many elements as this one.
   template <typename Call>
   WorkPtr launch(OpType type, const char* name, const std::string& how, const Tensors& reads,
-                 const Tensors& writes, bool async, Call call) {
+                 const Tensors& writes, bool async, Call call, bool sized = true) {
     Runtime& runtime = rt();
     if (runtime.sites) site = python_site();
     std::vector<Span> spans;
@@ -92,7 +92,7 @@ struct Communicator final : c10d::Backend {
       }
     if (stream < 0) stream = device * kStreamsEach + runtime.new_stream(device);
     int here = current_on(device), on = async ? stream : here;
-    uint64_t number = end->issue(name + describe(reads.empty() ? writes : reads) + " " + how + " [" + site + "]");
+    uint64_t number = end->issue(name + describe(reads.empty() ? writes : reads, sized) + " " + how + " [" + site + "]");
     if (on != here) runtime.wait_event(on, runtime.record(here));
     Tensors from = task_views(reads), to = task_views(writes);
     runtime.enqueue(on, name, spans, [call, from, to, number, on, end = end]() mutable {
@@ -172,7 +172,7 @@ struct Communicator final : c10d::Backend {
     return launch(OpType::ALLTOALL_BASE, "all_to_all", "", {in}, {out}, options.asyncOp,
                   [inner = gloo, options, out_sizes, in_sizes](Tensors& from, Tensors& to) mutable {
                     return inner->alltoall_base(to[0], from[0], out_sizes, in_sizes, options);
-                  });
+                  }, in_sizes.empty());
   }
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
     auto work = launch(OpType::BARRIER, "barrier", "", {}, {}, false,
