@@ -1,5 +1,5 @@
 """One step of CPU Adam: torch fused and foreach, DeepSpeedCPUAdam (where it builds) and hf-zero,
-beside the memory's own speed.
+and of hf-zero's LAMB, beside the memory's own speed.
 
     python scripts/bench/cpu_optimizers.py [--numel 1e8] [--rounds 15] [--threads N] [--deepspeed
     FOLDER] [--out scripts/bench/results]
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.ops import Blocks, adam, native
+from hf_zero.ops import Blocks, adam, lamb_apply, lamb_measure, native
 
 LR, BETA1, BETA2, EPS, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
 PAUSE = 0.02  # seconds: longer than OpenMP's threads spin
@@ -83,6 +83,7 @@ class Contender:
     bytes: float
     narrow: bool = False  # a bf16 gradient in, a bf16 copy out
     tolerance: float = 1e-6
+    lamb: bool = False  # its update is LAMB's, of one tensor
 
 
 def contenders(m: Memory) -> dict[str, Contender]:
@@ -135,6 +136,12 @@ def contenders(m: Memory) -> dict[str, Contender]:
             m.master, grad, mean, square, step=step, decoupled=True, out=out, **settings
         )
 
+    def lamb(step: int) -> None:
+        numbers = {"beta1": BETA1, "beta2": BETA2, "eps": EPS, "decay": DECAY, "eps_inside": False}
+        weights, update = lamb_measure(m.master, m.grad, m.mean, m.square, **numbers)
+        size = LR * (1 - BETA2**step) ** 0.5 / (1 - BETA1**step) * trust(weights, update)
+        lamb_apply(m.master, m.mean, m.square, step_size=size, **numbers)
+
     return {
         "torch fused fp32": Contender(fused, 28),
         "hf-zero fp32": Contender(ours(m.mean, m.square, False), 28),
@@ -147,6 +154,7 @@ def contenders(m: Memory) -> dict[str, Contender]:
             ours(m.mean8, m.square8, True), 16 + 16 / 256, narrow=True, tolerance=1e-3
         ),
         "torch foreach fp32": Contender(run_foreach, 28),
+        "hf-zero LAMB fp32": Contender(lamb, 40, lamb=True),
     }
 
 
@@ -165,21 +173,34 @@ def deepspeed_contender(folder: str, m: Memory) -> Contender:
     )
 
 
+def trust(weights: float, update: float) -> float:
+    """LAMB's ratio of sums of squares, within DeepSpeed's coefficients."""
+    return min(max((weights / update) ** 0.5, 0.01), 10.0)
+
+
 def verify(name: str, contender: Contender, m: Memory) -> None:
     """Two steps of the first elements against float64, before anything is timed."""
     m.clear()
+    # the ratio of LAMB is one of all elements
+    sample = m.master.numel() if contender.lamb else SAMPLE
     weight, grad = (
-        m.master[:SAMPLE].double(),
-        (m.grad16 if contender.narrow else m.grad)[:SAMPLE].double(),
+        m.master[:sample].double(),
+        (m.grad16 if contender.narrow else m.grad)[:sample].double(),
     )
     mean, square = torch.zeros_like(grad), torch.zeros_like(grad)
     for step in (1, 2):
         contender.run(step)
         mean, square = mean.lerp(grad, 1 - BETA1), square * BETA2 + (1 - BETA2) * grad * grad
+        if contender.lamb:
+            update = mean / (square.sqrt() + EPS) + DECAY * weight
+            ratio = trust(float(weight.square().sum()), float(update.square().sum()))
+            corrected = (1 - BETA2**step) ** 0.5 / (1 - BETA1**step)
+            weight = weight - LR * corrected * ratio * update
+            continue
         weight = weight * (1 - LR * DECAY) - LR / (1 - BETA1**step) * mean / (
             (square / (1 - BETA2**step)).sqrt() + EPS
         )
-    off = float((m.master[:SAMPLE].double() - weight).abs().max())
+    off = float((m.master[:sample].double() - weight).abs().max())
     if off > contender.tolerance:
         raise SystemExit(f"{name}: off by {off:.2e} after two steps; not timed")
     if contender.narrow and not torch.equal(m.copy16, m.master.bfloat16()):
@@ -230,6 +251,7 @@ def measure(numel: int, rounds: int, deepspeed: str | None) -> tuple[list[dict[s
         "bf16 in and out / torch fused + casts (<= 0.70)": best["hf-zero bf16 in and out"]
         / best["torch fused + casts"],
         "fp32 bandwidth / triad (>= 0.85)": 28 / best["hf-zero fp32"] / triad,
+        "LAMB / torch fused AdamW (<= 1.30)": best["hf-zero LAMB fp32"] / best["torch fused fp32"],
         "bf16 in and out bandwidth / triad (>= 0.85)": 28 / best["hf-zero bf16 in and out"] / triad,
     }
     if "DeepSpeedCPUAdam fp32" in best:
