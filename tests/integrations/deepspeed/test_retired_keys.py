@@ -37,7 +37,9 @@ OTHERWISE: dict[str, Any] = {
     "managed_gradient_accumulation": False,
     "wall_clock_breakdown": True,
     "comms_logger": {"enabled": True},
-    "fp16.hysteresis": 3,
+    "zero_optimization.zero_quantized_gradients": True,
+    "zero_optimization.zero_quantized_weights": True,
+    "zero_optimization.zero_quantized_nontrainable_weights": True,
 }
 
 
@@ -71,6 +73,8 @@ def test_keys_that_mean_something_else(key: str) -> None:
     assert said.keys() == OTHERWISE.keys()
     section, _, name = key.rpartition(".")
     value = {name: OTHERWISE[key]}
+    if section == "zero_optimization":
+        value["stage"] = 3
     config = {"gradient_clipping": 0.0, **({section: value} if section else value)}
     if said[key].startswith("refused: "):
         with pytest.raises(NotBuiltError, match="offload_optimizer, whose exact update"):
