@@ -1,5 +1,5 @@
 """AdamW over a flat of a GPU: the flat kernel beside torch's fused step, as one tensor and as 400,
-and the norm; in ms and shares of a copy.
+LAMB and the norm; in ms and shares of a copy.
 
     python scripts/bench/gpu_optimizer.py                       # 1e9 parameters; about 60 GB of
     device memory python scripts/bench/gpu_optimizer.py --sweep               # also other tiles,
@@ -35,6 +35,7 @@ from hf_zero.ops import dispatch
 from hf_zero.ops.flat_norm import squared_norms
 from hf_zero.ops.flat_optimizers import FlatRun, RowSettings, Tiles, adam_, advance_, settings_table
 from hf_zero.ops.flat_tiles import TILE
+from hf_zero.ops.lamb import LambSettings, apply_, measure_
 
 LR, BETA1, BETA2, EPS, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
 SEGMENTS = 400
@@ -156,6 +157,20 @@ def norms(flat: Flat) -> dict[str, Contender]:
     }
 
 
+def lamb(flat: Flat) -> Contender:
+    """LAMB's two passes; its ratio is of whole tensors, so tests/gpu checks it and not this."""
+    w, g, m, v = (
+        [*each.split(flat.sizes)] for each in (flat.master, flat.grad, flat.mean, flat.square)
+    )
+    settings = LambSettings(BETA1, BETA2, EPS, DECAY)
+
+    def step() -> None:
+        weights, update = measure_(w, g, m, v, settings, kernels="on").sqrt().unbind(1)
+        apply_(w, m, v, (weights / update).clamp(0.01, 10.0) * LR, settings, kernels="on")
+
+    return Contender(step, 40)
+
+
 def contenders(flat: Flat) -> dict[str, Contender]:
     return {
         "copy": Contender(lambda: flat.square.copy_(flat.mean), 8),
@@ -166,6 +181,7 @@ def contenders(flat: Flat) -> dict[str, Contender]:
         f"flat kernel, {SEGMENTS} segments": ours(flat, SEGMENTS),
         "flat kernel, bf16 copy": ours(flat, 1, copies=True),
         "flat kernel, bf16 gradient and copy": ours(flat, 1, narrow=True, copies=True),
+        f"LAMB, {SEGMENTS} tensors": lamb(flat),
         **norms(flat),
     }
 
