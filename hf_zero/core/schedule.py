@@ -250,19 +250,14 @@ class Schedule:
     def pin(self, unit: Unit) -> None:
         """Keep ``unit`` whole until :meth:`unpin`. All ranks must pin together."""
         unit.pins += 1
-        if (
-            self._pass is None
-            and unit.sharded
-            and unit.pins == 1
-            and unit not in self._kept
-            and unit.state is not State.RELEASED
-        ):
-            # It is here by chance (a graph that lives on, say), which other ranks may not share:
-            # they need this one to join.
-            self._agree_on_gather(GATHER, unit)
+        if self._pass is None and unit.pins == 1 and unit.sharded:
+            if unit.state is not State.RELEASED and unit not in self._kept:
+                # It is here by chance (a graph that lives on, say), which other ranks may not
+                # share: they need this one to join.
+                self._agree_on_gather(GATHER, unit)
+            elif unit.state is not State.RELEASED and unit.is_rounded:
+                unit.launch_gather(exact=True)
         self.ensure_gathered(unit)
-        if self._pass is None and unit.pins == 1 and unit.is_rounded:
-            unit.launch_gather(exact=True)  # for a script, or a checkpoint
 
     def unpin(self, unit: Unit) -> None:
         unit.pins -= 1
@@ -326,7 +321,8 @@ class Schedule:
         if agreed[0] == END:
             return False
         chosen = self._units[abs(agreed[1])]
-        chosen.launch_gather()
+        # outside passes for a script, or a checkpoint
+        chosen.launch_gather(exact=under_way is None)
         if under_way is not None:
             under_way.record.append(chosen)
         return True

@@ -41,7 +41,16 @@ def agree(form: SymmetricBlocks, numel: int, one: Tensor, other: Tensor) -> bool
     return all(same_bits(a, b) for a, b in pairs)
 
 
-@pytest.fixture(params=[pytest.param("reference"), *native.instruction_sets(), "threads", "triton"])
+SETS = native.instruction_sets()
+BODIES = [
+    "reference",
+    *(pytest.param(n, marks=() if n in (SETS[0], SETS[-1]) else pytest.mark.long) for n in SETS),
+    "threads",
+    "triton",
+]
+
+
+@pytest.fixture(params=BODIES)
 def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """Each body there is: plain torch, C++ on each instruction set and on several threads, and
     Triton's kernels in the checked interpreter.

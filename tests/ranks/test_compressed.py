@@ -215,6 +215,21 @@ def test_a_write_inside_gathered_parameters_keeps_the_rest_exact():
     on_ranks(2, run)
 
 
+def test_a_script_gathers_once():
+    """Of the values as they are, not first in few bits."""
+    import hf_zero
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config(3, Plan(), WEIGHTS))
+        weight, stats = model.blocks[0].up.weight, engine.mesh.stats
+        for _ in range(2):
+            stats.counts.clear()
+            with hf_zero.GatheredParameters([weight]):
+                assert stats.counts["all_gather"] == 1
+
+    on_ranks(2, run)
+
+
 def test_bytes_of_gathers_in_8_bits(monkeypatch):
     sent, plan = sent_bytes(monkeypatch), Plan(precision="bf16")
 
