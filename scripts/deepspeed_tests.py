@@ -48,7 +48,6 @@ PATIENCE = 20  # seconds that a rank may go on after another has raised
 SCALED = "the engine scales a plain loss.backward() itself: scale() is never needed"
 USER_BACKWARD = "v1/zero/test_zero_user_backward.py::TestZeroUserBackward"
 ON_PURPOSE = {
-    f"{USER_BACKWARD}WithScale::test_needs_scaler": SCALED,
     f"{USER_BACKWARD}WithScale::test_error_when_backward_without_scale": SCALED,
     f"{USER_BACKWARD}ScaleErrorDetection": SCALED,
     "v1/zero/test_zero_user_backward.py::TestUnmanagedGradientAccumulationOverlapCommValidation": (
@@ -83,6 +82,13 @@ ON_PURPOSE = {
     ),
     "runtime/zero/test_zero_leaf_module.py::TestSetZ3LeafModule::test_no_grad_input_error": (
         "leaf modules take inputs without gradients, where DeepSpeed raises"
+    ),
+    "checkpoint/test_zero_optimizer.py::TestZeROSaveLoadEdgeCase::test_load_immediate_save": (
+        "an engine is destroyed before another one takes its model"
+    ),
+    "checkpoint/test_zero_optimizer.py::TestSaveTensorClone": (
+        "parameters in 16 bits train with bf16 or fp16 enabled alone: without master weights "
+        "their updates would vanish"
     ),
     "runtime/test_ds_config_dict.py::TestNoModel": (
         "a model may be the first argument of initialize without its name, where DeepSpeed raises"
