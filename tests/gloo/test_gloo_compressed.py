@@ -40,7 +40,7 @@ def trained_in_turn(rank: int) -> list[Any]:
 
 
 def test_over_gloo():
-    answers = run_processes(RANKS, trained_in_turn, timeout=120)
+    answers = run_processes(RANKS, trained_in_turn)
     for number, (stage, plan, _, _) in enumerate(CASES):
         check_gradients([answer[number][0] for answer in answers], stage, plan)
         for answer in answers:
