@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -48,7 +49,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also run the long matrices")
 
 
+# Their files hold few long tests: begun last, one would run while other processes have nothing.
+BEGUN_FIRST = ("late", "gloo", "matrix", "loading")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    folders = Path(__file__).parent
+    items.sort(key=lambda item: item.path.relative_to(folders).parts[0] not in BEGUN_FIRST)
     if config.getoption("--long") or "long" in (config.getoption("markexpr") or ""):
         return
     chosen, put_off = [], []

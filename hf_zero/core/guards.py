@@ -283,7 +283,7 @@ class ModuleGuards:
         with self._schedule.shards.writing():
             for name, parameter in self._own.get(module, {}).items():
                 if module._parameters.get(name) is parameter:
-                    owner_of(parameter).adopt(name_of(parameter))
+                    owner_of(parameter).adopt(name_of(parameter), loaded=True)
         for unit in pinned:
             self._schedule.unpin(unit)
 

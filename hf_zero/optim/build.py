@@ -80,6 +80,7 @@ _SWITCHES = {
     "CPULion": ("set_grad_none", "fp32_optimizer_states"),
     "CPUAdagrad": ("fp32_optimizer_states",),
 }
+_WORDS = {"adjust_lr_fn": "match_rms_adamw"}
 _MUON_RATES = ("muon_lr", "adam_lr")
 _CHOOSES_MOMENTS = ("CPUAdam", "CPULion")
 
@@ -142,12 +143,14 @@ def _resolve(name: str, given: Mapping[str, Any]) -> tuple[_Class, _Settings]:
         if key not in ("self", "params")
     }
     accepted.pop("decoupled_weight_decay", None)  # what adam_w_mode says in this dialect
+    accepted.pop("use_muon", None)  # each parameter's own
     switches = _SWITCHES.get(name, ())
     numbers = _MUON_RATES if cls is Muon else ()
     for key, value in given.items():
         _check_key(name, key, (*accepted, *switches, *numbers))
-        kind = 0.0 if key in numbers else False if key in switches else None
-        _check_value(name, key, value, accepted.get(key, kind))
+        kind = 0.0 if key in numbers else False if key in switches else _WORDS.get(key)
+        default = accepted.get(key)
+        _check_value(name, key, value, kind if default is None else default)
     narrow = not given.get("fp32_optimizer_states", True)
     if narrow and name not in _CHOOSES_MOMENTS:
         raise NotBuiltError(

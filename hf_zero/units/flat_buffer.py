@@ -220,15 +220,18 @@ class FlatBuffer:
 
     # ---- what a script writes ----
 
-    def adopt(self, name: str) -> None:
+    def adopt(self, name: str, loaded: bool = False) -> None:
         """Take the gathered values of parameter ``name`` over into this rank's shard and master
-        weights.
+        weights; where these are rounded to them already, only if they were ``loaded``.
         """
         first, start, stop = self.spec.own_range(name)
         values = self.views[name].reshape(-1)[first : first + stop - start]
         self.optimizer_shard.wait_for_update()
-        self.store_part(start, values)
-        self.optimizer_shard.store_master(values, start)
+        if loaded:
+            self.store_part(start, values)
+            self.optimizer_shard.store_master(values, start)
+        elif start < stop:
+            self._take_part(start, stop, values)
 
     def data_of(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """``values``, the memory of parameter ``name``, as a tensor whose changes are noticed."""
@@ -290,7 +293,12 @@ class FlatBuffer:
         first, start, stop = self.spec.own_range(name)
         if start == stop:
             return
-        values = view.reshape(-1)[first : first + stop - start]
+        self._take_part(start, stop, view.reshape(-1)[first : first + stop - start])
+
+    def _take_part(self, start: int, stop: int, values: torch.Tensor) -> None:
+        """Let elements [start, stop) of this rank's shard and master weights be ``values``. Master
+        weights that are rounded to them already stay as they are.
+        """
         master = self.optimizer_shard.master if self.optimizer_shard.has_own_master else None
         if master is not None:
             before = master[start:stop]

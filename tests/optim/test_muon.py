@@ -107,6 +107,17 @@ def test_groups_of_the_configuration_are_parted() -> None:
     ]
 
 
+def test_keys_of_the_configuration() -> None:
+    weight: Any = torch.nn.Parameter(torch.ones(2, 2))
+    weight.use_muon = True
+    params: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", "nesterov": False}
+    made = build_optimizer(OptimizerConfig(type="Muon", params=params), [weight])
+    assert made.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
+    for key, value in (("use_muon", False), ("adjust_lr_fn", True), ("nesterov", "yes")):
+        with pytest.raises(ConfigError, match=key):
+            build_optimizer(OptimizerConfig(type="Muon", params={key: value}), [weight])
+
+
 def test_without_a_model_parameters_are_tagged() -> None:
     weight = torch.nn.Parameter(torch.ones(2, 2))
     section = OptimizerConfig(type="Muon", params={})

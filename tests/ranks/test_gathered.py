@@ -79,6 +79,29 @@ def test_what_one_rank_writes_reaches_all_and_the_master(stage, writer, precisio
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_what_is_not_written_keeps_its_master(stage):
+    """Not what it was rounded to for the script."""
+
+    def run(rank, model):
+        config = config_of(stage, Plan(precision="bf16"))
+        engine = start(model, plain_sgd(model), config)
+        engine.backward(squared(engine, At(0, 0, rank), torch.bfloat16))
+        engine.step()
+        before = full_weights(engine)
+        weight = model.blocks[0].down.weight
+        with hf_zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+            weight[0, 0] = 0.5
+        after = full_weights(engine)
+        before["blocks.0.down.weight"][0, 0] = 0.5
+        assert before.keys() == after.keys()
+        for name, tensor in before.items():
+            assert torch.equal(after[name], tensor), name
+        assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in after.values())
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_nested_contexts_release_at_the_last_exit(stage):
     def run(rank, model):
         start(model, adamw(model), config_of(stage))
