@@ -175,12 +175,15 @@ def _check_compression(reading: ConfigReading) -> None:
             f"{up}: true and {down}: true instead, or {STAGE}: 2"
         )
     else:
+        whole = (
+            f"is about the gathers of stage 3, and at stage {stage} weights are whole; remove it"
+        )
         fewer = f", or write {BITS}: 4 for updates in few bits" if stage else ""
-        for path in (down, f"{QUANTIZED}nontrainable_weights"):
-            reasons[path] = (
-                f"is about the gathers of stage 3, and at stage {stage} weights are whole; remove "
-                f"it{fewer}"
-            )
-    for path, why in reasons.items():
-        if values.get(path):
-            raise ConfigError(f"{path} = {values[path]!r} ({reading.sources[path]}) {why}")
+        reasons |= {down: whole + fewer, f"{QUANTIZED}nontrainable_weights": whole}
+    wrong = [
+        f"{path} = {values[path]!r} ({reading.sources[path]}) {why}"
+        for path, why in reasons.items()
+        if values.get(path)
+    ]
+    if wrong:
+        raise ConfigError("\n".join(wrong))

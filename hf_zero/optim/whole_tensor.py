@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 
 
 @dataclass(eq=False)
@@ -132,6 +132,12 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                 state["step"] = torch.tensor(0.0)
                 for name in names:
                     state[name] = torch.zeros_like(part, memory_format=torch.preserve_format)
+            elif missing := set(names) - set(state):
+                raise ConfigError(
+                    f"{type(self).__name__}: the state of a parameter of shape "
+                    f"{tuple(part.shape)} has no {', '.join(sorted(missing))}, as its group was "
+                    "of another kind when it was made; put the setting back (use_muon of Muon)"
+                )
             state["step"] += 1
             found.weights.append(part)
             found.grads.append(part.grad)

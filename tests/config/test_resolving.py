@@ -295,7 +295,7 @@ def test_node_local_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
         (0, {"zero_quantized_gradients": True}, "stage 0 has an all-reduce; write .*stage: 1"),
         (0, {"zero_quantized_weights": True}, "at stage 0 weights are whole; remove it$"),
         (2, {"zero_quantized_weights": True}, "or write compressed_communication.bits: 4"),
-        (1, {"zero_quantized_nontrainable_weights": True}, "is about the gathers of stage 3"),
+        (1, {"zero_quantized_nontrainable_weights": True}, "weights are whole; remove it$"),
     ],
 )
 def test_what_a_stage_cannot_compress(stage: int, config: dict[str, Any], remedy: str) -> None:
@@ -305,6 +305,12 @@ def test_what_a_stage_cannot_compress(stage: int, config: dict[str, Any], remedy
     with pytest.raises(ConfigError, match=rf"{key}.* = .*{remedy}"):
         ZeroConfig.from_dict({"zero_optimization": zero, **top}).resolve(2)
     ZeroConfig.from_dict({"zero_optimization": {"stage": stage}}).resolve(2)
+
+
+def test_all_that_a_stage_cannot_compress_is_named() -> None:
+    keys = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    with pytest.raises(ConfigError, match=r"(?s)gradients = .*\n.*weights = "):
+        ZeroConfig.from_dict({"zero_optimization": {"stage": 0, **keys}}).resolve(2)
 
 
 def test_one_bit_is_not_among_the_bits() -> None:

@@ -61,6 +61,16 @@ def test_a_vector_goes_to_adamw() -> None:
     assert len(optimizer.param_groups) == 1
 
 
+def test_a_group_stays_of_its_kind() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = Muon([weight])
+    weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    optimizer.param_groups[0]["use_muon"] = False
+    with pytest.raises(ConfigError, match=r"shape \(2, 2\) has no exp_avg, exp_avg_sq.*use_muon"):
+        optimizer.step()
+
+
 def bert() -> Any:
     config = transformers.BertConfig(
         vocab_size=32,
