@@ -132,16 +132,17 @@ class ShardedModel:
         The shards of flats whose keys are in ``written`` are up to date already. ``differences``:
         all ranks have the values of the step before, and flats that send differences may do so.
         """
-        sends = [flat for flat in stale if differences and flat.spec.sends_differences]
+        sends, rest = list[FlatBuffer](), list[FlatBuffer]()
+        for flat in stale:
+            (sends if differences and flat.spec.sends_differences else rest).append(flat)
         with self.schedule.shards.writing(), span("update", "shards in compute dtype"):
-            for flat in stale:
+            for flat in rest:
                 master = flat.optimizer_shard.master
-                if master is not None and flat.key not in written and flat not in sends:
+                if master is not None and flat.key not in written:
                     flat.store_shard(master)
         handles = []
-        whole = [flat for flat in stale if not flat.sharded and flat.layout.shards > 1]
+        whole = [flat for flat in rest if not flat.sharded and flat.layout.shards > 1]
         for flat in sends:
-            whole.remove(flat)
             master = flat.optimizer_shard.master
             assert master is not None
             codecs = [flat.spec.gather_codec]
@@ -207,10 +208,12 @@ class MeshRanks:
         return total
 
     def exchange(
-        self, sent: Sequence[torch.Tensor], counts: Sequence[int]
+        self, sent: torch.Tensor, sizes: Sequence[int], counts: Sequence[int]
     ) -> Sequence[torch.Tensor]:
-        """``sent[rank]`` to each rank; ``counts[rank]`` elements from each (collective)."""
-        handle, received = self._axis.all_to_all(sent, counts, "parts of matrices")
+        """``sizes[rank]`` elements of ``sent`` to each rank, ``counts[rank]`` from each
+        (collective).
+        """
+        handle, received = self._axis.all_to_all(sent, sizes, counts, "parts of matrices")
         handle.wait()
         return received
 

@@ -229,16 +229,16 @@ class MeshDim:
         return works
 
     def all_to_all(
-        self, sent: Sequence[torch.Tensor], counts: Sequence[int], key: str
+        self, sent: torch.Tensor, sizes: Sequence[int], counts: Sequence[int], key: str
     ) -> tuple[Handle, Sequence[torch.Tensor]]:
-        """``sent[peer]`` (1-D, of one dtype, any length) to each peer; what has come from each is
-        in the list, ``counts[peer]`` elements, once the handle is waited for.
+        """``sizes[peer]`` elements of ``sent``, 1-D, to each peer; what has come from each is in
+        the list, ``counts[peer]`` elements, once the handle is waited for.
         """
-        whole, came = torch.cat(list(sent)), sent[0].new_empty(sum(counts))
+        came = sent.new_empty(sum(counts))
         pending = self.reductions.issue(f"all-to-all of {key}")
-        self._stats.record("all_to_all", key, whole.nbytes)
-        with span("all_to_all", key, whole.nbytes), self._launching(pending):
-            works = self._swap(whole, [each.numel() for each in sent], came, counts, pending.tag)
+        self._stats.record("all_to_all", key, sent.nbytes)
+        with span("all_to_all", key, sent.nbytes), self._launching(pending):
+            works = self._swap(sent, sizes, came, counts, pending.tag)
         handle = Handle(works, self._watchdog, pending, follows=self._follows)
         return handle, came.split(list(counts))
 

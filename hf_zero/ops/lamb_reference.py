@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_zero.ops.tensor_lists import divided
+from hf_zero.ops.tensor_lists import squares as sums_of_squares
+
 
 def measure(
     weights: list[Tensor],
@@ -18,16 +21,12 @@ def measure(
     eps_inside: bool,
     divisor: float,
 ) -> Tensor:
-    cast = [grad.to(weight.dtype) for grad, weight in zip(grads, weights)]
-    if divisor != 1.0:
-        cast = list(torch._foreach_div(cast, divisor))
+    cast = divided(grads, weights, divisor)
     torch._foreach_mul_(means, beta1)
     torch._foreach_add_(means, cast, alpha=1 - beta1)
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, cast, cast, value=1 - beta2)
-    update = _update(weights, means, squares, eps, decay, eps_inside)
-    columns = [torch.stack(list(torch._foreach_norm(each))) for each in (weights, update)]
-    return torch.stack(columns, dim=1).double().square()
+    return sums_of_squares([weights, _update(weights, means, squares, eps, decay, eps_inside)])
 
 
 def apply(

@@ -103,8 +103,7 @@ def build_optimizer(
     name = canonical_name(cfg.type)
     cls, settings = _resolve(name, dict(cfg.params))
     if cls is Muon:
-        rates = {key: cfg.params[key] for key in _MUON_RATES if key in cfg.params}
-        params = muon_groups(params, model, rates.get("muon_lr"), rates.get("adam_lr"))
+        params = muon_groups(params, model, *map(cfg.params.get, _MUON_RATES))
     try:
         return cls(params, **settings)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import ConfigError
-from hf_zero.optim.whole_tensor import Parts, TensorSumOptimizer, squares
+from hf_zero.ops.tensor_lists import squares
+from hf_zero.optim.whole_tensor import Parts, TensorSumOptimizer
 
 
 class LARS(TensorSumOptimizer):

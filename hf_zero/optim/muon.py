@@ -116,30 +116,30 @@ class Muon(WholeTensorOptimizer):
         return self.MOMENTS if group["use_muon"] else _ADAMW
 
     def update(self, found: Sequence[Parts]) -> None:
-        pairs = list(zip(self.param_groups, found))
-        muon = [(group, parts) for group, parts in pairs if group["use_muon"]]
-        for group, parts in pairs:
-            if not group["use_muon"] and parts.weights:
+        shapes = self.tensors.shapes([parts.weights for parts in found])
+        for group, parts, theirs in zip(self.param_groups, found, shapes):
+            if group["use_muon"]:
+                self._by_matrices(group, parts, theirs)
+            elif parts.weights:
                 _adamw(group, parts)
-        shapes = self.tensors.shapes([parts.weights for _, parts in muon])
-        for (group, parts), theirs in zip(muon, shapes):
-            pairs_of = zip(parts.grads, parts.moments[0])
-            directions = [_direction(group, grad, buffer) for grad, buffer in pairs_of]
-            orthogonal = partial(
-                _muon._zeropower_via_newtonschulz,
-                ns_coefficients=group["ns_coefficients"],
-                ns_steps=group["ns_steps"],
-                eps=group["eps"],
-            )
-            updates = self.tensors.transformed(parts.weights, directions, orthogonal)
-            lr = float(group["lr"])
-            for weight, update, shape in zip(parts.weights, updates, theirs):
-                weight.mul_(1 - lr * group["weight_decay"])
-                adjusted = (
-                    _muon._adjust_lr(lr, group["adjust_lr_fn"], torch.Size(shape))
-                    if len(shape) == 2
-                    else 0.0
-                )
+
+    def _by_matrices(
+        self, group: Mapping[str, Any], parts: Parts, shapes: Sequence[tuple[int, ...]]
+    ) -> None:
+        (buffers,) = parts.moments
+        orthogonal = partial(
+            _muon._zeropower_via_newtonschulz,
+            ns_coefficients=group["ns_coefficients"],
+            ns_steps=group["ns_steps"],
+            eps=group["eps"],
+        )
+        directions = [_direction(group, *each) for each in zip(parts.grads, buffers)]
+        updates = self.tensors.transformed(parts.weights, directions, orthogonal)
+        lr = float(group["lr"])
+        for weight, update, shape in zip(parts.weights, updates, shapes):
+            weight.mul_(1 - lr * group["weight_decay"])
+            if len(shape) == 2:  # no stand-in
+                adjusted = _muon._adjust_lr(lr, group["adjust_lr_fn"], torch.Size(shape))
                 weight.add_(update, alpha=-adjusted)
 
 

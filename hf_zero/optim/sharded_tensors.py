@@ -31,8 +31,12 @@ class ShardRanks(Protocol):
     def add_up(self, sums: Tensor) -> Tensor:
         """``sums`` added up over the ranks (collective)."""
 
-    def exchange(self, sent: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Tensor]:
-        """``sent[rank]`` to each rank; ``counts[rank]`` elements from each (collective)."""
+    def exchange(
+        self, sent: Tensor, sizes: Sequence[int], counts: Sequence[int]
+    ) -> Sequence[Tensor]:
+        """``sizes[rank]`` elements of ``sent`` to each rank, ``counts[rank]`` from each
+        (collective).
+        """
 
 
 class OneRank:
@@ -43,8 +47,10 @@ class OneRank:
     def add_up(self, sums: Tensor) -> Tensor:
         return sums
 
-    def exchange(self, sent: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Tensor]:
-        return sent
+    def exchange(
+        self, sent: Tensor, sizes: Sequence[int], counts: Sequence[int]
+    ) -> Sequence[Tensor]:
+        return [sent]
 
 
 class ShardedTensors(Tensors):
@@ -156,7 +162,9 @@ class ShardedTensors(Tensors):
         """``rows[rank]``, bf16, end to end, to each rank; ``counts[rank]`` elements from each."""
         device = next(iter(self._segments())).tensor.device
         none = torch.zeros(0, dtype=torch.bfloat16, device=device)
-        return self._ranks.exchange([torch.cat([none, *of]) for of in rows], counts)
+        sizes = [sum(map(torch.numel, of)) for of in rows]
+        sent = torch.cat([none, *(piece for of in rows for piece in of)])
+        return self._ranks.exchange(sent, sizes, counts)
 
     def _held(self, name: str) -> list[int]:
         """Elements of a tensor that each rank holds."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
+from hf_zero.ops.tensor_lists import divided
 
 
 @dataclass(eq=False)
@@ -44,8 +45,7 @@ class Parts:
 
     def gradients(self) -> list[Tensor]:
         """The gradients divided, in the types of the weights."""
-        cast = [grad.to(part.dtype) for grad, part in zip(self.grads, self.weights)]
-        return cast if self.divisor == 1.0 else list(torch._foreach_div(cast, self.divisor))
+        return divided(self.grads, self.weights, self.divisor)
 
 
 class Tensors:
@@ -185,12 +185,6 @@ class TensorSumOptimizer(WholeTensorOptimizer):
             if parts.weights:
                 parts.norms, parts.shapes = own.to(parts.weights[0].device), theirs
                 self.apply(group, parts)
-
-
-def squares(tensors: Sequence[list[Tensor]]) -> Tensor:
-    """The sum of the squares of each tensor: [parts, k] in 64 bits, of k lists of them."""
-    columns = [torch.stack(list(torch._foreach_norm(each))).double().square() for each in tensors]
-    return torch.stack(columns, dim=1)
 
 
 def whole_tensor_base(cls: type) -> type[WholeTensorOptimizer] | None:
