@@ -26,7 +26,7 @@ from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.holding import release_holders
 from hf_zero.loading import give_values
-from hf_zero.logs import logger
+from hf_zero.logs import logger, set_level
 from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.optim.build import build_optimizer
 from hf_zero.optim.elementwise import check as check_elementwise
@@ -134,6 +134,8 @@ def initialize_as(
             f"initialize needs model={given}; pass the torch.nn.Module to train{load}"
         )
     settings = configuration(args, config, config_params)
+    if settings.log_level is not None:
+        set_level(settings.log_level.upper())
     _tell_of_other_devices()
     if dist_init_required is False and not process_group.is_initialized():
         raise ConfigError(

@@ -32,6 +32,13 @@ def log_rank0(message: str, level: int = logging.INFO) -> None:
         logger.log(level, message)
 
 
+def set_level(level: int | str, of: logging.Logger = logger) -> None:
+    """Log what has at least this level, in ``of`` and its handlers."""
+    of.setLevel(level)
+    for handler in of.handlers:
+        handler.setLevel(level)
+
+
 def listed(names: Iterable[str], most: int = 8) -> str:
     """Names for a message: the first ``most``, and how many more there are."""
     ordered = list(names)

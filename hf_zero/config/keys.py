@@ -168,16 +168,10 @@ _MONITOR = "monitoring by the engine; use the Trainer's report_to"
 _REPORTS = (
     inert("$schema", TEXT, "names the schema of these keys for editors"),
     inert("dump_state", BOOLEAN, "rank 0 always logs the resolved configuration"),
-    inert("log_level", TEXT, "HF_ZERO_LOG_LEVEL sets the level"),
     inert("vocabulary_size", COUNT, "only asks for a warning about alignment"),
     inert("timers.throughput.enabled", BOOLEAN, "ZeroCallback reports throughput"),
     inert("timers.throughput.synchronized", BOOLEAN, "ZeroCallback reports throughput"),
     unbuilt("memory_breakdown", BOOLEAN, "a breakdown of memory"),
-    switched(
-        "flops_profiler",
-        "a profile of FLOPS",
-        "recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
-    ),
     switched("tensorboard", _MONITOR, "output_path job_name"),
     switched("wandb", _MONITOR, "group team project"),
     switched(
@@ -325,4 +319,5 @@ ALIASES: dict[str, str] = {
     **spellings(Settings),
     **OFFLOAD_ALIASES,
     "checkpoint.writer.decoupled": "checkpoint.async_save",
+    "flops_profiler.step": "flops_profiler.profile_step",
 }

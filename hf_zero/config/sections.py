@@ -11,6 +11,7 @@ from hf_zero.config.kinds import (
     COUNT,
     DTYPE,
     NAMES,
+    PATH,
     SECTION,
     SIZE,
     TEXT,
@@ -259,6 +260,48 @@ class CommsLoggerSection:
         BOOLEAN, row=inert("debug", BOOLEAN, "a call is logged by its name or log_name")
     )
     prof_ops: tuple[str, ...] = key(NAMES, (), "names of operations", idle=_idle_without_log)
+
+
+def _idle_without_profile(values: Mapping[str, Any]) -> str:
+    return "" if values.get("flops_profiler.enabled") else "flops_profiler.enabled is false"
+
+
+@dataclass(frozen=True)
+class FlopsProfilerSection:
+    """Which step of a script that imports deepspeed is profiled, and what is printed of it."""
+
+    enabled: bool = key(
+        BOOLEAN,
+        False,
+        "print the floating-point operations of the model's forward in one step, on rank 0 of a "
+        "script that imports deepspeed",
+    )
+    profile_step: int = key(
+        COUNT,
+        1,
+        "steps that have ended before the profiled one",
+        unit="steps",
+        idle=_idle_without_profile,
+    )
+    module_depth: int = key(
+        integer(-1),
+        -1,
+        "modules inside modules that are listed; -1: all",
+        idle=_idle_without_profile,
+    )
+    top_modules: int = key(
+        COUNT,
+        1,
+        "classes of modules with the most operations that are named at each depth",
+        idle=_idle_without_profile,
+    )
+    detailed: bool = key(BOOLEAN, True, "list the modules, too", idle=_idle_without_profile)
+    output_file: str | None = key(
+        PATH, None, "write a file instead of printing", idle=_idle_without_profile
+    )
+    recompute_fwd_factor: float | None = key(
+        number(0), row=inert("recompute_fwd_factor", number(0), "backwards are not profiled")
+    )
 
 
 def _idle_uncompiled(values: Mapping[str, Any]) -> str:

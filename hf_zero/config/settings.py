@@ -29,6 +29,7 @@ from hf_zero.config.sections import (
     CommsLoggerSection,
     CompileSection,
     CompressedCommunication,
+    FlopsProfilerSection,
     Fp16Section,
     OptimizerConfig,
     SchedulerConfig,
@@ -181,6 +182,12 @@ class Settings:
         idle=_idle_without_times,
     )
     comms_logger: CommsLoggerSection = section("comms_logger", CommsLoggerSection)
+    flops_profiler: FlopsProfilerSection = section("flops_profiler", FlopsProfilerSection)
+    log_level: str | None = key(
+        choice("debug", "info", "warning", "error", "critical"),
+        None,
+        "level of hf-zero's log from here on; null: as it is, by HF_ZERO_LOG_LEVEL",
+    )
     dataloader_drop_last: bool = key(
         BOOLEAN, False, "drop an incomplete last batch of training_data"
     )

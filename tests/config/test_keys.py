@@ -47,6 +47,7 @@ SAMPLES: dict[str, Any] = {
     "one of 'none', 'cpu', 'nvme'": "nvme",
     "one of 'default', 'max-autotune-no-cudagraphs'": "default",
     "one of 'auto', 'flash', 'cudnn', 'efficient', 'math'": "cudnn",
+    "one of 'debug', 'info', 'warning', 'error', 'critical'": "warning",
     "one of 'fp32', 'bf16', 'int8'": "int8",
     "a path, or a list of different paths": ["/local_nvme", "/other_nvme"],
     "a multiple of 4096 bytes": 262144,

@@ -547,10 +547,10 @@ def test_what_may_follow_from_another_mistake_is_not_reported() -> None:
 def test_several_features_that_are_not_built() -> None:
     with pytest.raises(
         NotBuiltError,
-        match=r"2 mistakes in the configuration:\n- .*FLOPS.*\n- .*curriculum learning",
+        match=r"2 mistakes in the configuration:\n- .*monitoring.*\n- .*curriculum learning",
     ):
         ZeroConfig.from_dict(
-            {"flops_profiler": {"enabled": True}, "curriculum_learning": {"enabled": True}}
+            {"tensorboard": {"enabled": True}, "curriculum_learning": {"enabled": True}}
         )
 
 

@@ -56,6 +56,7 @@ STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
         ["auto", "Flash", "cudnn"]
     ),
     "one of 'ignore', 'warn', 'fail'": st.sampled_from(["Ignore", "WARN", "fail"]),
+    "one of 'debug', 'info', 'warning', 'error', 'critical'": st.sampled_from(["INFO", "error"]),
     "one of 'mean', 'sum'": st.sampled_from(["mean", "sum"]),
     "one of 'fast', 'python'": st.sampled_from(["FAST", "python"]),
     "one of 'replica', 'socket', 'machine'": st.sampled_from(["replica", "MACHINE"]),

@@ -30,6 +30,7 @@ from hf_zero.integrations.deepspeed.loss_scalers import EngineLossScaler
 from hf_zero.integrations.deepspeed.placeholders import refuse
 from hf_zero.integrations.deepspeed.reporting_engine import ReportingEngine
 from hf_zero.integrations.deepspeed.states_away import StatesAway, checked
+from hf_zero.integrations.deepspeed.step_profile import StepProfile
 from hf_zero.units.precision import Fp16LossScaler
 
 
@@ -57,6 +58,10 @@ class DeepSpeedEngine(ReportingEngine):
         self._states_away = StatesAway()
         comms_logger.take(self.config)
         self.collate_fn: Any = None
+        self._profile: StepProfile | None = None
+        if self.config.flops_profiler.enabled:
+            self._profile = StepProfile(self, self.config.flops_profiler)
+            self.flops_profiler = self._profile.profiler
 
     def _loss_scaler(self) -> Fp16LossScaler:
         """As the native engine's; at stage 0 every overflow halves it, whatever ``hysteresis``."""
@@ -84,7 +89,10 @@ class DeepSpeedEngine(ReportingEngine):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._states_away.refuse("a forward")
-        return super().forward(*args, **kwargs)
+        if self._profile is None:
+            return super().forward(*args, **kwargs)
+        with self._profile.forward():
+            return super().forward(*args, **kwargs)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -100,6 +108,11 @@ class DeepSpeedEngine(ReportingEngine):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """As :meth:`hf_zero.Engine.step`. ``lr_kwargs`` go to the scheduler's step."""
         self._states_away.refuse("a step")
+        self._step(lr_kwargs)
+        if self._profile is not None:
+            self._profile.step_has_ended()
+
+    def _step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         scheduler = self.lr_scheduler
         if not lr_kwargs or scheduler is None:
             super().step()
@@ -360,6 +373,7 @@ class DeepSpeedEngine(ReportingEngine):
         """As :meth:`hf_zero.Engine.destroy`."""
         if self.optimizer is not None:
             self.optimizer.__dict__.pop("optimizer", None)  # a cycle would keep it
+        self._profile = None
         super().destroy(gather)
 
     # ---- what it says about itself ----

@@ -5,6 +5,7 @@ torch.utils.flop_counter counts them: those of matrix products, convolutions and
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,11 @@ def duration_to_string(
     duration: float, units: str | None = None, precision: int = DEFAULT_PRECISION
 ) -> str:
     return f"{number_to_string(duration, units, precision)}s"
+
+
+def depth_of(module: str) -> int:
+    """Modules around the one with this name."""
+    return module.count(".") + 1 if module else 0
 
 
 class FlopsProfiler:
@@ -158,8 +164,9 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Print a summary, to ``output_file`` where one is given; ``detailed``: and the operations
-        of each module down to ``module_depth`` (-1: all). Nothing before :meth:`start_profile`.
+        """Print a summary, to ``output_file`` where one is given; ``detailed``: and the
+        ``top_modules`` classes with the most operations at each depth, and the operations of each
+        module, down to ``module_depth`` (-1: all). Nothing before :meth:`start_profile`.
         """
         if not self.started:
             return
@@ -177,17 +184,35 @@ class FlopsProfiler:
             rows.append(("fwd FLOPS per GPU = fwd flops per GPU / fwd latency", speed))
         text = f"Profile Summary at step {profile_step}:\n"
         text += "".join(f"{name + ': ':<70}  {value}\n" for name, value in rows)
-        for name, flops in counts.items() if detailed else ():
-            depth = name.count(".") + 1 if name else 0
-            if module_depth < 0 or depth <= module_depth:
-                label = name.rpartition(".")[2] or type(self.model).__name__
-                share = 100 * flops / self.flops if self.flops else 0
-                text += f"{'  ' * depth}{label}: {number_to_string(flops)}flops, {share:.1f}%\n"
+        if not detailed:
+            counts = {}
+        elif module_depth >= 0:
+            counts = {name: n for name, n in counts.items() if depth_of(name) <= module_depth}
+        for depth, classes in self._by_class(counts).items():
+            largest = ", ".join(
+                f"{name} {number_to_string(flops)}flops"
+                for name, flops in classes.most_common(top_modules)
+            )
+            text += f"depth {depth}: {largest}\n" if largest else ""
+        for name, flops in counts.items():
+            label = name.rpartition(".")[2] or type(self.model).__name__
+            share = 100 * flops / self.flops if self.flops else 0
+            indent = "  " * depth_of(name)
+            text += f"{indent}{label}: {number_to_string(flops)}flops, {share:.1f}%\n"
         if output_file:
             Path(output_file).parent.mkdir(parents=True, exist_ok=True)
             Path(output_file).write_text(text)
         else:
             print(text)
+
+    def _by_class(self, counts: Mapping[str, int]) -> dict[int, Counter[str]]:
+        """Operations by depth and class of module."""
+        modules = dict(self.model.named_modules())
+        found: dict[int, Counter[str]] = {}
+        for name, flops in counts.items():
+            kind = type(modules[name]).__name__
+            found.setdefault(depth_of(name), Counter())[kind] += flops
+        return found
 
     def _of_engine(self) -> list[tuple[str, Any]]:
         engine = self.ds_engine

@@ -15,7 +15,7 @@ import psutil
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.deepspeed.accelerator import get_accelerator
-from hf_zero.logs import logger
+from hf_zero.logs import logger, set_level
 
 LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
 LEVELS["critical"] = logging.CRITICAL
@@ -114,10 +114,7 @@ def set_log_level_from_string(
     log_level_str: str, custom_logger: logging.Logger | None = None
 ) -> None:
     """Set the level of hf-zero's logger, or of ``custom_logger``, and of its handlers."""
-    level, chosen = get_log_level_from_string(log_level_str), custom_logger or logger
-    chosen.setLevel(level)
-    for handler in chosen.handlers:
-        handler.setLevel(level)
+    set_level(get_log_level_from_string(log_level_str), custom_logger or logger)
 
 
 def get_current_level() -> int:

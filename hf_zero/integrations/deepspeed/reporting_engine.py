@@ -11,7 +11,6 @@ import torch
 from hf_zero.core.sharded_model import DTYPES
 from hf_zero.distributed.process_group import backend_for
 from hf_zero.engine import Engine
-from hf_zero.logs import logger
 
 
 class ReportingEngine(Engine):
@@ -146,5 +145,8 @@ class ReportingEngine(Engine):
         times = self.step_times
         return {f"{part}_microstep": ms for part, ms in times.micro_batch.items()} | times.window
 
-    def log_level(self) -> int:
-        return logger.getEffectiveLevel()
+    def log_level(self) -> str | None:
+        """What ``log_level`` of the configuration names, such as "ERROR"; None: the level of the
+        log is as it was.
+        """
+        return self.config.log_level and self.config.log_level.upper()

@@ -224,7 +224,7 @@ def test_what_the_engine_says_about_itself() -> None:
         0,
     )
     assert engine.sparse_tensor_module_names == set()
-    assert not engine.is_first_weights_partition_group() and engine.log_level() > 0
+    assert not engine.is_first_weights_partition_group() and engine.log_level() is None
     assert engine.is_map_style_dataset(TensorDataset(torch.ones(1)))
     assert not engine.is_iterable_style_dataset([1])
     with pytest.raises(NotBuiltError, match="schedule"):

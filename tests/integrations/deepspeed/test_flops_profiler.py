@@ -11,6 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.engines import config_of
+from tests.helpers.stacks import on_ranks
+from tests.helpers.training import adamw
+
 profiling: Any = deepspeed.profiling.flops_profiler
 BATCH = 3
 
@@ -72,6 +76,54 @@ def test_a_profile_of_several_forwards(capsys: pytest.CaptureFixture[str]) -> No
     assert lines["data parallel size"] == "4" and lines["batch size per GPU"] == str(BATCH)
     profiler.end_profile()
     assert not profiler.started and not model._forward_hooks
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_configuration_profiles_one_step(
+    stage: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "profile.txt"
+    section = {"enabled": True, "step": 2, "output_file": str(file), "module_depth": 1}
+
+    def run(rank: int, model: Any) -> None:
+        config = config_of(stage, gradient_accumulation_steps=2, flops_profiler=section)
+        engine = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)[0]
+        for step in range(4):
+            for _ in range(2):
+                assert not file.exists() or step == 3
+                engine.backward(engine(torch.ones(BATCH, 2, 8, 8)).sum())
+                engine.step()
+            assert file.exists() == (step >= 2)
+            file.unlink(missing_ok=True) if step == 3 else None
+        assert engine.flops_profiler.flops == CONV + HEAD
+        assert engine.flops_profiler.params == PARAMS
+        assert engine.flops_profiler_profile_step() == 2 and engine.flops_profiler_enabled()
+        engine.destroy()
+
+    on_ranks(1, run, build=Two)
+
+
+def test_the_profile_of_a_configuration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(rank: int, model: Any) -> None:
+        section = {"enabled": True, "profile_step": 0, "module_depth": 1, "top_modules": 1}
+        config = config_of(1, flops_profiler=section)
+        engine = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)[0]
+        for _ in range(2):
+            engine.backward(engine(torch.ones(BATCH, 2, 8, 8)).sum())
+            engine.step()
+        engine.destroy()
+
+    on_ranks(1, run, build=Two)
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if line.startswith("Profile Summary")] == [
+        "Profile Summary at step 0:"
+    ]
+    assert "depth 1: Conv2d 15.55 Kflops" in printed
+    assert [line.split(":")[0].strip() for line in printed if line.endswith("%")] == [
+        "Two",
+        "conv",
+        "head",
+    ]
 
 
 def test_numbers_as_text() -> None:

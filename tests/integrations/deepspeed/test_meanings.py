@@ -426,3 +426,27 @@ def test_gradients_that_are_not_clipped_unasked_are_reported(caplog, written, sa
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     engine.destroy()
     assert ("gradient_clipping is not written" in caplog.text) == said
+
+
+def test_the_configuration_sets_the_level_of_the_log() -> None:
+    logger = deepspeed.utils.logger
+    before, levels = logger.level, [handler.level for handler in logger.handlers]
+    try:
+
+        def run(rank: int, model: Any) -> None:
+            logger.setLevel("INFO")
+            engine = start(model)
+            assert engine.log_level() is None and logger.level == 20
+            engine.destroy()
+            engine = start(model, log_level="ERROR")
+            assert engine.log_level() == "ERROR" and logger.level == 40
+            assert {handler.level for handler in logger.handlers} == {40}
+            engine.destroy()
+
+        on_ranks(1, run)
+        with pytest.raises(ConfigError, match="log_level"):
+            hf_zero.ZeroConfig.from_dict({"log_level": "loud"})
+    finally:
+        logger.setLevel(before)
+        for handler, level in zip(logger.handlers, levels):
+            handler.setLevel(level)
