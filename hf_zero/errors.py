@@ -63,7 +63,7 @@ class UnscalableLossError(PartitionError, AssertionError):
     """A loss that ``engine.scale`` cannot scale."""
 
 
-class UnsupportedOptimizerError(HfZeroError, TypeError):
+class UnsupportedOptimizerError(HfZeroError, TypeError, AssertionError):
     """An optimizer whose update is not element-wise, or whose existing state cannot be carried
     over.
     """

@@ -38,6 +38,13 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
     return Engine(model, resolved, ActivationPatches(resolved), shard_only=True)
 
 
+def engines_of(model: nn.Module) -> list[Engine]:
+    """The engines that ``model``'s parameters are in, each once."""
+    flats = [owner_of(parameter) for parameter in model.parameters()]
+    found = [flat.engine() for flat in flats if flat is not None]
+    return list({id(engine): engine for engine in found if engine is not None}.values())
+
+
 def release_holders(model: nn.Module) -> None:
     """Take the engines that train nothing off ``model``; its parameters stay as they are laid out,
     for another engine.
@@ -45,12 +52,6 @@ def release_holders(model: nn.Module) -> None:
     These are the ones that only hold it, and those initialized without an optimizer: a model may
     serve, say to compute a reference, before it is trained.
     """
-    flats = [owner_of(parameter) for parameter in model.parameters()]
-    holders = {
-        id(flat.engine()): flat.engine()
-        for flat in flats
-        if flat is not None and flat.engine() is not None
-    }
-    for engine in holders.values():
+    for engine in engines_of(model):
         if engine.bound is None:
             engine.destroy()

@@ -125,6 +125,7 @@ _GRADIENTS = (
 )
 
 _OPTIMIZER = (
+    inert("optimizer.torch_adam", BOOLEAN, "DeepSpeed reads it in optimizer.params alone"),
     inert("optimizer.legacy_fusion", BOOLEAN, "concerns DeepSpeed's fp16 LAMB"),
     inert(
         "zero_allow_untested_optimizer",

@@ -11,6 +11,7 @@ import torch
 
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
+from hf_zero.holding import engines_of
 from hf_zero.initialize import configuration, initialize_as
 from hf_zero.initialize import initialize as _initialize
 from hf_zero.integrations.deepspeed.engine import DeepSpeedEngine
@@ -28,6 +29,8 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     arguments = given.arguments
     if not isinstance(arguments["args"], torch.nn.Module):
         _prefer_objects(arguments)
+    if isinstance(arguments["model"], torch.nn.Module):
+        _take_over(arguments["model"])
     answer = initialize_as(DeepSpeedEngine, *given.args)
     engine, optimizer = answer[:2]
     engine.collate_fn = arguments["collate_fn"]
@@ -35,6 +38,18 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
         name_made(optimizer, engine.config)
         _report_unclipped(engine.config)
     return answer
+
+
+def _take_over(model: torch.nn.Module) -> None:
+    """End the training of an earlier engine with ``model``, as another one begins."""
+    for engine in engines_of(model):
+        if engine.module is model and engine.bound is not None:
+            log_rank0(
+                "initialize was called again for a model: its former engine is destroyed, and its "
+                "weights are where the new one starts",
+                logging.WARNING,
+            )
+            engine.destroy()
 
 
 def _report_unclipped(config: ZeroConfig) -> None:

@@ -57,15 +57,6 @@ DEFAULTS: dict[str, Any] = {
     "zero_hpz_partition_size": 1,
 }
 """What DeepSpeed documents for keys of the section that are not written."""
-BF16_DEFAULTS = dict.fromkeys(
-    (
-        "bf16_master_weights_and_grads",
-        "bf16_optimizer_states",
-        "check_grad_overflow",
-        "immediate_grad_update",
-    ),
-    False,
-)
 
 ADAGRAD_OPTIMIZER = "adagrad"
 ADAMW_OPTIMIZER = "adamw"
@@ -185,36 +176,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     return value.value if isinstance(value, Enum) else value
-
-
-class DeepSpeedBF16Config(_Section):
-    """The section ``bf16``."""
-
-    def __init__(self, **values: Any) -> None:
-        super().__init__({**BF16_DEFAULTS, **_precision("bf16", values)})
-
-
-class DeepSpeedFP16Config(_Section):
-    """The section ``fp16``."""
-
-    def __init__(self, **values: Any) -> None:
-        super().__init__(_precision("fp16", values))
-
-
-def _precision(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    written = {"enabled": False, **_plain(values)}
-    config = ZeroConfig.from_dict({name: written}, allow_auto=True).to_dict("default")
-    return {**config.get(name, {}), **written}
-
-
-def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
-    """The section of a whole configuration, under its former name ``bfloat16``, too."""
-    return DeepSpeedBF16Config(**(param_dict.get("bf16") or param_dict.get("bfloat16") or {}))
-
-
-def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
-    """The section of a whole configuration."""
-    return DeepSpeedFP16Config(**param_dict.get("fp16", {}))
 
 
 def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:

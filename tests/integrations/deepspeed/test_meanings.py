@@ -23,6 +23,7 @@ from hf_zero.errors import (
     CheckpointError,
     ConfigError,
     NotBuiltError,
+    PartitionError,
     TargetMismatchError,
     UnreducedGradientsError,
 )
@@ -450,3 +451,53 @@ def test_the_configuration_sets_the_level_of_the_log() -> None:
         logger.setLevel(before)
         for handler, level in zip(logger.handlers, levels):
             handler.setLevel(level)
+
+
+def test_an_optimizer_that_is_not_known_is_an_assertion_too() -> None:
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    def run(rank: int, model: Any) -> None:
+        for kind in (AssertionError, TypeError):
+            with pytest.raises(kind, match="Own"):
+                deepspeed.initialize(
+                    model=model,
+                    optimizer=Own(model.parameters(), lr=0.1),
+                    config=config_of(1, zero_allow_untested_optimizer=False),
+                )
+
+    on_ranks(1, run)
+
+
+@pytest.mark.parametrize(("first", "stage"), [(0, 3), (3, 0), (3, 3), (1, 2)])
+def test_a_model_is_initialized_again(first: int, stage: int, heard: list[str]) -> None:
+    """The second engine goes on with the weights of the first, and with its optimizer object."""
+
+    def train(engine: Any, rank: int, step: int) -> None:
+        engine.backward(squared(engine, At(step, 0, rank)))
+        engine.step()
+
+    def run(rank: int, model: Any) -> dict[str, torch.Tensor]:
+        old = start(model, first)
+        train(old, rank, 0)
+        engine = start(model, stage)
+        assert old.destroyed and engine.module is model
+        with pytest.raises(PartitionError, match="destroyed"):
+            old.step()
+        train(engine, rank, 1)
+        found = full_weights(engine)
+        engine.destroy()
+        return found
+
+    def alone(rank: int, model: Any) -> dict[str, torch.Tensor]:
+        for step in range(2):
+            engine = start(model, 0)
+            train(engine, rank, step)
+            engine.destroy()
+        return full_weights(engine)
+
+    want = on_ranks(RANKS, alone)[0]
+    for name, value in on_ranks(RANKS, run)[0].items():
+        torch.testing.assert_close(value, want[name], rtol=1e-6, atol=1e-7)
+    assert any("called again for a model" in line for line in heard)

@@ -12,6 +12,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from hf_zero.errors import ConfigError, NotBuiltError, PartitionError
@@ -310,8 +311,21 @@ def test_sections_of_precision(key: str) -> None:
     assert not read.get_bfloat16_config({}).enabled
     section = read.get_float16_config({"fp16": {"enabled": True, "loss_scale_window": 4}})
     assert (section.enabled, section.loss_scale_window, section.hysteresis) == (True, 4, 2)
-    with pytest.raises(ValueError, match="a number of at least 0"):
-        read.get_float16_config({"fp16": {"loss_scale": -1}})
+    fp16 = read.DeepSpeedFP16Config
+    assert fp16().initial_dynamic_scale() == 2.0**16 and fp16(loss_scale="3").loss_scale == 3.0
+    for wrong in (-1, float("inf"), float("nan"), True, [], None):
+        with pytest.raises(ValidationError):
+            fp16(loss_scale=wrong)
+    with pytest.raises(ValidationError, match=r"must be a number, not {}"):
+        fp16(loss_scale={})
+    for name in ("loss_scale_window", "min_loss_scale"):
+        assert getattr(fp16(enabled=True, loss_scale=8, **{name: 0}), name) == 0
+        assert getattr(fp16(**{name: -1}), name) == -1
+        for wrong in (0, -1, True, float("inf"), "abc", None):
+            with pytest.raises(ValidationError):
+                fp16(enabled=True, **{name: wrong})
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        fp16(enable=True)
 
 
 def test_lists_of_cores() -> None:

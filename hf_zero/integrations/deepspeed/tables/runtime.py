@@ -132,7 +132,7 @@ RUNTIME = (
         "deepspeed.runtime.precision_config",
         "The sections bf16 and fp16 of a configuration.",
         names(
-            f"{HERE}.zero_config",
+            f"{HERE}.precision_config",
             "DeepSpeedBF16Config",
             "DeepSpeedFP16Config",
             "get_bfloat16_config",
