@@ -57,7 +57,6 @@ class DeepSpeedEngine(ReportingEngine):
         super().__init__(*args, **kwargs)
         self._states_away = StatesAway()
         comms_logger.take(self.config)
-        self.collate_fn: Any = None
         self._profile: StepProfile | None = None
         if self.config.flops_profiler.enabled:
             self._profile = StepProfile(self, self.config.flops_profiler)

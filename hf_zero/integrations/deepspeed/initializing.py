@@ -33,7 +33,10 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
         _take_over(arguments["model"])
     answer = initialize_as(DeepSpeedEngine, *given.args)
     engine, optimizer = answer[:2]
-    engine.collate_fn = arguments["collate_fn"]
+    engine.client_optimizer = arguments["optimizer"]
+    engine.client_lr_scheduler = arguments["lr_scheduler"]
+    for name in ("training_data", "collate_fn", "mpu"):
+        setattr(engine, name, arguments[name])
     if optimizer is not None:
         name_made(optimizer, engine.config)
         _report_unclipped(engine.config)

@@ -11,10 +11,18 @@ import torch
 from hf_zero.core.sharded_model import DTYPES
 from hf_zero.distributed.process_group import backend_for
 from hf_zero.engine import Engine
+from hf_zero.integrations.deepspeed.parallel_groups import get_data_parallel_group
 
 
 class ReportingEngine(Engine):
     """An :class:`hf_zero.Engine` with DeepSpeed's getters."""
+
+    # arguments of ``deepspeed.initialize``
+    client_optimizer: Any = None
+    client_lr_scheduler: Any = None
+    training_data: Any = None
+    collate_fn: Any = None
+    mpu: Any = None
 
     def get_mom(self) -> list[Any]:
         """Each group's momentum or betas, whichever its optimizer has; None for neither."""
@@ -130,8 +138,38 @@ class ReportingEngine(Engine):
         named = self.module.named_modules()
         return {name for name, module in named if getattr(module, "sparse", False) is True}
 
+    @property
+    def seq_dp_world_size(self) -> int:
+        """As :attr:`dp_world_size`: sequences are not divided."""
+        return self.dp_world_size
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of all ranks."""
+        return get_data_parallel_group()
+
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer: no other object stands before it."""
+        return self.optimizer
+
+    @property
+    def gradient_average(self) -> bool:
+        """Whether gradients are averaged over ranks, not summed."""
+        return self.config.gradient_allreduce_op == "mean"
+
+    @property
+    def inside_no_sync_ctxt(self) -> bool:
+        return bool(self.in_no_sync)
+
+    @property
+    def param_names(self) -> dict[torch.nn.Parameter, str]:
+        """The names of the model's parameters."""
+        return {parameter: name for name, parameter in self.module.named_parameters()}
+
     mp_world_size = 1
     pipeline_parallelism = False
+    has_moe_layers = False
 
     @property
     def dist_backend(self) -> str:

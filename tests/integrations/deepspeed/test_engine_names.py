@@ -224,6 +224,17 @@ def test_what_the_engine_says_about_itself() -> None:
         0,
     )
     assert engine.sparse_tensor_module_names == set()
+    assert engine.basic_optimizer is engine.optimizer is engine.client_optimizer
+    assert (engine.seq_dp_world_size, engine.gradient_average, engine.has_moe_layers) == (
+        1,
+        True,
+        False,
+    )
+    assert [*engine.param_names.values()] == [name for name, _ in engine.module.named_parameters()]
+    assert engine.data_parallel_group is deepspeed.utils.groups.get_data_parallel_group()
+    with engine.no_sync():
+        assert engine.inside_no_sync_ctxt
+    assert not engine.inside_no_sync_ctxt and engine.mpu is engine.training_data is None
     assert not engine.is_first_weights_partition_group() and engine.log_level() is None
     assert engine.is_map_style_dataset(TensorDataset(torch.ones(1)))
     assert not engine.is_iterable_style_dataset([1])
