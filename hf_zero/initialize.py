@@ -28,6 +28,7 @@ from hf_zero.holding import release_holders
 from hf_zero.loading import give_values
 from hf_zero.logs import logger, set_level
 from hf_zero.ops.dispatch import kind_for_auto
+from hf_zero.optim.adopted import adopt
 from hf_zero.optim.build import build_optimizer
 from hf_zero.optim.elementwise import check as check_elementwise
 from hf_zero.optim.schedules import build_scheduler
@@ -158,6 +159,8 @@ def initialize_as(
     mark_configured(model, settings.zero.leaf_module)
     _fuse(model, settings, to_be_compiled(model) if choose and settings.compile.blocks else ())
     made = _optimizer(settings, model, optimizer, model_parameters)
+    if made is not None:
+        adopt(made)
     settings = settings.resolve(
         process_group.get_world_size(),
         require_batch_size=training_data is not None,

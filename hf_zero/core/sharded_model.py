@@ -213,7 +213,9 @@ class MeshRanks:
         """``sizes[rank]`` elements of ``sent`` to each rank, ``counts[rank]`` from each
         (collective).
         """
-        handle, received = self._axis.all_to_all(sent, sizes, counts, "parts of matrices")
+        handle, received = self._axis.all_to_all(
+            sent.to(self._device), sizes, counts, "parts of matrices"
+        )
         handle.wait()
         return received
 

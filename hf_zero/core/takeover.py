@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hf_zero.errors import PartitionError
+from hf_zero.optim.adopted import give_back
 from hf_zero.parameters.parameter import name_of, owner_of
 
 TAKEN = ("step", "add_param_group", "zero_grad", "state_dict", "load_state_dict")
@@ -197,3 +198,4 @@ def restore_optimizer(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for segment in group["params"]:
             segment.data = segment.data.new_empty(0)
+    give_back(optimizer)

@@ -138,10 +138,10 @@ class Updater:
         for unit in units:
             for flat in unit.offloaded:
                 update.announce(flat.optimizer_shard)
-        if update.measures:
+        for at in range(update.rounds):
             for unit in units:
-                self._measure(update, unit, [*events, *self._copied_gradients(unit)])
-            update.total()
+                self._prepare(update, unit, at, [*events, *self._copied_gradients(unit)])
+            update.combine(at)
         if update.touches_optimizer:
             for unit in units:
                 done: Future[streams.Event | None] = Future()
@@ -228,12 +228,12 @@ class Updater:
         return failure
 
     @torch.no_grad()
-    def _measure(self, update: Update, unit: Unit, ready: Sequence[streams.Event]) -> None:
+    def _prepare(self, update: Update, unit: Unit, at: int, ready: Sequence[streams.Event]) -> None:
         for event in ready:
             event.synchronize()
-        with span("measure_update", unit.label):
+        with span("prepare_update", unit.label):
             for flat in unit.offloaded:
-                update.measure(flat.optimizer_shard)
+                update.prepare(flat.optimizer_shard, at)
 
     # ---- on the thread of updates ----
 

@@ -23,6 +23,7 @@ from hf_zero.optim.segment_table import SegmentTable
 from hf_zero.optim.sharded_tensors import OneRank, ShardedTensors, ShardRanks
 from hf_zero.optim.sub_group_update import Counted, Update
 from hf_zero.optim.table import Flat, Segment, masters, split
+from hf_zero.optim.tensor_factors import TensorFactors
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 from hf_zero.parameters.layout import Slot
 
@@ -82,6 +83,7 @@ class BoundOptimizer:
         self._table = SegmentTable(self._entries, self._base, self._fused, moments)
         self._steps = SegmentSteps(optimizer, self._base)
         self._numbers = GroupNumbers(self._entries, self._table)
+        self.factors = TensorFactors(self._entries, self._table)
         self._flats = [flat for flat in flats if flat.trainable]
         if any(flat.offloaded for flat in self._flats):
             refuse_offload(optimizer)
@@ -97,7 +99,8 @@ class BoundOptimizer:
         carried = state.collect(optimizer, parameters, slots, group_of)
         groups = {group_of[name] for name in slots if name in group_of}
         self._table.bind(self._flats, self.group_of, groups)
-        self._carry(carried, group_of)
+        self._table.carry(carried, self.group_of)
+        self.factors.load(carried.factors)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -243,7 +246,8 @@ class BoundOptimizer:
             if count is not None and rules[segment.group] is not None:
                 count += 1
             number = 0 if count is None else int(count)
-            counted[segment] = Counted(number, self._table.offloaded.take_fresh(segment))
+            fresh = self._table.offloaded.take_fresh(segment)
+            counted[segment] = Counted(number, fresh, self.factors.of(segment))
         return counted
 
     def step_sub_group(
@@ -257,7 +261,7 @@ class BoundOptimizer:
         gives a flat its masters there.
         """
         flats = {flat.key: flat for flat in self._flats}
-        scalars, apart = self.scalars(), self.apart()
+        scalars, apart, factors = self.scalars(), self.apart(), self.factors.held()
         fresh = self._table.offloaded.fresh_names()
         # states that are on the device already are cut anew with those that come
         kept = {
@@ -274,6 +278,7 @@ class BoundOptimizer:
             for name, tensor in tensors.items():
                 self.load_tensor(flats[key], name, tensor)
         self.load_scalars(scalars, apart)
+        self.factors.load(factors)
 
     # ---- state, per flat and per group ----
 
@@ -420,21 +425,6 @@ class BoundOptimizer:
         without a step.
         """
         return self._entries.some_group_keeps(name, torch.zeros(1))
-
-    def _carry(self, carried: state.Carried, group_of: Mapping[str, int]) -> None:
-        with_state = {group_of[name] for name in carried.tensors}
-        for segment in self._table.segments:
-            scalars = carried.scalars.get(segment.group, {})
-            if not scalars and segment.group not in with_state:
-                continue
-            self._table.state_of(segment).create(segment)
-            live = self.optimizer.state[segment.tensor]
-            for name, number in scalars.items():
-                live[name] = state.scalar_like(live[name], number) if name in live else number
-            for part in segment.parts:
-                for key, start, stop, at in part.pieces():
-                    for name, whole in carried.tensors.get(key, {}).items():
-                        self._table.state_of(segment).put(segment, name, at, whole[start:stop])
 
     def _same_groups(self, given: Sequence[Any], what: str) -> None:
         if len(given) != len(self.groups):

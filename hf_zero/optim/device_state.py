@@ -151,8 +151,10 @@ class DeviceState:
     def _refuse_unknown(self, segment: Segment) -> None:
         shape = segment.tensor.shape
         for name, value in self._entries.of(segment).items():
-            if not state.is_scalar(name, value, shape) and not state.is_elementwise(
-                name, value, shape
+            if not (
+                isinstance(value, Mapping)
+                or state.is_scalar(name, value, shape)
+                or state.is_elementwise(name, value, shape)
             ):
                 what = f"a segment of {segment.parts[0].flat.key!r}"
                 state.refuse_unknown(self._entries.optimizer, name, value, what)

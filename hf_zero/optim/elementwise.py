@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.optim.adopted import adopted_class
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from hf_zero.optim.lamb import Lamb
 from hf_zero.optim.lars import LARS
@@ -50,7 +51,6 @@ WHOLE_TENSOR: tuple[type[WholeTensorOptimizer], ...] = (Lamb, LARS, Muon)
 # may not be installed.
 _WHOLE_TENSOR = {
     "Adafactor": "it factors the second moment into row and column means of each matrix",
-    "Muon": "it orthogonalises the momentum of each whole matrix, as hf_zero.optim.Muon",
     "LBFGS": "it takes dot products over all parameters and calls a closure several times a step",
     "SparseAdam": "it needs sparse gradients, and shards hold dense ones",
     "Lamb": "it scales each update by the norm of the whole parameter, as hf_zero.optim.Lamb",
@@ -113,7 +113,7 @@ def check(optimizer: Any, allowed: Iterable[str] = ()) -> None:
             f"{cls.__module__}.{cls.__qualname__} is not a torch.optim.Optimizer; pass the "
             "optimizer itself, not a wrapper of it"
         )
-    if update_base(cls) is not None or vouched_for(cls, allowed):
+    if update_base(adopted_class(cls) or cls) is not None or vouched_for(cls, allowed):
         return
     listed = next((base for base in cls.__mro__ if base in ELEMENTWISE), None)
     reason = next(

@@ -18,7 +18,7 @@ from hf_zero.ops.host import Moment
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from hf_zero.optim.kernel_calls import MASTER, Call, adagrad, adam, lion, sgd
 from hf_zero.optim.lion import Lion
-from hf_zero.optim.whole_tensor import Parts, TensorSumOptimizer
+from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class Rule:
     """``update(arrays by state name, gradient, values to write, call)``; ``compressible`` are
     the states that may be kept in 16 or 8 bits.
 
-    ``measure(arrays, gradient, call)``, where there is one, comes before, for all that is updated:
-    the sums [k] that ``call.norms`` of the update are the roots of, once ranks have added them up.
+    ``prepare(arrays, gradient, call, at)``, where there is one, comes before, for all that is
+    updated: what is combined in round ``at`` of an optimizer of whole tensors.
     """
 
     update: Callable[[Mapping[str, Moment], Tensor, Tensor | None, Call], None]
     knows: Callable[[Mapping[str, Any]], bool]
     compressible: Mapping[str, bool]  # name: signed
-    measure: Callable[[Mapping[str, Moment], Tensor, Call], Tensor] | None = None
+    prepare: Callable[[Mapping[str, Moment], Tensor, Call, int], Tensor] | None = None
 
 
 def _usual(group: Mapping[str, Any]) -> bool:
@@ -59,39 +59,41 @@ RULES: dict[type, Rule] = {
 }
 
 
-def of_halves(cls: type[TensorSumOptimizer]) -> Rule:
-    """The rule of ``cls``: its own two halves."""
+def of_rounds(cls: type[WholeTensorOptimizer], group: Mapping[str, Any]) -> Rule:
+    """The rule of ``cls`` for ``group``: its own rounds and update."""
+    names = cls.moments_of(group)
 
     def parts(held: Mapping[str, Any], grad: Tensor, call: Call) -> Parts:
+        assert call.whole is not None
         return Parts(
             [held[MASTER]],
             [grad],
-            [[held[name]] for name in cls.MOMENTS],
+            [[held[name]] for name in names],
             [call.step],
-            [call.shape],
+            [call.whole.factors],
+            [call.whole.shape],
+            [call.whole.extent],
+            [result.unsqueeze(0) for result in call.whole.results],
             divisor=call.divisor,
         )
 
-    def measure(held: Mapping[str, Any], grad: Tensor, call: Call) -> Tensor:
-        return cls.measure(call.group, parts(held, grad, call))[0]
+    def prepare(held: Mapping[str, Any], grad: Tensor, call: Call, at: int) -> Tensor:
+        return cls.prepare(call.group, parts(held, grad, call), at)[0]
 
     def update(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
-        assert call.norms is not None
-        of = parts(held, grad, call)
-        of.norms = call.norms.unsqueeze(0)
-        cls.apply(call.group, of)
+        cls.apply(call.group, parts(held, grad, call))
         if out is not None:
             out.copy_(held[MASTER])
 
-    return Rule(update, _usual, {}, measure)
+    return Rule(update, _usual, {}, prepare if cls.prepares(group) else None)
 
 
 def rule_of(base: type | None, group: Mapping[str, Any]) -> Rule | None:
     """The rule for a group of an optimizer whose update is that of the listed class ``base``;
     None where there is none.
     """
-    if base is not None and issubclass(base, TensorSumOptimizer):
-        return of_halves(base)
+    if base is not None and issubclass(base, WholeTensorOptimizer):
+        return of_rounds(base, group)
     for cls in base.__mro__ if base is not None else ():
         if cls in RULES:
             return RULES[cls] if RULES[cls].knows(group) else None

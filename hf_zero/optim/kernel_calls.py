@@ -26,9 +26,19 @@ class Call:
     divisor: float  # of the gradient
     seed: int  # of stochastic rounding
     fresh: bool  # no step has been made yet
-    # of the tensor that the arrays are a part of, for updates that need sums over whole tensors
-    shape: tuple[int, ...] = ()
-    norms: Tensor | None = None  # the roots of those sums
+    whole: WholeTensorCall | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class WholeTensorCall:
+    """What an update is given that needs more of a tensor than one element: see
+    :class:`hf_zero.optim.whole_tensor.Parts`.
+    """
+
+    shape: tuple[int, ...]
+    extent: tuple[int, int]
+    factors: dict[str, Tensor]
+    results: tuple[Tensor, ...]
 
 
 def _shared(out: Tensor | None, call: Call) -> dict[str, Any]:

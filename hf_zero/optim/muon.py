@@ -5,7 +5,7 @@ what is no hidden matrix is updated by AdamW.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,6 +50,7 @@ class Muon(WholeTensorOptimizer):
     """
 
     MOMENTS = ("momentum_buffer",)
+    ADOPTED_SETTINGS: Mapping[str, Any] = {"use_muon": True}
 
     def __init__(
         self,
@@ -112,35 +113,58 @@ class Muon(WholeTensorOptimizer):
                     '"use_muon": False, which AdamW updates'
                 )
 
-    def moments_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return self.MOMENTS if group["use_muon"] else _ADAMW
+    @classmethod
+    def moments_of(cls, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return cls.MOMENTS if group["use_muon"] else _ADAMW
 
-    def update(self, found: Sequence[Parts]) -> None:
-        shapes = self.tensors.shapes([parts.weights for parts in found])
-        for group, parts, theirs in zip(self.param_groups, found, shapes):
-            if group["use_muon"]:
-                self._by_matrices(group, parts, theirs)
-            elif parts.weights:
-                _adamw(group, parts)
+    @classmethod
+    def adopt_state(cls, state: dict[str, Any]) -> None:
+        if state:  # torch's does not count: nothing depends on the number
+            state.setdefault("step", torch.tensor(0.0))
 
-    def _by_matrices(
-        self, group: Mapping[str, Any], parts: Parts, shapes: Sequence[tuple[int, ...]]
-    ) -> None:
+    @classmethod
+    def prepares(cls, group: Mapping[str, Any]) -> bool:
+        return bool(group["use_muon"])
+
+    @classmethod
+    def prepare(cls, group: Mapping[str, Any], parts: Parts, at: int) -> Sequence[Tensor]:
         (buffers,) = parts.moments
-        orthogonal = partial(
-            _muon._zeropower_via_newtonschulz,
-            ns_coefficients=group["ns_coefficients"],
-            ns_steps=group["ns_steps"],
-            eps=group["eps"],
-        )
-        directions = [_direction(group, *each) for each in zip(parts.grads, buffers)]
-        updates = self.tensors.transformed(parts.weights, directions, orthogonal)
+        return [_direction(group, *each) for each in zip(parts.gradients(), buffers)]
+
+    def combine(
+        self,
+        at: int,
+        groups: Sequence[Mapping[str, Any]],
+        parts: Sequence[Sequence[Tensor]],
+        prepared: Sequence[Sequence[Tensor]],
+    ) -> Sequence[Sequence[Tensor]]:
+        return [
+            self.tensors.transformed(own, directions, _orthogonal(group))
+            if group["use_muon"]
+            else []
+            for group, own, directions in zip(groups, parts, prepared)
+        ]
+
+    @staticmethod
+    def apply(group: Mapping[str, Any], parts: Parts) -> None:
+        if not group["use_muon"]:
+            _adamw(group, parts)
+            return
         lr = float(group["lr"])
-        for weight, update, shape in zip(parts.weights, updates, shapes):
+        for weight, update, shape in zip(parts.weights, parts.results[0], parts.shapes):
             weight.mul_(1 - lr * group["weight_decay"])
             if len(shape) == 2:  # no stand-in
                 adjusted = _muon._adjust_lr(lr, group["adjust_lr_fn"], torch.Size(shape))
                 weight.add_(update, alpha=-adjusted)
+
+
+def _orthogonal(group: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+    return partial(
+        _muon._zeropower_via_newtonschulz,
+        ns_coefficients=group["ns_coefficients"],
+        ns_steps=group["ns_steps"],
+        eps=group["eps"],
+    )
 
 
 def _direction(group: Mapping[str, Any], grad: Tensor, buffer: Tensor) -> Tensor:
@@ -155,7 +179,7 @@ def _adamw(group: Mapping[str, Any], parts: Parts) -> None:
     averages, variances = parts.moments
     adamw(
         parts.weights,
-        parts.grads,
+        parts.gradients(),
         averages,
         variances,
         [],

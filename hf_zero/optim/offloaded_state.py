@@ -19,7 +19,7 @@ from hf_zero.optim.elementwise import update_base
 from hf_zero.optim.host_rules import Rule, rule_of
 from hf_zero.optim.kernel_calls import MASTER
 from hf_zero.optim.table import Flat, MemoryRegion, Segment, apart
-from hf_zero.optim.whole_tensor import TensorSumOptimizer, WholeTensorOptimizer
+from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 from hf_zero.storage.base import StorageFormat, moment_format
 
 # in their first step the gradient itself is the momentum
@@ -27,17 +27,9 @@ BEGIN_WITH_GRADIENT = (torch.optim.SGD, CPUSGD)
 
 
 def refuse_offload(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UnsupportedOptimizerError for an optimizer whose update needs whole matrices, and for
-    one that the user vouches for and that counts its steps elsewhere than in its state.
+    """Raise UnsupportedOptimizerError for an optimizer that the user vouches for and that counts
+    its steps elsewhere than in its state.
     """
-    if isinstance(optimizer, WholeTensorOptimizer) and not isinstance(
-        optimizer, TensorSumOptimizer
-    ):
-        raise UnsupportedOptimizerError(
-            f"optimizer {type(optimizer).__name__} updates whole matrices on the device, and "
-            "offloaded state is updated on the host part by part; remove offload_optimizer, or "
-            "use Adam, AdamW, Lion or Lamb"
-        )
     if update_base(type(optimizer)) is not None:
         return
     counted = [
@@ -132,7 +124,7 @@ class OffloadedState:
     def rule(self, group: int) -> Rule | None:
         """The host kernel that updates ``group``; None where the optimizer does it itself."""
         groups = self._entries.groups
-        if isinstance(self._entries.optimizer, TensorSumOptimizer):
+        if isinstance(self._entries.optimizer, WholeTensorOptimizer):
             return rule_of(self._base, groups[group])
         mine = [segment for segment in self._all if segment.group == group]
         if any(segment.tensor.dtype != torch.float32 for segment in mine):

@@ -63,6 +63,22 @@ class SegmentTable:
             torch_fused.choose(self._base, live)
         self.offloaded.create_all()
 
+    def carry(self, carried: state.Carried, group_of: Mapping[str, int]) -> None:
+        """Give segments their elements of state that parameters had before they were cut."""
+        with_state = {group_of[name] for name in carried.tensors}
+        for segment in self.segments:
+            scalars = carried.scalars.get(segment.group, {})
+            if not scalars and segment.group not in with_state:
+                continue
+            self.state_of(segment).create(segment)
+            live = self._optimizer.state[segment.tensor]
+            for name, number in scalars.items():
+                live[name] = state.scalar_like(live[name], number) if name in live else number
+            for part in segment.parts:
+                for key, start, stop, at in part.pieces():
+                    for name, whole in carried.tensors.get(key, {}).items():
+                        self.state_of(segment).put(segment, name, at, whole[start:stop])
+
     def _list(self) -> None:
         """Let the optimizer's groups know of the segments there are now."""
         self.stepped = [segment for segment in self.segments if not segment.offloaded]

@@ -70,7 +70,7 @@ class ShardedTensors(Tensors):
         kernels: Any,
     ) -> None:
         self.kernels = kernels
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._group_of, self._segments, self._ranks = group_of, segments, ranks
         layouts = [flat.layout for flat in flats]
         self._places = {slot.name: (layout, slot) for layout in layouts for slot in layout.slots}
@@ -93,6 +93,10 @@ class ShardedTensors(Tensors):
         own = {part: self._shapes[name] for part, name in names.items()}
         return [[own.get(part, (1,)) for part in of] for of in parts]
 
+    def extents(self, parts: Sequence[Sequence[Tensor]]) -> list[list[tuple[int, int]]]:
+        own = {segment.tensor: extent_of(segment) for segment in self._segments() if segment.parts}
+        return [[own.get(part, (0, 1)) for part in of] for of in parts]
+
     def shape_of(self, segment: Segment) -> tuple[int, ...]:
         """The shape of the tensor that ``segment`` is a part of."""
         return self._shapes[min(segment.names)]
@@ -104,14 +108,25 @@ class ShardedTensors(Tensors):
         found = self._total([self._row(names.get(part)) for of in parts for part in of], sums)
         return found, self._by_group()
 
-    def totals_of(self, measured: Mapping[Segment, Tensor]) -> dict[Segment, Tensor]:
-        """The sums [k] of each segment, added up over all parts of its tensor (collective)."""
-        sums = torch.zeros(0, self._sums, dtype=torch.float64)
-        if measured:
-            sums = torch.stack(list(measured.values()))
-        found = self._total([self._row(min(segment.names)) for segment in measured], sums)
-        self._optimizer.norms = [each.sqrt() for each in self._by_group()]
-        return dict(zip(measured, found))
+    def summed(
+        self,
+        parts: Sequence[Tensor],
+        sums: Sequence[Tensor],
+        length: Callable[[tuple[int, ...]], int],
+    ) -> list[Tensor]:
+        lengths = [length(self._shapes[name]) for name in self._rows]
+        names = dict(self._names())
+        rows = [names.get(part) for part in parts]
+        own = torch.zeros(sum(lengths), dtype=torch.float64, device=device_of(sums))
+        places = dict(zip(self._rows, own.split(lengths)))
+        for name, each in zip(rows, sums):
+            if name is not None:
+                places[name] += each.to(own.device)
+        every = self._ranks.add_up(own).to(own.device)
+        places = dict(zip(self._rows, every.split(lengths)))
+        return [
+            each if name is None else places[name].to(each.device) for name, each in zip(rows, sums)
+        ]
 
     # ---- whole matrices ----
 
@@ -160,11 +175,10 @@ class ShardedTensors(Tensors):
         self, rows: Sequence[Sequence[Tensor]], counts: Sequence[int]
     ) -> Sequence[Tensor]:
         """``rows[rank]``, bf16, end to end, to each rank; ``counts[rank]`` elements from each."""
-        device = next(iter(self._segments())).tensor.device
-        none = torch.zeros(0, dtype=torch.bfloat16, device=device)
+        pieces = [piece for of in rows for piece in of]
+        none = torch.zeros(0, dtype=torch.bfloat16, device=device_of(pieces))
         sizes = [sum(map(torch.numel, of)) for of in rows]
-        sent = torch.cat([none, *(piece for of in rows for piece in of)])
-        return self._ranks.exchange(sent, sizes, counts)
+        return self._ranks.exchange(torch.cat([none, *pieces]), sizes, counts)
 
     def _held(self, name: str) -> list[int]:
         """Elements of a tensor that each rank holds."""
@@ -186,7 +200,7 @@ class ShardedTensors(Tensors):
         costs = {
             name: prod(self._shapes[name]) * min(self._shapes[name])
             for name, group in self._group_of.items()
-            if self._optimizer.param_groups[group].get("use_muon") and name in self._shapes
+            if self.optimizer.param_groups[group].get("use_muon") and name in self._shapes
         }
         for name in sorted(costs, key=lambda name: (-costs[name], name)):
             ranks = [rank for rank, numel in enumerate(self._held(name)) if numel]
@@ -213,3 +227,15 @@ class ShardedTensors(Tensors):
         updated = every.any(dim=1, keepdim=True)
         self._last = torch.where(updated, every, self._last.to(every.device))
         return every[places]
+
+
+def extent_of(segment: Segment) -> tuple[int, int]:
+    """The elements of its tensor that ``segment``, a part of one, has; none in padding."""
+    pieces = [piece for part in segment.parts for piece in part.pieces()]
+    starts, stops = [start for _, start, *_ in pieces], [stop for _, _, stop, _ in pieces]
+    return min(starts, default=0), max(stops, default=0)
+
+
+def device_of(tensors: Sequence[Tensor]) -> torch.device:
+    """That of the first of ``tensors``; the host's without any."""
+    return tensors[0].device if tensors else torch.device("cpu")

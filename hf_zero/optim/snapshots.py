@@ -97,8 +97,9 @@ class Saved:
         own = [number for number, each in enumerate(self.groups) if each == group]
         for number in sorted(own, key=self.numels.__getitem__):
             entry = self.packed["state"].get(number, {})
+            entry = {name: value for name, value in entry.items() if not isinstance(value, Mapping)}
             if not self.numels[number]:
-                return dict(entry)
+                return entry
             numbers = state.narrowed(entry, (self.numels[number],), 0, 1)
             return {
                 name: value.clone() if state.is_elementwise(name, value, (1,)) else value

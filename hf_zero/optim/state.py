@@ -71,8 +71,10 @@ def fresh_state(
     """
     twin, probe = _stepped_twin(optimizer, group, like)
     state = kept(twin.state[probe])
-    for name, value in state.items():
-        if is_scalar(name, value, probe.shape):
+    for name, value in [*state.items()]:
+        if isinstance(value, Mapping):  # of the whole tensor: its first step makes it
+            del state[name]
+        elif is_scalar(name, value, probe.shape):
             start = float(group["lr"]) if name == "eta" else _SCALARS.get(name, float(value))
             state[name] = scalar_like(value, start)
         elif not is_elementwise(name, value, probe.shape):
@@ -158,23 +160,27 @@ def narrowed(
     views, and numbers of its own.
     """
     return {
-        name: value[start:stop]
-        if is_elementwise(name, value, shape)
-        else value.clone()
-        if isinstance(value, Tensor)
-        else value
+        name: value[start:stop] if is_elementwise(name, value, shape) else copied(value)
         for name, value in entries.items()
     }
 
 
+def copied(value: Any) -> Any:
+    """``value``, a number or what is of a whole tensor, in memory of its own."""
+    if isinstance(value, Mapping):
+        return {name: copied(each) for name, each in value.items()}
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 @dataclass(frozen=True, eq=False)
 class Carried:
-    """Existing state of an optimizer: ``scalars[group][state name]`` and
-    ``tensors[parameter][state name]`` (1-D).
+    """Existing state of an optimizer: ``scalars[group][state name]``,
+    ``tensors[parameter][state name]`` (1-D), and ``factors[parameter]``, of whole tensors.
     """
 
     scalars: dict[int, dict[str, float]] = field(default_factory=dict)
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    factors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
 
 def collect(
@@ -231,7 +237,9 @@ def collect(
         scalars: dict[str, float] = {}
         tensors: dict[str, Tensor] = {}
         for key, value in state.items():
-            if is_scalar(key, value, slot.shape):
+            if isinstance(value, Mapping):
+                carried.factors[name] = dict(value)
+            elif is_scalar(key, value, slot.shape):
                 scalars[key] = float(value)
             elif is_elementwise(key, value, slot.shape):
                 tensors[key] = value.detach().reshape(-1)

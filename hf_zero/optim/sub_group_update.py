@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, islice
 from typing import Any, Protocol
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hf_zero.ops.host import Blocks
 from hf_zero.optim.host_rules import Rule
-from hf_zero.optim.kernel_calls import MASTER, Call
-from hf_zero.optim.sharded_tensors import ShardedTensors
+from hf_zero.optim.kernel_calls import MASTER, Call, WholeTensorCall
+from hf_zero.optim.sharded_tensors import ShardedTensors, extent_of
 from hf_zero.optim.table import Flat, Segment
 
 AHEAD = 8  # sub-groups that are announced; buffers may be fewer
@@ -25,14 +25,15 @@ Place = Callable[[int, int], Tensor | None]
 Placed = Callable[[int, int, Tensor | None], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Counted:
-    """The number of a segment's step, from 1 on (0: its optimizer counts by itself), and whether
-    it is the first.
+    """The number of a segment's step, from 1 on (0: its optimizer counts by itself), whether it is
+    the first, and what it keeps of its whole tensor.
     """
 
     step: int = 0
     fresh: bool = False
+    factors: dict[str, Tensor] = field(default_factory=dict)
 
 
 class SubGroupOptimizer(Protocol):
@@ -67,8 +68,9 @@ class Update:
         self._bound, self._number = bound, number
         self._rules, self._groups, self._divisor = rules, groups, divisor
         self._counted: dict[Segment, Counted] = {}
-        self._sums, self._measured = sums, dict[Segment, Tensor]()
-        self._norms: Mapping[Segment, Tensor] = {}
+        self._tensors = sums
+        self._prepared: dict[Segment, Tensor] = {}  # in the round under way
+        self._results: dict[Segment, tuple[Tensor, ...]] = {}  # of rounds that are over
         # sub-groups that are still to be acquired, in the order in which they were announced
         self._line: dict[tuple[Any, int], None] = {}
         self._lock = threading.Lock()
@@ -79,9 +81,9 @@ class Update:
         return any(rule is None for rule in self._rules)
 
     @property
-    def measures(self) -> bool:
-        """Whether each flat that is announced is to be measured before any is run."""
-        return self._sums is not None
+    def rounds(self) -> int:
+        """How often each flat that is announced is to be prepared before any is run."""
+        return self._tensors.optimizer.ROUNDS if self._tensors is not None else 0
 
     def announce(self, flat: Flat) -> None:
         """Say that ``flat`` is to be run, after those that were announced before as a rule. Its
@@ -125,30 +127,44 @@ class Update:
             storage.release(sub_group)
             placed(start, stop, out)
 
-    def measure(self, flat: Flat) -> None:
-        """The first half of the update of ``flat``, which was announced."""
+    def prepare(self, flat: Flat, at: int) -> None:
+        """Round ``at`` before the update of ``flat``, which was announced."""
         storage, grad = flat.storage, flat.grad
         assert grad is not None
         for sub_group, segments in self._sub_groups(flat):
+            chosen = [each for each in segments if each in self._counted and self._prepares(each)]
+            if not chosen:
+                continue
             held = self._acquire(storage, sub_group)
             with self._lock:  # it comes again after all the others
                 self._line[storage, sub_group] = None
-            for segment in segments:
+            for segment in chosen:
                 rule = self._rules[segment.group]
-                if segment not in self._counted or rule is None or rule.measure is None:
-                    continue
+                assert rule is not None and rule.prepare is not None
                 own = slice(segment.start - segments[0].start, segment.stop - segments[0].start)
                 arrays = {name: array[own] for name, array in held.items()}
-                self._measured[segment] = rule.measure(
-                    arrays, grad[segment.start : segment.stop], self._call(segment)
+                self._prepared[segment] = rule.prepare(
+                    arrays, grad[segment.start : segment.stop], self._call(segment), at
                 )
             storage.release(sub_group)
 
-    def total(self) -> None:
-        """All flats have been measured on all ranks (collective)."""
-        assert self._sums is not None
-        totals = self._sums.totals_of(self._measured)
-        self._norms = {segment: total.sqrt() for segment, total in totals.items()}
+    def _prepares(self, segment: Segment) -> bool:
+        rule = self._rules[segment.group]
+        return rule is not None and rule.prepare is not None
+
+    def combine(self, at: int) -> None:
+        """All flats have been prepared for round ``at`` on all ranks (collective)."""
+        assert self._tensors is not None
+        segments = list[list[Segment]]([] for _ in self._groups)
+        for segment in self._prepared:
+            segments[segment.group].append(segment)
+        parts = [[segment.tensor for segment in of] for of in segments]
+        prepared = [[self._prepared[segment] for segment in of] for of in segments]
+        combined = self._tensors.optimizer.combine(at, self._groups, parts, prepared)
+        for those, results in zip(segments, combined):
+            for segment, result in zip(those, results):
+                self._results[segment] = (*self._results.get(segment, ()), result)
+        self._prepared = {}
 
     def _acquire(self, storage: Any, sub_group: int) -> Mapping[str, Any]:
         held: Mapping[str, Any] = storage.acquire(sub_group)
@@ -196,12 +212,14 @@ class Update:
     def _call(self, segment: Segment) -> Call:
         counted = self._counted[segment]
         seed = zlib.crc32(f"{self._number} {segment.parts[0].flat.key} {segment.start}".encode())
+        whole = None
+        if self._tensors is not None:
+            whole = WholeTensorCall(
+                self._tensors.shape_of(segment),
+                extent_of(segment),
+                counted.factors,
+                self._results.get(segment, ()),
+            )
         return Call(
-            self._groups[segment.group],
-            counted.step,
-            self._divisor,
-            seed,
-            counted.fresh,
-            self._sums.shape_of(segment) if self._sums is not None else (),
-            self._norms.get(segment),
+            self._groups[segment.group], counted.step, self._divisor, seed, counted.fresh, whole
         )

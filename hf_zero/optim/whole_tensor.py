@@ -1,9 +1,11 @@
-"""Optimizers whose update needs sums over whole tensors (norms), in two halves between which the
-ranks that hold parts of a tensor add those sums up.
+"""Optimizers whose update needs more of a tensor than one element: sums over the whole tensor
+(norms, sums of rows and columns), or the whole matrix.
 
-A half treats each element alone but for these sums, so that it runs over any part of a tensor: the
-first updates the moments and adds up what the second needs. Where nothing is sharded the parts are
-the tensors, and :meth:`WholeTensorOptimizer.step` is the optimizer as its paper has it.
+A step is made in rounds. In each, every part of a tensor prepares something (the first one updates
+its moments as well), and the ranks that hold parts of the tensor combine it; the update of a part
+then treats each element alone but for what was combined, so that it runs over any part of a tensor,
+also over one that is read from elsewhere. Where nothing is sharded the parts are the tensors, and
+:meth:`WholeTensorOptimizer.step` is the optimizer as its paper has it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,10 @@ from torch import Tensor
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.ops.tensor_lists import divided
 
+FACTORS = "factors"
+"""The state of a parameter that is of the whole tensor, and neither a number for each element nor
+one number: tensors by name, kept by each part."""
+
 
 @dataclass(eq=False)
 class Parts:
@@ -29,8 +35,11 @@ class Parts:
         ``divisor``.
     moments: a list for each of the optimizer's ``MOMENTS``.
     steps: the number of each part's step, from 1 on.
+    factors: what each part keeps of its whole tensor, by name; empty before the first step.
     shapes: of the tensors that they are parts of.
-    norms: [parts, SUMS], the roots of the sums over those tensors; the second half has them.
+    extents: the first and last element + 1 of its tensor that each part has; what follows is
+        padding.
+    results: what each round has combined, for each part.
     kernels: the configuration's.
     """
 
@@ -38,10 +47,18 @@ class Parts:
     grads: list[Tensor]
     moments: Sequence[list[Tensor]]
     steps: list[int]
+    factors: Sequence[dict[str, Tensor]] = ()
     shapes: Sequence[tuple[int, ...]] = ()
-    norms: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64))
+    extents: Sequence[tuple[int, int]] = ()
+    results: list[Any] = field(default_factory=list)
     divisor: float = 1.0
     kernels: Any = "auto"
+
+    @property
+    def norms(self) -> Tensor:
+        """[parts, SUMS], where the first round has combined sums: their roots."""
+        found: Tensor = self.results[0]
+        return found
 
     def gradients(self) -> list[Tensor]:
         """The gradients divided, in the types of the weights."""
@@ -60,6 +77,10 @@ class Tensors:
         """The shapes of the tensors that the parts of each group are of."""
         return [[tuple(part.shape) for part in of] for of in parts]
 
+    def extents(self, parts: Sequence[Sequence[Tensor]]) -> list[list[tuple[int, int]]]:
+        """The elements ``[start, stop)`` of its tensor that each part of each group has."""
+        return [[(0, part.numel()) for part in of] for of in parts]
+
     def totals(
         self, parts: Sequence[Sequence[Tensor]], sums: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
@@ -68,6 +89,17 @@ class Tensors:
         (collective where parts are on several ranks).
         """
         return sums, list(sums.split([len(of) for of in parts]))
+
+    def summed(
+        self,
+        parts: Sequence[Tensor],
+        sums: Sequence[Tensor],
+        length: Callable[[tuple[int, ...]], int],
+    ) -> list[Tensor]:
+        """As :meth:`totals`, for ``sums`` [k] in 64 bits, where k is ``length`` of the shape of
+        the tensor that a part is of.
+        """
+        return list(sums)
 
     def transformed(
         self,
@@ -91,18 +123,73 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     MOMENTS: tuple[str, ...]
     """Names of the state of an element; each begins with zero."""
+    ROUNDS = 1
+    """How often parts prepare something that is combined."""
+    KEEPS_FACTORS = False
+    """Whether a parameter has :data:`FACTORS`."""
+    ADOPTED_SETTINGS: Mapping[str, Any] = {}
+    """Settings of groups that a class of the same update elsewhere does not have."""
 
     tensors = Tensors()
     norms: Sequence[Tensor] = ()
     """Of the last step, where there are sums: their roots, [tensors, SUMS] for each group."""
 
-    def moments_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+    @classmethod
+    def moments_of(cls, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Those of :attr:`MOMENTS` that ``group`` has."""
-        return self.MOMENTS
+        return cls.MOMENTS
+
+    @classmethod
+    def adopt_state(cls, state: dict[str, Any]) -> None:
+        """Make the ``state`` of a parameter, as a class of the same update elsewhere keeps it, one
+        of this class.
+        """
+
+    @classmethod
+    def prepares(cls, group: Mapping[str, Any]) -> bool:
+        """Whether parts of ``group`` take part in rounds."""
+        return True
+
+    @classmethod
+    @abstractmethod
+    def prepare(cls, group: Mapping[str, Any], parts: Parts, at: int) -> Sequence[Tensor]:
+        """Round ``at``, with the results of those before: what is to be combined, for each part."""
 
     @abstractmethod
+    def combine(
+        self,
+        at: int,
+        groups: Sequence[Mapping[str, Any]],
+        parts: Sequence[Sequence[Tensor]],
+        prepared: Sequence[Sequence[Tensor]],
+    ) -> Sequence[Sequence[Tensor]]:
+        """What round ``at`` has ``prepared`` for the parts of each of ``groups``, combined over the
+        parts of each tensor (collective where they are on several ranks). Nothing for groups that
+        do not take part.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def apply(group: Mapping[str, Any], parts: Parts) -> None:
+        """The update, with the results of all rounds."""
+
     def update(self, found: Sequence[Parts]) -> None:
         """One update of the parts of each group that have a gradient, whose steps are counted."""
+        weights = [parts.weights for parts in found]
+        shapes, extents = self.tensors.shapes(weights), self.tensors.extents(weights)
+        for parts, shapes_of, extents_of in zip(found, shapes, extents):
+            parts.shapes, parts.extents = shapes_of, extents_of
+        for at in range(self.ROUNDS):
+            prepared = [
+                self.prepare(group, parts, at) if parts.weights and self.prepares(group) else []
+                for group, parts in zip(self.param_groups, found)
+            ]
+            combined = self.combine(at, self.param_groups, weights, prepared)
+            for parts, results in zip(found, combined):
+                parts.results.append(results)
+        for group, parts in zip(self.param_groups, found):
+            if parts.weights:
+                self.apply(group, parts)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -119,6 +206,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     def _with_gradients(self, group: dict[str, Any]) -> Parts:
         names = self.moments_of(group)
         found = Parts([], [], [[] for _ in names], [], kernels=self.tensors.kernels)
+        factors = list[dict[str, Tensor]]()
         for part in group["params"]:
             if part.grad is None:
                 continue
@@ -144,6 +232,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             found.steps.append(int(state["step"]))
             for name, moment in zip(names, found.moments):
                 moment.append(state[name])
+            if self.KEEPS_FACTORS:
+                factors.append(state.setdefault(FACTORS, {}))
+        found.factors = factors
         return found
 
 
@@ -160,31 +251,27 @@ class TensorSumOptimizer(WholeTensorOptimizer):
         the sums [parts, SUMS], in 64 bits, that are added up over whole tensors.
         """
 
-    @staticmethod
-    @abstractmethod
-    def apply(group: Mapping[str, Any], parts: Parts) -> None:
-        """The second half, with the norms."""
+    @classmethod
+    def prepare(cls, group: Mapping[str, Any], parts: Parts, at: int) -> Sequence[Tensor]:
+        return list(cls.measure(group, parts))
 
-    def update(self, found: Sequence[Parts]) -> None:
-        measured = [
-            self.measure(group, parts)
-            for group, parts in zip(self.param_groups, found)
-            if parts.weights
-        ]
+    def combine(
+        self,
+        at: int,
+        groups: Sequence[Mapping[str, Any]],
+        parts: Sequence[Sequence[Tensor]],
+        prepared: Sequence[Sequence[Tensor]],
+    ) -> Sequence[Any]:
+        rows = [row for of in prepared for row in of]
         sums = (
-            torch.cat([each.to(measured[0].device) for each in measured])
-            if measured
+            torch.stack([row.to(rows[0].device) for row in rows])
+            if rows
             else torch.zeros(0, self.SUMS, dtype=torch.float64)
         )
-        weights = [parts.weights for parts in found]
-        totals, by_group = self.tensors.totals(weights, sums)
+        totals, by_group = self.tensors.totals(parts, sums)
         self.norms = [each.sqrt() for each in by_group]
-        norms = totals.sqrt().split([len(of) for of in weights])
-        shapes = self.tensors.shapes(weights)
-        for group, parts, own, theirs in zip(self.param_groups, found, norms, shapes):
-            if parts.weights:
-                parts.norms, parts.shapes = own.to(parts.weights[0].device), theirs
-                self.apply(group, parts)
+        norms = totals.sqrt().split([len(of) for of in parts])
+        return [own.to(of[0].device) if of else own for own, of in zip(norms, parts)]
 
 
 def whole_tensor_base(cls: type) -> type[WholeTensorOptimizer] | None:

@@ -59,7 +59,6 @@ def test_a_subclass_with_its_own_update_is_refused(method: str) -> None:
     ("name", "why"),
     [
         ("Adafactor", "row and column means"),
-        ("Muon", "orthogonalises"),
         ("LBFGS", "dot products"),
         ("SparseAdam", "sparse"),
     ],
@@ -70,6 +69,14 @@ def test_whole_tensor_optimizers_are_refused_with_the_reason(name: str, why: str
         match=rf'optimizer {name} .*{why}.*"elementwise_optimizers": \["{name}"\]',
     ):
         check(over(getattr(torch.optim, name)))
+
+
+def test_whole_matrix_optimizers_of_torch_pass_unless_their_update_is_another() -> None:
+    matrix = [torch.nn.Parameter(torch.ones(2, 2))]
+    check(torch.optim.Muon(matrix))
+    Normed = type("Normed", (torch.optim.Muon,), {"step": lambda self, *args: None})
+    with pytest.raises(UnsupportedOptimizerError, match="Normed cannot run"):
+        check(Normed(matrix))
 
 
 class Own(torch.optim.Optimizer):

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim import Muon
 from tests.helpers import oracle
 from tests.helpers.cells import fast
 from tests.helpers.engines import STAGES, config_of, full_weights, start
+from tests.helpers.offloads import WAYS, offload, stages_of
 from tests.helpers.stacks import by_hand, on_ranks, squared
 from tests.helpers.training import At, Plan, trainable
 
@@ -168,10 +168,55 @@ def test_a_checkpoint_goes_on_on_other_ranks(stage: int, tmp_path: Path) -> None
         compare(weights, want)
 
 
-def test_offloaded_state_is_refused() -> None:
-    def run(rank: int, model: Any) -> None:
-        section = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-        with pytest.raises(UnsupportedOptimizerError, match=r"Muon.*offload_optimizer"):
-            start(model, ours(model), config_of(2, zero_optimization=section))
+PLACES = [(way, stage) for way in WAYS for stage in stages_of(way) if "parameters" not in way]
 
-    on_ranks(2, run)
+
+@pytest.mark.parametrize(("way", "stage"), fast(PLACES, lambda way, stage: stage == 3))
+def test_offloaded(way: str, stage: int, tmp_path: Path) -> None:
+    """Momentum and update on the host, matrices on the device: directions travel."""
+    want, _ = by_hand(Both, [[(1.0, 0)]] * STEPS, 2)
+    section = offload(way, stage, tmp_path, buffer_size=512)
+    config = config_of(stage, Plan(ranks=2), zero_optimization=section)
+    for weights in on_ranks(2, lambda rank, model: train(start(model, ours(model), config), rank)):
+        compare(weights, want)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_torchs_own_object_is_taken(scheduled: bool) -> None:
+    """It stays of its class, and is of no other one again at the end."""
+
+    def make(model: Any) -> Any:
+        matrices, others = parted(model)
+        for parameter in others:
+            parameter.requires_grad_(False)
+        return torch.optim.Muon(matrices, **SETTINGS)
+
+    def decays(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def plain(model: Any) -> Any:
+        optimizer = make(model)
+        schedules.append(decays(optimizer))
+        return optimizer
+
+    schedules: list[Any] = []
+    after = (lambda *_: schedules[0].step()) if scheduled else (lambda *_: None)
+    want, _ = by_hand(plain, [[(1.0, 0)]] * STEPS, 2, after_step=after)
+
+    def run(rank: int, model: Any) -> Any:
+        optimizer = make(model)
+        schedule = decays(optimizer)
+        engine = start(model, optimizer, config_of(3))
+        assert isinstance(optimizer, Muon) and isinstance(optimizer, torch.optim.Muon)
+        for step in range(STEPS):
+            engine.backward(squared(engine, At(step, 0, rank)))
+            engine.step()
+            if scheduled:
+                schedule.step()
+        weights = full_weights(engine)
+        engine.destroy()
+        assert type(optimizer) is torch.optim.Muon
+        return weights
+
+    for weights in on_ranks(2, run):
+        compare(weights, want)

@@ -1,0 +1,73 @@
+"""State of whole tensors (the factors of Adafactor's second moment): each segment of a tensor keeps
+all of it, on every rank that has a part of the tensor, and it is the same in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from hf_zero.optim import state
+from hf_zero.optim.device_state import StateEntries
+from hf_zero.optim.segment_table import SegmentTable
+from hf_zero.optim.sharded_tensors import extent_of
+from hf_zero.optim.table import Segment
+from hf_zero.optim.whole_tensor import FACTORS, WholeTensorOptimizer
+
+# by parameter and name
+Factors = Mapping[str, Mapping[str, Tensor]]
+
+
+class TensorFactors:
+    """Those of the parameters of one optimizer."""
+
+    def __init__(self, entries: StateEntries, table: SegmentTable) -> None:
+        self._entries = entries
+        self._table = table
+        optimizer = entries.optimizer
+        self._kept = isinstance(optimizer, WholeTensorOptimizer) and optimizer.KEEPS_FACTORS
+
+    def of(self, segment: Segment) -> dict[str, Tensor]:
+        """What ``segment``, which has been stepped or is stepped now, keeps; {} before."""
+        if not self._kept:
+            return {}
+        live = self._entries.optimizer.state[segment.tensor]
+        factors: dict[str, Tensor] = live.setdefault(FACTORS, {})
+        return factors
+
+    def held(self, firsts: bool = False) -> dict[str, dict[str, Tensor]]:
+        """Those of the parameters of which this rank has elements; ``firsts``: the first one."""
+        found = {}
+        for segment in self._table.segments if self._kept else ():
+            start, stop = extent_of(segment) if segment.parts else (0, 0)
+            if start < stop and not (firsts and start):
+                factors = self._entries.of(segment).get(FACTORS)
+                if factors:
+                    found[min(segment.names)] = factors
+        return found
+
+    def load(self, saved: Factors) -> None:
+        """Inverse of :meth:`held`, for parameters of any rank; those that are not in it begin
+        anew.
+        """
+        for segment in self._table.segments if self._kept else ():
+            entries = self._entries.of(segment)
+            if segment.parts and entries:
+                factors = state.copied(saved.get(min(segment.names), {}))
+                entry = self._entries.optimizer.state[segment.tensor]
+                entry[FACTORS] = {
+                    name: each.to(segment.tensor.device, segment.tensor.dtype)
+                    for name, each in factors.items()
+                }
+
+    @property
+    def names(self) -> list[str]:
+        """Parameters of which this rank has elements and that may have factors."""
+        return sorted(
+            {
+                min(segment.names)
+                for segment in (self._table.segments if self._kept else ())
+                if segment.parts
+            }
+        )
