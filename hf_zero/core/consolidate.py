@@ -43,22 +43,21 @@ def _wholes(
     engine: Any, dtype: torch.dtype | None
 ) -> Iterator[tuple[FlatBuffer, Slot, torch.Tensor]]:
     """Every parameter whole on its device, one unit at a time; of the master weights where
-    ``dtype`` is float32.
+    ``dtype`` is float32, and where what all ranks have lags behind them, as steps send differences.
     """
     for unit in engine.units:
         unit.take_user_writes()
         masters = {
             flat: _whole_master(flat)
             for flat in unit.flats
-            if dtype == torch.float32 and flat.optimizer_shard.has_own_master
+            if flat.optimizer_shard.has_own_master
+            and (dtype == torch.float32 or flat.spec.sends_differences)
         }
         for flat, slot, view in _gathered(engine, unit):
             master = masters.get(flat)
-            yield (
-                flat,
-                slot,
-                view if master is None else master[slot.offset : slot.end].view(slot.shape),
-            )
+            if master is not None:
+                view = master[slot.offset : slot.end].view(slot.shape).to(dtype or view.dtype)
+            yield flat, slot, view
 
 
 def _whole_master(flat: FlatBuffer) -> torch.Tensor:

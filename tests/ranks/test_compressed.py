@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from tests.helpers.compressed import (
     GRADIENTS,
@@ -351,3 +352,28 @@ def test_a_unit_that_is_pinned_across_a_step_is_exact():
                 assert torch.equal(flat.full, flat.whole_from_shards())
 
     on_ranks(2, run)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_whole_weights_are_written_of_the_masters(precision, file, tmp_path):
+    """What all ranks compute with lags behind them by the differences that are still to be sent."""
+    plan = Plan(precision=precision)
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config(2, plan, **FOUR))
+        for number in range(2):
+            engine.backward(squared(engine, At(number, 0, rank), plan.dtype))
+            engine.step()
+        engine.save_16bit_model(str(tmp_path), file)
+        fp32 = engine.consolidated(torch.float32)
+        masters = {name: value.to(plan.dtype) for name, value in fp32}
+        lagging = {name: value.detach().clone() for name, value in model.named_parameters()}
+        return masters, lagging, engine.state_dict(rank0_only=True)
+
+    masters, lagging, whole = on_ranks(2, run)[0]
+    path = tmp_path / file
+    written = load_file(path) if path.suffix == ".safetensors" else torch.load(path)
+    for found in (written, whole):
+        assert all(torch.equal(value, found[name]) for name, value in masters.items())
+    assert any(not torch.equal(value, lagging[name]) for name, value in masters.items())
