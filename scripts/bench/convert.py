@@ -1,20 +1,21 @@
 """The converter on a synthetic checkpoint: peak memory and time, one JSON row a contender on
 stdout.
 
-    python scripts/bench/convert.py                       # 427M parameters, fp32 with Adam's
-    moments, two ranks python scripts/bench/convert.py --parameters 50e6 --dtype bfloat16 python
-    scripts/bench/convert.py --deepspeed FOLDER    # beside it DeepSpeed's own script, on a
-    checkpoint that it wrote
+    # 427M parameters, fp32 with Adam's moments, two ranks
+    python scripts/bench/convert.py
+    python scripts/bench/convert.py --parameters 50e6 --dtype bfloat16
+    # and DeepSpeed's own script, on a checkpoint that DeepSpeed wrote
+    python scripts/bench/convert.py --deepspeed FOLDER
 
-The checkpoint is written by hf-zero's own writer (threads play the ranks). The conversion runs in a
-process of its own, as ``python zero_to_fp32.py`` would, and its result is compared with what was
-saved before anything is reported. ``peak_mb`` is that process's highest resident set, Python and
-torch included; ``import_mb`` is what it had after ``import torch``. A save writes past the page
-cache, so that the first round reads from the disk. ``seconds`` is the best round, after
-``import_seconds`` for the modules that the script needs beside torch; ``of_it_fsync`` is what it
-waited for the device to take the written files. In turns with it a plain loop writes as many bytes
-to the same folder, past the page cache where the file system lets it, and flushes them: ``of_disk``
-is the converter's speed over that of the loop beside it, the median of the rounds.
+The checkpoint is saved by an engine of stage 3 on ranks that are processes, after one step. The
+conversion runs in a process of its own, as ``python zero_to_fp32.py`` would, and its result is
+compared with the model's weights before anything is reported. ``peak_mb`` is that process's highest
+resident set, Python and torch included; ``import_mb`` is what it had after ``import torch``. A save
+writes past the page cache, so that the first round reads from the disk. ``seconds`` is the best
+round, after ``import_seconds`` for the modules that the script needs beside torch; ``of_it_fsync``
+is what it waited for the device to take the written files. In turns with it a plain loop writes as
+many bytes to the same folder, past the page cache where the file system lets it, and flushes them:
+``of_disk`` is the converter's speed over that of the loop beside it, the median of the rounds.
 
 FOLDER is what ``pip install --target FOLDER deepspeed`` made. Its ranks save the same parameters at
 stage 3, and its ``convert_zero_checkpoint_to_fp32_state_dict`` writes safetensors, in rounds that
@@ -33,14 +34,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,9 +45,7 @@ from safetensors import safe_open
 from torch import nn
 
 import hf_zero
-from hf_zero.checkpoint import save
 from hf_zero.hosts.reaching import free_port
-from hf_zero.parameters.layout import FlatLayout
 
 MEASURED = """
 import json, os, sys, time
@@ -128,113 +123,85 @@ def model_shapes(parameters: float, width: int, vocabulary: int) -> list[Shapes]
     return units
 
 
-@dataclass
-class Flat:
-    """A rank's chunk: random masters; the moments are zeros, which cost no memory until they are
-    written.
+class Block(nn.Module):
+    """A unit whose output depends on each of its parameters, which have ``shapes`` below
+    ``prefix``.
     """
 
-    key: str
-    layout: FlatLayout
-    owned: tuple[int, int]
-    master: torch.Tensor = field(init=False)
-    trainable: bool = True
-    dtype: torch.dtype = torch.float32
-    writes: bool = True
-    raw: bool = False
-    states: Any = None
+    def __init__(self, shapes: Shapes, prefix: str) -> None:
+        super().__init__()
+        for name, shape in shapes:
+            *path, leaf = name.removeprefix(prefix).split(".")
+            module: nn.Module = self
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            module.register_parameter(leaf, nn.Parameter(torch.empty(shape).uniform_()))
 
-    def __post_init__(self) -> None:
-        self.master = torch.empty(self.owned[1] - self.owned[0]).uniform_()
-
-
-class Adam:
-    """An optimizer as far as the writer looks at it."""
-
-    optimizer = SimpleNamespace()
-    group_of: dict[str, int] = {}
-
-    def tensors(self, flat: Flat) -> dict[str, torch.Tensor]:
-        zeros = torch.zeros(1).expand(flat.master.numel())
-        return {"master": flat.master, "exp_avg": zeros, "exp_avg_sq": zeros}
-
-    def scalars(self) -> list[dict[str, float]]:
-        return [{"step": 1.0}]
-
-    def hyperparameters(self) -> list[dict[str, Any]]:
-        return [{"lr": 1e-3}]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum(parameter.sum() for parameter in self.parameters())
 
 
-class Comm:
-    """Object collectives over threads."""
-
-    def __init__(self, world: int) -> None:
-        self._barrier, self._slots, self._rank = (
-            threading.Barrier(world),
-            [None] * world,
-            threading.local(),
+class Model(nn.Module):
+    def __init__(self, units: list[Shapes]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        embedding, *layers = units
+        self.model = nn.Module()
+        self.model.embed_tokens = Block(embedding, "model.embed_tokens.")
+        self.model.layers = nn.ModuleList(
+            Block(shapes, f"model.layers.{number}.") for number, shapes in enumerate(layers)
         )
 
-    def enter(self, rank: int) -> None:
-        self._rank.value = rank
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        self._slots[self._rank.value] = obj
-        self._barrier.wait()
-        gathered = list(self._slots)
-        self._barrier.wait()
-        return gathered
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (self.model.embed_tokens, *self.model.layers):
+            x = block(x)
+        return x
 
 
-@dataclass
-class Counters:
-    global_steps: int = 1
+def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
 
 
-def engine(rank: int, world: int, mesh: Comm, units: list[Shapes]) -> Any:
-    layouts = [FlatLayout.build(unit, world) for unit in units]
-    flats = [
-        Flat(f"unit{index}|trainable|float32", layout, layout.rank_range(rank))
-        for index, layout in enumerate(layouts)
-    ]
-    names = [name for unit in units for name, _ in unit]
-    return SimpleNamespace(
-        flats=flats, mesh=mesh, world_size=world, shard_world=world, global_rank=rank, stage=3,
-        module=nn.Module(), bound=Adam(),
-        counters=Counters(), config=SimpleNamespace(precision="fp32"), aliases={},
-        param_dtypes=dict.fromkeys(names, "float32"),
-        lr_scheduler=None, scaler=None,
-    )  # fmt: skip
+def save_on_rank(rank: int, world: int, port: int, folder: str, units: list[Shapes]) -> None:
+    """A step makes the moments of Adam; at a learning rate of 0 it leaves the weights."""
+    os.environ.update(rank_environment(rank, world, port))
+    model = Model(units)
+    engine, *_ = hf_zero.initialize(
+        model=model,
+        optimizer=torch.optim.Adam(model.parameters(), lr=0.0),
+        config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}},
+    )
+    engine.backward(engine(torch.zeros(1)).sum())
+    engine.step()
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    torch.distributed.destroy_process_group()
 
 
-def write_checkpoint(folder: Path, world: int, units: list[Shapes]) -> list[Any]:
-    mesh = Comm(world)
-    engines = [engine(rank, world, mesh, units) for rank in range(world)]
-
-    def on_rank(rank: int) -> None:
-        mesh.enter(rank)
-        save(engines[rank], folder)
-
-    with ThreadPoolExecutor(world) as pool:
-        list(pool.map(on_rank, range(world)))
-    return engines
+def write_checkpoint(folder: Path, world: int, units: list[Shapes]) -> None:
+    arguments = world, free_port(), str(folder), units
+    torch.multiprocessing.spawn(save_on_rank, arguments, nprocs=world)
 
 
-def check(folder: Path, engines: list[Any], dtype: torch.dtype) -> None:
-    """Compare every element of the converted folder with the masters.
+def check(folder: Path, units: list[Shapes], dtype: torch.dtype) -> None:
+    """Compare every element of the converted folder with the model's.
 
     Raises AssertionError naming the first parameter that differs.
     """
     files = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors"))]
     tensors = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (it is no dict)
-    for one in engines:
-        for flat in one.flats:
-            for piece in flat.layout.pieces(*flat.owned):
-                whole = tensors[piece.name].get_tensor(piece.name).reshape(-1)
-                at = piece.offset - flat.owned[0]
-                assert torch.equal(
-                    whole[piece.start : piece.stop], flat.master[at : at + len(piece)].to(dtype)
-                ), piece.name
+    for name, parameter in Model(units).named_parameters():
+        assert torch.equal(tensors[name].get_tensor(name), parameter.detach().to(dtype)), name
 
 
 def in_deepspeed(folder: str) -> dict[str, str]:
@@ -245,23 +212,11 @@ def in_deepspeed(folder: str) -> dict[str, str]:
 
 
 def write_with_deepspeed(folder: Path, world: int, units: list[Shapes], installed: str) -> None:
-    port = str(free_port())
+    port = free_port()
     shapes = json.dumps([entry for unit in units for entry in unit])
     ranks = []
     for rank in range(world):
-        place = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
-        }
-        env = {
-            **in_deepspeed(installed),
-            **place,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
+        env = {**in_deepspeed(installed), **rank_environment(rank, world, port)}
         ranks.append(
             subprocess.Popen(
                 [sys.executable, "-c", DEEPSPEED_RANK, shapes, str(folder)],
@@ -348,7 +303,7 @@ def main() -> None:
     try:
         if options.deepspeed:
             write_with_deepspeed(place / "theirs", options.ranks, units, options.deepspeed)
-        engines = write_checkpoint(place / "run", options.ranks, units)
+        write_checkpoint(place / "run", options.ranks, units)
         disk = []
         for _ in range(options.rounds):
             rounds["hf-zero"].append(
@@ -371,7 +326,7 @@ def main() -> None:
                     )
                 )
                 shutil.rmtree(place / "theirs-out")
-        check(place / "out", engines, getattr(torch, options.dtype or "float32"))
+        check(place / "out", units, getattr(torch, options.dtype or "float32"))
     finally:
         shutil.rmtree(place)
     for contender, rows in rounds.items():

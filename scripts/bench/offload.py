@@ -2,20 +2,26 @@
 each in fresh processes.
 
     python scripts/bench/offload.py --rounds 3 [--ranks 1,2] [--deepspeed FOLDER] [--files FOLDER]
-    [--out scripts/bench/results]
+        [--against CHECKOUT] [--out scripts/bench/results]
 
 Contenders, one after the other in every round, in bf16 with AdamW and clipping 1.0:
 
     hf-zero device, cpu, cpu bf16, cpu int8 (moments), all cpu (stage 3), files, all files (stage 3)
+    before device, before cpu, ...  the same of hf-zero in CHECKOUT, a work tree of another commit
+                                    with its native core built, by its own copy of this script
     ds cpu, ds cpu torch, ds all cpu, ds files   (FOLDER is what `pip install --target FOLDER
-    deepspeed` made) fsdp cpu                                     FSDP2 with CPUOffloadPolicy
+                                    deepspeed` made)
+    fsdp cpu                        FSDP2 with CPUOffloadPolicy
 
 On the CPU the work is a Llama of 38M parameters, 8 x 128 tokens; on a GPU that of 3.2B, 4 x 2048
 tokens, on one rank, beside the bars. ``step`` is the best round's median, ``start`` from initialize
 until the first step ends, ``peak`` the highest RssAnon + RssFile over what it was before the model
 was made, ``kept`` the same at the end, ``state`` what the engine says it holds in memory, buffers
 included. ``disk x`` is the step over max(the step on the device, bytes moved / bandwidth of the
-same files, measured in the same process). A contender that cannot run here shows its error.
+same files, measured in the same process). ``cpu s`` is what all its ranks took of the cores, user
+and system, start and imports included: it depends least on other work. ``against`` is the median of
+the rounds' ratios of ``step`` and of ``cpu s`` to those in CHECKOUT. A contender that cannot run
+here shows its error.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import resource
 import socket
 import statistics
 import subprocess
@@ -78,6 +85,7 @@ DEEPSPEED: dict[str, dict[str, Any]] = {
     "ds files": {"stage": 3, "offload_optimizer": FILES},
 }
 FSDP = ("fsdp cpu",)
+BEFORE = "before "  # what a contender of another checkout is called after
 # seconds a step on an H200
 BARS = {"cpu": 1.05, "cpu bf16": 0.85, "cpu int8": 0.85, "cpu auto": 0.5}
 GPU_BAR = 47.0  # GB, with the whole optimizer on the CPU
@@ -287,9 +295,7 @@ def work(name: str, folder: str, steps: int) -> None:
     os._exit(0)  # some contenders' threads abort the process on the way out
 
 
-def run(
-    name: str, ranks: int, steps: int, installed: str | None, files: str | None
-) -> list[dict[str, Any]]:
+def run(name: str, ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of all ranks, or one with ``error``."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -300,21 +306,29 @@ def run(
         MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo",
         OMP_NUM_THREADS=str(cores), HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error",
     )  # fmt: skip
+    script = __file__
+    if name.startswith(BEFORE):
+        script = os.path.join(options.against, "scripts", "bench", "offload.py")
+        env.update(PYTHONPATH=options.against)
     if name in DEEPSPEED:
-        env.update(PYTHONPATH=installed or "", HF_ZERO_AUTOLOAD="0", DS_BUILD_OPS="0")
+        env.update(PYTHONPATH=options.deepspeed or "", HF_ZERO_AUTOLOAD="0", DS_BUILD_OPS="0")
         if device() == "cpu":
             env["DS_ACCELERATOR"] = "cpu"
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(dir=files) as folder, tempfile.TemporaryFile("w+") as errors:
+    used = cpu_seconds()
+    with (
+        tempfile.TemporaryDirectory(dir=options.files) as folder,
+        tempfile.TemporaryFile("w+") as errors,
+    ):
         command = [
             sys.executable,
-            __file__,
+            script,
             "--work",
-            name,
+            name.removeprefix(BEFORE),
             "--files",
             folder,
             "--steps",
-            str(steps),
+            str(options.steps),
         ]
         processes = [
             subprocess.Popen(
@@ -333,6 +347,7 @@ def run(
                     for line in process.communicate(timeout=LIMIT)[0].splitlines()
                     if line.startswith("@")
                 ]
+                process.wait()
             except subprocess.TimeoutExpired:
                 said = []
             if said:
@@ -343,7 +358,14 @@ def run(
             errors.seek(0)
             lines = [line.strip() for line in errors if "Error" in line or "error:" in line]
             return [{"error": lines[-1][:300] if lines else f"ended with code {process.wait()}"}]
-    return rows
+    used = cpu_seconds() - used
+    return [{**row, "cpu_s": used} for row in rows]
+
+
+def cpu_seconds() -> float:
+    """User and system time of the processes that this one has waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def summary(rows: list[dict[str, Any]], name: str, ranks: int) -> dict[str, Any]:
@@ -358,6 +380,7 @@ def summary(rows: list[dict[str, Any]], name: str, ranks: int) -> dict[str, Any]
         for number in rounds
     )
     found = {"step": best, "start": min(row["start"] for row in ran), "loss": ran[-1]["loss"]}
+    found["cpu_s"] = min(row["cpu_s"] for row in ran)
     for column in ("peak_mb", "kept_mb", "state_mb", "disk_mb", "gpu_gb"):
         if any(column in row for row in ran):
             found[column] = max(row.get(column, 0.0) for row in ran)
@@ -373,6 +396,19 @@ def summary(rows: list[dict[str, Any]], name: str, ranks: int) -> dict[str, Any]
     return found
 
 
+def against(rows: list[dict[str, Any]], name: str, before: str, ranks: int, what: str) -> str:
+    """The median over the rounds that both ran of ``name``'s figure to ``before``'s."""
+    ratios = []
+    for number in sorted({row["round"] for row in rows}):
+        now, then = (
+            summary([row for row in rows if row["round"] == number], each, ranks)
+            for each in (name, before)
+        )
+        if "error" not in now and "error" not in then:
+            ratios.append(now[what] / then[what])
+    return f"{statistics.median(ratios):.3f} x" if ratios else "-"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -382,6 +418,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="1" if device() == "cuda" else "1,2")
     parser.add_argument("--only", default="", help="names of contenders, by comma")
     parser.add_argument("--deepspeed", metavar="FOLDER")
+    parser.add_argument("--against", metavar="CHECKOUT", type=os.path.abspath)
     parser.add_argument("--files", metavar="FOLDER", help="a folder on the disk to be measured")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -394,30 +431,32 @@ def main() -> None:
         if options.only
         else [*OURS, *FSDP, *(DEEPSPEED if options.deepspeed else ())]
     )
+    if options.against:
+        names = [
+            each for name in names for each in ((name, BEFORE + name) if name in OURS else (name,))
+        ]
     cases = [(name, int(ranks)) for ranks in options.ranks.split(",") for name in names]
     rows: list[dict[str, Any]] = []
     for number in range(1, options.rounds + 1):
         # the order turns, so that no contender always follows the same one
         for place in range(len(cases)):
             name, ranks = cases[(place + number) % len(cases)]
-            for rank, row in enumerate(
-                run(name, ranks, options.steps, options.deepspeed, options.files)
-            ):
+            for rank, row in enumerate(run(name, ranks, options)):
                 rows.append(
                     {"round": number, "contender": name, "ranks": ranks, "rank": rank, **row}
                 )
         print(f"round {number} of {options.rounds}", file=sys.stderr, flush=True)
 
-    columns = ("peak_mb", "kept_mb", "state_mb", "disk_mb", "gpu_gb")
+    columns = ("cpu_s", "peak_mb", "kept_mb", "state_mb", "disk_mb", "gpu_gb")
     print(
-        f"{'contender':14}{'ranks':>6}{'step s':>9}{'bar':>6}{'start s':>9}"
+        f"{'contender':17}{'ranks':>6}{'step s':>9}{'bar':>6}{'start s':>9}"
         + "".join(f"{name:>10}" for name in columns)
         + f"{'disk x':>8}{'loss':>9}"
     )
     for name, ranks in cases:
         found = summary(rows, name, ranks)
         if "error" in found:
-            print(f"{name:14}{ranks:6}  {found['error']}")
+            print(f"{name:17}{ranks:6}  {found['error']}")
             continue
         cells = "".join(
             f"{found[column]:10.1f}" if column in found else f"{'-':>10}" for column in columns
@@ -428,8 +467,11 @@ def main() -> None:
             on_device = summary(rows, "device", ranks).get("step", 0.0)
             times = f"{found['step'] / max(found['moving'], on_device):.2f}"
         print(
-            f"{name:14}{ranks:6}{found['step']:9.4f}{bar:>6}{found['start']:9.2f}{cells}{times:>8}{found['loss']:9.4f}"
+            f"{name:17}{ranks:6}{found['step']:9.4f}{bar:>6}{found['start']:9.2f}{cells}{times:>8}{found['loss']:9.4f}"
         )
+        if (before := BEFORE + name, ranks) in cases:
+            step, cpu = (against(rows, name, before, ranks, what) for what in ("step", "cpu_s"))
+            print(f"{'':23}against: step {step}, cpu {cpu}")
     print(
         f"bars: disk x <= {DISK_BAR}; on an H200 {BARS} s a step and {GPU_BAR} GB of the GPU where "
         "all of the optimizer is on the CPU"
