@@ -130,7 +130,7 @@ def test_how_much_is_said(
         (["--venv_script", "x"], "--venv_script"),
         (["--launcher_args=-v"], "--launcher_args"),
         (["--enable_each_rank_log", "logs"], "--enable_each_rank_log"),
-        (["--launcher", "openmpi"], "--launcher openmpi"),
+        (["--launcher", "none"], "--launcher none"),
     ],
 )
 def test_what_is_not_built_says_so(

@@ -10,9 +10,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.errors import ConfigError, LaunchError, NotBuiltError
+from hf_zero.hosts.exported import exported
 from hf_zero.hosts.front import carry_out
 from hf_zero.hosts.plan import Request, plan
+from hf_zero.integrations.deepspeed.hostfiles import (
+    encode_world_info,
+    fetch_hostfile,
+    parse_inclusion_exclusion,
+)
+from hf_zero.integrations.deepspeed.multinode_runner import RUNNERS, MultiNodeRunner
 
 ENVIRONMENT_FILE = os.getenv("DS_ENV_FILE", ".deepspeed_env")
 DEFAULT_HOSTFILE = "/job/hostfile"
@@ -34,16 +41,17 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Ends the process where something has failed.
     """
-    given = _parser().parse_args(args)
+    given = parse_args(args)
+    runner = RUNNERS.get(given.launcher.lower())
     for name, instead in NOT_BUILT.items():
-        if getattr(given, name):
+        if getattr(given, name) and not (runner and name == "launcher_args"):
             raise NotBuiltError(
                 f"--{name} of the deepspeed command is not built in this version; {instead}"
             )
-    if given.launcher.lower() not in OVER_SSH:
+    if runner is None and given.launcher.lower() not in OVER_SSH:
         raise NotBuiltError(
-            f"--launcher {given.launcher} is not built in this version; start the script with srun "
-            "or mpirun itself, hf-zero knows their variables"
+            f"--launcher {given.launcher} is not built in this version; write one of "
+            f"{', '.join([*OVER_SSH, *RUNNERS])}"
         )
     if max(given.num_nodes, given.num_gpus) >= 0 and (given.include or given.exclude):
         raise ConfigError(
@@ -54,6 +62,10 @@ def main(args: Sequence[str] | None = None) -> None:
     default = Path(DEFAULT_HOSTFILE)
     hostfile = Path(given.hostfile) if given.hostfile else default if default.is_file() else None
     files = [Path(folder, ENVIRONMENT_FILE) for folder in (Path.home(), Path.cwd())]
+    files = [file for file in dict.fromkeys(files) if file.is_file()]
+    if runner is not None:
+        _run_by(runner, given, hostfile, files)
+        return
     request = Request(
         given.user_script,
         tuple(given.user_args),
@@ -68,12 +80,52 @@ def main(args: Sequence[str] | None = None) -> None:
         master_addr=given.master_addr or None,
         master_port=given.master_port or (DEFAULT_PORT if given.no_ssh else None),
         node_rank=_unless_negative(given.node_rank) if given.no_ssh else None,
-        env_files=tuple(dict.fromkeys(file for file in files if file.is_file())),
+        env_files=tuple(files),
         ssh_port=given.ssh_port,
     )
     code = carry_out(plan(request, _ranks_here))
     if code:
         sys.exit(code)
+
+
+def _run_by(
+    runner_class: type[MultiNodeRunner],
+    given: argparse.Namespace,
+    hostfile: Path | None,
+    files: Sequence[Path],
+) -> None:
+    """Replace this process by the launcher's program. Raises LaunchError where that is not
+    installed, and without a hostfile.
+    """
+    if hostfile is None:
+        raise LaunchError(
+            f"--launcher {given.launcher} starts ranks on the hosts of a hostfile; pass --hostfile"
+        )
+    given.hostfile = os.fspath(hostfile)
+    pool = fetch_hostfile(hostfile)
+    if pool is None:
+        raise LaunchError(f"--hostfile {hostfile}: there is no such file; pass another one")
+    chosen = parse_inclusion_exclusion(pool, given.include, given.exclude)
+    runner_class.validate_active_resources(chosen)
+    given.master_addr = given.master_addr or next(iter(chosen))
+    given.master_port = given.master_port or DEFAULT_PORT
+    runner = runner_class(given, encode_world_info(chosen), pool)
+    if not runner.backend_exists():
+        raise LaunchError(
+            f"--launcher {given.launcher}: its program is not installed here; load its module, or "
+            "leave --launcher out to reach the hosts over ssh"
+        )
+    for name, value in exported(os.environ, files=files).items():
+        runner.add_export(name, value)
+    environment = dict(os.environ)
+    command = runner.get_cmd(environment, chosen)
+    sys.stdout.flush()
+    os.execvpe(command[0], command, environment)
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the ``deepspeed`` command; None: this process's arguments."""
+    return _parser().parse_args(args)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -115,7 +167,13 @@ def _parser() -> argparse.ArgumentParser:
             action="store_true",
             help="accepted: a host that cannot be reached says so by itself",
         )
-    for option in ("--launcher_args", "--autotuning", "--venv_script", "--bind_core_list"):
+    for option in (
+        "--launcher_args",
+        "--slurm_comment",
+        "--autotuning",
+        "--venv_script",
+        "--bind_core_list",
+    ):
         parser.add_argument(option, default="")
     parser.add_argument(
         "--enable_each_rank_log", type=lambda text: "" if text == "None" else text, default=""

@@ -215,6 +215,7 @@ TOP = (
         "deepspeed.launcher.runner",
         "The launcher, and the name that `accelerate launch` reads on every launch.",
         names(f"{HERE}.launcher", "ENVIRONMENT_FILE as DEEPSPEED_ENVIRONMENT_NAME", "main"),
+        names(f"{HERE}.launcher", "parse_args"),
         names(
             f"{HERE}.hostfiles",
             "encode_world_info",
@@ -224,8 +225,7 @@ TOP = (
         ),
         left_out(
             BY_HOSTS,
-            "LAUNCHER_CLASSES parse_args parse_node_config parse_node_config_list "
-            "apply_num_nodes_and_gpus",
+            "LAUNCHER_CLASSES parse_node_config parse_node_config_list apply_num_nodes_and_gpus",
         ),
         left_out("choose the configuration yourself: `hf-zero propose`", "run_autotuning"),
         left_out(
@@ -237,10 +237,15 @@ TOP = (
     module(
         "deepspeed.launcher.multinode_runner",
         "Launchers of several hosts.",
-        classes_not_built(
-            "`hf-zero launch --hostfile` starts hosts over ssh; srun and mpirun start ranks too",
-            "MultiNodeRunner PDSHRunner OpenMPIRunner MPICHRunner IMPIRunner SlurmRunner "
+        names(
+            f"{HERE}.multinode_runner",
+            "IMPIRunner",
+            "MPICHRunner",
             "MVAPICHRunner",
+            "MultiNodeRunner",
+            "OpenMPIRunner",
+            "PDSHRunner",
+            "SlurmRunner",
         ),
     ),
     module(

@@ -1,0 +1,262 @@
+"""``deepspeed.launcher.multinode_runner``: the commands by which pdsh, srun and mpirun start a
+script on several hosts. hf-zero finds ranks in the variables that srun and mpirun set.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, MutableMapping, Sequence, Sized
+from typing import Any
+
+from hf_zero.errors import ConfigError
+
+PLAIN = re.compile(r"[\w@%+=:,./-]*")  # what a shell takes as it is
+FAN_OUT = 1024  # hosts that pdsh reaches at once
+BTL_INTERFACE = "btl_tcp_if_include"
+
+
+class MultiNodeRunner(ABC):
+    """Builds the command for the options ``args`` of the ``deepspeed`` command; ``exports`` are the
+    variables that it sets. Raises ConfigError for options that the launcher has no part for.
+    """
+
+    label = ""
+    takes_filters = False
+    takes_numbers = False
+
+    def __init__(
+        self, args: Any, world_info_base64: str, resource_pool: Mapping[str, Any] | None = None
+    ) -> None:
+        self.args = args
+        self.world_info_base64 = world_info_base64
+        self.resource_pool = resource_pool or {}
+        self.exports: dict[str, str] = {}
+        self.validate_args()
+        self.user_script = args.user_script
+        self.user_arguments = self.parse_user_args()
+
+    @abstractmethod
+    def backend_exists(self) -> Any:
+        """Whether the launcher's program is there."""
+
+    @abstractmethod
+    def get_cmd(self, environment: MutableMapping[str, str], active_resources: Any) -> Any:
+        """The command for the hosts ``active_resources`` and their slots."""
+
+    @property
+    def name(self) -> str:
+        return self.label or type(self).__name__
+
+    def add_export(self, key: str, var: str) -> None:
+        """Have the ranks see the variable ``key``; what a shell would take apart is quoted."""
+        value = var.strip()
+        self.exports[key.strip()] = value if PLAIN.fullmatch(value) else f'"{value}"'
+
+    def parse_user_args(self) -> list[str]:
+        """The arguments of the script, as the command takes them."""
+        return list(self.args.user_args)
+
+    def validate_args(self) -> None:
+        """Raise ConfigError for options that cannot be passed on."""
+        given = vars(self.args)
+        filters = () if self.takes_filters else ("include", "exclude")
+        numbers = () if self.takes_numbers else ("num_nodes", "num_gpus")
+        asked = [name for name in filters if given.get(name)]
+        asked += [name for name in numbers if given.get(name, -1) != -1]
+        if asked:
+            raise ConfigError(
+                f"{self.name} does not take --{' and --'.join(asked)}; write a hostfile of the "
+                "hosts and slots that take part"
+            )
+
+    @classmethod
+    def validate_active_resources(cls, active_resources: Mapping[str, Any]) -> None:
+        """Raise ConfigError for hosts or slots that the launcher cannot choose: here for none."""
+        if not active_resources:
+            raise ConfigError("no host is left to start ranks on; choose others by --include")
+
+    def _exported(self) -> dict[str, str]:
+        """The variables as the ranks see them."""
+        bare = ((name, value.removeprefix('"')) for name, value in self.exports.items())
+        return {name: value.removesuffix('"') for name, value in bare}
+
+    def _launcher_args(self) -> list[str]:
+        return shlex.split(getattr(self.args, "launcher_args", None) or "")
+
+    def _script(self) -> list[str]:
+        """What each rank runs."""
+        python = [] if self.args.no_python else [sys.executable, "-u"]
+        module = ["-m"] if self.args.module and python else []
+        return [*python, *module, str(self.user_script), *self.user_arguments]
+
+    def _meeting(self) -> dict[str, str]:
+        """Where the ranks meet, as far as the options say."""
+        given = (("MASTER_ADDR", "master_addr"), ("MASTER_PORT", "master_port"))
+        found = {name: getattr(self.args, option, None) for name, option in given}
+        return {name: str(value) for name, value in found.items() if value}
+
+
+def _counts(pool: Mapping[str, Any]) -> dict[str, int]:
+    """Ranks of each host, of a pool of numbers or of slots."""
+    return {
+        host: len(slots) if isinstance(slots, Sized) else int(slots) for host, slots in pool.items()
+    }
+
+
+def _equal(pool: Mapping[str, Any], launcher: str) -> int:
+    """Ranks of every host. Raises ConfigError where hosts differ."""
+    counts = _counts(pool)
+    if len(set(counts.values())) != 1:
+        raise ConfigError(
+            f"{launcher} starts equally many ranks on every host, and the hosts have {counts}; "
+            "write as many slots for each, or choose hosts by --include"
+        )
+    return next(iter(counts.values()))
+
+
+class PDSHRunner(MultiNodeRunner):
+    """pdsh; each host starts its part alone."""
+
+    label = "pdsh"
+    takes_filters = takes_numbers = True
+
+    def backend_exists(self) -> Any:
+        return shutil.which("pdsh")
+
+    def parse_user_args(self) -> list[str]:
+        return [shlex.quote(each) for each in self.args.user_args]
+
+    def get_cmd(
+        self, environment: MutableMapping[str, str], active_resources: Mapping[str, Any]
+    ) -> tuple[list[str], list[str], MutableMapping[str, str]]:
+        """(command, command that ends the parts, environment of both)."""
+        args, slots = self.args, _equal(active_resources, self.name)
+        environment["PDSH_RCMD_TYPE"] = "ssh"
+        if args.ssh_port is not None:
+            before = environment.get("PDSH_SSH_ARGS_APPEND", "")
+            environment["PDSH_SSH_ARGS_APPEND"] = f"{before} -p {args.ssh_port}".strip()
+        reach = ["pdsh", "-S", "-f", str(FAN_OUT), "-w", ",".join(active_resources)]
+        reach += self._launcher_args()
+        exports = [f"export {k}={shlex.quote(v)};" for k, v in self._exported().items()]
+        part = [sys.executable, "-u", "-m", "deepspeed.launcher.runner", "--no_ssh"]
+        part += [f"--num_nodes={len(active_resources)}", f"--num_gpus={slots}", "--node_rank=%n"]
+        part += [f"--{name.lower()}={value}" for name, value in self._meeting().items()]
+        flags = ("no_python", "module", "no_local_rank")
+        part += [f"--{flag}" for flag in flags if getattr(args, flag)]
+        run = [*exports, f"cd {shlex.quote(os.getcwd())};", *part]
+        ending = [*reach, "pkill", "-f", shlex.quote(" ".join(part[1:]))]
+        return [*reach, *run, str(self.user_script), *self.user_arguments], ending, environment
+
+
+class _MPIRunner(MultiNodeRunner):
+    program = "mpirun"
+
+    def backend_exists(self) -> Any:
+        return shutil.which(self.program)
+
+
+class OpenMPIRunner(_MPIRunner):
+    """mpirun of Open MPI, over the interface eth0 where ``launcher_args`` name none."""
+
+    label = "openmpi"
+    program = "ompi_info"
+
+    def get_cmd(self, environment: MutableMapping[str, str], active_resources: Any) -> list[str]:
+        more = self._launcher_args()
+        interface = [] if BTL_INTERFACE in more else ["--mca", BTL_INTERFACE, "eth0"]
+        exports = self._meeting() | self._exported()
+        ranks = sum(_counts(self.resource_pool).values())
+        return [
+            *("mpirun", "-n", str(ranks), "-hostfile", str(self.args.hostfile)),
+            *("--mca", "btl", "^openib", *interface, *more),
+            *(word for name, value in exports.items() for word in ("-x", f"{name}={value}")),
+            *self._script(),
+        ]
+
+
+class _HydraRunner(_MPIRunner):
+    """mpirun with Hydra's options."""
+
+    own_exports: Mapping[str, str] = {}
+
+    def get_cmd(self, environment: MutableMapping[str, str], active_resources: Any) -> list[str]:
+        each = _equal(self.resource_pool, self.name)
+        ranks = each * len(self.resource_pool)
+        exports = {**self._meeting(), **self.own_exports, **self._exported()}
+        return [
+            *("mpirun", "-n", str(ranks), "-ppn", str(each)),
+            *("-hosts", ",".join(self.resource_pool), *self._launcher_args()),
+            *(word for name, value in exports.items() for word in ("-genv", name, value)),
+            *self._script(),
+        ]
+
+
+class MPICHRunner(_HydraRunner):
+    """mpirun of MPICH."""
+
+    label = "mpich"
+
+
+class IMPIRunner(_HydraRunner):
+    """mpirun of Intel MPI, which leaves ranks on the cores that they choose themselves."""
+
+    label = "impi"
+    own_exports = {"I_MPI_PIN": "0"}
+
+
+class MVAPICHRunner(_HydraRunner):
+    """mpirun of MVAPICH2."""
+
+    label = "mvapich"
+    program = "mpiname"
+    own_exports = {"MV2_SUPPORT_DL": "1", "MV2_ENABLE_AFFINITY": "0"}
+
+
+class SlurmRunner(MultiNodeRunner):
+    """srun, inside an allocation or for one of its own. Variables go by its environment."""
+
+    label = "slurm"
+    takes_filters = takes_numbers = True
+
+    def backend_exists(self) -> Any:
+        return shutil.which("sinfo")
+
+    @classmethod
+    def validate_active_resources(cls, active_resources: Mapping[str, Any]) -> None:
+        super().validate_active_resources(active_resources)
+        for host, slots in active_resources.items():
+            if isinstance(slots, Sequence) and [*slots] != [*range(len(slots))]:
+                raise ConfigError(
+                    f"srun counts ranks and cannot choose slots {[*slots]} of {host}; choose whole "
+                    "hosts, or the first slots of each"
+                )
+        _equal(active_resources, cls.label)
+
+    def get_cmd(
+        self, environment: MutableMapping[str, str], active_resources: Mapping[str, Any]
+    ) -> list[str]:
+        self.validate_active_resources(active_resources)
+        args, counts = self.args, _counts(active_resources)
+        command = ["srun", "-n", str(sum(counts.values())), *self._launcher_args()]
+        if getattr(args, "slurm_comment", ""):
+            command += ["--comment", args.slurm_comment]
+        if args.include or args.exclude:
+            command += ["--nodelist", ",".join(counts), "--nodes", str(len(counts))]
+        if args.num_nodes > 0:
+            command += ["--nodes", str(args.num_nodes)]
+        if args.num_gpus > 0:
+            command += ["--gpus-per-node", str(args.num_gpus)]
+        environment.update(self._meeting() | self._exported())  # a list would end at a comma
+        return [*command, "--export=ALL", *self._script()]
+
+
+RUNNERS: dict[str, type[MultiNodeRunner]] = {
+    runner.label: runner
+    for runner in (OpenMPIRunner, MPICHRunner, IMPIRunner, MVAPICHRunner, SlurmRunner)
+}
+"""By the name that ``--launcher`` has for it; pdsh's hosts are reached over ssh, by agents."""
