@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # of get_extra_state, which is not part of the format
 EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
-BUFFER, RNG = "buffer::", "rng::"
+BUFFER, RNG, FACTOR = "buffer::", "rng::", "factor::"
 # torch holds a mutex while it makes the tensor of a state. If garbage is collected there, another
 # thread may run meanwhile, and would wait for that mutex with the interpreter's lock in its hands,
 # for ever.
@@ -217,6 +217,22 @@ def apart_of(engine: TrainingEngine) -> list[dict[str, Any]]:
     which this rank has elements.
     """
     return [] if engine.bound is None else [dict(group) for group in engine.bound.apart()]
+
+
+def factors_of(engine: TrainingEngine) -> dict[str, dict[str, torch.Tensor]]:
+    """State of whole tensors, by parameter and name, of the parameters whose first elements this
+    rank writes.
+    """
+    if engine.bound is None:
+        return {}
+    written = {slot.name for flat in engine.flats if flat.writes for slot in flat.layout.slots}
+    held = engine.bound.factors.held(firsts=True)
+    return {name: of for name, of in held.items() if name in written}
+
+
+def factor_key(parameter: str, name: str) -> str:
+    """The name of a state of a whole parameter in a file."""
+    return f"{FACTOR}{parameter}::{name}"
 
 
 def class_name(instance: Any) -> str:

@@ -210,6 +210,10 @@ class _Load:
             self.runs.append((flat, found))
             for run in found:
                 checkpoint.file(run.flat.chunks[run.chunk].file)
+        saved = self.manifest.optimizer.factors if optimizer and self.manifest.optimizer else {}
+        for name in engine.bound.factors.names if saved else ():
+            if self.match.held.get(name) in saved:
+                checkpoint.file(saved[self.match.held[name]].file)
         if any(name in self.manifest.buffers for name in self.match.buffers.values()):
             checkpoint.file(checkpoint.buffer_file())
         if verify:
@@ -345,6 +349,13 @@ class _Load:
                 if self.match.held.get(name) in saved_apart:
                     apart[group][name] = saved_apart[self.match.held[name]]
             bound.load_scalars([group.scalars for group in groups], apart)
+            bound.factors.load(
+                {
+                    name: self.checkpoint.factors(self.match.held[name])
+                    for name in bound.factors.names
+                    if name in self.match.held
+                }
+            )
         precision = self.engine.config.precision
         if self.manifest.scaler is not None and precision == "fp16":
             self.engine.scaler.load_state_dict(self.manifest.scaler)

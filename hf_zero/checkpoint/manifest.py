@@ -17,6 +17,7 @@ from hf_zero.checkpoint.records import (
     Adapter,
     Chunk,
     Export,
+    FactorEntry,
     FileEntry,
     FlatEntry,
     GroupEntry,
@@ -71,6 +72,7 @@ class Manifest:
         optimizer = self.optimizer and {
             "class": self.optimizer.class_name,
             "groups": [group.to_json() for group in self.optimizer.groups],
+            **({"factors": _factors(self.optimizer)} if self.optimizer.factors else {}),
         }
         return {
             "format": FORMAT,
@@ -266,7 +268,21 @@ def _optimizer(data: dict[str, Any]) -> OptimizerEntry:
         )
         for g in _items(data, "groups", dict)
     )
-    return OptimizerEntry(_get(data, "class", str), groups)
+    factors = {
+        name: FactorEntry(
+            _size(of, "file"),
+            {key: _items(of["shapes"], key, int) for key in _get(of, "shapes", dict)},
+        )
+        for name, of in (_values(data, "factors", dict) if "factors" in data else {}).items()
+    }
+    return OptimizerEntry(_get(data, "class", str), groups, factors)
+
+
+def _factors(optimizer: OptimizerEntry) -> dict[str, Any]:
+    return {
+        name: {"file": of.file, "shapes": {key: list(shape) for key, shape in of.shapes.items()}}
+        for name, of in optimizer.factors.items()
+    }
 
 
 def _state(data: dict[str, Any]) -> dict[str, Any]:
@@ -350,6 +366,12 @@ def _check(manifest: Manifest) -> None:
         if at < flat.layout.numel:
             raise ValueError(
                 f"flat {flat.key!r} has {flat.layout.numel} elements, its chunks end at {at}"
+            )
+    for name, of in manifest.optimizer.factors.items() if manifest.optimizer else ():
+        if of.file >= len(manifest.files) or name not in manifest.parameters:
+            raise ValueError(
+                f"state of the whole parameter {name!r} is promised in file {of.file}; there are "
+                f"{len(manifest.files)} files, and the parameters are others"
             )
     if (
         manifest.client_state["objects"]

@@ -153,6 +153,13 @@ def check_optimizer(
             f"{where} has the optimizer states {listed(states)}, of which {live} keeps no "
             f"{listed(unknown)}; use the optimizer it was saved with, {remedy}"
         )
+    of_wholes = {name for of in saved.factors.values() for name in of.shapes}
+    if unknown := sorted(of_wholes - {*engine.bound.factors.known}):
+        raise CheckpointError(
+            f"{where} has {listed(unknown)} of whole parameters, of which {live} keeps none "
+            "(torch's Adafactor is not transformers'); use the optimizer it was saved with, "
+            f"{remedy}"
+        )
     count = len(engine.bound.groups)
     if count != len(saved.groups):
         raise CheckpointError(

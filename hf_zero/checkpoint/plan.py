@@ -19,6 +19,7 @@ from hf_zero.checkpoint.commit import CommitTarget
 from hf_zero.checkpoint.manifest import FORMAT, Manifest
 from hf_zero.checkpoint.records import (
     Chunk,
+    FactorEntry,
     FileEntry,
     FlatEntry,
     GroupEntry,
@@ -34,13 +35,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class RankReport:
     """What one rank tells rank 0: its file, the chunks in it by flat, the numbers of each
-    optimizer group and of parameters in it.
+    optimizer group and of parameters in it, and the state of whole parameters in its file.
     """
 
     file: FileEntry
     chunks: dict[str, tuple[int, int, tuple[str, ...]]]
     scalars: list[dict[str, Any]]
     apart: list[dict[str, Any]]
+    factors: dict[str, dict[str, tuple[int, ...]]]  # shapes, by parameter and name
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,12 @@ def plan_save(engine: TrainingEngine, name: str, save_id: str, exclude_frozen: b
         name: engine_state.DeferredTensor.here(state)
         for name, state in engine_state.rng_states().items()
     }
+    factors = engine_state.factors_of(engine)
+    tensors |= {
+        engine_state.factor_key(parameter, name): engine_state.DeferredTensor.here(each.reshape(-1))
+        for parameter, of in factors.items()
+        for name, each in of.items()
+    }
     metadata = {"format": FORMAT, "save_id": save_id, "rank": str(engine.global_rank)}
     plan = plan_file(
         [(name, each.dtype, [each.numel]) for name, each in tensors.items()],
@@ -93,7 +101,16 @@ def plan_save(engine: TrainingEngine, name: str, save_id: str, exclude_frozen: b
     return SavePlan(
         plan,
         tensors,
-        RankReport(file, chunks, engine_state.scalars_of(engine), engine_state.apart_of(engine)),
+        RankReport(
+            file,
+            chunks,
+            engine_state.scalars_of(engine),
+            engine_state.apart_of(engine),
+            {
+                parameter: {name: tuple(each.shape) for name, each in of.items()}
+                for parameter, of in factors.items()
+            },
+        ),
     )
 
 
@@ -198,7 +215,12 @@ def _optimizer(engine: TrainingEngine, reports: list[RankReport]) -> OptimizerEn
         apart = {name: numbers for name, numbers in own.items() if numbers != scalars}
         names = sorted(name for name, group in engine.bound.group_of.items() if group == index)
         groups.append(GroupEntry(dict(hyperparameters), scalars, tuple(names), apart))
-    return OptimizerEntry(engine_state.class_name(engine.bound.optimizer), tuple(groups))
+    factors = {
+        parameter: FactorEntry(file, shapes)
+        for file, report in enumerate(reports)
+        for parameter, shapes in report.factors.items()
+    }
+    return OptimizerEntry(engine_state.class_name(engine.bound.optimizer), tuple(groups), factors)
 
 
 SCRIPT = "zero_to_fp32.py"

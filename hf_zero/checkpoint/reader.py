@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint import objects
-from hf_zero.checkpoint.engine_state import BUFFER
+from hf_zero.checkpoint.engine_state import BUFFER, factor_key
 from hf_zero.checkpoint.manifest import FORMAT, MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.records import FileEntry, FlatEntry
 from hf_zero.checkpoint.storage import AnyPath, ClosedAtExit, modified_ns, store_errors
@@ -198,6 +198,12 @@ class Checkpoint(ClosedAtExit):
                 BUFFER + name: (torch.Size(shape).numel(), dtype)
                 for name, (dtype, shape) in manifest.buffers.items()
             }
+        for name, of in manifest.optimizer.factors.items() if manifest.optimizer else ():
+            if of.file == index:
+                wanted |= {
+                    factor_key(name, key): (torch.Size(shape).numel(), None)
+                    for key, shape in of.shapes.items()
+                }
         for name, (numel, dtype) in wanted.items():
             entry = file.entries.get(name)
             if (
@@ -241,6 +247,18 @@ class Checkpoint(ClosedAtExit):
                 run.source,
                 out[run.target : run.target + run.length],
             )
+
+    def factors(self, parameter: str) -> dict[str, torch.Tensor]:
+        """The state of the whole ``parameter``, by name; {} where none was saved."""
+        saved = self.manifest.optimizer
+        if saved is None or parameter not in saved.factors:
+            return {}
+        of, found = saved.factors[parameter], {}
+        for name, shape in of.shapes.items():
+            file, key = self.file(of.file), factor_key(parameter, name)
+            found[name] = torch.empty(shape, dtype=file.entries[key].dtype)
+            file.read_into(key, 0, found[name].view(-1))
+        return found
 
     def holds(self, run: CopyRange, tensor: str) -> bool:
         """Whether the chunk that ``run`` reads has the state ``tensor``."""

@@ -124,9 +124,18 @@ class GroupEntry:
 
 
 @dataclass(frozen=True)
+class FactorEntry:
+    """State of a whole parameter: the file that holds it, and its shapes by name."""
+
+    file: int
+    shapes: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
 class OptimizerEntry:
     class_name: str
     groups: tuple[GroupEntry, ...]
+    factors: dict[str, FactorEntry] = field(default_factory=dict)  # by parameter
 
 
 @dataclass(frozen=True)

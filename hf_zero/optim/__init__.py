@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
+    "Adafactor": "hf_zero.optim.adafactor",
     "BoundOptimizer": "hf_zero.optim.bound_optimizer",
     "CPUAdagrad": "hf_zero.optim.cpu",
     "CPUAdam": "hf_zero.optim.cpu",
@@ -31,6 +32,7 @@ _EXPORTS = {
 __all__ = list(_EXPORTS)
 
 if TYPE_CHECKING:
+    from hf_zero.optim.adafactor import Adafactor as Adafactor
     from hf_zero.optim.bound_optimizer import BoundOptimizer as BoundOptimizer
     from hf_zero.optim.build import build_optimizer as build_optimizer
     from hf_zero.optim.cpu import CPUSGD as CPUSGD

@@ -12,11 +12,16 @@ from typing import Any
 
 import torch
 
+from hf_zero.optim.adafactor import Adafactor, TorchAdafactor
 from hf_zero.optim.muon import Muon
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 
 # by module and name: transformers may not be installed
-OURS: dict[str, type[WholeTensorOptimizer]] = {"torch.optim.Muon": Muon}
+OURS: dict[str, type[WholeTensorOptimizer]] = {
+    "torch.optim.Muon": Muon,
+    "torch.optim.Adafactor": TorchAdafactor,
+    "transformers.optimization.Adafactor": Adafactor,
+}
 _made: dict[Any, type[WholeTensorOptimizer]] = {}
 _UPDATE_METHODS = ("step", "_init_group", "_get_lr", "_rms", "_approx_sq_grad", "_get_options")
 

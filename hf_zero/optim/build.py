@@ -16,6 +16,7 @@ import torch
 
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.optim.adafactor import Adafactor
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from hf_zero.optim.lamb import Lamb
 from hf_zero.optim.lars import LARS
@@ -29,6 +30,7 @@ _Class = type[torch.optim.Optimizer]
 _Settings = dict[str, Any]
 
 _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "Adafactor": Adafactor,
     "Adadelta": torch.optim.Adadelta,
     "Adagrad": torch.optim.Adagrad,
     "Adam": torch.optim.Adam,
@@ -60,7 +62,7 @@ _ALIASES = {
 _NOT_BUILT = (
     "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam",
     "MuAdamW", "MuSGD", "MuonAdamW",
-    "Adafactor", "LBFGS", "SparseAdam", "Shampoo", "SOAP", "AdamW8bit", "Adam8bit",
+    "LBFGS", "SparseAdam", "Shampoo", "SOAP", "AdamW8bit", "Adam8bit",
     "PagedAdamW8bit",
 )  # fmt: skip
 _ADAM_SWITCHES = (
@@ -80,7 +82,8 @@ _SWITCHES = {
     "CPULion": ("set_grad_none", "fp32_optimizer_states"),
     "CPUAdagrad": ("fp32_optimizer_states",),
 }
-_WORDS = {"adjust_lr_fn": "match_rms_adamw"}
+# of what the value is where the default is none
+_LIKE = {"adjust_lr_fn": "match_rms_adamw", "lr": 1e-3, "beta1": 0.9}
 _MUON_RATES = ("muon_lr", "adam_lr")
 _CHOOSES_MOMENTS = ("CPUAdam", "CPULion")
 
@@ -147,9 +150,10 @@ def _resolve(name: str, given: Mapping[str, Any]) -> tuple[_Class, _Settings]:
     numbers = _MUON_RATES if cls is Muon else ()
     for key, value in given.items():
         _check_key(name, key, (*accepted, *switches, *numbers))
-        kind = 0.0 if key in numbers else False if key in switches else _WORDS.get(key)
+        kind = 0.0 if key in numbers else False if key in switches else _LIKE.get(key)
         default = accepted.get(key)
-        _check_value(name, key, value, kind if default is None else default)
+        if value is not None or default is not None:
+            _check_value(name, key, value, kind if default is None else default)
     narrow = not given.get("fp32_optimizer_states", True)
     if narrow and name not in _CHOOSES_MOMENTS:
         raise NotBuiltError(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.optim.adafactor import Adafactor
 from hf_zero.optim.adopted import adopted_class
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from hf_zero.optim.lamb import Lamb
@@ -45,12 +46,11 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 )
 
 # Those whose update needs sums over whole tensors, which ranks add up, or whole matrices.
-WHOLE_TENSOR: tuple[type[WholeTensorOptimizer], ...] = (Lamb, LARS, Muon)
+WHOLE_TENSOR: tuple[type[WholeTensorOptimizer], ...] = (Adafactor, Lamb, LARS, Muon)
 
 # What a class computes over whole tensors; by name, because most of these live in libraries that
 # may not be installed.
 _WHOLE_TENSOR = {
-    "Adafactor": "it factors the second moment into row and column means of each matrix",
     "LBFGS": "it takes dot products over all parameters and calls a closure several times a step",
     "SparseAdam": "it needs sparse gradients, and shards hold dense ones",
     "Lamb": "it scales each update by the norm of the whole parameter, as hf_zero.optim.Lamb",

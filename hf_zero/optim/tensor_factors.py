@@ -26,11 +26,12 @@ class TensorFactors:
         self._entries = entries
         self._table = table
         optimizer = entries.optimizer
-        self._kept = isinstance(optimizer, WholeTensorOptimizer) and optimizer.KEEPS_FACTORS
+        # names that a parameter may have
+        self.known = optimizer.FACTOR_NAMES if isinstance(optimizer, WholeTensorOptimizer) else ()
 
     def of(self, segment: Segment) -> dict[str, Tensor]:
         """What ``segment``, which has been stepped or is stepped now, keeps; {} before."""
-        if not self._kept:
+        if not self.known:
             return {}
         live = self._entries.optimizer.state[segment.tensor]
         factors: dict[str, Tensor] = live.setdefault(FACTORS, {})
@@ -39,7 +40,7 @@ class TensorFactors:
     def held(self, firsts: bool = False) -> dict[str, dict[str, Tensor]]:
         """Those of the parameters of which this rank has elements; ``firsts``: the first one."""
         found = {}
-        for segment in self._table.segments if self._kept else ():
+        for segment in self._table.segments if self.known else ():
             start, stop = extent_of(segment) if segment.parts else (0, 0)
             if start < stop and not (firsts and start):
                 factors = self._entries.of(segment).get(FACTORS)
@@ -51,7 +52,7 @@ class TensorFactors:
         """Inverse of :meth:`held`, for parameters of any rank; those that are not in it begin
         anew.
         """
-        for segment in self._table.segments if self._kept else ():
+        for segment in self._table.segments if self.known else ():
             entries = self._entries.of(segment)
             if segment.parts and entries:
                 factors = state.copied(saved.get(min(segment.names), {}))
@@ -67,7 +68,7 @@ class TensorFactors:
         return sorted(
             {
                 min(segment.names)
-                for segment in (self._table.segments if self._kept else ())
+                for segment in (self._table.segments if self.known else ())
                 if segment.parts
             }
         )

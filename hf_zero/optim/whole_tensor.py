@@ -125,8 +125,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     """Names of the state of an element; each begins with zero."""
     ROUNDS = 1
     """How often parts prepare something that is combined."""
-    KEEPS_FACTORS = False
-    """Whether a parameter has :data:`FACTORS`."""
+    FACTOR_NAMES: tuple[str, ...] = ()
+    """Names of what a parameter may have in :data:`FACTORS`."""
     ADOPTED_SETTINGS: Mapping[str, Any] = {}
     """Settings of groups that a class of the same update elsewhere does not have."""
 
@@ -232,7 +232,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             found.steps.append(int(state["step"]))
             for name, moment in zip(names, found.moments):
                 moment.append(state[name])
-            if self.KEEPS_FACTORS:
+            if self.FACTOR_NAMES:
                 factors.append(state.setdefault(FACTORS, {}))
         found.factors = factors
         return found

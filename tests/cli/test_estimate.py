@@ -184,7 +184,7 @@ def test_measured_buffers_of_16_bit_gradients_are_bounded_by_what_is_in_flight()
         ),
         ({"precision": "int8"}, "precision 'int8' is unknown"),
         ({"stage": 4}, "stage 4 is unknown"),
-        ({"optimizer": "Adafactor"}, "Adafactor"),
+        ({"optimizer": "Shampoo"}, "Shampoo"),
         ({"config": "/no/such/file.yaml"}, "/no/such/file.yaml"),
     ],
 )

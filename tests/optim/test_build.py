@@ -144,7 +144,6 @@ def test_unknown_type_that_resembles_nothing() -> None:
         "ZeroOneAdam",
         "OneBitLamb",
         "MuonAdamW",
-        "Adafactor",
         "LBFGS",
         "SparseAdam",
         "muadam",

@@ -1,0 +1,431 @@
+"""Adafactor: a second moment kept as sums of rows and columns (Shazeer and Stern 2018,
+arXiv:1804.04235), with the settings and the arithmetic of transformers', and that of torch.optim's.
+
+[Note: sums of rows and columns over parts]
+A part of a tensor is a run of its elements: rectangles of its matrices, at most one row that is not
+whole at either end. Each rank adds up the squares of its rectangles by row and by column, one
+all-reduce makes them the sums of the tensors (with the squares of the weights), a second one adds
+up the squares of the updates, by which they are clipped. What is kept of them (rows + columns
+numbers a matrix, all elements of a vector) lies on every rank that has a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_zero.errors import ConfigError
+from hf_zero.optim.whole_tensor import FACTORS, Parts, WholeTensorOptimizer
+
+
+class Rectangle(NamedTuple):
+    """Elements ``[offset, offset + rows * columns)`` of a part: of matrix ``matrix`` of its tensor,
+    from ``row`` and ``column`` on.
+    """
+
+    offset: int
+    matrix: int
+    row: int
+    rows: int
+    column: int
+    columns: int
+
+    def of(self, values: Tensor) -> Tensor:
+        """Those of ``values`` [part]: [rows, columns]."""
+        numel = self.rows * self.columns
+        return values[self.offset : self.offset + numel].view(self.rows, self.columns)
+
+    def row_of(self, rows: Tensor) -> Tensor:
+        """Its part of ``rows`` [matrices, all rows]."""
+        return rows[self.matrix, self.row : self.row + self.rows]
+
+    def column_of(self, columns: Tensor) -> Tensor:
+        return columns[self.matrix, self.column : self.column + self.columns]
+
+
+def rectangles(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Rectangle]:
+    """Elements ``[start, stop)`` of a tensor of ``shape``, of two dimensions or more."""
+    rows, columns = shape[-2:]
+    at = start
+    while at < stop:
+        line, column = divmod(at, columns)
+        matrix, row = divmod(line, rows)
+        left = stop - at
+        if column or left < columns:
+            found = Rectangle(at - start, matrix, row, 1, column, min(columns - column, left))
+        else:
+            found = Rectangle(at - start, matrix, row, min(rows - row, left // columns), 0, columns)
+        yield found
+        at += found.rows * found.columns
+
+
+def _sizes(shape: tuple[int, ...]) -> tuple[int, int]:
+    """How many sums there are of the rows and of the columns of a tensor; of a vector one for each
+    element.
+    """
+    if len(shape) < 2:
+        return prod(shape), 0
+    return prod(shape[:-1]), prod(shape[:-2]) * shape[-1]
+
+
+def _matrices(values: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """``values`` [rows + columns], as they are in ``_sizes``: [matrices, rows] and [matrices,
+    columns].
+    """
+    rows, columns = values.split(_sizes(shape))
+    return rows.view(-1, shape[-2]), columns.view(-1, shape[-1])
+
+
+class FactoredOptimizer(WholeTensorOptimizer):
+    """An optimizer that divides gradients by the roots of a second moment, which it keeps by rows
+    and columns, and clips each tensor's update by its root mean square.
+    """
+
+    ROUNDS = 2
+    FACTOR_NAMES: tuple[str, str, str]
+    """By rows, by columns, and of a vector."""
+
+    @classmethod
+    def added_to_squares(cls, group: Mapping[str, Any]) -> float:
+        """Added to the square of each element of the gradient."""
+        return 0.0
+
+    @classmethod
+    def decay(cls, group: Mapping[str, Any], step: int) -> float:
+        """By how much the second moment of the steps before ``step`` is multiplied."""
+        raise NotImplementedError
+
+    @classmethod
+    def divided(
+        cls, group: Mapping[str, Any], grad: Tensor, rows: Tensor, columns: Tensor | None
+    ) -> Tensor:
+        """``grad`` over the root of the second moment: by ``rows`` [rows] over the mean of all
+        rows of the matrix, and ``columns``; of a vector that of each element.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def move(
+        cls,
+        group: Mapping[str, Any],
+        weight: Tensor,
+        update: Tensor,
+        averages: Sequence[Tensor],
+        size: tuple[Tensor, Tensor, int],
+    ) -> None:
+        """Apply ``update``, not clipped yet. ``size``: the root mean squares of the weights and of
+        the update of the whole tensor, and the number of the step.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def prepare(cls, group: Mapping[str, Any], parts: Parts, at: int) -> Sequence[Tensor]:
+        grads = parts.gradients()
+        if at == 0:
+            return [
+                cls._squares(group, *each)
+                for each in zip(parts.weights, grads, parts.shapes, parts.extents)
+            ]
+        cls._keep(group, parts)
+        return [
+            update.double().square().sum().reshape(1)
+            for update in cls._updates(group, parts, grads)
+        ]
+
+    def combine(
+        self,
+        at: int,
+        groups: Sequence[Mapping[str, Any]],
+        parts: Sequence[Sequence[Tensor]],
+        prepared: Sequence[Sequence[Tensor]],
+    ) -> Sequence[Sequence[Tensor]]:
+        length = (lambda shape: sum(_sizes(shape)) + 1) if at == 0 else (lambda shape: 1)
+        every, values = (
+            [part for of in parts for part in of],
+            [each for of in prepared for each in of],
+        )
+        found = iter(self.tensors.summed(every, values, length))
+        return [[next(found) for _ in of] for of in parts]
+
+    @classmethod
+    def apply(cls, group: Mapping[str, Any], parts: Parts) -> None:  # type: ignore[override]
+        sums, clipping = parts.results
+        updates = cls._updates(group, parts, parts.gradients())
+        averages = zip(*parts.moments) if parts.moments else [() for _ in parts.weights]
+        for weight, update, kept, shape, (start, stop), step, own, square in zip(
+            parts.weights,
+            updates,
+            averages,
+            parts.shapes,
+            parts.extents,
+            parts.steps,
+            sums,
+            clipping,
+        ):
+            size = [(each[-1] / max(1, prod(shape))).sqrt() for each in (own, square)]
+            if weight.ndim == 1:  # without padding
+                weight, kept = weight[: stop - start], [each[: stop - start] for each in kept]
+            update = update.view(weight.shape)
+            cls.move(group, weight, update, list(kept), (size[0], size[1], step))
+
+    @classmethod
+    def _squares(
+        cls,
+        group: Mapping[str, Any],
+        weight: Tensor,
+        grad: Tensor,
+        shape: tuple[int, ...],
+        extent: tuple[int, int],
+    ) -> Tensor:
+        """What a part adds to the sums of its tensor: rows, columns, and the squares of its
+        weights.
+        """
+        start, stop = extent
+        sums = torch.zeros(sum(_sizes(shape)) + 1, dtype=torch.float64, device=weight.device)
+        own, added = grad.reshape(-1)[: stop - start], cls.added_to_squares(group)
+        if len(shape) < 2:
+            sums[start:stop] = own.square().add_(added)
+        else:
+            rows, columns = _matrices(sums[:-1], shape)
+            for each in rectangles(start, stop, shape):
+                squares = each.of(own).square().add_(added)
+                each.row_of(rows).add_(squares.sum(1))
+                each.column_of(columns).add_(squares.sum(0))
+        sums[-1] = torch.linalg.vector_norm(weight.reshape(-1)[: stop - start]).double().square()
+        return sums
+
+    @classmethod
+    def _keep(cls, group: Mapping[str, Any], parts: Parts) -> None:
+        """Put the sums of this step into what each part keeps."""
+        for weight, kept, shape, step, sums in zip(
+            parts.weights, parts.factors, parts.shapes, parts.steps, parts.results[0]
+        ):
+            by_rows, by_columns, of_vector = cls.FACTOR_NAMES
+            if len(shape) < 2:
+                means = {of_vector: sums[:-1].view(shape)}
+            else:
+                rows, columns = _matrices(sums[:-1], shape)
+                means = {
+                    by_rows: (rows / shape[-1]).view(shape[:-1]),
+                    by_columns: (columns / shape[-2]).view(*shape[:-2], shape[-1]),
+                }
+            decay = cls.decay(group, step)
+            for name, mean in means.items():
+                if name not in kept:
+                    kept[name] = torch.zeros_like(mean, dtype=weight.dtype)
+                kept[name].mul_(decay).add_(mean.to(weight.dtype), alpha=1 - decay)
+
+    @classmethod
+    def _updates(
+        cls, group: Mapping[str, Any], parts: Parts, grads: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
+        """The update of each part before it is clipped: 1-D, without padding."""
+        by_rows, by_columns, of_vector = cls.FACTOR_NAMES
+        for grad, kept, shape, (start, stop) in zip(
+            grads, parts.factors, parts.shapes, parts.extents
+        ):
+            own = grad.reshape(-1)[: stop - start]
+            if len(shape) < 2:
+                second = kept[of_vector].reshape(-1)[start:stop]
+                yield cls.divided(group, own, second, None)
+                continue
+            rows = kept[by_rows].reshape(-1, shape[-2])
+            rows = rows / rows.mean(dim=-1, keepdim=True).clamp_(min=cls.smallest_mean(group))
+            columns = kept[by_columns].reshape(-1, shape[-1])
+            update = torch.empty_like(own)
+            for each in rectangles(start, stop, shape):
+                there, here = each.row_of(rows).unsqueeze(1), each.column_of(columns)
+                each.of(update).copy_(cls.divided(group, each.of(own), there, here))
+            yield update
+
+    @classmethod
+    def smallest_mean(cls, group: Mapping[str, Any]) -> float:
+        """What rows are divided by at least."""
+        return 0.0
+
+
+class Adafactor(FactoredOptimizer):
+    """Adafactor, as transformers has it.
+
+    Per tensor of two dimensions and more, with gradient ``g``, weights ``w`` and step ``t``::
+
+        b = 1 - t ** decay_rate;    s = g * g + eps[0]
+        R <- b * R + (1 - b) * mean of each row of s;    C <- the same of each column
+        u = g / sqrt(R / mean(R) * C);                   (of a vector: g / sqrt(V), V of s)
+        u <- lr_t * u / max(1, rms(u) / clip_threshold)
+        w <- w - weight_decay * lr_t * w - u
+
+    ``lr_t`` is ``lr``, or min(0.01, 1 / sqrt(t)) with ``relative_step`` (1e-6 * t in place of 0.01
+    with ``warmup_init``), times max(eps[1], rms(w)) with ``scale_parameter``. With ``beta1`` the
+    update is a moving average of ``u``.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate; None with ``relative_step``.
+        eps: added to squares; and the least scale of a parameter.
+        clip_threshold: the largest root mean square of an update.
+        decay_rate: of the coefficient ``b``.
+        beta1: of the moving average of updates; None: there is none.
+        weight_decay: decoupled, times ``lr_t``.
+        scale_parameter, relative_step, warmup_init: how ``lr_t`` is made.
+
+    Raises:
+        ConfigError: settings that contradict each other, or lie outside their range (a ValueError).
+        UnsupportedOptimizerError: in ``step``, a gradient is sparse.
+    """
+
+    MOMENTS = ("exp_avg",)
+    FACTOR_NAMES = ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor | None = None,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        decay_rate: float = -0.8,
+        beta1: float | None = None,
+        weight_decay: float = 0.0,
+        *,
+        scale_parameter: bool = True,
+        relative_step: bool = True,
+        warmup_init: bool = False,
+    ) -> None:
+        if relative_step and lr is not None:
+            raise ConfigError(
+                f"Adafactor: lr is {lr} and relative_step is true, which makes a rate of its own; "
+                "write relative_step: false, or leave lr out"
+            )
+        if not relative_step and (lr is None or warmup_init):
+            raise ConfigError(
+                f"Adafactor: lr is {lr} and warmup_init is {warmup_init}, and relative_step is "
+                "false; give a learning rate, and warmup_init with relative_step alone"
+            )
+        if not (lr is None or float(lr) >= 0.0) or not clip_threshold > 0.0:
+            raise ConfigError(
+                f"Adafactor: lr is {lr} and clip_threshold {clip_threshold}; give numbers of at "
+                "least 0, and the latter above"
+            )
+        if min(*eps, weight_decay) < 0.0 or not decay_rate <= 0.0:
+            raise ConfigError(
+                f"Adafactor: eps is {eps}, weight_decay {weight_decay} and decay_rate "
+                f"{decay_rate}; give numbers of at least 0, and the last one of at most 0"
+            )
+        if beta1 is not None and not 0.0 <= beta1 < 1.0:
+            raise ConfigError(f"Adafactor: beta1 is {beta1}; give a number in [0, 1), or none")
+        defaults = {
+            "lr": lr,
+            "eps": tuple(eps),
+            "clip_threshold": clip_threshold,
+            "decay_rate": decay_rate,
+            "beta1": beta1,
+            "weight_decay": weight_decay,
+            "scale_parameter": scale_parameter,
+            "relative_step": relative_step,
+            "warmup_init": warmup_init,
+        }
+        super().__init__(params, defaults)
+
+    @classmethod
+    def moments_of(cls, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return () if group["beta1"] is None else cls.MOMENTS
+
+    @classmethod
+    def adopt_state(cls, state: dict[str, Any]) -> None:
+        state.pop("RMS", None)
+        _adopt_factors(state, cls.FACTOR_NAMES)
+
+    @classmethod
+    def added_to_squares(cls, group: Mapping[str, Any]) -> float:
+        return float(group["eps"][0])
+
+    @classmethod
+    def decay(cls, group: Mapping[str, Any], step: int) -> float:
+        return float(1.0 - step ** group["decay_rate"])
+
+    @classmethod
+    def divided(
+        cls, group: Mapping[str, Any], grad: Tensor, rows: Tensor, columns: Tensor | None
+    ) -> Tensor:
+        if columns is None:
+            return rows.rsqrt().mul_(grad)
+        return (rows.rsqrt() * columns.rsqrt()).mul_(grad)
+
+    @classmethod
+    def move(
+        cls,
+        group: Mapping[str, Any],
+        weight: Tensor,
+        update: Tensor,
+        averages: Sequence[Tensor],
+        size: tuple[Tensor, Tensor, int],
+    ) -> None:
+        rms, rms_of_update, step = size
+        rate = group["lr"]
+        if group["relative_step"]:
+            rate = min(1e-6 * step if group["warmup_init"] else 1e-2, step**-0.5)
+        if group["scale_parameter"]:
+            rate = rms.clamp(min=group["eps"][1]) * rate
+        update.mul_(rate / (rms_of_update / group["clip_threshold"]).clamp(min=1.0))
+        for average in averages:
+            update = average.mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
+        if group["weight_decay"]:
+            weight.mul_(1 - group["weight_decay"] * rate)
+        weight.sub_(update)
+
+
+class TorchAdafactor(FactoredOptimizer):
+    """Adafactor, as torch.optim has it: what an object of that class becomes."""
+
+    MOMENTS = ()
+    FACTOR_NAMES = ("row_var", "col_var", "variance")
+
+    @classmethod
+    def adopt_state(cls, state: dict[str, Any]) -> None:
+        for name, dim in (("row_var", -1), ("col_var", -2)):
+            if name in state:
+                state[name] = state[name].squeeze(dim)
+        _adopt_factors(state, cls.FACTOR_NAMES)
+
+    @classmethod
+    def decay(cls, group: Mapping[str, Any], step: int) -> float:
+        return float(1.0 - step ** group["beta2_decay"])
+
+    @classmethod
+    def smallest_mean(cls, group: Mapping[str, Any]) -> float:
+        least = group["eps"][0]
+        return float(torch.finfo(torch.float32).eps if least is None else least)
+
+    @classmethod
+    def divided(
+        cls, group: Mapping[str, Any], grad: Tensor, rows: Tensor, columns: Tensor | None
+    ) -> Tensor:
+        second = rows.clone() if columns is None else rows * columns
+        update = second.clamp_(min=cls.smallest_mean(group) ** 2).rsqrt_().mul_(grad)
+        return update.neg_() if group["maximize"] else update
+
+    @classmethod
+    def move(
+        cls,
+        group: Mapping[str, Any],
+        weight: Tensor,
+        update: Tensor,
+        averages: Sequence[Tensor],
+        size: tuple[Tensor, Tensor, int],
+    ) -> None:
+        rms, rms_of_update, step = size
+        rate = float(group["lr"])
+        if group["weight_decay"]:
+            weight.mul_(1 - rate * group["weight_decay"])
+        alpha = rms.clamp(min=group["eps"][1]) * min(rate, step**-0.5)
+        weight.sub_(update.mul_(alpha / (rms_of_update / group["d"]).clamp(min=1.0)))
+
+
+def _adopt_factors(state: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Put what ``names`` say of a parameter's ``state`` together."""
+    if state:
+        state[FACTORS] = {name: state.pop(name) for name in names if name in state}
