@@ -169,7 +169,7 @@ def _last(words: list[tuple[str, Any]], wanted: str) -> int:
 
 
 def test_killed_a_few_times(tmp_path: Path, draw: random.Random) -> None:
-    kill_again_and_again(tmp_path, 3, 4, draw, keep=2)
+    kill_again_and_again(tmp_path, 3, 2, draw, keep=2)
 
 
 @pytest.mark.long

@@ -21,7 +21,7 @@ Case = tuple[str, int, int, object, object, dict[str, object]]
 def job_of(case: Case) -> LeftOut:
     what = case[3]
     if what == "random":
-        return LeftOut(40, at_random(40, 0.3), case[4])
+        return LeftOut(20, at_random(20, 0.3), case[4])
     rank, *blocks = what
     return LeftOut(14, on_one(rank, *blocks, since=1), case[4])
 
@@ -70,7 +70,7 @@ def test_two_processes():
         (PLAIN, 2, 1, "random", None, {}),
         (PLAIN, 3, 1, (1, 4, 5), None, COMPILED),
     ]
-    check(2, [*cases_on("gloo"), *cases_on(PLAIN), *more], timeout=200)
+    check(2, [*cases_on("gloo")[2:], *cases_on(PLAIN), *more], timeout=200)
 
 
 @pytest.mark.long

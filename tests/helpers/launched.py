@@ -4,7 +4,7 @@ under a launcher.
 A script takes ``--out FOLDER`` and writes ``report-RANK.json`` there. It is started as a command
 with the launcher's environment, but in a process that is forked from one that has imported torch
 and transformers (``python_server.py``); ``integrations/test_autoload.py``,
-``matrix/test_launching.py`` and ``gloo/test_endings.py`` start whole interpreters.
+``matrix/test_launching.py`` and some cases of ``gloo/test_endings.py`` start whole interpreters.
 """
 
 from __future__ import annotations
@@ -191,13 +191,17 @@ def environment() -> dict[str, str]:
     }
 
 
-def plainly(script: Path, *arguments: str, ranks: int = 2, limit: float) -> list[tuple[int, str]]:
+def plainly(
+    script: Path, *arguments: str, interpreter: str = "", ranks: int = 2, limit: float
+) -> list[tuple[int, str]]:
     """Exit code and output of each rank of ``script``, started without a launcher: rank 0 hosts
     the store. All end within ``limit`` seconds.
+
+    ``interpreter``: that Python instead of forks of the server.
     """
     place = {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     place["PYTHON_EXEC"] = sys.executable
-    command, end = [sys.executable, str(script), *arguments], time.monotonic() + limit
+    command, end = [interpreter or python(), str(script), *arguments], time.monotonic() + limit
     with TemporaryDirectory() as folder, ExitStack() as stack:
         logs = [Path(folder) / f"{rank}.txt" for rank in range(ranks)]
         started = []

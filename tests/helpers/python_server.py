@@ -232,6 +232,8 @@ def main(address: str, begin: str, *preloaded: str) -> None:
             "<frozen runpy>",
         ):
             trace = trace.tb_next
+        # as the interpreter leaves what it has not caught
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         raise SystemExit(1) from None
 

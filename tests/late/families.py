@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-LAYERS = {"bert": 12, "llama": 8, "gpt2": 8, "t5": 4, "mixtral": 4}
+LAYERS = {"bert": 8, "llama": 8, "gpt2": 8, "t5": 4, "mixtral": 4}
 STEPS = 6  # at least 4: it is saved after the second and the fourth
 ROWS, LENGTH, VOCAB = 4, 16, 200
 POSITIONS = 64  # that a model has; a case takes LENGTH of them, or its own "length"

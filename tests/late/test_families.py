@@ -19,7 +19,6 @@ FP32, ROUNDED = 7e-6, 0.0625  # relative; of a number below 8 in bf16, absolute
 FAST = {
     "bert": (
         "stage 2, optimizer on the host",
-        "stage 3",
         "stage 3, optimizer on the host, bf16",
         "all on the host, saved",
         "all on the host, four micro-batches",

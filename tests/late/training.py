@@ -19,7 +19,7 @@ from tests.late import device
 wrap.GRANULARITY = 0  # blocks are small, and each is to be a unit
 wrap.PERSISTENCE = 0  # and its parameters sharded
 
-WIDTH, BLOCKS, ROWS = 48, 6, 4
+WIDTH, BLOCKS, ROWS = 48, 4, 4
 
 OPTIMIZER = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 AT_ONCE = {

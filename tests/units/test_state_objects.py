@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,17 +44,25 @@ def class_of(source: str, name: str) -> ast.ClassDef:
     )
 
 
-ATTRIBUTES = {
-    attribute
-    for name, path in OWNERS.items()
-    for attribute in owned(class_of((PACKAGE / path).read_text(), name))
-}
-SHARED = {
-    attribute
-    for path in PACKAGE.rglob("*.py")
-    if str(path.relative_to(PACKAGE)) not in OWNERS.values()
-    for attribute in owned(ast.parse(path.read_text()))
-}
+@cache
+def attributes() -> set[str]:
+    """Of the three objects."""
+    return {
+        attribute
+        for name, path in OWNERS.items()
+        for attribute in owned(class_of((PACKAGE / path).read_text(), name))
+    }
+
+
+@cache
+def shared() -> set[str]:
+    """Attributes that other classes have, too."""
+    return {
+        attribute
+        for path in PACKAGE.rglob("*.py")
+        if str(path.relative_to(PACKAGE)) not in OWNERS.values()
+        for attribute in owned(ast.parse(path.read_text()))
+    }
 
 
 def writes(source: str) -> list[str]:
@@ -65,12 +74,12 @@ def writes(source: str) -> list[str]:
         if (
             isinstance(node, ast.Attribute)
             and isinstance(node.ctx, (ast.Store, ast.Del))
-            and node.attr in ATTRIBUTES
+            and node.attr in attributes()
         ):
             receiver = node.value
             last = receiver.attr if isinstance(receiver, ast.Attribute) else ast.unparse(receiver)
             theirs = last in NAMES or last.endswith(("_flat", "_gradient"))
-            if theirs or node.attr not in SHARED:
+            if theirs or node.attr not in shared():
                 found.append(f"line {node.lineno}: {ast.unparse(node)}")
     return found
 
