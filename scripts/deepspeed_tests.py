@@ -83,9 +83,6 @@ ON_PURPOSE = {
     "runtime/zero/test_zero_leaf_module.py::TestSetZ3LeafModule::test_no_grad_input_error": (
         "leaf modules take inputs without gradients, where DeepSpeed raises"
     ),
-    "checkpoint/test_zero_optimizer.py::TestZeROSaveLoadEdgeCase::test_load_immediate_save": (
-        "an engine is destroyed before another one takes its model"
-    ),
     "checkpoint/test_zero_optimizer.py::TestSaveTensorClone": (
         "parameters in 16 bits train with bf16 or fp16 enabled alone: without master weights "
         "their updates would vanish"
@@ -105,6 +102,19 @@ ON_PURPOSE = {
     "v1/zero/test_zero.py::TestBF16OptimizerGradReduction": (
         "it reads a buffer of DeepSpeed's BF16_Optimizer; engine.optimizer is the script's own"
     ),
+    "checkpoint/test_zero_optimizer.py::TestZeROCheckpointFrozenWeights::test_save_exclude": (
+        "it reads files of DeepSpeed's checkpoints by their names; those of hf-zero are listed in "
+        "manifest.json"
+    ),
+    "v1/zero/test_zero2_offload_multi_backward.py::": (
+        "it reads a buffer of DeepSpeed's optimizer; engine.optimizer is the script's own"
+    ),
+    "runtime/half_precision/test_fp16.py::TestFP16OptimizerForMoE": (
+        "layers of experts across ranks are not built"
+    ),
+    "runtime/test_ds_config_dict.py::test_sum_gradient_allreduce_rejects_deepcompile": (
+        "DeepCompile is not built: refused by a NotBuiltError"
+    ),
     "ops/adam/test_zf_torch_adam.py": (
         "ZenFlow updates most weights with gradients of earlier steps; offload_optimizer's exact "
         "update overlaps the next forward"
@@ -118,10 +128,11 @@ run over {peers} and over hf-zero on two CPU ranks.
 A file is *public* if every name that it takes from deepspeed is in the facade's table (there or not
 built), *internals* if none is, *mixed* otherwise; a test of a public file that uses private
 attributes of DeepSpeed's objects counts as mixed. Only tests count that DeepSpeed itself passes
-there. A test that took longer than the limit was not run. *Not built*: failed by a NotBuiltError.
+there. A test that took longer than the limit was not run. *On purpose*: what it asks for is
+otherwise here, for the reason below. *Not built*: failed by a NotBuiltError.
 
-| tests | of files | that DeepSpeed passes | run here | passed | failed | of these not built |
-| --- | --- | --- | --- | --- | --- | --- |
+| tests | of files | that DeepSpeed passes | run here | passed | failed | on purpose | not built |
+| --- | --- | --- | --- | --- | --- | --- | --- |
 """
 
 
@@ -459,7 +470,9 @@ def table(rows: dict[str, Any]) -> str:
             counted[kind].update(tests=1, run=name not in not_run, failed=name in failed)
             counted[kind].update(not_built=name in failed and "NotBuiltError" in said)
             if name in failed:
-                said = on_purpose(f"{file}::{name}") or said
+                why = on_purpose(f"{file}::{name}")
+                counted[kind].update(on_purpose=bool(why))
+                said = why or said
             reasons.update([(kind, said)] if said else [])
         tests = len(row["peer"]["passed"])
         lines += [f"| {file} | {k} | {n} of {tests} | {w} |" for (k, w), n in reasons.most_common()]
@@ -469,7 +482,8 @@ def table(rows: dict[str, Any]) -> str:
         text += (
             f"| {kind} | {int(n['files'])} of {rows['all'][kind]} | {n['tests']} | {int(n['run'])} "
         )
-        text += f"| {int(passed)}{share} | {int(n['failed'])} | {int(n['not_built'])} |\n"
+        text += f"| {int(passed)}{share} | {int(n['failed'])} | {int(n['on_purpose'])} "
+        text += f"| {int(n['not_built'])} |\n"
     text += "\n## What fails\n\n| file | kind | tests | why |\n| --- | --- | --- | --- |\n"
     text += "\n".join(lines) + "\n"
     waiting = sorted(rows["to_run"])

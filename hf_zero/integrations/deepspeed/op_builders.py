@@ -78,7 +78,9 @@ CPULionBuilder = _builder("CPULionBuilder", "cpu_lion", "hf_zero.optim.cpu")
 FusedAdamBuilder = _builder("FusedAdamBuilder", "fused_adam", "torch.optim")
 FusedLionBuilder = _builder("FusedLionBuilder", "fused_lion", "hf_zero.optim.lion")
 AsyncIOBuilder = _builder("AsyncIOBuilder", "async_io", "hf_zero.ops.files")
-PinMemoryBuilder = _builder("PinMemoryBuilder", "pin_memory", "hf_zero.ops.host_memory")
+PinMemoryBuilder = _builder(
+    "PinMemoryBuilder", "pin_memory", "hf_zero.integrations.deepspeed.locked_memory"
+)
 UtilsBuilder = _builder(
     "UtilsBuilder", "utils", instead="torch._utils flattens and unflattens lists of tensors"
 )

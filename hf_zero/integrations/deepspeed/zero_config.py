@@ -15,6 +15,8 @@ from hf_zero.integrations.deepspeed.constants import (
     DEFAULT_LEAF_MODULE_CLASSES,
     DEFAULT_LEAF_MODULE_NAME_SUFFIXES,
     DEFAULT_LEAF_MODULE_NAMES,
+    LOG_LEVEL,
+    LOG_LEVEL_DEFAULT,
 )
 
 ZERO = "zero_optimization"
@@ -239,3 +241,8 @@ def _params(section: Any) -> dict[str, Any] | None:
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
     """What gradients are clipped to by this configuration; 0.0: never."""
     return float(param_dict.get("gradient_clipping") or 0.0)
+
+
+def get_log_level(param_dict: Mapping[str, Any]) -> str | None:
+    """The level of the log that this configuration names; None: it stays as it is."""
+    return param_dict.get(LOG_LEVEL, LOG_LEVEL_DEFAULT)

@@ -439,7 +439,10 @@ def test_the_configuration_sets_the_level_of_the_log() -> None:
             engine = start(model)
             assert engine.log_level() is None and logger.level == 20
             engine.destroy()
-            engine = start(model, log_level="ERROR")
+            config: Any = {"log_level": "ERROR"}
+            assert deepspeed.runtime.config.get_log_level(config) == "ERROR"
+            assert deepspeed.runtime.config.get_log_level({}) is None
+            engine = start(model, **config)
             assert engine.log_level() == "ERROR" and logger.level == 40
             assert {handler.level for handler in logger.handlers} == {40}
             engine.destroy()

@@ -15,9 +15,15 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from hf_zero.errors import ConfigError, NotBuiltError, PartitionError
+from hf_zero.errors import ConfigError, HostMemoryError, NotBuiltError, PartitionError
 from hf_zero.estimate import estimate
-from hf_zero.integrations.deepspeed import accelerator, comm_log, runtime_utils, schedule_arguments
+from hf_zero.integrations.deepspeed import (
+    accelerator,
+    comm_log,
+    locked_memory,
+    runtime_utils,
+    schedule_arguments,
+)
 from hf_zero.parameters.leaf_modules import mark_configured
 
 # -- accelerator and operators ---------------------------------------------------------------------
@@ -70,6 +76,55 @@ def test_operators_answer_whether_they_are_here() -> None:
 
 
 # -- hosts -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 2, 2, 3)])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_the_update_of_muon(shape: tuple[int, ...], nesterov: bool) -> None:
+    """Two steps of torch's own Muon."""
+    update = deepspeed.runtime.zero.muon.original_muon.muon_update
+    torch.manual_seed(0)
+    grads = torch.randn(2, *shape)
+    weight = torch.nn.Parameter(torch.zeros(shape).flatten(1))
+    optimizer = torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, nesterov=nesterov)
+    momentum, moved = torch.zeros(shape), torch.zeros_like(weight)
+    for grad in grads:
+        weight.grad = grad.flatten(1)
+        optimizer.step()
+        moved -= update(grad.clone(), momentum, nesterov=nesterov)
+    torch.testing.assert_close(moved, weight.detach(), rtol=1e-2, atol=1e-3)
+    before = momentum.clone()
+    assert update(torch.full(shape, torch.inf), momentum, nesterov=nesterov).isnan().all()
+    assert torch.equal(momentum, before)
+
+
+def test_the_update_of_muon_of_several_matrices() -> None:
+    update = deepspeed.runtime.zero.muon.original_muon.muon_update
+    torch.manual_seed(0)
+    grad = torch.randn(3, 4, 5)
+    each = torch.stack([update(matrix, torch.zeros(4, 5)) for matrix in grad])
+    experts = update(grad, torch.zeros_like(grad), is_expert_group=True)
+    heads = update(grad.view(12, 5), torch.zeros(12, 5), num_heads=3)
+    assert torch.equal(experts, each) and torch.equal(heads, each.view(12, 5))
+
+
+def test_memory_that_is_not_paged_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def locked() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmLck"))
+
+    handle = deepspeed.ops.op_builder.PinMemoryBuilder().load().pin_handle()
+    before = locked()
+    made = handle.new_cpu_locked_tensor(4096, torch.empty(0, dtype=torch.float32))
+    assert made.shape == (4096,) and made.dtype == torch.float32 and not made.any()
+    assert locked() == before + 16
+    assert handle.is_pinned(made) and handle.is_pinned(made.narrow(0, 4, 8))
+    assert not handle.is_pinned(torch.empty(4096))
+    assert handle.free_cpu_locked_tensor(made) is True and not handle.is_pinned(made)
+    assert locked() == before and handle.free_cpu_locked_tensor(made) is False
+    monkeypatch.setattr(locked_memory._LIBC, "mlock", lambda *args: -1)
+    with pytest.raises(HostMemoryError, match="8 bytes could not be locked"):
+        handle.new_cpu_locked_tensor(1, torch.empty(0, dtype=torch.float64))
 
 
 def test_hostfiles_and_filters(tmp_path: Path, heard: list[str]) -> None:
@@ -313,6 +368,7 @@ def test_sections_of_precision(key: str) -> None:
     assert (section.enabled, section.loss_scale_window, section.hysteresis) == (True, 4, 2)
     fp16 = read.DeepSpeedFP16Config
     assert fp16().initial_dynamic_scale() == 2.0**16 and fp16(loss_scale="3").loss_scale == 3.0
+    wrong: Any
     for wrong in (-1, float("inf"), float("nan"), True, [], None):
         with pytest.raises(ValidationError):
             fp16(loss_scale=wrong)

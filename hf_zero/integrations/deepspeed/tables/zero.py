@@ -128,6 +128,25 @@ ZERO_ROWS = (
         ),
     ),
     module(
+        "deepspeed.runtime.zero.linear",
+        "Linear layers: torch's, which keep no whole weights.",
+        names("torch.nn", "Linear as LinearModuleForZeroStage3"),
+        names("torch.nn.functional", "linear as zero3_linear_wrap"),
+        left_out(INTERNAL, "*"),
+    ),
+    module("deepspeed.runtime.zero.muon", "Muon."),
+    module(
+        "deepspeed.runtime.zero.muon.original_muon",
+        "The update of Muon.",
+        names(
+            f"{HERE}.muon_update",
+            "muon_update",
+            "zeropower_via_newtonschulz5",
+            "zeropower_via_newtonschulz5 as zeropower_via_gram_newtonschulz",
+        ),
+        left_out("write optimizer.type Muon: hf_zero.optim.muon", "*"),
+    ),
+    module(
         "deepspeed.runtime.zero.tiling",
         "Linear layers in tiles.",
         TILED,

@@ -1,0 +1,63 @@
+"""Tensors on memory of the host that is not paged out: what ``PinMemoryBuilder`` loads."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from typing import Any
+
+import torch
+
+from hf_zero.device import kinds
+from hf_zero.distributed import process_group
+from hf_zero.errors import HostMemoryError
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mlock.argtypes = _LIBC.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+class PinHandle:
+    """Makes and frees such tensors: pinned for the device, or locked where the device is the
+    host.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, torch.Tensor] = {}
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        """``num_elem`` zeros in the dtype of ``example_tensor``, 1-D. Raises HostMemoryError where
+        the system does not lock so much.
+        """
+        dtype, device = example_tensor.dtype, process_group.default_device()
+        if kinds.is_host(device):
+            nbytes = max(1, num_elem * dtype.itemsize)
+            made = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype, count=num_elem)
+            if _LIBC.mlock(made.data_ptr(), nbytes):
+                raise HostMemoryError(
+                    f"{nbytes:,} bytes could not be locked in memory: "
+                    f"{os.strerror(ctypes.get_errno())}; raise the limit (ulimit -l), or use plain "
+                    "tensors"
+                )
+        else:
+            made = torch.zeros(num_elem, dtype=dtype, pin_memory=True)
+        self._held[made.data_ptr()] = made
+        return made
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in one that was made here, or is pinned by torch."""
+        start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        inside = (at <= start and stop <= at + held.nbytes for at, held in self._held.items())
+        return any(inside) or bool(tensor.is_pinned())
+
+    def free_cpu_locked_tensor(self, locked_tensor: torch.Tensor) -> bool:
+        """Let the memory be paged out, and go once no tensor is on it; False for what was not made
+        here.
+        """
+        held = self._held.pop(locked_tensor.data_ptr(), None)
+        if held is not None and not held.is_pinned():
+            _LIBC.munlock(held.data_ptr(), max(1, held.nbytes))
+        return held is not None
+
+
+pin_handle: Any = PinHandle
