@@ -29,8 +29,7 @@ import torch
 from hf_zero.checkpoint.collective_try import describe_error
 from hf_zero.checkpoint.file_writer import copy_bytes, write_image
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hf_zero.checkpoint.plan import SavePlan
-from hf_zero.checkpoint.save_job import Outcome, SaveJob
+from hf_zero.checkpoint.plan import Outcome, SaveJob, SavePlan
 from hf_zero.checkpoint.storage import AnyPath, is_remote
 from hf_zero.checkpoint.tensorfile import bytes_view
 from hf_zero.device import kinds

@@ -1,5 +1,5 @@
-"""How the files of one save become a checkpoint all at once: by a rename in a folder (FORMAT.md
-section 6), by a manifest that is put last in an object store (section 10).
+"""Where the files of one save go, how they become a checkpoint, in a folder or in an object store,
+and which older ones go then.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ import os
 import re
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
 from hf_zero.checkpoint import find, storage
+from hf_zero.checkpoint.collective_try import describe_error
 from hf_zero.checkpoint.find import (
     DROPPED,
     OBJECTS_NAME,
@@ -21,6 +22,7 @@ from hf_zero.checkpoint.find import (
     REPLACED,
     RESERVED,
     SAVING,
+    integrity_error,
     is_checkpoint,
 )
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
@@ -328,4 +330,106 @@ def _is_own_object(item: AnyPath) -> bool:
         item.name == MANIFEST_NAME
         or fnmatch(item.name, find.RANK_PATTERN)
         or (item.name.startswith(f"{stem}-") and item.suffix == f".{suffix}")
+    )
+
+
+def check_keep(keep: int | None) -> None:
+    """Raises CheckpointError for a number of checkpoints that cannot be kept."""
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise CheckpointError(
+            f"keep={keep!r} is no number of checkpoints; pass 1 or more, or None to keep all"
+        )
+
+
+def retain(final: AnyPath, keep: int) -> list[AnyPath]:
+    """Keep ``final``, just saved, and the newest whole checkpoints beside it: ``keep`` in all.
+    Returns those that were removed.
+
+    Only tags that differ from its own by their numbers alone are looked at (``global_step100``
+    beside ``global_step200``; ``best`` stays), and the one that ``latest`` names stays too. What
+    cannot be removed is a warning: the save itself is good.
+    """
+    family = [
+        folder
+        for folder in final.parent.iterdir()
+        if _stem(folder) == _stem(final) and find.is_checkpoint(folder)
+    ]
+    newest_first = sorted(
+        family, key=lambda folder: (folder == final, find.age_key(folder)), reverse=True
+    )
+    protected = {final}
+    if (final.parent / find.LATEST).exists():
+        try:
+            protected.add(final.parent / find.latest_tag(final.parent))
+        except CheckpointError as error:
+            logger.warning("nothing is removed, although newer checkpoints are kept: %s", error)
+            return []
+    return remove(excess(newest_first, keep, protected, integrity_error))
+
+
+def excess(
+    newest_first: Iterable[AnyPath],
+    keep: int,
+    protected: set[AnyPath],
+    wrong: Callable[[AnyPath], str],
+) -> list[AnyPath]:
+    """Those of ``newest_first`` that are whole and beyond the first ``keep`` whole ones, the oldest
+    first.
+
+    ``wrong`` says what is wrong with one, or "". If the newest is damaged nothing goes: something
+    is the matter with the storage.
+    """
+    whole: list[AnyPath] = []
+    for at, folder in enumerate(newest_first):
+        said = wrong(folder)
+        if said:
+            logger.warning("%s is damaged and is neither counted nor removed (%s)", folder, said)
+            if at == 0:
+                return []
+        else:
+            whole.append(folder)
+    return [folder for folder in reversed(whole[keep:]) if folder not in protected]
+
+
+def remove(chosen: Sequence[AnyPath], aside: str = find.DROPPED) -> list[AnyPath]:
+    """Drop each of ``chosen``; one that cannot be removed is named in a warning.
+
+    Returns those that went.
+    """
+    gone = []
+    for folder in chosen:
+        try:
+            drop(folder, aside)
+        except OSError as error:
+            logger.warning(
+                "%s is to be removed, since newer checkpoints are kept, but cannot be: %s",
+                folder,
+                describe_error(error, folder),
+            )
+        else:
+            gone.append(folder)
+    return gone
+
+
+def drop(folder: AnyPath, aside: str = find.DROPPED) -> None:
+    """Remove ``folder``: renamed first, so that at no moment a half of it stands under its name.
+    Raises OSError.
+
+    ``aside`` goes before the name meanwhile, possibly with a folder in front.
+    """
+    if is_remote(folder):
+        drop_objects(folder)
+        return
+    discard_replaced(folder)
+    away = folder.parent / (aside + folder.name)
+    storage.remove_tree(away)
+    storage.rename_durably(folder, away)
+    storage.remove_tree(away)
+
+
+def _stem(folder: AnyPath) -> str:
+    return (
+        ""
+        if folder.name.startswith(".") or folder.is_symlink()
+        else re.sub(r"\d+", "#", folder.name)
     )

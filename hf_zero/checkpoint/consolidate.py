@@ -16,7 +16,7 @@ from hf_zero.checkpoint.collective_try import collective_try
 from hf_zero.checkpoint.convert.export import convert_checkpoint
 from hf_zero.checkpoint.convert.outputs import choose, dtype_option, outputs
 from hf_zero.checkpoint.find import find_checkpoint
-from hf_zero.checkpoint.opening import open_checkpoint
+from hf_zero.checkpoint.foreign import open_checkpoint
 from hf_zero.checkpoint.records import pair_names, strip_wrappers
 from hf_zero.checkpoint.storage import local_path, write_all
 from hf_zero.checkpoint.tensorfile import FilePlan, bytes_view, plan_file

@@ -21,6 +21,7 @@ from hf_zero.checkpoint.engine_state import (
     weights_of,
 )
 from hf_zero.checkpoint.find import whole_tags_beside
+from hf_zero.checkpoint.foreign import open_checkpoint
 from hf_zero.checkpoint.match import (
     NameMatch,
     check_optimizer,
@@ -28,7 +29,6 @@ from hf_zero.checkpoint.match import (
     match_names,
     reorder_schedule,
 )
-from hf_zero.checkpoint.opening import open_checkpoint
 from hf_zero.checkpoint.progress import Tick, progress_bar
 from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges
 from hf_zero.checkpoint.storage import AnyPath

@@ -1,5 +1,5 @@
 """Saving, one pipeline: check, plan, stage, write, commit. Every rank writes its own file; rank 0
-commits once all of them are written (save_job.py).
+commits once all of them are written (plan.py).
 
 A blocking save goes through it inline and streams tensors into the file. A save in the background
 copies them into staging memory first, and a thread does the writing and the commit
@@ -15,13 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.collective_try import collective_try
-from hf_zero.checkpoint.commit import CommitTarget, commit_target
+from hf_zero.checkpoint.commit import CommitTarget, check_keep, commit_target
 from hf_zero.checkpoint.engine_state import refuse_destroyed
 from hf_zero.checkpoint.file_writer import write_tensors
-from hf_zero.checkpoint.plan import SavePlan, SharedFiles, extra_state, plan_save, shared_files
+from hf_zero.checkpoint.plan import (
+    NOTHING_SAVED,
+    Outcome,
+    SaveJob,
+    SavePlan,
+    SharedFiles,
+    extra_state,
+    plan_save,
+    shared_files,
+)
 from hf_zero.checkpoint.progress import progress_bar
-from hf_zero.checkpoint.retention import check_keep
-from hf_zero.checkpoint.save_job import NOTHING_SAVED, Outcome, SaveJob
 from hf_zero.checkpoint.storage import AnyPath, as_path
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger

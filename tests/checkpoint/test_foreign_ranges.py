@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_zero.checkpoint.foreign import mapped
+from hf_zero.checkpoint.foreign import torch_files
 from hf_zero.checkpoint.foreign.assembled import Table, Widened
-from hf_zero.checkpoint.foreign.mapped import MappedFiles
-from hf_zero.checkpoint.foreign.stretches import SavedTensor
+from hf_zero.checkpoint.foreign.torch_files import MappedFiles, SavedTensor
 from hf_zero.errors import CheckpointError
 
 VALUES = torch.arange(5000.0)
@@ -66,7 +65,7 @@ def test_what_lies_in_no_file_is_left_to_memory(tmp_path: Path, loaded: torch.Te
 def test_where_the_system_does_not_tell(
     tmp_path: Path, loaded: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapped, "MAPS", tmp_path / "none")
+    monkeypatch.setattr(torch_files, "MAPS", tmp_path / "none")
     assert not read(MappedFiles(), loaded)[0]
 
 
@@ -149,6 +148,6 @@ def test_a_tensor_that_reaches_beyond_its_record(
     held = saved(tmp_path, VALUES)
     shell = torch.empty(5000, device="meta")
     shell.untyped_storage()._checkpoint_offset = held.length - 8  # type: ignore[attr-defined]
-    monkeypatch.setattr("hf_zero.checkpoint.foreign.stretches.load", lambda *_: shell)
+    monkeypatch.setattr("hf_zero.checkpoint.foreign.torch_files.load", lambda *_: shell)
     with pytest.raises(CheckpointError, match=r"'w' at byte 77 reaches beyond its record"):
         held.read(0, torch.empty(1))

@@ -25,7 +25,7 @@ from hf_zero.checkpoint import (
 )
 from hf_zero.checkpoint.foreign import open_foreign, recognise
 from hf_zero.checkpoint.foreign.deepspeed_parts import CLASSES
-from hf_zero.checkpoint.foreign.pickles import load_pickle
+from hf_zero.checkpoint.foreign.torch_files import load_pickle
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.deepspeed_inputs.model import (
     SAVED_AFTER,

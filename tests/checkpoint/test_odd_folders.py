@@ -281,7 +281,7 @@ def test_nothing_is_removed_while_latest_cannot_be_read(
 ) -> None:
     heard: list[str] = []
     monkeypatch.setattr(
-        "hf_zero.checkpoint.retention.logger.warning", lambda text, *args: heard.append(text % args)
+        "hf_zero.checkpoint.commit.logger.warning", lambda text, *args: heard.append(text % args)
     )
     good(saved(tmp_path, tag="s1")[1])
     (tmp_path / LATEST).write_bytes(b"\xff")

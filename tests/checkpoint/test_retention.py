@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import commit, find, retention, storage
+from hf_zero.checkpoint import commit, find, storage
 from hf_zero.config import ZeroConfig
 from tests.checkpoint.jobs import Job, good, run, small, train_some
 from tests.checkpoint.test_failures import errors
@@ -148,7 +148,7 @@ def test_one_that_a_stopped_save_had_replaced_does_not_come_back(tmp_path):
     for step in (1, 1, 2):
         good(save(tmp_path, step))
     os.rename(tmp_path / "global_step2", tmp_path / ".hf-zero-replaced-global_step1")
-    retention.drop(tmp_path / "global_step1")
+    commit.drop(tmp_path / "global_step1")
     assert names(tmp_path) == ["latest", "zero_to_fp32.py"]
 
 

@@ -19,13 +19,19 @@ import hf_zero
 from hf_zero.checkpoint import storage
 from hf_zero.checkpoint.collective_try import describe_error
 from hf_zero.checkpoint.convert import card
-from hf_zero.checkpoint.convert.adapters import CONFIG as ADAPTER
-from hf_zero.checkpoint.convert.adapters import adapter_parts, adapters_in
 from hf_zero.checkpoint.convert.files import Journal, lock_folder, temporary_path, write_part
-from hf_zero.checkpoint.convert.outputs import OutputTensor, choose, dtype_option, outputs
+from hf_zero.checkpoint.convert.outputs import CONFIG as ADAPTER
+from hf_zero.checkpoint.convert.outputs import (
+    OutputTensor,
+    adapter_parts,
+    adapters_in,
+    choose,
+    dtype_option,
+    outputs,
+)
 from hf_zero.checkpoint.find import find_checkpoint
+from hf_zero.checkpoint.foreign import open_checkpoint
 from hf_zero.checkpoint.manifest import Manifest
-from hf_zero.checkpoint.opening import open_checkpoint
 from hf_zero.checkpoint.progress import progress_bar
 from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.checkpoint.records import dtype_name, strip_wrappers

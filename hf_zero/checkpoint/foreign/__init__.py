@@ -5,8 +5,9 @@ read as those of our own.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from hf_zero.checkpoint.manifest import MANIFEST_NAME
 from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.checkpoint.storage import AnyPath, is_remote
 
@@ -43,3 +44,16 @@ def open_foreign(folder: AnyPath, asked: Sequence[Sequence[str]] = ()) -> Checkp
     module = importlib.import_module(f"{__name__}.{recognise(folder)}")
     opened: Checkpoint = module.open_checkpoint(folder, asked)
     return opened
+
+
+def open_checkpoint(
+    folder: AnyPath, grouped: Callable[[], Sequence[Sequence[str]]] = tuple
+) -> Checkpoint:
+    """The checkpoint in ``folder``, ours or of a kind that ``foreign`` reads, which may ask how an
+    optimizer groups names.
+
+    Raises CheckpointError.
+    """
+    if not (folder / MANIFEST_NAME).is_file() and recognise(folder):
+        return open_foreign(folder, grouped())
+    return Checkpoint(folder)

@@ -31,8 +31,7 @@ from hf_zero.checkpoint.foreign.assembled import (
     ParameterPart,
     Ranged,
 )
-from hf_zero.checkpoint.foreign.pickles import Opaque
-from hf_zero.checkpoint.foreign.stretches import SavedTensor, damaged, load
+from hf_zero.checkpoint.foreign.torch_files import Opaque, SavedTensor, damaged, load
 from hf_zero.checkpoint.foreign.unnamed import Shape
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger

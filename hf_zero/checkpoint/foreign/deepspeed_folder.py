@@ -44,7 +44,7 @@ from hf_zero.checkpoint.foreign.deepspeed_parts import (
     steps_of,
     torch_state,
 )
-from hf_zero.checkpoint.foreign.pickles import load_pickle
+from hf_zero.checkpoint.foreign.torch_files import load_pickle
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import logger
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from hf_zero.checkpoint import convert_zero_checkpoint_to_fp32_state_dict as _convert
 from hf_zero.checkpoint.find import find_checkpoint
-from hf_zero.checkpoint.opening import open_checkpoint
+from hf_zero.checkpoint.foreign import open_checkpoint
 from hf_zero.checkpoint.records import strip_wrappers
 
 INDEX = "model.safetensors.index.json"

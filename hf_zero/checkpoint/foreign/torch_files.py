@@ -1,0 +1,300 @@
+"""What ``torch.save`` wrote, of which nothing is run: tensors, plain values and stand-ins for a few
+named classes; a whole file, a part of a file as torch.distributed.checkpoint writes them, or ranges
+of a tensor that is mapped, read from its file.
+
+A page that is read through a mapping counts as memory of this process as long as the mapping lasts:
+a converter that copies from it would grow to the size of the checkpoint. So the place of a tensor
+in its file is looked up, and ranges are read from there.
+"""
+
+from __future__ import annotations
+
+import bisect
+import io
+import os
+import pickle
+import re
+import threading
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_zero.checkpoint.storage import read_all
+from hf_zero.checkpoint.tensorfile import bytes_view
+from hf_zero.errors import CheckpointError
+
+# torch keeps what is allowed for the whole process: one thread's end would take it from another
+_ALLOWING = threading.Lock()
+
+
+class Opaque:
+    """Stands in for an object of a class that is not imported: its arguments and attributes, and
+    nothing that acts.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+
+def load_pickle(path: Path, classes: tuple[str, ...]) -> Any:
+    """What ``torch.save`` wrote to ``path``, its tensors mapped from the file; ``classes`` become
+    :class:`Opaque`.
+
+    Raises CheckpointError for a file that is damaged, and for one that holds an object of any other
+    class.
+    """
+    # A class each: the unpickler finds a stand-in by its name.
+    allowed: list[Any] = [(type(name.rpartition(".")[2], (Opaque,), {}), name) for name in classes]
+    try:
+        with _ALLOWING, torch.serialization.safe_globals([*allowed, *_of_numpy()]):
+            return torch.load(path, map_location="cpu", mmap=_is_zip(path), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} is damaged, or holds an object that cannot be read without running "
+            f"code ({_cause(error)}); "
+            "load it in the program that wrote it and save it without that object"
+        ) from error
+    except Exception as error:  # what is damaged makes the unpickler raise anything
+        raise CheckpointError(
+            f"{path} cannot be read ({_cause(error)}); restore it, or name another checkpoint"
+        ) from error
+
+
+@cache
+def _of_numpy() -> tuple[Any, ...]:
+    """What arrays and scalars of numpy are made of, under its names before and after version 2:
+    they hold bytes, and run nothing.
+    """
+    is_old = np.lib.NumpyVersion(np.__version__) < "2.0.0"
+    core: Any = getattr(np, "core" if is_old else "_core")
+    makers = (core.multiarray._reconstruct, core.multiarray.scalar)
+    made = [
+        (maker, f"numpy.{place}.multiarray.{maker.__name__}")
+        for maker in makers
+        for place in ("core", "_core")
+    ]
+    return (*made, np.ndarray, np.dtype, *{type(np.dtype(kind)) for kind in np.typecodes["All"]})
+
+
+def _is_zip(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(2) == b"PK"
+
+
+def _cause(error: Exception) -> str:
+    lines = [
+        line.strip()
+        for line in str(error).splitlines()
+        if "GLOBAL" in line or "Unsupported" in line
+    ]
+    return (lines or str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+class _Stretch(io.RawIOBase):
+    """``length`` bytes of ``file`` from ``offset`` on, as a file of their own: torch reads from
+    it straight into place.
+    """
+
+    def __init__(self, file: io.FileIO, offset: int, length: int) -> None:
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = (
+            offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        )
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
+        count = os.preadv(self._file.fileno(), [view], self._offset + self._at)
+        self._at += count
+        return count
+
+
+def load(path: Path, offset: int, length: int, device: str = "cpu") -> Any:
+    """What was saved in ``length`` bytes at ``offset`` of ``path``.
+
+    Raises CheckpointError if that is damaged or would execute code.
+    """
+    try:
+        with (
+            open(path, "rb", buffering=0) as file,
+            io.BufferedReader(_Stretch(file, offset, length)) as stretch,
+        ):
+            return torch.load(stretch, map_location=device, weights_only=True)
+    except Exception as error:  # what is damaged makes the unpickler raise anything
+        raise damaged(path, (str(error).splitlines() or [type(error).__name__])[0][:200]) from error
+
+
+def damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is damaged or missing ({what}); restore it, or name another checkpoint"
+    )
+
+
+class SavedTensor:
+    """The tensor ``name`` of ``numel`` elements of ``dtype``, saved at ``offset`` of ``path``:
+    ``read`` copies runs of its elements.
+
+    torch gives the place of its bytes when it loads the tensor on the meta device. Where it does
+    not, or the tensor is not contiguous, the tensor is loaded whole for each range.
+    """
+
+    def __init__(
+        self, name: str, path: Path, offset: int, length: int, dtype: torch.dtype, numel: int
+    ) -> None:
+        self.name, self.path, self.offset, self.length, self.dtype, self.numel = (
+            name,
+            path,
+            offset,
+            length,
+            dtype,
+            numel,
+        )
+        self._place: int | None = None
+        self._lock = threading.Lock()
+
+    def read(self, start: int, out: torch.Tensor) -> None:
+        """Fill ``out``, 1-D of this dtype, with elements from ``start`` on.
+
+        Raises CheckpointError for a file that is damaged.
+        """
+        with self._lock:
+            if self._place is None:
+                self._place = self._find()
+        if self._place < 0:
+            out.copy_(
+                load(self.path, self.offset, self.length)
+                .detach()
+                .reshape(-1)[start : start + out.numel()]
+            )
+            return
+        view, at = bytes_view(out), self._place + start * self.dtype.itemsize
+        with open(self.path, "rb", buffering=0) as file:
+            if (count := read_all(file.fileno(), view, at)) < len(view):
+                raise damaged(
+                    self.path, f"it was cut short to {at + count} bytes while it was read"
+                )
+
+    def _find(self) -> int:
+        """The byte of the file at which the elements begin, -1 if they are not known or not in
+        order.
+        """
+        shell = load(self.path, self.offset, self.length, "meta")
+        if not isinstance(shell, torch.Tensor) or (shell.numel(), shell.dtype) != (
+            self.numel,
+            self.dtype,
+        ):
+            raise damaged(
+                self.path,
+                f"{self.name!r} at byte {self.offset} is not {self.numel} elements of {self.dtype}",
+            )
+        within = getattr(shell.untyped_storage(), "_checkpoint_offset", None)
+        if within is None or not shell.is_contiguous():
+            return -1
+        place = within + shell.storage_offset() * self.dtype.itemsize
+        if place + self.numel * self.dtype.itemsize > self.length:
+            raise damaged(
+                self.path, f"{self.name!r} at byte {self.offset} reaches beyond its record"
+            )
+        return int(self.offset + place)
+
+
+MAPS = Path("/proc/self/maps")
+_LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ (\d+) +(/.*)")
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """Addresses ``[start, stop)`` are a file from ``offset`` on."""
+
+    start: int
+    stop: int
+    offset: int
+    inode: int
+    path: str
+
+
+class MappedFiles:
+    """The files that are mapped when this is made.
+
+    Where the system does not list them there are none, and ``read`` reads nothing.
+    """
+
+    def __init__(self) -> None:
+        text = MAPS.read_text() if MAPS.exists() else ""
+        found = [_LINE.fullmatch(line) for line in text.splitlines()]
+        self._mappings = sorted(
+            (
+                Mapping(int(m[1], 16), int(m[2], 16), int(m[3], 16), int(m[4]), m[5])
+                for m in found
+                if m
+            ),
+            key=lambda m: m.start,
+        )
+        self._starts = [mapping.start for mapping in self._mappings]
+        self._open: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def read(self, values: torch.Tensor, start: int, out: torch.Tensor) -> bool:
+        """Fill ``out`` with elements of the 1-D ``values`` from ``start`` on.
+
+        False, and nothing done, if no file is known to hold them.
+        """
+        if (
+            values.dtype != out.dtype
+            or not values.is_contiguous()
+            or not out.is_contiguous()
+            or not out.numel()
+        ):
+            return False
+        address = values.data_ptr() + start * values.element_size()
+        mapping = self._around(address, out.numel() * out.element_size())
+        fd = -1 if mapping is None else self._file(mapping)
+        if mapping is None or fd < 0:
+            return False
+        view = bytes_view(out)
+        if read_all(fd, view, mapping.offset + address - mapping.start) < len(view):
+            raise OSError(f"{mapping.path} was cut short while it was read")
+        return True
+
+    def _around(self, address: int, nbytes: int) -> Mapping | None:
+        place = bisect.bisect_right(self._starts, address) - 1
+        mapping = self._mappings[place] if place >= 0 else None
+        return mapping if mapping is not None and address + nbytes <= mapping.stop else None
+
+    def _file(self, mapping: Mapping) -> int:
+        """The file opened, or -1 if what stands at its path is another one by now."""
+        with self._lock:
+            if mapping.path not in self._open:
+                try:
+                    fd = os.open(mapping.path, os.O_RDONLY)
+                except OSError:  # removed since: the mapping still has it
+                    fd = -1
+                if fd >= 0 and os.fstat(fd).st_ino != mapping.inode:
+                    os.close(fd)
+                    fd = -1
+                self._open[mapping.path] = fd
+            return self._open[mapping.path]
+
+    def close(self) -> None:
+        for fd in self._open.values():
+            if fd >= 0:
+                os.close(fd)
+        self._open.clear()
