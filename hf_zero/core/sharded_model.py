@@ -26,9 +26,10 @@ from hf_zero.parameters.wrap import find_units, packed_elements, persistent_name
 from hf_zero.spans import span
 from hf_zero.storage.placement import Placement
 from hf_zero.units.compression import Compression, report
-from hf_zero.units.flat_buffer import FlatBuffer, packs
+from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.flat_memory import Dtypes
 from hf_zero.units.materialize import check_parameters, partition
+from hf_zero.units.packing import packs
 from hf_zero.units.policy import POLICIES
 from hf_zero.units.unit import Unit
 

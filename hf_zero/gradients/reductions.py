@@ -18,6 +18,7 @@ from hf_zero.spans import span
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.gradient_buffer import GradState
 from hf_zero.units.gradient_offload import GradientOffload, NoGradientOffload
+from hf_zero.units.packing import Pack
 
 IN_FLIGHT = 2  # acquired buffers that may be on the wire at once
 
@@ -72,10 +73,9 @@ class Reductions:
         self._kernels = kernels
         # a sum over two axes is two messages a flat buffer
         both = mesh.shard.size > 1 and mesh.replicate.size > 1
-        self._packed = 0 if both or mesh.world == 1 else packed
+        self._pack = Pack(0 if both or mesh.world == 1 else packed)  # of those that wait
         self._before_wait = before_wait
         self.waiting: list[_Reduction] = []  # for others, to be sent in one message
-        self._waiting_elements = 0
         self._messages: list[_Message] = []
         self._taking_memory = 0  # messages that do
         # Alone, nothing is on the wire, and what has to go to the host should leave at once.
@@ -107,16 +107,13 @@ class Reductions:
         """
         elements = flat.layout.padded
         # small ones that wait go on waiting for others
-        if elements > self._packed or flat.spec.reduce_codec is not None:
+        if elements > self._pack.limit or flat.spec.reduce_codec is not None:
             self._send([_Reduction(flat, wire, scale, acquired)])
             return
-        waiting = self.waiting
-        if waiting and (
-            waiting[0].wire.dtype != wire.dtype or self._waiting_elements + elements > self._packed
-        ):
+        if not self._pack.has_room(elements, wire.dtype):
             self.flush()
         self.waiting.append(_Reduction(flat, wire, scale, acquired))
-        self._waiting_elements += elements
+        self._pack.add(elements, wire.dtype)
 
     def flush_unless_fits(self, flats: Sequence[FlatBuffer]) -> None:
         """Send what waits, unless small ones among ``flats``, which come next, may travel with
@@ -125,14 +122,15 @@ class Reductions:
         small = [
             flat.layout.padded
             for flat in flats
-            if flat.layout.padded <= self._packed and flat.spec.reduce_codec is None
+            if flat.layout.padded <= self._pack.limit and flat.spec.reduce_codec is None
         ]
-        if not small or self._waiting_elements + sum(small) > self._packed:
+        if not small or not self._pack.has_room(sum(small)):
             self.flush()
 
     def flush(self) -> None:
         """Send what waits, in one message."""
-        reductions, self.waiting, self._waiting_elements = self.waiting, [], 0
+        reductions, self.waiting = self.waiting, []
+        self._pack.clear()
         if reductions:
             self._send(reductions)
 
@@ -192,7 +190,8 @@ class Reductions:
         for waiting in self.waiting:
             self._buffers.release(waiting.acquired)
         self._messages, self.waiting = [], []
-        self._waiting_elements = self._taking_memory = 0
+        self._pack.clear()
+        self._taking_memory = 0
 
     def _finish_oldest(self) -> None:
         message = self._messages.pop(0)

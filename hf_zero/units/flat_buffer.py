@@ -11,8 +11,8 @@ crash the process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,9 +30,6 @@ from hf_zero.storage.base import SHARD, Storage, numbers
 from hf_zero.storage.memory import DeviceStorage
 from hf_zero.units.gradient_buffer import GradientBuffer
 from hf_zero.units.optimizer_shard import OptimizerShard
-
-if TYPE_CHECKING:
-    from hf_zero.units.unit import Unit
 
 _get_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -93,7 +90,7 @@ class FlatBuffer:
         self.optimizer_shard = OptimizerShard(spec, self.gradient)
         self.user_writes = UserWrites(parameters)
         self.retired = False  # its engine has been destroyed
-        self.unit: Unit
+        self.unit: Any  # the Unit it belongs to, whose module imports this one
         self.full: torch.Tensor
         self._own: torch.Tensor  # this rank's part of ``full``
         self._storage: Storage = DeviceStorage({})  # where the parameter shard lives
@@ -102,7 +99,7 @@ class FlatBuffer:
     def __repr__(self) -> str:
         return f"FlatBuffer({self.key}, {self.layout.numel} elements, owned {self.owned})"
 
-    def join(self, unit: Unit) -> None:
+    def join(self, unit: Any) -> None:
         """Be gathered and released with the other flat buffers of ``unit``."""
         self.unit = unit
 
@@ -361,19 +358,3 @@ class FlatBuffer:
         whole = torch.empty(self.layout.padded, dtype=self.dtype, device=self.full.device)
         self.axis.all_gather([(whole, self.shard)], self.key).wait()
         return whole
-
-
-def packs(flats: Iterable[FlatBuffer], limit: int) -> list[list[FlatBuffer]]:
-    """``flats`` in their order, those together that one message may carry: neighbours of one
-    dtype with at most ``limit`` elements.
-    """
-    found: list[list[FlatBuffer]] = []
-    room = 0
-    for flat in flats:
-        if found and flat.layout.padded <= room and found[-1][0].dtype == flat.dtype:
-            found[-1].append(flat)
-        else:
-            found.append([flat])
-            room = limit
-        room -= flat.layout.padded
-    return found

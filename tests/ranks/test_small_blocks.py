@@ -118,7 +118,7 @@ def values_after(rank, stages):
         model, plan = seeded(lambda: Stack(5)), Plan(2, 2, clip=1.0)
         engine = start(model, adamw(model), config_of(stage, plan, **joined(stage, 1)))
         engine.sharded_model.packed_elements = packed * BLOCK
-        engine.backward_pass.reducer._reductions._packed = packed * BLOCK
+        engine.backward_pass.reducer._reductions._pack.limit = packed * BLOCK
         for number, micro in itertools.product(range(2), range(2)):
             engine.backward(squared(engine, At(number, micro, rank)))
             engine.step()
