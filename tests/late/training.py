@@ -122,9 +122,9 @@ class Tower(nn.Module):
         return loss
 
 
-def tower() -> Tower:
+def tower(blocks: int = BLOCKS) -> Tower:
     torch.manual_seed(0)
-    return Tower()
+    return Tower(blocks=blocks)
 
 
 def config(job: str) -> dict[str, Any]:
