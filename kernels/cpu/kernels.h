@@ -9,6 +9,7 @@ namespace hfz {
 enum Kind : int { F32 = 0, BF16 = 1, F16 = 2, SIGNED_BLOCKS = 3, UNSIGNED_BLOCKS = 4 };
 
 constexpr int64_t kBlock = 256;   // elements that share a scale
+constexpr int64_t kSignBlock = 2048;  // the most that share a scale where an element is one bit
 constexpr int64_t kTile = 1024;   // elements that pass through the first-level cache at once; whole blocks
 constexpr int64_t kPart = 32768;  // elements of a thread's turn; whole tiles
 constexpr int kAhead = 512;  // elements that are fetched into the caches before they are read
@@ -26,7 +27,8 @@ struct Moment {
 };
 
 // Elements in blocks of `block` (a power of two, at most kTile), each block with a scale and each element with a code of `bits` (4 or
-// 8) in two's complement: what a compressed collective carries. Codes of four bits lie two a byte, the first in the lower half.
+// 8) in two's complement: what a compressed collective carries. Codes of four bits lie two a byte, the first in the lower half. With one
+// bit (blocks of at most kSignBlock), an element is the scale or minus the scale; the first of eight is the lowest bit of its byte.
 struct Quantised {
     float* scales;
     uint8_t* codes;
@@ -91,6 +93,31 @@ struct LambSums {
     double weights, update;
 };
 
+// One chunk of momenta in one bit (hf_zero/ops/sign_blocks.py). Elements from `valid` on are padding.
+struct SignCompress {
+    Quantised out, momentum;
+    float* error;
+    Array grad;
+    float beta, factor;
+    int64_t valid;
+};
+
+struct SignCombine {
+    Quantised out, came;  // the first of `rows`, `stride` bytes apart
+    int64_t rows, stride;
+    Quantised momentum;
+    float* average;
+    float beta, inverse_beta, share;
+    int64_t valid;
+};
+
+struct SignApply {
+    float* weights;
+    Quantised momentum;
+    const int8_t* exponents;
+    float keep, step;
+};
+
 // Elements [begin, end) of each call; ranges of one call never overlap.
 struct Kernels {
     const char* name;
@@ -110,6 +137,9 @@ struct Kernels {
     void (*quantise)(const Quantised& out, const Array& source, const Array& minus, int64_t begin, int64_t end);
     // Into `out`, or added to what is there.
     void (*dequantise)(const Array& out, const Quantised& source, bool add, int64_t begin, int64_t end);
+    void (*sign_compress)(const SignCompress&, int64_t begin, int64_t end);
+    void (*sign_combine)(const SignCombine&, int64_t begin, int64_t end);
+    void (*sign_apply)(const SignApply&, int64_t begin, int64_t end);
     uint64_t (*checksum)(const uint8_t* data, int64_t bytes);  // of one run of bytes
 };
 

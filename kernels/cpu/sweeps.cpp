@@ -107,6 +107,49 @@ void dequantise_sum(Rows from, Address out) {
     });
 }
 
+// Elements of row `index` that are no padding, of `numel` in all rows.
+int64_t valid_of(const Rows& rows, int64_t index, int64_t numel) { return std::clamp<int64_t>(numel - index * rows.numel, 0, rows.numel); }
+
+void sign_compress(Rows to, Rows momentum, Address error, Address grad, int kind, double beta, double factor, int64_t numel) {
+    const auto run = hfz::kernels().sign_compress;
+    for (int64_t row = 0; row < to.rows; ++row) {
+        const hfz::SignCompress call{to.row(row),
+                                     momentum.row(row),
+                                     at<float>(error) + row * to.numel,
+                                     row_of(grad, kind, row * to.numel),
+                                     static_cast<float>(beta),
+                                     static_cast<float>(factor),
+                                     valid_of(to, row, numel)};
+        hfz::over_parts(to.numel, 0, [&](int64_t, int64_t begin, int64_t end) { run(call, begin, end); });
+    }
+}
+
+void sign_combine(Rows to, Rows came, Rows momentum, Address average, double beta, int64_t numel) {
+    const auto run = hfz::kernels().sign_combine;
+    const hfz::SignCombine call{to.row(0),
+                                came.row(0),
+                                came.rows,
+                                came.stride,
+                                momentum.row(0),
+                                at<float>(average),
+                                static_cast<float>(beta),
+                                static_cast<float>(1.0 / beta),
+                                static_cast<float>(1.0 / static_cast<double>(came.rows)),
+                                valid_of(to, 0, numel)};
+    hfz::over_parts(to.numel, 0, [&](int64_t, int64_t begin, int64_t end) { run(call, begin, end); });
+}
+
+void sign_apply(Rows momentum, Address weights, Address exponents, double keep, double step, int64_t first, int64_t last) {
+    const auto run = hfz::kernels().sign_apply;
+    for (int64_t row = 0; row < momentum.rows; ++row) {
+        const int64_t here = row * momentum.numel;
+        const int64_t from = std::clamp<int64_t>(first - here, 0, momentum.numel), to = std::clamp<int64_t>(last - here, 0, momentum.numel);
+        const hfz::SignApply call{at<float>(weights) + here, momentum.row(row), at<const int8_t>(exponents) + here, static_cast<float>(keep),
+                                  static_cast<float>(step)};
+        hfz::over_parts(to - from, from, [&](int64_t, int64_t begin, int64_t end) { run(call, from + begin, from + end); });
+    }
+}
+
 constexpr int64_t kRun = 65536;  // bytes of a checksum's part
 
 // Runs of kRun bytes, each hashed with its place mixed in, added up: so threads may take them in any order.
@@ -166,6 +209,12 @@ void bind_sweeps(py::module_& m) {
     m.def("quantise", quantise, py::arg("to"), py::arg("source"), py::arg("kind"), py::arg("minus"), py::arg("minus_kind"), Free());
     m.def("dequantise", dequantise, py::arg("source"), py::arg("out"), py::arg("kind"), py::arg("add"), Free());
     m.def("dequantise_sum", dequantise_sum, py::arg("source"), py::arg("out"), Free());
+    m.def("sign_compress", sign_compress, py::arg("to"), py::arg("momentum"), py::arg("error"), py::arg("grad"), py::arg("kind"),
+          py::arg("beta"), py::arg("factor"), py::arg("numel"), Free());
+    m.def("sign_combine", sign_combine, py::arg("to"), py::arg("came"), py::arg("momentum"), py::arg("average"), py::arg("beta"),
+          py::arg("numel"), Free());
+    m.def("sign_apply", sign_apply, py::arg("momentum"), py::arg("weights"), py::arg("exponents"), py::arg("keep"), py::arg("step"),
+          py::arg("first"), py::arg("last"), Free());
     m.def("checksum", checksum, py::arg("source"), py::arg("bytes"), Free());
     m.def("move_segments", move_segments, py::arg("packed"), py::arg("scattered"), py::arg("runs"), py::arg("gather"), Free());
 }
