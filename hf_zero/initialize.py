@@ -31,6 +31,7 @@ from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.optim.adopted import adopt
 from hf_zero.optim.build import build_optimizer
 from hf_zero.optim.elementwise import check as check_elementwise
+from hf_zero.optim.one_bit import as_sent, one_bit_of
 from hf_zero.optim.schedules import build_scheduler
 from hf_zero.parameters.leaf_modules import mark_configured
 from hf_zero.preflight import check, moments_of, room_for
@@ -161,6 +162,7 @@ def initialize_as(
     made = _optimizer(settings, model, optimizer, model_parameters)
     if made is not None:
         adopt(made)
+    settings = as_sent(settings, one_bit_of(settings, made))
     settings = settings.resolve(
         process_group.get_world_size(),
         require_batch_size=training_data is not None,

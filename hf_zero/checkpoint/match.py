@@ -15,6 +15,7 @@ from hf_zero.checkpoint.records import GroupEntry, pair_names, strip_wrappers
 from hf_zero.core.consolidate import belongs
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import listed
+from hf_zero.optim.one_bit import plain_name
 
 if TYPE_CHECKING:
     from hf_zero.core.engine import TrainingEngine
@@ -136,7 +137,7 @@ def check_optimizer(
             f"{where} was saved without an optimizer; load it with load_module_only=True, {remedy}"
         )
     live = class_name(engine.bound.optimizer)
-    if saved.class_name and _short(live) != _short(saved.class_name):  # others do not write it down
+    if saved.class_name and _kind(live) != _kind(saved.class_name):  # others do not write it down
         raise CheckpointError(
             f"{where} was saved with optimizer {saved.class_name}, this engine has {live}; use "
             f"{_short(saved.class_name)}, {remedy}"
@@ -177,6 +178,10 @@ def check_optimizer(
 
 def _short(class_name: str) -> str:
     return class_name.rpartition(".")[2]
+
+
+def _kind(class_name: str) -> str:
+    return plain_name(_short(class_name))
 
 
 def check_scheduler(engine: Any, saved: dict[str, Any] | None, where: str) -> bool:

@@ -72,6 +72,7 @@ def save(
     if background is not None:
         background.wait("another save")
     rank, mesh = engine.global_rank, engine.mesh
+    engine.optimizer_step.complete_state()
     target = _agree_on_target(engine, directory, tag, keep)
     path = target.path_of(target.file_name(find.rank_file(rank, engine.world_size)))
     nothing_saved = NOTHING_SAVED.format(target.tag)

@@ -21,6 +21,7 @@ MICS = "zero_optimization.mics_shard_size"
 NODE_LOCAL = "checkpoint.use_node_local_storage"
 STAGE = "zero_optimization.stage"
 BITS = "compressed_communication.bits"
+BLOCK = "compressed_communication.block_size"
 QUANTIZED = "zero_optimization.zero_quantized_"
 
 
@@ -165,12 +166,15 @@ def _check_compression(reading: ConfigReading) -> None:
     stage = values.get(STAGE, 0)
     up, down = f"{QUANTIZED}gradients", f"{QUANTIZED}weights"
     reasons = {}
+    if values.get(BITS) == 4 and values.get(BLOCK) == 2048:
+        reasons[BLOCK] = "is for 1 bit; write 1024 or less"
+    four = BITS if values.get(BITS) == 4 else ""  # momenta in one bit: hf_zero.optim.one_bit
     if stage == 0:
         shards = f"write {STAGE}: 1, which shards the optimizer's state, or remove the key"
-        reasons[BITS] = f"needs shards of which each rank sends its own; {shards}"
+        reasons[four] = f"needs shards of which each rank sends its own; {shards}"
         reasons[up] = f"needs a reduce-scatter, and stage 0 has an all-reduce; {shards}"
     if stage == 3:
-        reasons[BITS] = (
+        reasons[four] = (
             "sends differences to whole weights, which no rank keeps at stage 3; write "
             f"{up}: true and {down}: true instead, or {STAGE}: 2"
         )

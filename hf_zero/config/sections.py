@@ -134,16 +134,24 @@ class CompressedCommunication:
     """Both directions of a step at stages 1 and 2 in few bits; ``bits`` None: as they are."""
 
     bits: int | None = key(
-        one_of(4),
+        one_of(4, 1),
         None,
         "4: gradients travel as int4 blocks with a scale each, updates as int4 blocks of "
-        "differences to the weights that all ranks have; stages 1 and 2; null: uncompressed",
+        "differences to the weights that all ranks have; stages 1 and 2. 1: after freeze_step the "
+        "momentum of Adam travels both ways, as in OneBitAdam; stage 1. null: uncompressed",
         unit="bits",
     )
-    block_size: int = key(
-        one_of(32, 64, 128, 256, 512, 1024),
-        256,
-        "elements that share a scale, in all that is compressed",
+    freeze_step: int | None = key(
+        integer(1),
+        None,
+        "with 1 bit: the last step in which nothing is compressed and the variance changes",
+        unit="steps",
+    )
+    block_size: int | None = key(
+        one_of(32, 64, 128, 256, 512, 1024, 2048),
+        None,
+        "elements that share a scale, in all that is compressed; null: 256, with 1 bit 2048; "
+        "2048 with 1 bit alone",
         unit="elements",
     )
 

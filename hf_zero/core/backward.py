@@ -189,6 +189,8 @@ class Backward:
         are reduced and used.
         """
         update, window = self._update, self._window
+        if update.one_bit is not None:
+            update.one_bit.begin_backward()
         if update.bound is not None:
             refuse_switched(self._model.flats)
             refuse_half_done(update.updater, "another backward")
@@ -221,6 +223,11 @@ class Backward:
     def reduce(self) -> None:
         """Reduce what backwards have left unreduced (collective)."""
         self.take_in_unannounced()
+        self._reduce_accumulated()
+
+    def _reduce_accumulated(self) -> None:
+        if self._update.one_bit is not None:
+            self._update.one_bit.before_reduction(self.reducer.local_scale)
         self.reducer.reduce_accumulated()
 
     def write(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:
@@ -250,9 +257,9 @@ class Backward:
 
     def reduce_for_step(self) -> None:
         """Reduce what is left of the window (collective); PartitionError without any gradient."""
-        self.reducer.reduce_accumulated()
+        self._reduce_accumulated()
         trainable = self._model.trainable
-        if trainable and not any(flat.gradient.has_reduced for flat in trainable):
+        if trainable and not any(flat.gradient.ready for flat in trainable):
             raise PartitionError(
                 "step() has no gradient: there was no backward since the last step or zero_grad(), "
                 "or its loss does not depend on a "

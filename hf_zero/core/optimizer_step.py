@@ -20,6 +20,8 @@ from hf_zero.errors import OffloadError, PartitionError
 from hf_zero.gradients.norm import squared_norm
 from hf_zero.gradients.usage import Usage
 from hf_zero.logs import logger
+from hf_zero.one_bit.steps import OneBitSteps
+from hf_zero.optim.one_bit import one_bit_of
 from hf_zero.spans import span
 from hf_zero.storage.base import MASTER
 from hf_zero.storage.placement import ShardSpec, room_beside_a_step
@@ -58,6 +60,13 @@ class OptimizerStep:
         self.usage = Usage(model.trainable, mesh, mesh.device)
         # to which the gradient is clipped; 0.0: not
         self.max_norm = float(config.gradient_clipping or 0.0)
+        # where the momentum travels in one bit
+        one_bit = one_bit_of(config, optimizer)
+        self.one_bit = (
+            None
+            if one_bit is None
+            else OneBitSteps(model.flats, mesh, self.bound, one_bit, config.kernels)
+        )
         self.norm: torch.Tensor | None = None  # of the last step, 0-dim on the device
         self.applied = False  # whether the last step has changed the weights
         # the engine itself reads and writes the optimizer's state now: no update is waited for
@@ -121,7 +130,7 @@ class OptimizerStep:
         """The norm of the reduced gradient, before clipping, loss scale removed; 0.0 without one
         (collective).
         """
-        if not any(flat.gradient.has_reduced for flat in self._model.trainable):
+        if not any(flat.gradient.ready for flat in self._model.trainable):
             return 0.0
         total = self._squares()
         self._model.mesh.shard.all_reduce(total, "gradient norm").wait()
@@ -129,7 +138,9 @@ class OptimizerStep:
 
     def _squares(self) -> torch.Tensor:
         gradients = [flat.gradient for flat in self._model.trainable]
-        return squared_norm(gradients, self._model.mesh.device, self._kernels)
+        gradients = [each for each in gradients if not each.stays_local]
+        squares = squared_norm(gradients, self._model.mesh.device, self._kernels)
+        return squares if self.one_bit is None else squares + self.one_bit.squares()
 
     def update(self, steps: int, may_overflow: bool) -> bool:
         """One optimizer step from the reduced gradients, after ``steps`` others (collective); True
@@ -138,7 +149,13 @@ class OptimizerStep:
         """
         assert self.bound is not None
         model = self._model
-        total = self.usage.agree(self._squares(), steps)
+        one_bit, stale = self.one_bit, None
+        if one_bit is None:
+            (total,) = self.usage.agree(self._squares().view(1), steps)
+        else:
+            one_bit.measure()
+            numbers = torch.stack([self._squares(), one_bit.is_stale()])
+            total, stale = self.usage.agree(numbers, steps)
         scale, limit = self._scaler.scale, self.max_norm
         self.norm = total.sqrt() / scale
         if (may_overflow or self.refuses_infinite) and not bool(torch.isfinite(total)):
@@ -155,8 +172,11 @@ class OptimizerStep:
             self._updating_state(),
         ):  # in fp32 the masters are the shards
             self.take_user_writes()
+            if one_bit is not None:
+                one_bit.rest()
             with span("update", "parameters on the device"):
                 written = self.bound.step(divisor, shards=self._shards_to_write())
+            done = [] if one_bit is None else one_bit.step(divisor, stale)
             if self.updater.units:
                 update = self.updater.early or self.bound.begin(
                     1.0 if divisor is None else float(divisor), steps
@@ -166,9 +186,18 @@ class OptimizerStep:
             unused = flat.gradient.unused
             if not unused or len(unused) < len(flat.members):
                 flat.user_writes.mark_updated()
-        stale = [flat for flat in model.flats if not flat.optimizer_shard.offloaded]
-        model.refresh(stale, model.flats, frozenset(written), differences=True)
+        behind = [
+            flat for flat in model.flats if not flat.optimizer_shard.offloaded and flat not in done
+        ]
+        model.refresh(behind, model.flats, frozenset(written), differences=True)
         return False
+
+    def complete_state(self) -> None:
+        """Before state is saved: bring what ranks have yet to send of it to its owners
+        (collective).
+        """
+        if self.one_bit is not None:
+            self.one_bit.fold()
 
     def forget_state(self) -> None:
         """Make the optimizer's state what it was before the first step.
@@ -200,6 +229,7 @@ class OptimizerStep:
             flat
             for flat in self._model.trainable
             if flat.optimizer_shard.has_own_master
+            and not flat.spec.momentum_blocks
             and not flat.spec.sends_differences
             and not flat.optimizer_shard.offloaded
             and not flat.is_away

@@ -19,6 +19,7 @@ from hf_zero.ops import native
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.elementwise import check
 from hf_zero.optim.fused_support import reads_16_bits
+from hf_zero.optim.one_bit import one_bit_of
 from hf_zero.optim.state import collect, numbers_kept
 from hf_zero.parameters.layout import Slot
 from hf_zero.parameters.parameter import owner_of
@@ -88,7 +89,7 @@ class ShardedModel:
             placement,
             dtypes,
             whole,
-            Compression.of(config),
+            Compression.of(config, one_bit_of(config, optimizer)),
         )
         self.flats: list[FlatBuffer] = [flat for unit in self.units for flat in unit.flats]
         self.trainable = [flat for flat in self.flats if flat.trainable]

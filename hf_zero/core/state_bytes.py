@@ -6,13 +6,11 @@ The functions are methods of :class:`hf_zero.Engine`, under their names.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from hf_zero.storage.base import MASTER
-from hf_zero.units.flat_buffer import FlatBuffer
 
 KINDS = ("parameters", "gradients", "optimizer")
 TIERS = ("device", "ram", "disk")
@@ -22,7 +20,7 @@ def state_bytes(engine: Any) -> dict[str, int]:
     """Bytes of state on this rank now, wherever they live: parameters (gathered ones excluded at
     stage 3), gradients, optimizer.
     """
-    held = _held(engine.flats, engine.bound)
+    held = _held(engine)
     return {kind: sum(held[kind, tier] for tier in TIERS) for kind in KINDS}
 
 
@@ -30,14 +28,15 @@ def bytes_by_tier(engine: Any) -> dict[str, int]:
     """The same bytes by where they are: ``device``, ``ram`` (of what is offloaded, with the
     buffers between it and files) and ``disk``.
     """
-    held = _held(engine.flats, engine.bound)
+    held = _held(engine)
     tiers = {tier: sum(held[kind, tier] for kind in KINDS) for tier in TIERS}
     tiers["ram"] += sum(engine.sharded_model.placement.held().values())
     return tiers
 
 
-def _held(flats: Sequence[FlatBuffer], bound: Any) -> Counter[tuple[str, str]]:
-    """Bytes by kind and tier. ``bound`` is the bound optimizer, or None."""
+def _held(engine: Any) -> Counter[tuple[str, str]]:
+    """Bytes by kind and tier."""
+    bound, one_bit = engine.bound, engine.optimizer_step.one_bit
     found: Counter[tuple[str, str]] = Counter()
     counted: set[int] = set()
 
@@ -46,7 +45,9 @@ def _held(flats: Sequence[FlatBuffer], bound: Any) -> Counter[tuple[str, str]]:
             counted.add(tensor.data_ptr())
             found[kind, tier] += tensor.nbytes
 
-    for flat in flats:
+    if one_bit is not None:
+        found["optimizer", "device"] += one_bit.nbytes()
+    for flat in engine.flats:
         if flat.sharded and flat.is_away:
             for tier, nbytes in flat.shard_bytes().items():
                 found["parameters", tier] += nbytes

@@ -310,12 +310,15 @@ class GradientReducer:
         """Reduce what backwards before the end of the window left, where none of them was said to
         be the last (collective).
         """
-        if any(
-            flat.gradient.has_unreduced for unit in self._order.units for flat in unit.trainable
-        ):
-            for unit in self._order.units:
-                for flat in unit.trainable:
-                    self._send_accumulated(flat)
+        left = [
+            flat
+            for unit in self._order.units
+            for flat in unit.trainable
+            if flat.gradient.has_unreduced and not flat.gradient.stays_local
+        ]
+        for flat in left:
+            self._send_accumulated(flat)
+        if left:
             self._reductions.finish()
         self._offload.finish_sums()
 
@@ -404,7 +407,14 @@ class GradientReducer:
             after = self._intake.scaling.after(batch.weight, on_the_wire=True)
             self._reductions.add(flat, wire, wire, after)
 
+    @property
+    def local_scale(self) -> float:
+        """Times this, unreduced gradients are this rank's part of a mean over the ranks."""
+        return self._intake.scaling.after(self._batch.weight) * self._mesh.world
+
     def _send_accumulated(self, flat: FlatBuffer) -> None:
+        if flat.gradient.stays_local:
+            return
         accumulated, scale = (
             flat.gradient.accumulated_grad,
             self._intake.scaling.after(self._batch.weight),

@@ -41,7 +41,7 @@ class Usage:
         self._all = self._message(self._flats, [flat.gradient.all_used for flat in self._flats])
         self._units: dict[Unit, tuple[torch.Tensor, Handle]] = {}
         for axis in (mesh.shard, mesh.replicate):
-            axis.allow_small_sums(1 + self._all.numel())
+            axis.allow_small_sums(2 + self._all.numel())
 
     def _message(self, flats: Sequence[FlatBuffer], used: Sequence[int]) -> torch.Tensor:
         """[words] fp64: a digit for each parameter, 1 where the bit of it in ``used`` is set."""
@@ -59,8 +59,8 @@ class Usage:
             self._device, non_blocking=True
         )
 
-    def agree(self, squares: torch.Tensor, step: int) -> torch.Tensor:
-        """The sum over the shard axis of ``squares`` (0-dim, fp64); flats learn which of their
+    def agree(self, numbers: torch.Tensor, step: int) -> torch.Tensor:
+        """The sum over the shard axis of ``numbers`` (a few, fp64); flats learn which of their
         parameters are unused (collective).
         """
         shard, replicate = self._mesh.shard, self._mesh.replicate
@@ -71,9 +71,9 @@ class Usage:
             else self._message(self._flats, [flat.gradient.used for flat in self._flats])
         )
         if shard.size > 1:
-            both = torch.cat([squares.view(1), words])
+            both = torch.cat([numbers, words])
             shard.all_reduce(both, "gradient norm").wait()
-            squares, words = both[0], both[1:]
+            numbers, words = both[: numbers.numel()], both[numbers.numel() :]
         if replicate.size > 1:
             words = words.clone()
             # Its name shows a rank that is at another micro-batch.
@@ -84,7 +84,7 @@ class Usage:
                 handle.wait()
         if not complete:
             self._read(self._flats, words)
-        return squares
+        return numbers
 
     def missing(self) -> list[str]:
         """Names of parameters that have no gradient on one rank or more, alike on all ranks

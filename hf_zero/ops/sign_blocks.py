@@ -89,9 +89,7 @@ class SignBlocks:
                 numel,
             )
         else:
-            COMPRESS(
-                out, momentum, error, grad, beta, factor, self.block, at, numel
-            )
+            COMPRESS(out, momentum, error, grad, beta, factor, self.block, at, numel)
         return out
 
     def combine(
@@ -159,9 +157,7 @@ class SignBlocks:
                 end,
             )
         else:
-            APPLY(
-                weights, momentum, exponents, keep, step, self.block, at, begin, end
-            )
+            APPLY(weights, momentum, exponents, keep, step, self.block, at, begin, end)
 
     def _rows(self, core: object, messages: Tensor, chunk: int) -> object:
         bits = address(messages)
@@ -208,7 +204,6 @@ class SignBlocks:
 
 
 _INT8 = (torch.int8,)
-
 
 
 def _message(device: torch.device, rows: int) -> Tensor:

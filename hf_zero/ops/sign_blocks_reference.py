@@ -65,7 +65,7 @@ def apply(
 ) -> None:
     """``keep`` * ``weights`` - ``step`` * m * 2^-``exponents`` in elements [begin, end)."""
     sizes = values(momentum, weights.numel(), block, scales_at, torch.tensor(step))
-    powers = torch.ldexp(torch.ones(()), -exponents[begin:end].int())
+    powers = ((127 - exponents[begin:end].int()) << 23).view(torch.float32)
     here = weights[begin:end]
     here.copy_(here * torch.tensor(keep) - sizes[begin:end] * powers)
 

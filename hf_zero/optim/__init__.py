@@ -20,11 +20,13 @@ _EXPORTS = {
     "Lamb": "hf_zero.optim.lamb",
     "Lion": "hf_zero.optim.lion",
     "LRRangeTest": "hf_zero.optim.schedules",
+    "OneBitAdam": "hf_zero.optim.one_bit",
     "OneCycle": "hf_zero.optim.schedules",
     "VALID_LR_SCHEDULES": "hf_zero.optim.schedules",
     "WarmupCosineLR": "hf_zero.optim.schedules",
     "WarmupDecayLR": "hf_zero.optim.schedules",
     "WarmupLR": "hf_zero.optim.schedules",
+    "ZeroOneAdam": "hf_zero.optim.one_bit",
     "build_optimizer": "hf_zero.optim.build",
     "build_scheduler": "hf_zero.optim.schedules",
 }
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from hf_zero.optim.lars import LARS as LARS
     from hf_zero.optim.lion import Lion as Lion
     from hf_zero.optim.muon import Muon as Muon
+    from hf_zero.optim.one_bit import OneBitAdam as OneBitAdam
+    from hf_zero.optim.one_bit import ZeroOneAdam as ZeroOneAdam
     from hf_zero.optim.schedules import VALID_LR_SCHEDULES as VALID_LR_SCHEDULES
     from hf_zero.optim.schedules import LRRangeTest as LRRangeTest
     from hf_zero.optim.schedules import OneCycle as OneCycle

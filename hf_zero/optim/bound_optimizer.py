@@ -87,6 +87,7 @@ class BoundOptimizer:
         self._flats = [flat for flat in flats if flat.trainable]
         if any(flat.offloaded for flat in self._flats):
             refuse_offload(optimizer)
+        self.loads = 0  # of all state, from outside
         self.sums: ShardedTensors | None = None  # for an update that needs them
         if isinstance(optimizer, WholeTensorOptimizer):
             table, flats = self._table, self._flats
@@ -113,6 +114,10 @@ class BoundOptimizer:
         return [(segment.group, segment.tensor) for segment in self._table.segments]
 
     # ---- stepping ----
+
+    def rest(self, names: frozenset[str]) -> None:
+        """From now on :meth:`step` only counts the steps of the parameters of ``names``."""
+        self._table.rest(names)
 
     def takes_shards(self) -> bool:
         """Whether the next :meth:`step` can write the new values into the shards, too."""
@@ -144,6 +149,8 @@ class BoundOptimizer:
             step has run.
         """
         optimizer: Any = self.optimizer
+        for segment in self._table.resting:
+            self.optimizer.state[segment.tensor]["step"] += 1
         unused = frozenset[str]().union(*(flat.unused for flat in self._flats if flat.unused))
         left_out = (
             self._table.leave_out(
@@ -291,6 +298,10 @@ class BoundOptimizer:
             return self._table.offloaded.tensors(flat)
         return {"master": masters(flat), **self._table.device.tensors(flat)}
 
+    def address(self, flat: Flat, name: str) -> int:
+        """Where state ``name`` of ``flat`` begins on the device; :meth:`tensors` may move it."""
+        return self._table.device.address(flat, name)
+
     def names(self, flat: Flat) -> list[str]:
         """Arrays of a flat whose states are offloaded that hold something."""
         return self._table.offloaded.names(flat)
@@ -340,6 +351,7 @@ class BoundOptimizer:
 
     def forget(self) -> None:
         """Make all state what it was before the first step."""
+        self.loads += 1
         self._table.offloaded.wait()
         dict.clear(self.optimizer.state)
         self._table.parted.clear()
@@ -370,6 +382,7 @@ class BoundOptimizer:
                 keep.
         """
         self._same_groups(scalars, "step counts")
+        self.loads += 1
         self._numbers.load(scalars, apart)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
@@ -417,6 +430,7 @@ class BoundOptimizer:
 
     def unpacked(self) -> None:
         """The optimizer's own ``load_state_dict`` has given its segments other state."""
+        self.loads += 1
         self._table.device.stepped(together=False)
         self._table.offloaded.unpacked()
 

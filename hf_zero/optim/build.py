@@ -22,6 +22,7 @@ from hf_zero.optim.lamb import Lamb
 from hf_zero.optim.lars import LARS
 from hf_zero.optim.lion import Lion
 from hf_zero.optim.muon import Muon, muon_groups
+from hf_zero.optim.one_bit import OneBitAdam, ZeroOneAdam
 
 if TYPE_CHECKING:
     from hf_zero.config import OptimizerConfig
@@ -46,6 +47,8 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "Lamb": Lamb,
     "LARS": LARS,
     "Muon": Muon,
+    "OneBitAdam": OneBitAdam,
+    "ZeroOneAdam": ZeroOneAdam,
     "CPUAdagrad": CPUAdagrad,
     "CPUAdam": CPUAdam,
     "CPULion": CPULion,
@@ -60,8 +63,7 @@ _ALIASES = {
     "DeepSpeedCPUAdagrad": "CPUAdagrad",
 }
 _NOT_BUILT = (
-    "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam",
-    "MuAdamW", "MuSGD", "MuonAdamW",
+    "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD", "MuonAdamW",
     "LBFGS", "SparseAdam", "Shampoo", "SOAP", "AdamW8bit", "Adam8bit",
     "PagedAdamW8bit",
 )  # fmt: skip
@@ -83,7 +85,13 @@ _SWITCHES = {
     "CPUAdagrad": ("fp32_optimizer_states",),
 }
 # of what the value is where the default is none
-_LIKE = {"adjust_lr_fn": "match_rms_adamw", "lr": 1e-3, "beta1": 0.9}
+_LIKE = {
+    "adjust_lr_fn": "match_rms_adamw",
+    "lr": 1e-3,
+    "beta1": 0.9,
+    "comm_backend_name": "nccl",
+    "cuda_aware": False,
+}
 _MUON_RATES = ("muon_lr", "adam_lr")
 _CHOOSES_MOMENTS = ("CPUAdam", "CPULion")
 

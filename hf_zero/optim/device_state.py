@@ -114,6 +114,15 @@ class DeviceState:
                     out[name] = home[base : base + numel]
         return out
 
+    def address(self, flat: Flat, name: str) -> int:
+        """Where the first number of state ``name`` of ``flat`` lies in memory; 0: nowhere."""
+        for segment in self._region_of[flat.key][0].segments:
+            for part in segment.parts:
+                if part.flat is flat and name in self._entries.of(segment):
+                    held: Tensor = self._entries.optimizer.state[segment.tensor][name]
+                    return held.data_ptr() + (part.offset - part.start) * held.itemsize
+        return 0
+
     def stepped(self, together: bool | None) -> None:
         """The optimizer has stepped. ``together``: its states lie as :meth:`bring_together` leaves
         them; False: segments may have got their first state, which is brought together where it is

@@ -32,6 +32,8 @@ class SegmentTable:
         self.stepped: list[Segment] = []  # at once, by the optimizer's step
         # of one zero, for groups that own nothing on this rank
         self.stand_ins: list[Segment] = []
+        self.resting_names: frozenset[str] = frozenset()
+        self.resting: list[Segment] = []  # segments of these, which others update
         # groups whose parameters have not all made the same steps, as far as this rank has them
         self.parted: set[int] = set()
 
@@ -84,6 +86,12 @@ class SegmentTable:
         self.stepped = [segment for segment in self.segments if not segment.offloaded]
         if self.steps_stand_ins_apart:
             self.stepped = [segment for segment in self.stepped if segment.parts]
+        if self.resting_names or self.resting:
+            rests = [
+                s for s in self.stepped if s.parts and not self.resting_names.isdisjoint(s.names)
+            ]
+            self.resting = rests
+            self.stepped = [segment for segment in self.stepped if segment not in rests]
         for index, live in enumerate(self._optimizer.param_groups):
             live["params"] = [segment.tensor for segment in self.segments if segment.group == index]
 
@@ -128,6 +136,23 @@ class SegmentTable:
             self._list()
             self._fused.divide()
             self.offloaded.replace(changed)
+
+    def rest(self, names: frozenset[str]) -> None:
+        """From now on leave the parameters of ``names`` to others, but for counting their steps;
+        their state is there, as before the first step where there was none.
+        """
+        if names == self.resting_names:
+            return
+        self.resting_names = names
+        self.divide([s for s in self.segments if s.parts], names.__contains__)
+        self._list()
+        # each counts by itself from now on
+        for segment in self.resting:
+            self.state_of(segment).create(segment)
+            entries = self._optimizer.state[segment.tensor]
+            if isinstance(entries.get("step"), torch.Tensor):
+                entries["step"] = entries["step"].clone()
+        self._fused.divide()
 
     def leave_out(self, segments: Iterable[Segment], unused: frozenset[str]) -> set[Segment]:
         """The segments of ``unused`` parameters among ``segments``, which are cut so that they

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hf_zero.distributed.codec import Codec
+from hf_zero.ops.sign_blocks import SignBlocks
 from hf_zero.parameters.layout import FlatLayout
 
 
@@ -23,6 +24,7 @@ class FlatSpec:
     this one writes them into checkpoints. owned: the elements ``[start, stop)`` of the buffer that
     this rank owns. reduce_codec, gather_codec: how its gradient travels in a reduce-scatter, and
     its values in an all-gather of shards, or of what a step has updated; None: as they are.
+    momentum_blocks: how its momentum travels, if its optimizer sends that.
     """
 
     number: int
@@ -37,6 +39,7 @@ class FlatSpec:
     persistent: bool = False
     reduce_codec: Codec | None = None
     gather_codec: Codec | None = None
+    momentum_blocks: SignBlocks | None = None
 
     @property
     def owned_numel(self) -> int:

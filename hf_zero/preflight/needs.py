@@ -104,6 +104,7 @@ def needs(groups: Sequence[FlatParameters], plan: MemoryPlan) -> Needs:
             ("gradients", sum(flat.gradient_on_device(plan) for flat in trainable)),
             ("gradients under way", gradient_buffers(groups, plan)),
             ("master weights and moments", sum(flat.state_on_device(plan) for flat in trainable)),
+            ("momenta in 1 bit", sum(flat.one_bit_on_device(plan) for flat in trainable)),
         ),
         ram=_parts(
             ("master weights and moments", state),
@@ -162,6 +163,15 @@ class _Laid:
         apart = self.group.dtype in SIXTEEN_BITS or (plan.differences and plan.shards > 1)
         master = MASTER_BYTES if apart else 0
         return (master + moment_bytes("fp32", plan.moments, 1)) * self.stays
+
+    def one_bit_on_device(self, plan: MemoryPlan) -> int:
+        """After the freeze, whole on each rank: errors in 32 bits, exponents in 8, the momentum in
+        1, and beside parameters in 16 bits weights in 32.
+        """
+        if not plan.one_bit or plan.shards == 1:
+            return 0
+        weights = 4 if self.group.dtype in SIXTEEN_BITS else 0
+        return (4 + 1 + weights) * self.padded + self.padded // 8
 
 
 def _offloaded(trainable: Sequence[_Laid], plan: MemoryPlan) -> tuple[int, int, int, int]:

@@ -92,6 +92,7 @@ class MemoryPlan:
     persistence: tuple[int | None, int | None] = (None, None)
     # a step sends differences to weights: in 32 bits, too, masters are others than these
     differences: bool = False
+    one_bit: bool = False  # momenta travel in one bit
 
     @classmethod
     def of(
@@ -119,7 +120,9 @@ class MemoryPlan:
             optimizer=config.offload_optimizer,
             param=config.offload_param,
             gpu=gpu,
-            differences=config.compressed_communication.bits is not None,
+            differences=config.compressed_communication.bits == 4,
+            one_bit=config.compressed_communication.bits == 1
+            or wanted.type.lower() in ("onebitadam", "zerooneadam"),
         )
 
     @property

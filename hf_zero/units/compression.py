@@ -11,7 +11,9 @@ from hf_zero.config import ZeroConfig
 from hf_zero.distributed.codec import Codec
 from hf_zero.logs import logger
 from hf_zero.ops.block_codec import BlockCodec
+from hf_zero.ops.sign_blocks import SignBlocks
 from hf_zero.ops.symmetric_blocks import SymmetricBlocks
+from hf_zero.optim.one_bit import OneBit
 from hf_zero.parameters.layout import FlatLayout
 from hf_zero.units.flat_buffer import FlatBuffer
 
@@ -32,13 +34,16 @@ class Compression:
     weights: BlockCodec | None = None
     frozen: BlockCodec | None = None
     updates: BlockCodec | None = None
+    momentum: SignBlocks | None = None
     block: int = 256
 
     @classmethod
-    def of(cls, config: ZeroConfig) -> Compression:
-        """What ``config`` asks for."""
+    def of(cls, config: ZeroConfig, one_bit: OneBit | None = None) -> Compression:
+        """What ``config`` asks for, or an optimizer whose momentum travels in ``one_bit``."""
+        if one_bit is not None:
+            return cls(momentum=SignBlocks(one_bit.block), block=one_bit.block)
         zero, both = config.zero, config.compressed_communication
-        block = both.block_size
+        block = both.block_size or 256
         four, eight = (BlockCodec(SymmetricBlocks(bits, block)) for bits in (4, 8))
         # new values of an offloaded update leave the host as they are
         differences = both.bits is not None and not config.offload_optimizer.on
@@ -47,13 +52,22 @@ class Compression:
             eight if zero.quantized_weights else None,
             eight if zero.quantized_weights or zero.quantized_nontrainable_weights else None,
             BlockCodec(SymmetricBlocks(4, block), differences=True) if differences else None,
-            block,
+            block=block,
         )
 
     def takes(self, parameter: torch.Tensor, trains: bool) -> bool:
         """Whether ``parameter`` may lie in a flat buffer that travels in few bits."""
-        some = (self.gradients, self.weights, self.updates) if trains else (self.frozen,)
-        return any(some) and parameter.dim() > 1 and parameter.numel() >= self.block
+        ours = (self.gradients, self.weights, self.updates, self.momentum)
+        return (
+            any(ours if trains else (self.frozen,))
+            and parameter.dim() > 1
+            and parameter.numel() >= self.block
+        )
+
+    def momentum_of(self, layout: FlatLayout, dtype: torch.dtype) -> SignBlocks | None:
+        """How momenta travel of a flat buffer of parameters that :meth:`takes` has chosen."""
+        fits = layout.shards > 1 and layout.chunk >= self.block and dtype in FLOATS
+        return self.momentum if fits else None
 
     def codecs(
         self, layout: FlatLayout, dtype: torch.dtype, trains: bool, sharded: bool, persistent: bool

@@ -46,6 +46,8 @@ class GradientBuffer:
         self.grad_sq_norm: torch.Tensor | None = None
         # 16 bits are enough as long as nothing is added
         self.upcast_on_accumulate = False
+        # what ``accumulated_grad`` holds is not reduced: the optimizer sends its momentum instead
+        self.stays_local = False
         self.offloaded = False  # ``shard`` is in host memory, apart from ``accumulated_grad``
         self.all_used = (1 << len(spec.layout.slots)) - 1  # a bit for each parameter
         self.used = 0  # those for which this rank has had a gradient in the accumulation window
@@ -94,12 +96,21 @@ class GradientBuffer:
         return self.state is GradState.REDUCED or self.state is GradState.BOTH
 
     @property
+    def ready(self) -> bool:
+        """Whether a step can use what is held."""
+        return self.has_reduced or (self.stays_local and self.has_unreduced)
+
+    @property
     def adds_to_shard(self) -> bool:
         """Whether the next reduction is to be added to what is in ``shard``."""
         reduced = self.state is GradState.REDUCED or self.state is GradState.BOTH
         return reduced and (self.accumulated_grad is None or self.offloaded)
 
     # ---- moves ----
+
+    def keep_local(self, local: bool) -> None:
+        """Whether later reductions leave out what is in ``accumulated_grad``."""
+        self.stays_local = local
 
     def keep_reduced(self) -> None:
         """Before further gradients are taken into ``accumulated_grad``: set reduced ones aside

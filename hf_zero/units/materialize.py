@@ -242,6 +242,9 @@ def _plan_unit(
             owned=layout.rank_range(mesh.shard.rank if shards > 1 else 0),
             reduce_codec=codecs[0],
             gather_codec=codecs[1],
+            momentum_blocks=compression.momentum_of(layout, dtype)
+            if compressed and trainable
+            else None,
         )
         flats.append(FlatBuffer(spec_of_flat, parameters, engine_flats))
     return Unit(index, spec.name, dict(zip(spec.paths, spec.modules)), flats)

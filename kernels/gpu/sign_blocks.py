@@ -27,9 +27,7 @@ def _signs(bits, scales, at, inside, BLOCK: tl.constexpr):
 
 # Stores the message of ``wanted`` [blocks, elements]; what it says.
 @triton.jit
-def _send(
-    bits, scales, wanted, at, here, inside, chunk, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
-):
+def _send(bits, scales, wanted, at, here, inside, chunk, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     count = tl.sum(inside.to(tl.float32), 1)
     scale = tl.div_rn(tl.sum(tl.abs(wanted), 1), tl.maximum(count, 1.0))
     block = tl.min(at, 1) // BLOCK

@@ -313,6 +313,9 @@ def test_all_that_a_stage_cannot_compress_is_named() -> None:
         ZeroConfig.from_dict({"zero_optimization": {"stage": 0, **keys}}).resolve(2)
 
 
-def test_one_bit_is_not_among_the_bits() -> None:
-    with pytest.raises(ConfigError, match=r"compressed_communication\.bits = 1 .*one of 4"):
-        ZeroConfig.from_dict({"compressed_communication": {"bits": 1}})
+def test_blocks_of_2048_are_for_1_bit() -> None:
+    both = {"bits": 4, "block_size": 2048}
+    with pytest.raises(ConfigError, match=r"block_size = 2048 .*is for 1 bit; write 1024 or less"):
+        ZeroConfig.from_dict(
+            {"zero_optimization": {"stage": 1}, "compressed_communication": both}
+        ).resolve(2)

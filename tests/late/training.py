@@ -89,11 +89,16 @@ BY_MATRICES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 FOUR = {"compressed_communication": {"bits": 4}}
 UP, DOWN = {"zero_quantized_gradients": True}, {"zero_quantized_weights": True}
+ONE = {
+    "compressed_communication": {"bits": 1, "freeze_step": 1, "block_size": 256},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+}
 IN_FEW_BITS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "stage 1, gradients in 4 bits": (1, UP, SGD),
     "stage 2, both ways in 4 bits": (2, {}, {**SGD, **FOUR}),
     "stage 2, in 4 bits, optimizer on the host": (2, OPTIMIZER, {**SGD, **FOUR}),
     "stage 3, weights in 8 bits, gradients in 4": (3, {**UP, **DOWN}, SGD),
+    "stage 1, momenta in 1 bit after a step": (1, {}, ONE),
 }
 
 

@@ -32,6 +32,7 @@ PARAMETERS = {
     "hf_zero.optim.cycles.OneCycle": 14,
     "hf_zero.optim.lamb.Lamb": 9,
     "hf_zero.optim.muon.Muon": 12,
+    "hf_zero.optim.one_bit.ZeroOneAdam": 11,
 }
 # one for each of Lightning's packages; the core's queue of transfers, and its copy in Python
 NAMES_TAKEN_TWICE = {"FileQueue", "ZeroPrecision", "ZeroStrategy"}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import NotBuiltError
@@ -83,9 +84,35 @@ def test_keys_that_mean_something_else(key: str) -> None:
         ZeroConfig.from_dict(config).resolve(4)
 
 
-@pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"])
-def test_optimizers_of_one_bit_are_refused(name: str) -> None:
-    config = ZeroConfig.from_dict({"optimizer": {"type": name, "params": {"lr": 0.1}}})
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("OneBitAdam", {"freeze_step": 400, "cuda_aware": False, "comm_backend_name": "nccl"}),
+        (
+            "ZeroOneAdam",
+            {
+                "var_freeze_step": 1000,
+                "var_update_scaler": 16,
+                "local_step_scaler": 1000,
+                "local_step_clipper": 16,
+                "cuda_aware": False,
+                "comm_backend_name": "nccl",
+            },
+        ),
+    ],
+)
+def test_optimizers_of_one_bit_take_deepspeeds_settings(name: str, settings: Any) -> None:
+    params = {"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-6, "weight_decay": 0.01, **settings}
+    config = ZeroConfig.from_dict({"optimizer": {"type": name, "params": params}})
     assert config.optimizer is not None
-    with pytest.raises(NotBuiltError, match=name):
+    made: Any = build_optimizer(config.optimizer, [torch.nn.Parameter(torch.ones(2))])
+    assert type(made).__name__ == name and made.param_groups[0]["eps"] == 1e-6
+    last = settings.get("freeze_step", settings.get("var_freeze_step"))
+    assert made.is_dense(1) and not made.is_dense(last + 1)
+
+
+def test_one_bit_lamb_is_refused() -> None:
+    config = ZeroConfig.from_dict({"optimizer": {"type": "OneBitLamb", "params": {"lr": 0.1}}})
+    assert config.optimizer is not None
+    with pytest.raises(NotBuiltError, match="OneBitLamb"):
         build_optimizer(config.optimizer, [])

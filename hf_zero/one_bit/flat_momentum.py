@@ -1,0 +1,224 @@
+"""The momentum of one flat buffer whose optimizer sends it in one bit.
+
+[Note: the equations]
+Of N ranks, rank i holds the error e_i of what it has sent; all hold the momentum m as the last
+messages say it, the exponents k of the frozen denominators D = sqrt(v_hat) + eps, and the fp32
+weights x. The owner of a chunk also holds a, the momentum with what m lacks (``exp_avg``)::
+
+    rank i   z = e_i + b1 m + (1 - b1) g_i;    q_i = C(z);    e_i = z - q_i      (all-to-all)
+    owner    r = mean_i q_i + b1 (a - m);      m = C(r);      a = m + (r - m) / b1  (all-gather)
+    all      x = (1 - lr wd) x - lr / (1 - b1^t) m 2^-k
+
+C is a bit an element and the mean magnitude of each block (hf_zero/ops/sign_blocks.py). Nothing is
+lost: what m lacks is in a and in the errors, and comes later. This is 1-bit Adam (arXiv:2102.02888)
+with each rank keeping a part of the average instead of all of it. D is at least FLOOR times its
+root mean square in its tensor, so that elements of tiny variance do not fill the scales of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.ops.sign_blocks import SignBlocks
+from hf_zero.optim.table import group_runs
+from hf_zero.units.flat_buffer import FlatBuffer
+
+FLOOR = 0.1
+AVERAGE, VARIANCE = "exp_avg", "exp_avg_sq"
+
+
+class FlatMomentum:
+    """What this rank keeps of the momentum of ``flat``: see the note.
+
+    ``begin`` is called before the first of a row of steps in one bit, and where weights or state
+    may have changed since the last.
+    """
+
+    def __init__(self, flat: FlatBuffer, bound: Any) -> None:
+        assert flat.spec.momentum_blocks is not None
+        self.flat = flat
+        self.blocks: SignBlocks = flat.spec.momentum_blocks
+        self._bound = bound
+        self.runs = [  # every element belongs to a group
+            (run.group or 0, run.start, run.stop)
+            for run in group_runs(flat.layout, (0, flat.layout.numel), bound.group_of)
+        ]
+        self.error: Tensor | None = None  # [padded]
+        self.momentum: Tensor | None = None  # [ranks, bytes]
+        self._exponents: Tensor | None = None  # int8 [padded]
+        self._weights: Tensor | None = None  # fp32 [padded]
+        self._state: dict[str, Tensor] = {}
+
+    # ---- state of the optimizer ----
+
+    def state(self, name: str) -> Tensor:
+        """The state ``name`` of this rank's chunk: [owned], where the optimizer has it."""
+        held, shard = self._state.get(name), self.flat.optimizer_shard
+        if held is None or held.data_ptr() != self._bound.address(shard, name):
+            self._state = self._bound.tensors(shard)
+            held = self._state.get(name)
+        assert held is not None
+        return held
+
+    def is_stale(self) -> Tensor:
+        """Whether another than the steps here has written to the weights of this rank's chunk:
+        bool, 0-dim.
+        """
+        master, (start, stop) = self.flat.optimizer_shard.master, self.flat.owned
+        if self._weights is None or master is None or self._weights is self.flat.full:
+            return torch.zeros((), dtype=torch.bool, device=self.flat.full.device)
+        return self._weights[start:stop].ne(master).any()
+
+    # ---- before steps in one bit ----
+
+    def denominators(self, group_of: Sequence[Mapping[str, Any]], step: int) -> Tensor:
+        """sqrt(v / (1 - b2^step)) + eps of this rank's chunk: [owned]."""
+        found = self.state(VARIANCE).clone()
+        first = self.flat.owned[0]
+        for index, *ends in self.runs:
+            group = group_of[index]
+            start, stop = (max(0, min(found.numel(), at - first)) for at in ends)
+            part = found[start:stop]
+            part.div_(1.0 - float(group["betas"][1]) ** step).sqrt_().add_(float(group["eps"]))
+        return found
+
+    def squares(self, denominators: Tensor) -> Tensor:
+        """Of ``denominators``, for each tensor this rank's part of: [tensors], fp64."""
+        sums = [
+            denominators[start:stop].double().square().sum()
+            for start, stop in map(self._own, self.flat.layout.by_name)
+        ]
+        return torch.stack(sums)
+
+    def begin(self, denominators: Tensor, squares: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The (whole, own) pairs to gather before steps in one bit; ``squares`` is the sum over
+        the ranks of :meth:`squares`.
+        """
+        flat, layout = self.flat, self.flat.layout
+        master = flat.optimizer_shard.master
+        assert master is not None
+        for slot, total in zip(layout.slots, squares):
+            start, stop = self._own(slot.name)
+            least = (total / max(1, slot.numel)).sqrt().to(denominators.dtype) * FLOOR
+            denominators[start:stop].clamp_(min=least)
+        # in padding there is nothing to divide
+        powers = (torch.frexp(denominators * 2.0**0.5).exponent - 1).clamp_(-126, 126)
+        device = flat.full.device
+        if self.error is None:
+            self.error = torch.zeros(layout.padded, device=device)
+        if self._exponents is None:
+            self._exponents = torch.empty(layout.padded, dtype=torch.int8, device=device)
+        if self._weights is None:
+            fp32 = flat.dtype == torch.float32
+            self._weights = flat.full if fp32 else torch.empty(layout.padded, device=device)
+        pairs = [(self._exponents, powers.to(torch.int8))]
+        if self._weights is not flat.full:
+            pairs.append((self._weights, master))
+        return [*pairs, self.renew()]
+
+    def renew(self) -> tuple[Tensor, Tensor]:
+        """The (whole, own) pair to gather so that all ranks have C of the owners' averages."""
+        layout, device = self.flat.layout, self.flat.full.device
+        if self.momentum is None:
+            self.momentum = self.blocks.empty(layout.shards, layout.chunk, device)
+        nothing = self.blocks.empty(1, layout.chunk, device)
+        own = self.blocks.compress(
+            self.state(AVERAGE).clone(),
+            torch.zeros(layout.chunk, device=device),
+            nothing,
+            0.0,
+            torch.zeros((), device=device),
+            self._inside,
+        )
+        return self.momentum.view(-1), own.view(-1)
+
+    # ---- a step ----
+
+    def compress(self, gradient: Tensor, beta: float, factor: Tensor) -> Tensor:
+        """The messages of this rank, a row for each owner: of its ``gradient`` [padded]; a row is
+        for the owner of its chunk. ``factor`` is (1 - beta) over what the gradient is a multiple
+        of.
+        """
+        assert self.error is not None and self.momentum is not None
+        numel = self.flat.layout.numel
+        return self.blocks.compress(self.error, gradient, self.momentum, beta, factor, numel)
+
+    def combine(self, came: Tensor, beta: float) -> Tensor:
+        """The message of this rank's chunk of the momentum, from those that have come for it."""
+        assert self.momentum is not None
+        rank = self.flat.axis.rank
+        own = self.momentum[rank : rank + 1]
+        return self.blocks.combine(came, self.state(AVERAGE), own, beta, self._inside)
+
+    def apply(self, settings: Callable[[int], tuple[float, float]]) -> None:
+        """Update the weights by the momentum that has come; ``settings`` gives the factor that
+        keeps them and the step size of a group.
+        """
+        assert self.momentum is not None and self._weights is not None
+        assert self._exponents is not None
+        for group, start, stop in self.runs:
+            keep, size = settings(group)
+            self.blocks.apply(
+                self._weights, self.momentum, self._exponents, keep, size, start, stop
+            )
+
+    def publish(self) -> None:
+        """Bring the whole parameters, the shard and the master weights up to the weights."""
+        flat, weights = self.flat, self._weights
+        master = flat.optimizer_shard.master
+        assert weights is not None and master is not None
+        if weights is not flat.full:
+            flat.full.copy_(weights)
+            master.copy_(weights[flat.owned[0] : flat.owned[1]])
+
+    def unused(self, names: frozenset[str]) -> Callable[[], None]:
+        """What gives the parameters ``names`` back, after a step, what they have now: weights,
+        error and average, so that the step leaves them as they are.
+        """
+        kept = []
+        for name in names:
+            slot, (start, stop) = self.flat.layout.by_name[name], self._own(name)
+            for whole in (self._weights, self.error):
+                assert whole is not None
+                place = whole[slot.offset : slot.end]
+                kept.append((place, place.clone()))
+            own = self.state(AVERAGE)[start:stop]
+            kept.append((own, own.clone()))
+
+        def restore() -> None:
+            for place, before in kept:
+                place.copy_(before)
+
+        return restore
+
+    def forget(self) -> None:
+        """The state is another: nothing is left of what was to be sent."""
+        self.error = None
+
+    def take_errors(self, mean: Tensor, beta: float) -> None:
+        """The errors of all ranks, whose ``mean`` [owned] is this, come by the average from now
+        on.
+        """
+        assert self.error is not None
+        self.state(AVERAGE).add_(mean * (1.0 / beta))
+        self.error.zero_()
+
+    def nbytes(self) -> int:
+        """Bytes that this rank keeps besides the optimizer's state."""
+        own = (self.error, self.momentum, self._exponents)
+        whole = None if self._weights is self.flat.full else self._weights
+        return sum(tensor.nbytes for tensor in (*own, whole) if tensor is not None)
+
+    @property
+    def _inside(self) -> int:
+        """Elements of this rank's chunk that are no padding."""
+        start, stop = self.flat.owned
+        return max(0, min(stop, self.flat.layout.numel) - start)
+
+    def _own(self, name: str) -> tuple[int, int]:
+        _, start, stop = self.flat.spec.own_range(name)
+        return start, stop

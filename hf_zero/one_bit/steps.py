@@ -1,0 +1,268 @@
+"""The steps of an optimizer whose momentum travels in one bit: which are dense, what goes before
+the first that is not, and what each does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.gradients.norm import sums_of_squares
+from hf_zero.logs import logger
+from hf_zero.one_bit.flat_momentum import FlatMomentum
+from hf_zero.optim.one_bit import OneBit
+from hf_zero.spans import span
+from hf_zero.units.flat_buffer import FlatBuffer
+
+MEASURED = 16  # dense steps before one in one bit whose gradient norm is compared with the ranks'
+FROZEN_AT, NORM_RATIO = "frozen_at", "norm_ratio"  # kept in the optimizer's groups
+
+
+class OneBitSteps:
+    """Those of ``bound`` over ``flats``, in which there are some whose momentum travels in one bit.
+
+    [Note: the gradient norm] In one bit no rank has the average gradient before its momentum is
+    sent, and clipping must come before. The norm is that of the ranks' own gradients, root mean
+    square, times the ratio that the two had in the last dense steps, in which they are measured.
+    """
+
+    def __init__(
+        self, flats: Sequence[FlatBuffer], mesh: Mesh, bound: Any, one_bit: OneBit, kernels: Any
+    ) -> None:
+        chosen = [flat for flat in flats if flat.trainable and flat.spec.momentum_blocks]
+        self._momenta = [FlatMomentum(flat, bound) for flat in chosen]
+        self._mesh, self._bound, self._one_bit, self._kernels = mesh, bound, one_bit, kernels
+        self._names = frozenset(name for flat in chosen for name in flat.layout.by_name)
+        self._loads = -1  # of the state, when the counts here were taken from it
+        self._made = 0  # steps
+        self._compressing = False  # the last step was in one bit
+        self._stale = False  # the momentum that ranks have is not that of the owners' averages
+        self._squares: Tensor | None = None  # of this rank's own gradients
+        self._scale = 1.0  # of these, to be parts of a mean
+        self._lr = 0.0  # of the last dense step
+
+    @property
+    def sends(self) -> bool:
+        """Whether the next step is in one bit."""
+        return bool(self._momenta) and not self._one_bit.is_dense(self._made + 1)
+
+    # ---- gradients ----
+
+    def begin_backward(self) -> None:
+        """A backward begins: gradients that the next step takes from each rank stay there."""
+        if not self._momenta:
+            return
+        if self._loads != self._bound.loads:
+            self._loads = self._bound.loads
+            steps = [each["step"] for each in self._bound.scalars() if "step" in each]
+            self._made = int(max(steps, default=0))
+            self._compressing = False
+            for each in self._momenta:
+                each.forget()
+        self._keep_local(self.sends or self._measures)
+
+    @property
+    def _measures(self) -> bool:
+        after = range(self._made + 2, self._made + 2 + MEASURED)
+        return not self.sends and not all(map(self._one_bit.is_dense, after))
+
+    def _keep_local(self, local: bool) -> None:
+        for each in self._momenta:
+            each.flat.gradient.keep_local(local)
+
+    def before_reduction(self, scale: float) -> None:
+        """What backwards have left is going to be reduced where it does not stay on its rank;
+        ``scale`` makes that a part of a mean.
+        """
+        gradients = [each.flat.gradient for each in self._momenta]
+        local = [each for each in gradients if each.stays_local and each.has_unreduced]
+        if not local:
+            return
+        held = [each.accumulated_grad for each in local if each.accumulated_grad is not None]
+        squares = torch.stack([each.to(self._mesh.device) for each in self._sums(held)])
+        self._squares, self._scale = squares.sum() * scale**2, scale
+        self._keep_local(self.sends)
+
+    def _sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return sums_of_squares(tensors, self._kernels)
+
+    def squares(self) -> Tensor:
+        """This rank's part of the square of the gradient norm that the next step goes by, as far
+        as gradients are not reduced (see the note): fp64, 0-dim.
+        """
+        if not self.sends or self._squares is None:
+            return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        ratio = self._bound.groups[0].get(NORM_RATIO)
+        return self._squares * ((1.0 if ratio is None else ratio) / self._mesh.shard.size)
+
+    def is_stale(self) -> Tensor:
+        """How many of this rank's flat buffers have been written to since the last step: fp64,
+        0-dim.
+        """
+        if not self.sends or not self._compressing:
+            return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        return torch.stack([each.is_stale() for each in self._momenta]).sum(dtype=torch.float64)
+
+    def measure(self) -> None:
+        """The gradients of a dense step are reduced: compare their norm with the ranks' own, where
+        that was taken (collective then).
+        """
+        if self.sends or self._squares is None:
+            return
+        shards = [each.flat.gradient.shard for each in self._momenta]
+        own = torch.stack([each.sum() for each in self._sums([s for s in shards if s is not None])])
+        both = torch.stack([own.sum().to(self._squares.device), self._squares])
+        self._squares = None
+        self._mesh.shard.all_reduce(both, "norms of gradients").wait()
+        mean, local = both.tolist()
+        ratio = mean * self._mesh.shard.size / local if local > 0.0 else float("nan")
+        if not 0.0 <= ratio < float("inf"):
+            return
+        before = self._bound.groups[0].get(NORM_RATIO)
+        self._note(NORM_RATIO, ratio if before is None else 0.9 * before + 0.1 * ratio)
+
+    # ---- the step ----
+
+    def step(self, divisor: Tensor | None, stale: Tensor | None) -> list[FlatBuffer]:
+        """After the optimizer's own step: count it, and make that of the momenta if it is in one
+        bit. The gradients are divided by ``divisor``. Returns the flat buffers whose whole
+        parameters are up to date (collective).
+        """
+        compresses = self.sends
+        self._made += 1
+        if not compresses:
+            self._compressing = False
+            return []
+        if not self._compressing or (stale is not None and float(stale)):
+            self._gather_all()
+        elif self._stale:
+            self._gather([each.renew() for each in self._momenta], "momenta")
+        self._compressing, self._stale, self._squares = True, False, None
+        with span("update", "momenta in 1 bit"):
+            self._update(divisor)
+        return [each.flat for each in self._momenta]
+
+    def rest(self) -> None:
+        """Before the optimizer's own step: it is to leave what travels in one bit to
+        :meth:`step`.
+        """
+        if not self._momenta:
+            return
+        if self.sends and not self._compressing:
+            self._freeze()
+        elif not self.sends:
+            groups = self._bound.groups
+            self._lr = max(float(group["lr"]) for group in groups)
+        self._bound.rest(self._names if self.sends else frozenset())
+
+    def _freeze(self) -> None:
+        """The last step was dense, or state was loaded: the variance stays as it is from now on."""
+        resumed = self._bound.groups[0].get(FROZEN_AT)
+        dense_since = resumed is None or self._one_bit.is_dense(self._made)
+        if not dense_since:
+            return
+        self._note(FROZEN_AT, self._made)
+        if self._mesh.rank:
+            return
+        rising = max(float(group["lr"]) for group in self._bound.groups) > self._lr > 0.0
+        dense = sum(2 * m.flat.layout.padded * m.flat.dtype.itemsize for m in self._momenta)
+        sent = sum(
+            2 * m.flat.layout.shards * m.blocks.nbytes(m.flat.layout.chunk) for m in self._momenta
+        )
+        logger.info(
+            "step %d: momenta travel in 1 bit (blocks of %d): %s bytes a step instead of %s",
+            self._made + 1,
+            self._one_bit.block,
+            f"{sent:,}",
+            f"{dense:,}",
+        )
+        if rising:
+            logger.warning(
+                "step %d: the variance is frozen while the learning rate still rises; freeze it "
+                "well after the warm-up: a freeze_step of twice its length has held",
+                self._made + 1,
+            )
+
+    def _note(self, key: str, value: float) -> None:
+        for group in self._bound.groups:
+            group[key] = value
+
+    def _gather_all(self) -> None:
+        """Let all ranks have the weights, the denominators and the momentum of the owners."""
+        groups, at = self._bound.groups, int(self._bound.groups[0][FROZEN_AT])
+        denominators = [each.denominators(groups, at) for each in self._momenta]
+        squares = [each.squares(own) for each, own in zip(self._momenta, denominators)]
+        total = torch.cat(squares)
+        self._mesh.shard.all_reduce(total, "squares of denominators").wait()
+        sums = total.split([each.numel() for each in squares])
+        pairs = [
+            pair
+            for each, own, squares_of in zip(self._momenta, denominators, sums)
+            for pair in each.begin(own, squares_of)
+        ]
+        self._gather(pairs, "denominators, weights and momenta")
+
+    def _gather(self, pairs: Sequence[tuple[Tensor, Tensor]], what: str) -> None:
+        self._mesh.shard.all_gather(pairs, what).wait()
+
+    def _update(self, divisor: Tensor | None) -> None:
+        axis, beta = self._mesh.shard, float(self._bound.groups[0]["betas"][0])
+        factor = torch.full((), (1.0 - beta) * self._scale, device=self._mesh.device)
+        if divisor is not None:
+            factor = factor / divisor.to(factor.device, torch.float32)
+        sent = []
+        for each in self._momenta:
+            held = each.flat.gradient
+            gradient = held.accumulated_grad
+            assert gradient is not None
+            if not held.has_unreduced:
+                gradient = torch.zeros_like(gradient)
+            restore = each.unused(each.flat.gradient.unused)
+            rows = each.compress(gradient, beta, factor)
+            sizes = [rows.shape[1]] * axis.size
+            key = f"momentum of {each.flat.key}"
+            sent.append((each, restore, *axis.all_to_all(rows.view(-1), sizes, sizes, key)))
+        gathers = []
+        for each, restore, handle, came in sent:
+            handle.wait()
+            own = each.combine(torch.stack(list(came)), beta)
+            assert each.momentum is not None
+            pair = (each.momentum.view(-1), own.view(-1))
+            gathers.append((each, restore, axis.all_gather([pair], f"momentum of {each.flat.key}")))
+        corrected = 1.0 - beta**self._made
+
+        def settings(index: int) -> tuple[float, float]:
+            group = self._bound.groups[index]
+            lr = float(group["lr"])
+            return 1.0 - lr * float(group["weight_decay"]), lr / corrected
+
+        for each, restore, gather in gathers:
+            gather.wait()
+            each.apply(settings)
+            restore()
+            each.publish()
+
+    # ---- checkpoints ----
+
+    def fold(self) -> None:
+        """Bring what the ranks have yet to send into the optimizer's state, which then is whole:
+        the run goes on from there as one does that is resumed (collective).
+        """
+        if not self._compressing:
+            return
+        axis, beta = self._mesh.shard, float(self._bound.groups[0]["betas"][0])
+        for each in self._momenta:
+            assert each.error is not None
+            mean = torch.empty(each.flat.layout.chunk, device=each.error.device)
+            handle = axis.reduce_scatter(each.error, f"errors of {each.flat.key}")
+            handle.reduce_into(mean, False, 1.0 / axis.size)
+            each.take_errors(mean, beta)
+        self._stale = True
+
+    def nbytes(self) -> int:
+        """Bytes that this rank keeps besides the optimizer's state."""
+        return sum(each.nbytes() for each in self._momenta)

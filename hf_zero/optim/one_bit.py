@@ -1,0 +1,269 @@
+"""Optimizers whose momentum travels in one bit after a warm-up: 1-bit Adam (Tang et al. 2021,
+arXiv:2102.02888) and 0/1 Adam (Lu et al. 2022, arXiv:2202.06009), by DeepSpeed's settings.
+
+What is here is AdamW and when to compress; the engine compresses (hf_zero/one_bit), at stage 1. A
+step that is not compressed is AdamW's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.config import ZeroConfig
+from hf_zero.errors import ConfigError
+from hf_zero.logs import logger
+from hf_zero.ops.sign_blocks import BLOCKS
+from hf_zero.optim.elementwise import elementwise_base
+
+BITS = "compressed_communication.bits"
+_STAGE = "zero_optimization.stage"
+_BLOCK = 2048
+_IDLE = {
+    "cuda_aware": "messages travel as the process group sends them",
+    "comm_backend_name": "messages travel over the process group of the engine",
+    "exp_avg_mask": "what has no gradient stays where it is without a mask",
+}
+
+
+class OneBitOptimizer(torch.optim.AdamW):
+    """AdamW with some steps in which the engine sends the momentum in one bit."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        cuda_aware: bool | None = None,
+        comm_backend_name: str | None = None,
+    ) -> None:
+        name, given = type(self).__name__, locals()
+        if not 0.0 < betas[0] < 1.0:
+            raise ConfigError(
+                f"{name}: betas is {betas}; the momentum that travels needs a first one in (0, 1)"
+            )
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        masked = any("exp_avg_mask" in group for group in self.param_groups)
+        for key, why in _IDLE.items():
+            if given.get(key) is not None or (masked and key == "exp_avg_mask"):
+                logger.info("%s: %s has no effect: %s", name, key, why)
+
+    def is_dense(self, step: int) -> bool:
+        """Whether step number ``step``, the first being 1, is AdamW's own."""
+        raise NotImplementedError
+
+
+class OneBitAdam(OneBitOptimizer):
+    """AdamW for ``freeze_step`` steps; then its variance stays as it is, and its momentum travels
+    in one bit with error feedback.
+
+    Args:
+        params: parameters or parameter groups.
+        lr, betas, eps, weight_decay: AdamW's; the decay is decoupled.
+        freeze_step: the last dense step: 15 to 25 % of all, well after the learning rate has warmed
+            up and not before 1 / (1 - betas[1]).
+        cuda_aware, comm_backend_name: read, without effect.
+
+    Raises:
+        ConfigError: a hyperparameter lies outside its range (a ValueError).
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        freeze_step: int = 100_000,
+        cuda_aware: bool | None = None,
+        comm_backend_name: str | None = None,
+    ) -> None:
+        self.freeze_step = _steps("OneBitAdam", "freeze_step", freeze_step)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            cuda_aware=cuda_aware,
+            comm_backend_name=comm_backend_name,
+        )
+
+    def is_dense(self, step: int) -> bool:
+        return step <= self.freeze_step
+
+
+class ZeroOneAdam(OneBitOptimizer):
+    """0/1 Adam: AdamW in ever rarer steps, which renew the variance; in all others the momentum
+    travels in one bit with error feedback.
+
+    Until ``var_freeze_step`` the interval between dense steps begins with 1 and doubles after each
+    ``var_update_scaler`` of them; after it no step is dense. Every step synchronises the ranks: the
+    paper's local steps need moments and master weights whole on each rank, and are not made.
+
+    Args:
+        params: parameters or parameter groups.
+        lr, betas, eps, weight_decay: AdamW's; the decay is decoupled.
+        var_freeze_step: the last step that may renew the variance.
+        var_update_scaler: renewals after which their interval doubles.
+        local_step_scaler, local_step_clipper, cuda_aware, comm_backend_name: read, without effect.
+
+    Raises:
+        ConfigError: a hyperparameter lies outside its range (a ValueError).
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        var_freeze_step: int = 100_000,
+        var_update_scaler: int = 16,
+        local_step_scaler: int = 32_678,
+        local_step_clipper: int = 16,
+        cuda_aware: bool | None = None,
+        comm_backend_name: str | None = None,
+    ) -> None:
+        self.var_freeze_step = _steps("ZeroOneAdam", "var_freeze_step", var_freeze_step)
+        self.var_update_scaler = _steps("ZeroOneAdam", "var_update_scaler", var_update_scaler)
+        for key, value in (
+            ("local_step_scaler", local_step_scaler),
+            ("local_step_clipper", local_step_clipper),
+        ):
+            _steps("ZeroOneAdam", key, value)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            cuda_aware=cuda_aware,
+            comm_backend_name=comm_backend_name,
+        )
+        if local_step_clipper > 1:
+            logger.info(
+                "ZeroOneAdam: every step synchronises the ranks, in one bit: local steps "
+                "(local_step_scaler, local_step_clipper) would need moments and master weights "
+                "whole on each rank"
+            )
+
+    @cached_property
+    def _phases(self) -> list[tuple[int, int]]:
+        """(last step, interval of dense steps) until the variance is frozen."""
+        found, interval, last = list[tuple[int, int]](), 1, 0
+        while last < self.var_freeze_step:
+            # multiples of the interval among the steps that follow
+            last = (last // interval + self.var_update_scaler) * interval
+            found.append((min(last, self.var_freeze_step), interval))
+            interval *= 2
+        return found
+
+    def is_dense(self, step: int) -> bool:
+        interval = next((every for last, every in self._phases if step <= last), None)
+        return interval is not None and step % interval == 0
+
+
+def plain_name(name: str) -> str:
+    """The class of optimizers whose state the class ``name`` keeps."""
+    return "AdamW" if name in (OneBitAdam.__name__, ZeroOneAdam.__name__) else name
+
+
+def _steps(name: str, key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}: {key} is {value!r}; give a number of steps of at least 1")
+    return value
+
+
+@dataclass(frozen=True)
+class OneBit:
+    """That the momentum of an optimizer travels in one bit: in which steps not, and the elements
+    that share a scale.
+    """
+
+    is_dense: Callable[[int], bool]
+    block: int = _BLOCK
+
+
+def one_bit_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> OneBit | None:
+    """What ``optimizer``, or ``compressed_communication`` for any Adam, asks for; None: nothing.
+
+    Raises:
+        ConfigError: what else ``config`` says does not go with it.
+    """
+    both = config.compressed_communication
+    if optimizer is None or (both.bits != 1 and not isinstance(optimizer, OneBitOptimizer)):
+        return None
+    name = type(optimizer).__name__
+    is_dense: Callable[[int], bool]
+    if isinstance(optimizer, OneBitOptimizer):
+        is_dense = optimizer.is_dense
+    else:
+        if elementwise_base(type(optimizer)) not in (torch.optim.Adam, torch.optim.AdamW):
+            raise ConfigError(
+                f"{BITS}: 1 sends the momentum of Adam or AdamW, and the optimizer is {name}; "
+                f"take one of them, or {BITS}: 4, which goes with any element-wise optimizer"
+            )
+        freeze = both.freeze_step
+        if freeze is None:
+            raise ConfigError(
+                f"{BITS}: 1 without compressed_communication.freeze_step: one bit does not do "
+                "while the variance changes; write after how many steps it is frozen, 15 to 25 % "
+                "of all and well after the learning rate has warmed up"
+            )
+        is_dense = freeze.__ge__
+    _check(config, optimizer, f"{name} in 1 bit")
+    return OneBit(is_dense, both.block_size or _BLOCK)
+
+
+def _check(config: ZeroConfig, optimizer: torch.optim.Optimizer, what: str) -> None:
+    reasons = {
+        f"{_STAGE}: 3": config.stage == 3
+        and "no rank keeps whole weights that it could update; write stage 1",
+        f"{BITS}: 4": config.compressed_communication.bits == 4
+        and "one of the two; remove the key",
+        "zero_quantized_gradients": config.zero.quantized_gradients
+        and "they would travel twice; remove the key",
+        "offload_optimizer": config.offload_optimizer.on
+        and "the update runs on the device; remove the section",
+        "replicate_size": (config.replicate_size or 1) > 1
+        and "messages go over one axis of all ranks; remove it",
+        "gradient_accumulation_dtype": config.gradient_accumulation_dtype in ("bf16", "fp16")
+        and "the gradients of a window wait on each rank; remove it",
+    }
+    wrong = [f"{key}: {why}" for key, why in reasons.items() if why]
+    for group in optimizer.param_groups:
+        for key in ("amsgrad", "maximize"):
+            if group.get(key):
+                wrong.append(f"{key}: a group sets it; leave it off")
+        if group["betas"] != optimizer.param_groups[0]["betas"]:
+            wrong.append("betas: groups differ; give all the same")
+        if not 0.0 < float(group["betas"][0]) < 1.0:
+            wrong.append(f"betas {group['betas']}: give a first one in (0, 1)")
+    block = config.compressed_communication.block_size
+    if block is not None and block not in BLOCKS:
+        wrong.append(f"compressed_communication.block_size: {block} is none of {BLOCKS}")
+    if wrong:
+        raise ConfigError(f"{what} does not go with " + "; ".join(dict.fromkeys(wrong)))
+
+
+def as_sent(config: ZeroConfig, one_bit: OneBit | None) -> ZeroConfig:
+    """``config`` as momenta in ``one_bit`` need it: 1 bit, and stage 1. At stage 0 no rank owns a
+    part of them, at stage 2 gradients do not wait on their ranks.
+    """
+    if one_bit is None or (config.stage == 1 and config.compressed_communication.bits == 1):
+        return config
+    wanted = {"zero_optimization": {"stage": 1}, "compressed_communication": {"bits": 1}}
+    return config.override(wanted, "computed: the momentum travels in 1 bit")

@@ -1,0 +1,83 @@
+"""Momenta in one bit from their equations (hf_zero/one_bit/flat_momentum.py, the note), on whole
+vectors in one process with the gradients of N ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 64
+
+
+def mean_magnitude(part: Tensor) -> Tensor:
+    """In the order of the kernels: 32 sums, element i into sum i % 32, added up in pairs."""
+    lanes = torch.zeros(32)
+    for at in range(0, part.numel(), 32):
+        some = part[at : at + 32].abs()
+        lanes[: some.numel()] += some
+    while lanes.numel() > 1:
+        lanes = lanes[: lanes.numel() // 2] + lanes[lanes.numel() // 2 :]
+    return lanes[0] / torch.tensor(float(max(1, part.numel())))
+
+
+def C(z: Tensor, owners: int, numel: int, block: int = BLOCK) -> Tensor:
+    """Of each owner's chunk of ``z``, block by block; zeros from ``numel`` on."""
+    out, chunk = torch.zeros_like(z), z.numel() // owners
+    for first in range(0, min(numel, z.numel()), chunk):
+        end = min(first + chunk, numel)
+        for at in range(first, end, block):
+            part = z[at : min(at + block, end)]
+            scale = mean_magnitude(part)
+            out[at : at + part.numel()] = torch.where(part >= 0, scale, -scale)
+    return out
+
+
+def exponents(variance: Tensor, layout: Any, beta2: float, eps: float, step: int) -> Tensor:
+    """k of D = max(sqrt(v_hat) + eps, a tenth of its root mean square in its tensor), D = 2^k."""
+    found = torch.zeros(layout.padded)
+    for slot in layout.slots:
+        part = variance[slot.offset : slot.end].clone()
+        part = part.div(1.0 - beta2**step).sqrt().add(eps)
+        least = part.double().square().mean().sqrt().float() * 0.1
+        found[slot.offset : slot.end] = torch.log2(torch.maximum(part, least)).round()
+    return found
+
+
+@dataclass
+class Whole:
+    """The state of one flat buffer on all ranks; ``errors`` one for each."""
+
+    layout: Any
+    weights: Tensor
+    average: Tensor
+    powers: Tensor
+    momentum: Tensor
+    errors: list[Tensor]
+    lr: float
+    decay: float
+    beta: float
+
+    def step(self, grads: Sequence[Tensor], number: int, divisor: float = 1.0) -> None:
+        owners, numel, beta = self.layout.shards, self.layout.numel, self.beta
+        factor = torch.tensor(1.0 - beta) / torch.tensor(divisor)
+        sent = []
+        for rank, grad in enumerate(grads):
+            z = (self.errors[rank] + beta * self.momentum) + factor * grad
+            z[numel:] = 0.0
+            sent.append(C(z, owners, numel))
+            self.errors[rank] = z - sent[-1]
+        total = sent[0].clone()
+        for each in sent[1:]:
+            total = total + each
+        r = total * torch.tensor(1.0 / len(grads)) + beta * (self.average - self.momentum)
+        r[numel:] = 0.0
+        self.momentum = C(r, owners, numel)
+        self.average = self.momentum + (r - self.momentum) * torch.tensor(1.0 / beta)
+        size = self.momentum * torch.tensor(self.lr / (1.0 - beta**number))
+        keep = torch.tensor(1.0 - self.lr * self.decay)
+        self.weights = self.weights * keep - size * torch.exp2(-self.powers)

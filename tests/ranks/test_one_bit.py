@@ -1,0 +1,475 @@
+"""Momenta in one bit: ranks that are threads do what the equations say, bit for bit, and before the
+freeze what AdamW does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.core.local_access import safe_get_local_fp32_param, safe_set_local_fp32_param
+from hf_zero.ops import sign_blocks_reference as plain
+from hf_zero.optim import OneBitAdam, ZeroOneAdam
+from tests.helpers.compressed import Recorder, flat_of
+from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.models import Stack, seeded
+from tests.helpers.one_bit import BLOCK, C, Whole, exponents
+from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.training import At, Plan
+
+ADAM: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.95), "weight_decay": 0.1}
+FREEZE, STEPS = 3, 8
+
+
+def config(plan: Plan | None = None, stage: int = 1, **more: Any) -> dict[str, Any]:
+    return config_of(stage, plan, compressed_communication={"block_size": BLOCK, **more})
+
+
+def window(engine: Any, rank: int, number: int, plan: Plan, record: Recorder) -> None:
+    record.micro.clear()
+    for micro in range(plan.accumulation):
+        record.begin()
+        engine.backward(squared(engine, At(number, micro, rank), plan.dtype))
+        if micro + 1 < plan.accumulation:
+            engine.step()
+
+
+def state_of(engine: Any) -> dict[str, Any]:
+    """What this rank has of each flat buffer that travels in one bit."""
+    momenta = {each.flat.key: each for each in engine.optimizer_step.one_bit._momenta}
+    found = {}
+    for key, each in momenta.items():
+        flat = each.flat
+        tensors = engine.bound.tensors(flat.optimizer_shard)
+        found[key] = {
+            "layout": flat.layout,
+            "master": flat.optimizer_shard.master.clone(),
+            "full": flat.full.clone(),
+            "average": tensors["exp_avg"].clone(),
+            "variance": tensors["exp_avg_sq"].clone(),
+            "error": None if each.error is None else each.error.clone(),
+        }
+    return found
+
+
+def trained(rank: int, model: Any, plan: Plan, stage: int = 1) -> list[Any]:
+    optimizer = OneBitAdam(model.parameters(), **ADAM, freeze_step=FREEZE)
+    engine = start(model, optimizer, config(plan, stage))
+    record, seen = Recorder(model), []
+    for number in range(STEPS):
+        window(engine, rank, number, plan, record)
+        scale = engine.loss_scale()
+        engine.step()
+        assert engine.was_step_applied()
+        seen.append((list(record.micro), state_of(engine), scale, engine.get_global_grad_norm()))
+    return seen
+
+
+def joined(answers: Any, number: int, key: str, name: str) -> torch.Tensor:
+    return torch.cat([answer[number][1][key][name] for answer in answers])
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "plan"),
+    [
+        (1, 2, Plan()),
+        (1, 3, Plan(accumulation=2)),
+        (2, 2, Plan(precision="bf16", accumulation=2)),
+        (0, 4, Plan(precision="bf16")),
+        (1, 2, Plan(precision="fp16", scale=16.0, clip=0.05)),
+        (1, 3, Plan(clip=0.1)),
+    ],
+    ids=str,
+)
+def test_steps_are_those_of_the_equations(stage, ranks, plan):
+    """Bit for bit: weights, averages and errors, from what autograd has left on each rank."""
+    answers = on_ranks(ranks, trained, plan, stage)
+    keys = list(answers[0][0][1])
+    assert keys
+    for key in keys:
+        layout = answers[0][0][1][key]["layout"]
+        at = FREEZE - 1  # the last dense step
+        average = joined(answers, at, key, "average")
+        whole = Whole(
+            layout,
+            joined(answers, at, key, "master"),
+            average,
+            exponents(joined(answers, at, key, "variance"), layout, 0.95, 1e-8, FREEZE),
+            C(average, ranks, layout.numel),
+            [torch.zeros(layout.padded) for _ in range(ranks)],
+            ADAM["lr"],
+            ADAM["weight_decay"],
+            ADAM["betas"][0],
+        )
+        for number in range(FREEZE, STEPS):
+            grads = []
+            for answer in answers:
+                micros, _, scale, norm = answer[number]
+                dtype = answers[0][number][1][key]["full"].dtype
+                flats = [flat_of(layout, each, dtype) for each in micros]
+                share = 1.0 / plan.accumulation
+                total = flats[0].float() * share
+                for each in flats[1:]:
+                    total = total + each.float() * share
+                grads.append(total)
+            divisor = scale
+            if plan.clip:
+                divisor = scale * max(1.0, (norm + 1e-6) / plan.clip)
+            before = whole.weights
+            whole.step(grads, number + 1, divisor)
+            exact = not plan.clip  # of the norm some bits are lost on its way
+            compare(joined(answers, number, key, "master"), whole.weights, exact)
+            compare(joined(answers, number, key, "average"), whole.average, exact)
+            for rank, answer in enumerate(answers):
+                mine = answer[number][1][key]
+                compare(mine["error"], whole.errors[rank], exact)
+                assert torch.equal(mine["full"], answers[0][number][1][key]["full"])
+                assert torch.equal(
+                    mine["full"].float(),
+                    joined(answers, number, key, "master").to(mine["full"].dtype).float(),
+                )
+            assert not torch.equal(before, whole.weights)
+
+
+def compare(one: torch.Tensor, other: torch.Tensor, exact: bool) -> None:
+    if exact:
+        assert torch.equal(one, other), float((one - other).abs().max())
+    else:
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_before_the_freeze_it_is_adamw(ranks, precision):
+    plan = Plan(precision=precision, accumulation=2, clip=0.3)
+
+    def run(rank, model, cls, **more):
+        engine = start(model, cls(model.parameters(), **ADAM, **more), config(plan))
+        for number in range(4):
+            for micro in range(2):
+                engine.backward(squared(engine, At(number, micro, rank), plan.dtype))
+                engine.step()
+        return full_weights(engine)
+
+    want = on_ranks(ranks, run, torch.optim.AdamW)[0]
+    got = on_ranks(ranks, lambda *args: run(*args, freeze_step=1000), OneBitAdam)[0]
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+def train(
+    engine: Any, rank: int, steps: range, micros: int = 1, dtype: Any = torch.float32
+) -> None:
+    for number in steps:
+        for micro in range(micros):
+            engine.backward(squared(engine, At(number, micro, rank), dtype))
+            engine.step()
+
+
+def started(model: Any, plan: Plan | None = None, **more: Any) -> Any:
+    settings = {**ADAM, "freeze_step": FREEZE, **more}
+    return start(model, OneBitAdam(model.parameters(), **settings), config(plan))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_resumed_run_goes_on_as_the_saved_one(ranks, precision, tmp_path):
+    """Bit for bit on as many ranks, momenta in one bit and all: a save brings what ranks have yet
+    to send to the owners.
+    """
+    plan = Plan(precision=precision, clip=0.5)
+    dtype = plan.dtype
+
+    def save(rank, model):
+        engine = started(model, plan)
+        train(engine, rank, range(6), dtype=dtype)
+        engine.save_checkpoint(tmp_path)
+        train(engine, rank, range(6, 9), dtype=dtype)
+        return full_weights(engine)
+
+    def resume(rank, model):
+        engine = started(model, plan)
+        train(engine, rank, range(2), dtype=dtype)
+        engine.load_checkpoint(tmp_path)
+        train(engine, rank, range(6, 9), dtype=dtype)
+        return full_weights(engine)
+
+    want, got = on_ranks(ranks, save)[0], on_ranks(ranks, resume)[0]
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+@pytest.mark.parametrize("other", ["more", "fewer", "uncompressed", "stage 3"])
+def test_its_checkpoints_go_on_anywhere(other, tmp_path):
+    """On other ranks, without compression, at another stage: close to the run that goes on, as what
+    was yet to be sent is in what was saved.
+    """
+
+    def save(rank, model):
+        engine = started(model)
+        train(engine, rank, range(6))
+        before = full_weights(engine)
+        engine.save_checkpoint(tmp_path)
+        return before
+
+    def resume(rank, model):
+        if other in ("more", "fewer"):
+            engine = started(model)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+            engine = start(model, optimizer, config_of(3 if other == "stage 3" else 1))
+        engine.load_checkpoint(tmp_path)
+        before = full_weights(engine)
+        train(engine, rank, range(6, 8))
+        return before, full_weights(engine)
+
+    want = on_ranks(3, save)[0]
+    for before, after in on_ranks({"more": 4, "fewer": 2}.get(other, 3), resume):
+        for name, value in want.items():
+            assert torch.equal(before[name], value), name
+            moved = float((after[name] - value).abs().max())
+            assert 0.0 < moved < 30 * ADAM["lr"], name
+
+
+def test_what_is_wanted_is_sent_sooner_or_later(tmp_path):
+    """The telescoping sum, with a the average, E the mean of the errors, m the momentum that was
+    applied: b1 a + E + (1 - b1) sum m = the same before + (1 - b1) sum g, to rounding, over skipped
+    steps, saves and other numbers of ranks.
+    """
+    plan = Plan(precision="fp16", scale=16.0)
+    beta = ADAM["betas"][0]
+
+    def run(rank, model, steps, resume):
+        engine = started(model, plan)
+        record, gradients, applied = Recorder(model), [], []
+        if resume:
+            engine.load_checkpoint(tmp_path)
+        for number in steps:
+            record.micro.clear()
+            record.begin()
+            loss = squared(engine, At(number, 0, rank), plan.dtype)
+            engine.backward(loss * (1e9 if number == 5 and rank == 1 else 1.0))
+            scale = engine.loss_scale()
+            engine.step()
+            assert engine.was_step_applied() == (number != 5)
+            if number != 5:
+                gradients.append((dict(record.micro[0]), scale))
+                applied.append(sent(engine))
+        before = state_of(engine)
+        engine.save_checkpoint(tmp_path)
+        return gradients, applied, before, state_of(engine)
+
+    def sent(engine):
+        momenta = engine.optimizer_step.one_bit._momenta
+        if momenta[0].momentum is None:
+            return {}
+        return {
+            each.flat.key: plain.values(
+                each.momentum,
+                each.flat.layout.padded,
+                BLOCK,
+                each.blocks.scales_at(each.flat.layout.chunk),
+            )
+            for each in momenta
+        }
+
+    on_ranks(2, run, range(FREEZE), False)
+    left = {}
+    for ranks, steps in ((2, range(FREEZE, 7)), (3, range(7, 9)), (2, range(9, 12))):
+        answers = on_ranks(ranks, run, steps, True)
+        for key, state in answers[0][2].items():
+            numel = state["layout"].numel
+
+            def whole(which, key=key, numel=numel, answers=answers):
+                own = [each[which][key]["average"] for each in answers]
+                return torch.cat(own)[:numel].double()
+
+            error = sum(each[2][key]["error"][:numel].double() for each in answers) / ranks
+            total = beta * whole(2) + error
+            # what a save brings to the owners, and that nothing else does
+            torch.testing.assert_close(beta * whole(3), total, rtol=1e-5, atol=1e-6)
+            grads = sum(
+                flat_of(state["layout"], grad, torch.float16)[:numel].double() / scale / ranks
+                for each in answers
+                for grad, scale in each[0]
+            )
+            momenta = sum(each[key][:numel].double() for each in answers[0][1])
+            if key in left:
+                want = left[key] + (1 - beta) * (grads - momenta)
+                torch.testing.assert_close(total, want, rtol=1e-4, atol=1e-5)
+            assert not any(each[3][key]["error"].any() for each in answers)
+            left[key] = beta * whole(3)
+
+
+def test_an_overflow_on_one_rank_leaves_all_state_as_it_is():
+    plan = Plan(precision="fp16", scale=16.0)
+
+    def run(rank, model):
+        engine = started(model, plan)
+        train(engine, rank, range(5), dtype=plan.dtype)
+        before = state_of(engine)
+        loss = squared(engine, At(5, 0, rank), plan.dtype)
+        engine.backward(loss * (1e9 if rank == 1 else 1.0))
+        engine.step()
+        assert not engine.was_step_applied()
+        for key, state in state_of(engine).items():
+            for name, value in state.items():
+                if name != "layout":
+                    assert torch.equal(value, before[key][name]), (key, name)
+        train(engine, rank, range(6, 8), dtype=plan.dtype)
+        assert engine.was_step_applied()
+
+    on_ranks(2, run)
+
+
+def test_unused_and_frozen_parameters_stay():
+    """What no rank has used keeps weights, average and errors; what is frozen is not touched."""
+
+    def run(rank, model):
+        model.blocks[1].up.weight.requires_grad_(False)
+        engine = started(model)
+        train(engine, rank, range(5))
+        frozen, left = model.blocks[1].up.weight.clone(), model.blocks[0].up.weight
+        before, state = left.clone(), state_of(engine)
+        engine.backward(squared(engine, At(5, 0, rank)))
+        left.grad = None
+        engine.step()
+        assert torch.equal(left, before) and torch.equal(model.blocks[1].up.weight, frozen)
+        name = "blocks.0.up.weight"
+        (key,) = [key for key, each in state.items() if name in each["layout"].by_name]
+        slot, after = state[key]["layout"].by_name[name], state_of(engine)[key]
+        for what in ("error", "full"):
+            assert torch.equal(
+                after[what][slot.offset : slot.end], state[key][what][slot.offset : slot.end]
+            )
+        assert not torch.equal(after["full"], state[key]["full"])
+        train(engine, rank, range(6, 8))
+        assert not torch.equal(left, before)
+
+    on_ranks(2, run)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_writes_between_steps_count(precision):
+    """By a script to whole parameters, to master weights, and to a rank's own part."""
+    import hf_zero
+
+    plan = Plan(precision=precision)
+
+    def run(rank, model):
+        engine = started(model, plan, lr=1e-4)
+        train(engine, rank, range(5), dtype=plan.dtype)
+        weight, other = model.blocks[0].up.weight, model.blocks[1].up.weight
+        with torch.no_grad():
+            weight.fill_(0.5)
+        hf_zero.safe_set_full_fp32_param(other, torch.full(other.shape, 0.25))
+        train(engine, rank, range(5, 7), dtype=plan.dtype)
+        found = full_weights(engine)
+        own = safe_get_local_fp32_param(other)
+        safe_set_local_fp32_param(other, torch.full_like(own, 1.0 + rank))
+        train(engine, rank, range(7, 8), dtype=plan.dtype)
+        return found, full_weights(engine), weight.clone(), other.clone()
+
+    answers = on_ranks(2, run)
+    for found, later, weight, other in answers:
+        assert torch.allclose(found["blocks.0.up.weight"], torch.tensor(0.5), atol=0.01)
+        assert torch.allclose(found["blocks.1.up.weight"], torch.tensor(0.25), atol=0.01)
+        halves = later["blocks.1.up.weight"].reshape(-1)
+        assert {round(float(value)) for value in halves} <= {1, 2}
+        assert torch.equal(other, answers[0][3]) and torch.equal(weight, answers[0][2])
+
+
+def test_gradients_cannot_be_read_while_they_are_not_averaged():
+    import hf_zero
+    from hf_zero.errors import PartitionError
+
+    def run(rank, model):
+        engine = started(model)
+        train(engine, rank, range(FREEZE))
+        engine.backward(squared(engine, At(FREEZE, 0, rank)))
+        assert engine.gradient_norm() > 0.0
+        with pytest.raises(PartitionError, match="not averaged over the ranks while"):
+            hf_zero.safe_get_full_grad(model.blocks[0].up.weight)
+        engine.step()
+
+    on_ranks(2, run)
+
+
+def test_the_norm_is_close_to_that_of_the_average():
+    """Which no rank has: own norms by the ratio that the two had before the freeze."""
+
+    def run(rank, model, cls, **more):
+        adam = cls(model.parameters(), lr=1e-5, weight_decay=0.0, **more)
+        engine = start(model, adam, config())
+        norms = []
+        for number in range(24):
+            train(engine, rank, range(number, number + 1))
+            norms.append(engine.get_global_grad_norm())
+        return norms
+
+    dense = on_ranks(3, run, torch.optim.AdamW)[0]
+    sent = on_ranks(3, lambda *args: run(*args, freeze_step=18), OneBitAdam)
+    assert sent[0] == sent[1] == sent[2]
+    for number, (one, other) in enumerate(zip(sent[0], dense)):
+        assert one == pytest.approx(other, rel=1e-4 if number < 18 else 0.35), number
+
+
+def test_bytes_of_every_message(monkeypatch):
+    """At the process group: after the freeze a fifteenth of dense bf16, up and down."""
+    from tests.ranks.test_compressed import sent_bytes
+
+    sent, plan = sent_bytes(monkeypatch), Plan(precision="bf16")
+
+    def run(rank, model):
+        optimizer = OneBitAdam(model.parameters(), lr=1e-3, freeze_step=2)
+        engine = start(model, optimizer, config_of(1, plan))
+        train(engine, rank, range(3), dtype=plan.dtype)
+        sent.pop(rank, None)
+        train(engine, rank, range(3, 4), dtype=plan.dtype)
+        return [flat.layout for flat in engine.flats if flat.spec.momentum_blocks], sent[rank]
+
+    for layouts, found in on_ranks(2, run, build=lambda: seeded(lambda: Stack(3, 256))):
+        wanted = [2 * (each.chunk // 8 + 4 * -(-each.chunk // 2048)) for each in layouts]
+        up = sorted(size for name, size in found if name == "all_to_all_single")
+        assert up == sorted(-(-size // 32) * 32 for size in wanted)
+        down = {size for name, size in found if name.startswith("all_gather")}
+        assert set(up) <= down
+        dense = sum(4 * each.padded for each in layouts)
+        assert 2 * sum(up) <= dense / 15
+
+
+def test_zero_one_adam_renews_its_variance_ever_more_rarely():
+    optimizer = ZeroOneAdam(
+        [torch.nn.Parameter(torch.zeros(2))], var_freeze_step=40, var_update_scaler=4
+    )
+    dense = [step for step in range(1, 80) if optimizer.is_dense(step)]
+    assert dense == [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 40]
+
+
+def test_zero_one_adam_trains_and_resumes(tmp_path):
+    def made(model):
+        optimizer = ZeroOneAdam(model.parameters(), **ADAM, var_freeze_step=12, var_update_scaler=2)
+        return start(model, optimizer, config(Plan(precision="bf16")))
+
+    def run(rank, model):
+        engine = made(model)
+        train(engine, rank, range(9), dtype=torch.bfloat16)
+        variance = state_of(engine)
+        engine.save_checkpoint(tmp_path)
+        train(engine, rank, range(9, 16), dtype=torch.bfloat16)
+        for key, each in state_of(engine).items():
+            renewed = not torch.equal(each["variance"], variance[key]["variance"])
+            assert renewed  # in step 12
+        return full_weights(engine)
+
+    def resume(rank, model):
+        engine = made(model)
+        engine.load_checkpoint(tmp_path)
+        train(engine, rank, range(9, 16), dtype=torch.bfloat16)
+        return full_weights(engine)
+
+    want, got = on_ranks(2, run)[0], on_ranks(2, resume)[0]
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
