@@ -149,16 +149,10 @@ class BoundOptimizer:
             step has run.
         """
         optimizer: Any = self.optimizer
-        for segment in self._table.resting:
-            self.optimizer.state[segment.tensor]["step"] += 1
+        self._table.count_resting()
         unused = frozenset[str]().union(*(flat.unused for flat in self._flats if flat.unused))
-        left_out = (
-            self._table.leave_out(
-                [segment for segment in self._table.stepped if segment.parts], unused
-            )
-            if unused
-            else ()
-        )
+        own = [segment for segment in self._table.stepped if segment.parts]
+        left_out = self._table.leave_out(own, unused) if unused else ()
         if self._fused.takes(self._table.stepped):
             written = self._fused.step(
                 self._table.device.regions,

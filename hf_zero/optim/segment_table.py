@@ -154,6 +154,11 @@ class SegmentTable:
                 entries["step"] = entries["step"].clone()
         self._fused.divide()
 
+    def count_resting(self) -> None:
+        """Count a step of what others update."""
+        for segment in self.resting:
+            self._optimizer.state[segment.tensor]["step"] += 1
+
     def leave_out(self, segments: Iterable[Segment], unused: frozenset[str]) -> set[Segment]:
         """The segments of ``unused`` parameters among ``segments``, which are cut so that they
         hold no others.

@@ -91,7 +91,7 @@ FOUR = {"compressed_communication": {"bits": 4}}
 UP, DOWN = {"zero_quantized_gradients": True}, {"zero_quantized_weights": True}
 ONE = {
     "compressed_communication": {"bits": 1, "freeze_step": 1, "block_size": 256},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
 }
 IN_FEW_BITS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "stage 1, gradients in 4 bits": (1, UP, SGD),
