@@ -18,6 +18,7 @@ EQUATION = f"{TOTAL} = {MICRO} × {ACCUMULATION} × ranks"
 ELASTICITY = "elasticity"
 NO_BATCH_SIZE = "default: no batch size is written"
 MICS = "zero_optimization.mics_shard_size"
+HPZ = "zero_optimization.zero_hpz_partition_size"
 NODE_LOCAL = "checkpoint.use_node_local_storage"
 STAGE = "zero_optimization.stage"
 BITS = "compressed_communication.bits"
@@ -120,7 +121,7 @@ def _share(reading: ConfigReading, other: str, factor: int, ranks: int) -> int:
 
 def _resolve_mesh(reading: ConfigReading, ranks: int) -> None:
     """MiCS names the size of a shard group, replicate_size their number: one follows from the
-    other.
+    other. hpZ names the size of a node within a group.
     """
     shard, replicas = reading.values.get(MICS, -1), reading.values.get("replicate_size")
     if shard > 0:
@@ -145,6 +146,13 @@ def _resolve_mesh(reading: ConfigReading, ranks: int) -> None:
             f"{ranks} ranks: a shard group has ranks / "
             "replicate_size members; choose a divisor of the number of ranks"
         )
+    node, shards = reading.values.get(HPZ) or 1, ranks // (replicas or 1)
+    if shards % node:
+        raise ConfigError(
+            f"{HPZ} = {node} ({reading.sources[HPZ]}) does not divide the {shards} ranks that "
+            "share one copy of the weights; write how many of them run on one host, the same on "
+            "each"
+        )
 
 
 def _check_storage(reading: ConfigReading, ranks: int) -> None:
@@ -161,7 +169,7 @@ def _check_storage(reading: ConfigReading, ranks: int) -> None:
 
 
 def _check_compression(reading: ConfigReading) -> None:
-    """Raise ConfigError for compressed collectives that the stage does not have."""
+    """Raise ConfigError for compressed or local collectives that the stage does not have."""
     values = reading.values
     stage = values.get(STAGE, 0)
     up, down = f"{QUANTIZED}gradients", f"{QUANTIZED}weights"
@@ -184,6 +192,8 @@ def _check_compression(reading: ConfigReading) -> None:
         )
         fewer = f", or write {BITS}: 4 for updates in few bits" if stage else ""
         reasons |= {down: whole + fewer, f"{QUANTIZED}nontrainable_weights": whole}
+        if values.get(HPZ, 1) > 1:
+            reasons[HPZ] = whole
     wrong = [
         f"{path} = {values[path]!r} ({reading.sources[path]}) {why}"
         for path, why in reasons.items()

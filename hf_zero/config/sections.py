@@ -20,7 +20,7 @@ from hf_zero.config.kinds import (
     number,
     one_of,
 )
-from hf_zero.config.rows import inert, key, unbuilt
+from hf_zero.config.rows import inert, key
 
 _MESSAGE = "a unit is one message"
 
@@ -67,13 +67,11 @@ class ZeroSection:
     )
     hpz_partition_size: int = key(
         integer(0),
-        row=unbuilt(
-            "zero_hpz_partition_size",
-            integer(0),
-            "a second copy of the shards (ZeRO++ hpZ)",
-            1,
-            0,
-        ),
+        1,
+        "ranks of a node among which the weights of a forward at stage 3 are kept sharded a second "
+        "time, for the gathers of its backward (ZeRO++ hpZ); 0, 1: not",
+        name="zero_hpz_partition_size",
+        unit="ranks",
     )
     overlap_comm: bool | None = key(
         BOOLEAN,

@@ -71,6 +71,7 @@ class EngineParts(nn.Module):
             device,
             config.timeout,
             config.offload_optimizer.on and policy.gathers_after_step,
+            config.zero.hpz_partition_size if policy.shards_parameters else 1,
         )
         try:
             with ExitStack() as installed:

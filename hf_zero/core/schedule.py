@@ -122,6 +122,9 @@ class Schedule:
                 # such forwards.
                 self._pass = None
                 return
+            if self._mesh.node is not None:
+                for unit in self._units:
+                    unit.forget_secondary()
         key = (*kind, self.resident)
         self._pass = GatherPass(key, backward, self._plans.get(key))
         if not backward:
@@ -173,7 +176,7 @@ class Schedule:
             unit = under_way.plan[under_way.cursor]
             self._passed.append((under_way.cursor, unit))
             under_way.cursor += 1
-            unit.launch_gather()
+            unit.launch_gather(backward=under_way.backward)
 
     def let_go(self, through: int, awaits: Callable[[Unit], bool]) -> None:
         """Release units that were gathered for others' sake among the first ``through`` of the
@@ -285,7 +288,7 @@ class Schedule:
             self._ahead = []
             self.issue_through(plan.index(unit, under_way.cursor))
             under_way.cursor += 1
-            unit.launch_gather()
+            unit.launch_gather(backward=under_way.backward)
         elif plan is not None and self._mesh.consensus is not None:
             self.shards.fetch(unit)
         else:
@@ -322,7 +325,7 @@ class Schedule:
             return False
         chosen = self._units[abs(agreed[1])]
         # outside passes for a script, or a checkpoint
-        chosen.launch_gather(exact=under_way is None)
+        chosen.launch_gather(under_way is None, under_way is not None and under_way.backward)
         if under_way is not None:
             under_way.record.append(chosen)
         return True
@@ -358,7 +361,7 @@ class Schedule:
             ):
                 return
             under_way.cursor += 1
-            unit.launch_gather()
+            unit.launch_gather(backward=under_way.backward)
             self._ahead.append(unit)
             waiting += unit.nbytes
 

@@ -53,6 +53,7 @@ def _held(engine: Any) -> Counter[tuple[str, str]]:
                 found["parameters", tier] += nbytes
         else:
             add("parameters", "device", flat.shard if flat.sharded else flat.full)
+        add("parameters", "device", flat.secondary_shard)
         if not flat.trainable:
             continue
         add("gradients", "device", flat.gradient.accumulated_grad)

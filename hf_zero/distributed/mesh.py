@@ -34,9 +34,11 @@ class Mesh:
         device: torch.device,
         timeout: float = DEFAULT_TIMEOUT,
         updates: bool = False,
+        node: int = 1,
     ):
         """``updates``: another communicator over the shards, for a thread that gathers updated
-        parameters and all else.
+        parameters and all else. ``node``: each so many ranks of a shard group are one dimension
+        more, for gathers alone.
         """
         self.rank, self.world = get_rank(), get_world_size()
         self.stats = CollectiveStats()
@@ -80,7 +82,15 @@ class Mesh:
             else None
         )
 
-        for axis, kind in ((self.shard, ""), (self.replicate, " over replicas")):
+        self.node: MeshDim | None = None
+        if node > 1:
+            nodes = [row[at : at + node] for row in rows for at in range(0, shards, node)]
+            self.node = self._axis(nodes, backend, " in a node", device, places=1)
+
+        named = [(self.shard, ""), (self.replicate, " over replicas")]
+        if self.node is not None:
+            named.append((self.node, " in a node"))
+        for axis, kind in named:
             if axis.size > 1:
                 for each in (axis.gathers, axis.reductions):
                     each.issue_deferred = get_world_group().deferred.issue
@@ -145,7 +155,7 @@ class Mesh:
 
     @property
     def _axes(self) -> list[MeshDim]:
-        return [self.shard, self.replicate, *([self.updates] if self.updates is not None else [])]
+        return [self.shard, self.replicate, *filter(None, (self.updates, self.node))]
 
     def close(self, groups: bool = True, why: str = "destroyed its engine") -> None:
         """Let go of threads and, with ``groups``, of the process groups; collectives of this

@@ -100,6 +100,10 @@ def needs(groups: Sequence[FlatParameters], plan: MemoryPlan) -> Needs:
     return Needs(
         device=_parts(
             ("parameters", on_device),
+            (
+                "secondary shards in the node",
+                sum(plan.secondary_bytes(flat.group, flat.padded) for flat in flats),
+            ),
             ("gathered units", gathered_bytes(groups, plan)),
             ("gradients", sum(flat.gradient_on_device(plan) for flat in trainable)),
             ("gradients under way", gradient_buffers(groups, plan)),

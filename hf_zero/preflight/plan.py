@@ -93,6 +93,8 @@ class MemoryPlan:
     # a step sends differences to weights: in 32 bits, too, masters are others than these
     differences: bool = False
     one_bit: bool = False  # momenta travel in one bit
+    # ranks of a node among which gathered weights are sharded once more; 1: they are not
+    node: int = 1
 
     @classmethod
     def of(
@@ -123,6 +125,7 @@ class MemoryPlan:
             differences=config.compressed_communication.bits == 4,
             one_bit=config.compressed_communication.bits == 1
             or wanted.type.lower() in ("onebitadam", "zerooneadam"),
+            node=max(1, config.zero.hpz_partition_size),
         )
 
     @property
@@ -166,6 +169,13 @@ class MemoryPlan:
     @property
     def offloads(self) -> bool:
         return self.optimizer.on or self.param.on
+
+    def secondary_bytes(self, group: FlatParameters, padded: int) -> int:
+        """Bytes of the part of a flat of ``padded`` elements that a rank keeps among those of its
+        node.
+        """
+        gathered = self.policy_of(group).shards_parameters and self.node > 1
+        return padded // self.node * group.dtype.itemsize if gathered else 0
 
     def on_device(self) -> MemoryPlan:
         """The same without offload."""

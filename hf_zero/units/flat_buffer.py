@@ -94,6 +94,7 @@ class FlatBuffer:
         self.full: torch.Tensor
         self._own: torch.Tensor  # this rank's part of ``full``
         self._storage: Storage = DeviceStorage({})  # where the parameter shard lives
+        self._secondary: torch.Tensor | None = None
         engine_flats.add(self)
 
     def __repr__(self) -> str:
@@ -215,6 +216,23 @@ class FlatBuffer:
         _, start, stop = self.spec.own_range(name)
         return self.shard[start:stop]
 
+    # ---- this rank's part among the ranks of its node ----
+
+    @property
+    def secondary_shard(self) -> torch.Tensor | None:
+        """This rank's part of the values of the last forward, cut among the ranks of its node:
+        [padded / ranks of a node], compute dtype; None where there is no such copy (ZeRO++'s hpZ).
+        """
+        return self._secondary
+
+    def keep_secondary(self, node: MeshDim) -> None:
+        """Copy this rank's part among ``node`` out of the gathered values."""
+        numel = self.layout.padded // node.size
+        part = self.full.narrow(0, node.rank * numel, numel)
+        if self._secondary is None:
+            self._secondary = torch.empty_like(part)
+        self._secondary.copy_(part)
+
     # ---- what a script writes ----
 
     def adopt(self, name: str, loaded: bool = False) -> None:
@@ -334,6 +352,7 @@ class FlatBuffer:
         """
         self.optimizer_shard.wait_for_update()
         self.retired = True
+        self._secondary = None
         self.gradient.free()
         self.optimizer_shard.free()
         self.handles.restore()

@@ -212,6 +212,9 @@ class Unit:
         self._handle: Handle | None = None
         # the shards are here, and their gather is on its way
         self._brought: streams.Event | None = None
+        # secondary shards have the values of this forward, or are going to: alike on all ranks
+        self._secondary = False
+        self._keeps_secondary = False  # from the gather under way
         for flat in self.flats:
             flat.join(self)
 
@@ -291,9 +294,9 @@ class Unit:
         """Whether a gather gives values that are not quite those of the shards."""
         return any(flat.spec.gather_codec is not None for flat in self.sharded)
 
-    def launch_gather(self, exact: bool = False) -> None:
+    def launch_gather(self, exact: bool = False, backward: bool = False) -> None:
         """Start the all-gather into the flats' own storage. ``exact``: of the values as they are,
-        also where they travel in few bits.
+        also where they travel in few bits. ``backward``: of secondary shards, where there are some.
 
         Where the values are here already, they are those of the end of the gather when this
         returns.
@@ -306,7 +309,17 @@ class Unit:
                 storage = flat.full.untyped_storage()
                 if storage.size() == 0:
                     storage.resize_(flat.layout.padded * flat.dtype.itemsize)
+            node = self.sharded[0].mesh.node
+            secondary = backward and self._secondary
+            self._secondary = node is not None and not exact
+            self._keeps_secondary = self._secondary and not secondary
             device = self.sharded[0].full.device
+            if secondary and node is not None:
+                shards = [(flat.full, flat.secondary_shard) for flat in self.sharded]
+                pairs = [(full, shard) for full, shard in shards if shard is not None]
+                self._handle = node.all_gather(pairs, f"{self.label} in a node")
+                self._set_gathering()
+                return
             beside = (
                 streams.shard_stream(device) if any(flat.is_away for flat in self.sharded) else None
             )
@@ -319,10 +332,17 @@ class Unit:
                     codecs.append(None if exact else flat.spec.gather_codec)
                 self._handle = self.sharded[0].axis.all_gather(pairs, self.label, codecs)
                 self._brought = streams.record_event(beside) if beside is not None else None
+        self._set_gathering()
+
+    def _set_gathering(self) -> None:
         if self.state is State.RELEASED:
             self.state = State.GATHERING
         else:
             self.finish_gather()
+
+    def forget_secondary(self) -> None:
+        """A forward begins: its gathers are of the shards."""
+        self._secondary = False
 
     def finish_gather(self) -> None:
         """Wait for the all-gather and let the parameters see the values."""
@@ -333,11 +353,20 @@ class Unit:
             with span("wait_all_gather", self.label):
                 self._handle.wait()
             self._handle = None
+            self._keep_secondary()
         if self.state is State.GATHERING:
             with torch.inference_mode(False), torch.no_grad():
                 for flat in self.sharded:
                     flat.handles.point_at_full(self.guard.gathered_class)
             self.state = State.GATHERED
+
+    def _keep_secondary(self) -> None:
+        node = self.sharded[0].mesh.node
+        if self._keeps_secondary and node is not None:
+            self._keeps_secondary = False
+            with torch.inference_mode(False), torch.no_grad():
+                for flat in self.sharded:
+                    flat.keep_secondary(node)
 
     def take_user_writes(self) -> None:
         """What a script has written to parameters that are whole here goes into the shards (a

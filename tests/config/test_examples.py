@@ -304,16 +304,6 @@ def test_accepted(name: str) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "zero++": (
-        {
-            "zero_optimization": {
-                "stage": 3,
-                "zero_quantized_weights": True,
-                "zero_hpz_partition_size": 8,
-            }
-        },
-        "zero_optimization.zero_hpz_partition_size",
-    ),
     "autotp": ({"tensor_parallel": {"autotp_size": 4}}, "tensor_parallel"),
     "tensorboard": ({"tensorboard": {"enabled": True, "output_path": "logs"}}, "tensorboard"),
     "memory": ({"memory_breakdown": True}, "memory_breakdown"),

@@ -63,7 +63,6 @@ ASKING: dict[str, Any] = {
     "zero_optimization.load_from_fp32_weights": False,
     "zero_optimization.zenflow": {"topk_ratio": 0.1},
     "zero_optimization.zeropp_loco_param": {"err_beta": 0.8},
-    "zero_optimization.zero_hpz_partition_size": 8,
     "data_types.param_dtype": "bf16",
     "checkpoint.writer": {"type": "fast"},
     "tensor_parallel": {"autotp_size": 2},

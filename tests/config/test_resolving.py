@@ -276,6 +276,20 @@ def test_the_mesh() -> None:
         mics.override({"replicate_size": 2}, "test").resolve(8)
 
 
+def test_a_node_of_hpz_divides_a_shard_group() -> None:
+    zero = {"stage": 3, "zero_hpz_partition_size": 4}
+    config = ZeroConfig.from_dict({"zero_optimization": zero})
+    assert config.resolve(8).zero.hpz_partition_size == 4
+    for more, ranks, shards in (({}, 6, 6), ({"mics_shard_size": 2}, 8, 2)):
+        config = ZeroConfig.from_dict({"zero_optimization": {**zero, **more}})
+        match = rf"zero_hpz_partition_size = 4 .* does not divide the {shards} ranks"
+        with pytest.raises(ConfigError, match=match):
+            config.resolve(ranks)
+    config = ZeroConfig.from_dict({"zero_optimization": {**zero, "stage": 2}})
+    with pytest.raises(ConfigError, match=r"hpz_partition_size = 4 .* gathers of stage 3"):
+        config.resolve(8)
+
+
 def test_node_local_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ZeroConfig.from_dict({"checkpoint": {"use_node_local_storage": True}})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

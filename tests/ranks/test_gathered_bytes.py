@@ -39,8 +39,8 @@ def test_the_most_that_is_gathered_at_once(ranks: int, prefetch: int, ahead: int
         held: list[int] = []
         for unit in engine.units:
 
-            def launch(gather: Any = unit.launch_gather, **exact: bool) -> None:
-                gather(**exact)
+            def launch(*how: bool, gather: Any = unit.launch_gather, **named: bool) -> None:
+                gather(*how, **named)
                 held.append(
                     sum(
                         flat.full.untyped_storage().nbytes()

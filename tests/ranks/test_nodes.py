@@ -1,0 +1,231 @@
+"""Weights sharded a second time in each node, for the gathers of a backward (ZeRO++'s hpZ), and
+shard groups that are a node (MiCS): what a run comes to, and the bytes over each axis of a mesh of
+2 nodes of 2 ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_zero
+from tests.helpers.engines import OnEngine, config_of, full_weights, start
+from tests.helpers.models import Stack, seeded
+from tests.helpers.offloads import offload
+from tests.helpers.ranks import run_ranks
+from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.training import At, Job, Plan, adamw, plain_sgd, train
+from tests.helpers.ways import WAYS
+
+HPZ: dict[str, Any] = {"zero_hpz_partition_size": 2}
+EIGHT: dict[str, Any] = {"zero_quantized_weights": True}
+FOUR: dict[str, Any] = {"zero_quantized_gradients": True}
+BLOCK = 32
+
+
+def config(zero: Any, plan: Plan | None = None, stage: int = 3) -> dict[str, Any]:
+    made = config_of(stage, plan, compressed_communication={"block_size": BLOCK})
+    made["zero_optimization"].update(stage3_param_persistence_threshold=0, **zero)
+    made["zero_optimization"]["stage3_module_granularity_threshold"] = 0
+    return made
+
+
+def trained(job: Job, plan: Plan, zero: Any) -> Any:
+    def run(rank: int, models: Any) -> Any:
+        model = models[rank]
+        session = OnEngine(start(model, plain_sgd(model), config(zero, plan)), plan)
+        trace = train(session, job, plan, rank)
+        weights = full_weights(session.engine)
+
+        session.close()
+        return trace.losses, weights
+
+    return run_ranks(plan.ranks, run, [job.build() for _ in range(plan.ranks)])
+
+
+@pytest.mark.parametrize(
+    ("way", "zero"),
+    [
+        ("frozen parameters inside blocks, and a block frozen whole", {}),
+        ("a block called three times, with others in between", {}),
+        ("non-reentrant checkpoint around each block", EIGHT),
+        ("reentrant checkpoint around each block", {}),
+        ("each rank skips another block, by step", {**EIGHT, **FOUR}),
+        ("a block never used", {}),
+    ],
+    ids=str,
+)
+def test_a_run_is_bit_for_bit_the_one_without(way: str, zero: Any) -> None:
+    plan = Plan(ranks=4, steps=3, accumulation=2)
+    without, within = trained(WAYS[way], plan, zero), trained(WAYS[way], plan, {**zero, **HPZ})
+    for (losses, weights), (found, kept) in zip(without, within):
+        assert found == losses
+        assert all(torch.equal(kept[name], weights[name]) for name in weights)
+
+
+def test_a_backward_gathers_in_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gather of the backward is one over the node, with values as they are."""
+
+    def run(rank: int, model: Any) -> Any:
+        engine = start(model, adamw(model), config({**HPZ, **EIGHT}))
+        for step in range(3):
+            loss = squared(engine, At(step, 0, rank))
+            engine.mesh.stats.keep_log = True
+            engine.mesh.stats.log.clear()
+            engine.backward(loss)
+            found = [
+                key for operation, key, _ in engine.mesh.stats.log if operation == "all_gather"
+            ]
+            assert found and all(key.endswith("in a node") for key in found), found
+            engine.step()
+
+    on_ranks(4, run, build=lambda: seeded(lambda: Stack(4)))
+
+
+class Traffic:
+    """Bytes that each rank gets from ranks of other nodes, and of its own, by operation."""
+
+    PLACES = {  # of the sum of what comes from each rank
+        "all_gather_into_tensor": 0,
+        "all_gather_single": 0,
+        "all_to_all_single": 0,
+        "reduce_scatter_tensor": 1,
+        "reduce_scatter_single": 1,
+    }
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, node: int) -> None:
+        self.node = node
+        self.apart: dict[int, Counter[str]] = {rank: Counter() for rank in range(4)}
+        self.within: dict[int, Counter[str]] = {rank: Counter() for rank in range(4)}
+        for name, place in self.PLACES.items():
+            if hasattr(dist, name):
+                call = partial(self._counted, getattr(dist, name), name[:6], place)
+                monkeypatch.setattr(dist, name, call)
+        monkeypatch.setattr(dist, "all_reduce", partial(self._summed, dist.all_reduce))
+
+    def _note(self, group: Any, name: str, each: float) -> None:
+        rank = dist.get_rank()
+        for peer in dist.get_process_group_ranks(group):
+            near = peer // self.node == rank // self.node
+            (self.within if near else self.apart)[rank][name] += int(each) * (peer != rank)
+
+    def _counted(self, call: Any, name: str, place: int, *args: Any, **kwargs: Any) -> Any:
+        group = kwargs["group"] if "group" in kwargs else args[-1]
+        self._note(group, name, args[place].nbytes / dist.get_world_size(group))
+        return call(*args, **kwargs)
+
+    def _summed(self, call: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        group = kwargs.get("group", args[1] if len(args) > 1 else None)
+        if tensor.numel() > 64:  # no numbers of a step
+            self._note(group, "all_reduce", 2 * tensor.nbytes / dist.get_world_size(group))
+        return call(tensor, *args, **kwargs)
+
+
+MICRO = 2
+
+
+def traffic(monkeypatch: pytest.MonkeyPatch, zero: Any) -> Any:
+    """Of the last of two steps of two micro-batches, and the layouts of the flats."""
+    seen = Traffic(monkeypatch, 2)
+    plan = Plan(precision="bf16", accumulation=MICRO)
+
+    def run(rank: int, model: Any) -> Any:
+        engine = start(model, adamw(model), config(zero, plan))
+        for step in range(2):
+            seen.apart[rank].clear()
+            seen.within[rank].clear()
+            for micro in range(MICRO):
+                engine.backward(squared(engine, At(step, micro, rank), plan.dtype))
+                engine.step()
+        return [flat.spec for flat in engine.flats]
+
+    specs = on_ranks(4, run, build=lambda: seeded(lambda: Stack(4, 64)))[0]
+    assert len({frozenset(seen.apart[rank].items()) for rank in range(4)}) == 1
+    return seen.apart[0], seen.within[0], specs
+
+
+def sent(specs: Any, codec: str) -> int:
+    """Bytes from the two ranks of another node, in one gather or reduction of all flats."""
+    return sum(
+        2 * (each.layout.chunk * 2 if how is None else how.nbytes(each.layout.chunk))
+        for each in specs
+        for how in [getattr(each, codec)]
+    )
+
+
+def test_bytes_between_nodes_and_within() -> None:
+    """Per micro-step and rank, of P bytes of weights (M = 2 nodes): dense 3 P (M - 1) / M between
+    nodes, with hpZ 2, and in few bits what the messages have.
+    """
+    found = {}
+    for name, zero in {
+        "dense": {},
+        "hpz": HPZ,
+        "eight": {**HPZ, **EIGHT},
+        "all": {**HPZ, **EIGHT, **FOUR},
+    }.items():
+        with pytest.MonkeyPatch.context() as patch:
+            found[name] = traffic(patch, zero)
+    apart, within, specs = found["dense"]
+    whole = MICRO * sum(each.layout.padded for each in specs)  # bf16, half of it from afar
+    backward = apart["all_ga"] - whole  # without units that stay from the forward on
+    assert 0.4 * whole < backward < whole
+    assert apart["reduce"] == whole
+    for name, gathers, sums in (
+        ("hpz", "gather_codec", "reduce_codec"),
+        ("eight", "gather_codec", "reduce_codec"),
+        ("all", "gather_codec", "reduce_codec"),
+    ):
+        apart, within, specs = found[name]
+        assert apart["all_ga"] == MICRO * sent(specs, gathers), name
+        assert apart["reduce"] + apart["all_to"] == MICRO * sent(specs, sums), name
+        # the backward's gathers, as they are, from the one other rank of the node
+        assert within["all_ga"] == apart["all_ga"] // 2 + backward, name
+    assert sent(specs, "gather_codec") < 0.65 * whole / MICRO
+    assert sent(specs, "reduce_codec") < 0.45 * whole / MICRO
+
+
+def test_bytes_of_mics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard group that is a node: nothing between nodes but one sum of gradients a step."""
+    apart, within, specs = traffic(monkeypatch, {"mics_shard_size": 2})
+    assert set(+apart) == {"all_reduce"}
+    chunk = sum(each.layout.chunk for each in specs)
+    assert apart["all_reduce"] == 4 * chunk
+    assert within["all_ga"] and within["reduce"]
+
+
+@pytest.mark.parametrize("way", ["all on cpu", "optimizer in files"])
+def test_offloaded(way: str, tmp_path: Any) -> None:
+    def run(rank: int, model: Any, more: Any) -> Any:
+        zero = {**offload(way, 3, tmp_path), **more}
+        engine = start(model, adamw(model), config(zero, Plan()))
+        for step in range(3):
+            engine.backward(squared(engine, At(step, 0, rank)))
+            engine.step()
+        return full_weights(engine)
+
+    for wanted, found in zip(on_ranks(4, run, {}), on_ranks(4, run, HPZ)):
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_memory_is_that_of_the_engine() -> None:
+    """2 / G bytes a parameter more in bf16: counted, and foreseen."""
+    plan = Plan(precision="bf16")
+
+    def run(rank: int, model: Any) -> Any:
+        engine = start(model, adamw(model), config(HPZ, plan))
+        before = engine.state_bytes()["parameters"]
+        engine.backward(squared(engine, At(0, 0, rank), plan.dtype))
+        more = engine.state_bytes()["parameters"] - before
+        assert more == sum(flat.layout.padded // 2 * 2 for flat in engine.flats)
+        row = hf_zero.estimate(engine.module, 4, config=config(HPZ, plan)).at(3)
+        assert row.parameters == engine.state_bytes()["parameters"]
+        dense = hf_zero.estimate(engine.module, 4, config=config({}, plan)).at(3)
+        assert row.tiers.device - dense.tiers.device == more
+
+    on_ranks(4, run)
