@@ -77,9 +77,6 @@ _ZERO = under(
         asks=bool,
         off="null",
     ),
-    switched(
-        "zeropp_loco_param", "error feedback for quantized reductions (LoCo)", asks=bool, off="null"
-    ),
     unbuilt("mics_hierarchical_params_gather", BOOLEAN, "hierarchical all-gathers (MiCS)"),
 )
 
@@ -317,6 +314,7 @@ ALIASES: dict[str, str] = {
         for name in _STAGE3_FIELDS.split()
     },
     "prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
+    "zeropp_loco_param": "zero_optimization.zeropp_loco_param",
     **spellings(Settings),
     **OFFLOAD_ALIASES,
     "checkpoint.writer.decoupled": "checkpoint.async_save",

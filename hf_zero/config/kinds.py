@@ -50,8 +50,10 @@ def integer(low: int | None = None, high: int | None = None) -> Kind:
     return Kind("an integer" + _bounds(low, high), convert, schema)
 
 
-def number(low: float | None = None, *, above: float | None = None) -> Kind:
-    """A finite number, at least ``low`` or strictly ``above``."""
+def number(
+    low: float | None = None, high: float | None = None, *, above: float | None = None
+) -> Kind:
+    """A finite number, at least ``low`` or strictly ``above``, at most ``high``."""
 
     def convert(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -61,13 +63,14 @@ def number(low: float | None = None, *, above: float | None = None) -> Kind:
             not math.isfinite(real)
             or (low is not None and real < low)
             or (above is not None and real <= above)
+            or (high is not None and real > high)
         ):
             raise ValueError(value)
         return real
 
-    limits = {"minimum": low, "exclusiveMinimum": above}
+    limits = {"minimum": low, "exclusiveMinimum": above, "maximum": high}
     return Kind(
-        "a number" + (f" greater than {above:g}" if above is not None else _bounds(low, None)),
+        "a number" + (f" greater than {above:g}" if above is not None else _bounds(low, high)),
         convert,
         {"type": "number", **{k: v for k, v in limits.items() if v is not None}},
     )

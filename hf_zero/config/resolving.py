@@ -23,6 +23,7 @@ NODE_LOCAL = "checkpoint.use_node_local_storage"
 STAGE = "zero_optimization.stage"
 BITS = "compressed_communication.bits"
 BLOCK = "compressed_communication.block_size"
+LOCO = "zero_optimization.zeropp_loco_param"
 QUANTIZED = "zero_optimization.zero_quantized_"
 
 
@@ -194,10 +195,13 @@ def _check_compression(reading: ConfigReading) -> None:
         reasons |= {down: whole + fewer, f"{QUANTIZED}nontrainable_weights": whole}
         if values.get(HPZ, 1) > 1:
             reasons[HPZ] = whole
+    if not values.get(up) and values.get(BITS) != 4:
+        few = f"needs gradients that travel in few bits; write {up}: true, or remove it"
+        reasons |= {f"{LOCO}.{name}": few for name in ("err_beta", "reset_T")}
     wrong = [
         f"{path} = {values[path]!r} ({reading.sources[path]}) {why}"
         for path, why in reasons.items()
-        if values.get(path)
+        if values.get(path) not in (None, False)
     ]
     if wrong:
         raise ConfigError("\n".join(wrong))

@@ -128,6 +128,40 @@ class ZeroSection:
 
 
 @dataclass(frozen=True)
+class LocoSection:
+    """Errors of gradients in few bits that are fed back; both None: they are not."""
+
+    err_beta: float | None = key(
+        number(0, 1),
+        None,
+        "LoCo: what gradients lose in few bits is added to later ones; of the error so far so "
+        "much stays (0.8 where reset_T alone is written)",
+    )
+    reset_steps: int | None = key(
+        integer(1),
+        None,
+        "LoCo: errors are cleared after so many steps, and where gradients overflow (1024 where "
+        "err_beta alone is written)",
+        name="reset_T",
+        unit="steps",
+    )
+
+    @property
+    def on(self) -> bool:
+        """Whether errors are kept."""
+        return self.err_beta is not None or self.reset_steps is not None
+
+    @property
+    def beta(self) -> float:
+        return 0.8 if self.err_beta is None else self.err_beta
+
+    @property
+    def every(self) -> int:
+        """Steps between one clearing and the next."""
+        return self.reset_steps or 1024
+
+
+@dataclass(frozen=True)
 class CompressedCommunication:
     """Both directions of a step at stages 1 and 2 in few bits; ``bits`` None: as they are."""
 

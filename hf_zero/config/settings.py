@@ -31,6 +31,7 @@ from hf_zero.config.sections import (
     CompressedCommunication,
     FlopsProfilerSection,
     Fp16Section,
+    LocoSection,
     OptimizerConfig,
     SchedulerConfig,
     ZeroSection,
@@ -83,6 +84,7 @@ class Settings:
     )
     gradient_clipping: float = key(number(0), 0.0, "the global norm is clipped to this; 0: never")
     zero: ZeroSection = section("zero_optimization", ZeroSection)
+    zeropp_loco_param: LocoSection = section("zero_optimization.zeropp_loco_param", LocoSection)
     fp16: Fp16Section = section("fp16", Fp16Section)
     bf16: Bf16Section = section("bf16", Bf16Section)
     torch_autocast: AutocastSection = section("torch_autocast", AutocastSection)

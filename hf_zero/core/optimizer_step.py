@@ -17,6 +17,7 @@ from hf_zero.core.staged_copies import StagedCopies
 from hf_zero.core.update import Updater
 from hf_zero.device import kinds
 from hf_zero.errors import OffloadError, PartitionError
+from hf_zero.gradients.gradient_errors import GradientErrors
 from hf_zero.gradients.norm import squared_norm
 from hf_zero.gradients.usage import Usage
 from hf_zero.logs import logger
@@ -71,6 +72,7 @@ class OptimizerStep:
         self.applied = False  # whether the last step has changed the weights
         # the engine itself reads and writes the optimizer's state now: no update is waited for
         self.updates_state = False
+        self.errors = GradientErrors(model.trainable, config.zeropp_loco_param.every, scaler.scale)
         self._model = model
         self._scaler = scaler
         self._sanity = sanity

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hf_zero.ops.error_codec import ErrorCodec
 from hf_zero.storage.base import MASTER
 
 KINDS = ("parameters", "gradients", "optimizer")
@@ -57,6 +58,8 @@ def _held(engine: Any) -> Counter[tuple[str, str]]:
         if not flat.trainable:
             continue
         add("gradients", "device", flat.gradient.accumulated_grad)
+        if isinstance(flat.spec.reduce_codec, ErrorCodec):
+            add("gradients", "device", flat.spec.reduce_codec.error)
         if flat.optimizer_shard.offloaded:
             add("gradients", "ram", flat.gradient.shard)
             for tier, nbytes in flat.optimizer_shard.storage.nbytes().items():

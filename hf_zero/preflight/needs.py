@@ -106,6 +106,7 @@ def needs(groups: Sequence[FlatParameters], plan: MemoryPlan) -> Needs:
             ),
             ("gathered units", gathered_bytes(groups, plan)),
             ("gradients", sum(flat.gradient_on_device(plan) for flat in trainable)),
+            ("errors of gradients", sum(plan.error_bytes(flat.group) for flat in trainable)),
             ("gradients under way", gradient_buffers(groups, plan)),
             ("master weights and moments", sum(flat.state_on_device(plan) for flat in trainable)),
             ("momenta in 1 bit", sum(flat.one_bit_on_device(plan) for flat in trainable)),

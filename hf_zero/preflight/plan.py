@@ -95,6 +95,8 @@ class MemoryPlan:
     one_bit: bool = False  # momenta travel in one bit
     # ranks of a node among which gathered weights are sharded once more; 1: they are not
     node: int = 1
+    # elements of a block of gradients in few bits whose errors are kept; 0: they are not
+    errors: int = 0
 
     @classmethod
     def of(
@@ -126,6 +128,9 @@ class MemoryPlan:
             one_bit=config.compressed_communication.bits == 1
             or wanted.type.lower() in ("onebitadam", "zerooneadam"),
             node=max(1, config.zero.hpz_partition_size),
+            errors=(config.compressed_communication.block_size or 256)
+            if config.zeropp_loco_param.on
+            else 0,
         )
 
     @property
@@ -176,6 +181,13 @@ class MemoryPlan:
         """
         gathered = self.policy_of(group).shards_parameters and self.node > 1
         return padded // self.node * group.dtype.itemsize if gathered else 0
+
+    def error_bytes(self, group: FlatParameters) -> int:
+        """Bytes of the errors of the gradient of a flat that trains."""
+        if not self.errors or self.shards == 1:
+            return 0
+        sizes = [math.prod(shape) for _, shape in group.shapes if len(shape) > 1]
+        return sum(size + -(-size // self.errors) * 4 for size in sizes if size >= self.errors)
 
     def on_device(self) -> MemoryPlan:
         """The same without offload."""

@@ -11,6 +11,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.distributed.codec import Codec
 from hf_zero.logs import logger
 from hf_zero.ops.block_codec import BlockCodec
+from hf_zero.ops.error_codec import ErrorCodec
 from hf_zero.ops.sign_blocks import SignBlocks
 from hf_zero.ops.symmetric_blocks import SymmetricBlocks
 from hf_zero.optim.one_bit import OneBit
@@ -36,6 +37,7 @@ class Compression:
     updates: BlockCodec | None = None
     momentum: SignBlocks | None = None
     block: int = 256
+    error_beta: float | None = None  # errors of gradients are fed back (``error_codec.py``)
 
     @classmethod
     def of(cls, config: ZeroConfig, one_bit: OneBit | None = None) -> Compression:
@@ -43,6 +45,7 @@ class Compression:
         if one_bit is not None:
             return cls(momentum=SignBlocks(one_bit.block), block=one_bit.block)
         zero, both = config.zero, config.compressed_communication
+        loco = config.zeropp_loco_param
         block = both.block_size or 256
         four, eight = (BlockCodec(SymmetricBlocks(bits, block)) for bits in (4, 8))
         # new values of an offloaded update leave the host as they are
@@ -53,6 +56,7 @@ class Compression:
             eight if zero.quantized_weights or zero.quantized_nontrainable_weights else None,
             BlockCodec(SymmetricBlocks(4, block), differences=True) if differences else None,
             block=block,
+            error_beta=loco.beta if loco.on else None,
         )
 
     def takes(self, parameter: torch.Tensor, trains: bool) -> bool:
@@ -77,9 +81,12 @@ class Compression:
         """
         if layout.shards == 1 or layout.chunk < self.block or dtype not in FLOATS:
             return None, None
-        if sharded:
-            return self.gradients if trains else None, self.weights if trains else self.frozen
-        return self.gradients, None if persistent else self.updates
+        if not trains:
+            return None, self.frozen if sharded else None
+        up: Codec | None = self.gradients
+        if self.gradients is not None and self.error_beta is not None:
+            up = ErrorCodec(self.gradients, self.error_beta)
+        return up, self.weights if sharded else None if persistent else self.updates
 
 
 UNCOMPRESSED = Compression()

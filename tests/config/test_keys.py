@@ -53,6 +53,7 @@ SAMPLES: dict[str, Any] = {
     "a multiple of 4096 bytes": 262144,
     "a number above 0 and at most 1": 0.5,
     "a number from 0 to 1, or 'auto'": "auto",
+    "a number from 0 to 1": 0.5,
     "a number of elements of at least 1": 1e8,
     "a number greater than 0": 2.0,
     "true, false, a number of blocks, or 'selective'": "selective",
@@ -62,7 +63,6 @@ SAMPLES: dict[str, Any] = {
 ASKING: dict[str, Any] = {
     "zero_optimization.load_from_fp32_weights": False,
     "zero_optimization.zenflow": {"topk_ratio": 0.1},
-    "zero_optimization.zeropp_loco_param": {"err_beta": 0.8},
     "data_types.param_dtype": "bf16",
     "checkpoint.writer": {"type": "fast"},
     "tensor_parallel": {"autotp_size": 2},

@@ -308,6 +308,16 @@ def test_node_local_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
         (3, {"compressed_communication": {"bits": 4}}, "or zero_optimization.stage: 2"),
         (0, {"zero_quantized_gradients": True}, "stage 0 has an all-reduce; write .*stage: 1"),
         (0, {"zero_quantized_weights": True}, "at stage 0 weights are whole; remove it$"),
+        (
+            3,
+            {"zeropp_loco_param": {"err_beta": 0.8}},
+            "needs gradients .* write .*zero_quantized_gradients: true",
+        ),
+        (
+            2,
+            {"zeropp_loco_param": {"reset_T": 8}},
+            "needs gradients .* write .*zero_quantized_gradients: true",
+        ),
         (2, {"zero_quantized_weights": True}, "or write compressed_communication.bits: 4"),
         (1, {"zero_quantized_nontrainable_weights": True}, "weights are whole; remove it$"),
     ],

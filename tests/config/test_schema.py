@@ -97,6 +97,6 @@ def test_the_schema_says_what_a_key_does_or_why_not() -> None:
     assert zero["timeout"]["default"] == 1800.0 and "[seconds]" in zero["timeout"]["description"]
     section = zero["zero_optimization"]["properties"]
     assert section["overlap_comm"]["description"].startswith("No effect: ")
-    assert section["zeropp_loco_param"]["description"].startswith("Not built: ")
+    assert section["zenflow"]["description"].startswith("Not built: ")
     assert {"type": "integer", "minimum": 0, "maximum": 3} in section["stage"]["anyOf"]
     assert {"const": "auto"} not in section["stage"]["anyOf"]

@@ -47,6 +47,7 @@ STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
     ),
     "a multiple of 4096 bytes": st.sampled_from([4096, 1 << 20, 262144.0]),
     "a number above 0 and at most 1": st.floats(0.125, 1),
+    "a number from 0 to 1": st.floats(0, 1),
     "a number from 0 to 1, or 'auto'": st.floats(0, 1) | st.just("auto"),
     "a number of elements of at least 1": st.floats(1, 1e12),
     "one of 'default', 'max-autotune-no-cudagraphs'": st.sampled_from(

@@ -1,0 +1,76 @@
+"""Symmetric blocks whose error is fed back, as the codec of a reduction (LoCo, Xie et al. 2024,
+arXiv:2407.04480).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_zero.ops.block_codec import BlockCodec
+from hf_zero.ops.symmetric_blocks import SymmetricBlocks
+
+
+class ErrorCodec:
+    """``codec`` for one flat buffer, with an error buffer in int8 blocks. Per message, of values
+    ``g``::
+
+        z = g + e;    q = what the message says of z;    e <- beta * e + (1 - beta) * (z - q)
+
+    What was lost is so in later messages: the sum of (g - q) over them is e / (1 - beta).
+    """
+
+    differences = False
+
+    def __init__(self, codec: BlockCodec, beta: float) -> None:
+        self._codec, self._beta = codec, beta
+        self._blocks = SymmetricBlocks(8, codec.blocks.block)
+        self._numel = 0  # of a part
+        self._error: Tensor | None = None
+
+    def __str__(self) -> str:
+        return f"{self._codec} with errors fed back"
+
+    @property
+    def error(self) -> Tensor | None:
+        """The error as messages of int8 blocks, [rows, bytes]; None: it is zero."""
+        return self._error
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of a message of ``numel`` elements."""
+        return self._codec.nbytes(numel)
+
+    @torch.no_grad()
+    def encode(self, values: Tensor, rows: int = 1, there: Tensor | None = None) -> Tensor:
+        """See :class:`hf_zero.distributed.codec.Codec`. Takes 8 bytes an element meanwhile."""
+        wanted = values.to(torch.float32, copy=True)
+        if self._error is not None:
+            self._blocks.dequantise(self._error, wanted, add=True)
+        messages = self._codec.encode(wanted, rows)
+        said = torch.empty_like(wanted)
+        self._codec.decode(messages, said)
+        # e is wanted - values
+        wanted.sub_(said, alpha=1 - self._beta).sub_(values, alpha=self._beta)
+        self._numel = wanted.numel() // rows
+        self._error = self._blocks.quantise(wanted, rows)
+        return messages
+
+    def decode(self, messages: Tensor, full: Tensor) -> None:
+        """See :class:`hf_zero.distributed.codec.Codec`."""
+        self._codec.decode(messages, full)
+
+    def decode_sum(self, messages: Tensor, out: Tensor) -> None:
+        """See :class:`hf_zero.distributed.codec.Codec`."""
+        self._codec.decode_sum(messages, out)
+
+    def clear(self) -> None:
+        """Let the error be zero."""
+        self._error = None
+
+    @torch.no_grad()
+    def rescale(self, factor: float) -> None:
+        """Values carry another scale from now on, ``factor`` times the one before."""
+        if self._error is not None:
+            start = self._blocks.scales_at(self._numel)
+            stop = start + 4 * self._blocks.scales(self._numel)
+            self._error[:, start:stop].view(torch.float32).mul_(factor)
