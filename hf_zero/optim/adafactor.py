@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import ConfigError
-from hf_zero.optim.whole_tensor import FACTORS, Parts, WholeTensorOptimizer
+from hf_zero.optim.whole_tensor import FACTORS, Parts, TensorPlace, WholeTensorOptimizer
 
 
 class Rectangle(NamedTuple):
@@ -126,10 +126,7 @@ class FactoredOptimizer(WholeTensorOptimizer):
     def prepare(cls, group: Mapping[str, Any], parts: Parts, at: int) -> Sequence[Tensor]:
         grads = parts.gradients()
         if at == 0:
-            return [
-                cls._squares(group, *each)
-                for each in zip(parts.weights, grads, parts.shapes, parts.extents)
-            ]
+            return [cls._squares(group, *each) for each in zip(parts.weights, grads, parts.places)]
         cls._keep(group, parts)
         return [
             update.double().square().sum().reshape(1)
@@ -156,15 +153,8 @@ class FactoredOptimizer(WholeTensorOptimizer):
         sums, clipping = parts.results
         updates = cls._updates(group, parts, parts.gradients())
         averages = zip(*parts.moments) if parts.moments else [() for _ in parts.weights]
-        for weight, update, kept, shape, (start, stop), step, own, square in zip(
-            parts.weights,
-            updates,
-            averages,
-            parts.shapes,
-            parts.extents,
-            parts.steps,
-            sums,
-            clipping,
+        for weight, update, kept, (shape, start, stop), step, own, square in zip(
+            parts.weights, updates, averages, parts.places, parts.steps, sums, clipping
         ):
             size = [(each[-1] / max(1, prod(shape))).sqrt() for each in (own, square)]
             if weight.ndim == 1:  # without padding
@@ -178,13 +168,12 @@ class FactoredOptimizer(WholeTensorOptimizer):
         group: Mapping[str, Any],
         weight: Tensor,
         grad: Tensor,
-        shape: tuple[int, ...],
-        extent: tuple[int, int],
+        place: TensorPlace,
     ) -> Tensor:
         """What a part adds to the sums of its tensor: rows, columns, and the squares of its
         weights.
         """
-        start, stop = extent
+        shape, start, stop = place
         sums = torch.zeros(sum(_sizes(shape)) + 1, dtype=torch.float64, device=weight.device)
         own, added = grad.reshape(-1)[: stop - start], cls.added_to_squares(group)
         if len(shape) < 2:
@@ -225,9 +214,7 @@ class FactoredOptimizer(WholeTensorOptimizer):
     ) -> Iterator[Tensor]:
         """The update of each part before it is clipped: 1-D, without padding."""
         by_rows, by_columns, of_vector = cls.FACTOR_NAMES
-        for grad, kept, shape, (start, stop) in zip(
-            grads, parts.factors, parts.shapes, parts.extents
-        ):
+        for grad, kept, (shape, start, stop) in zip(grads, parts.factors, parts.places):
             own = grad.reshape(-1)[: stop - start]
             if len(shape) < 2:
                 second = kept[of_vector].reshape(-1)[start:stop]

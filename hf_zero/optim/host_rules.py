@@ -65,17 +65,17 @@ def of_rounds(cls: type[WholeTensorOptimizer], group: Mapping[str, Any]) -> Rule
 
     def parts(held: Mapping[str, Any], grad: Tensor, call: Call) -> Parts:
         assert call.whole is not None
-        return Parts(
+        found = Parts(
             [held[MASTER]],
             [grad],
             [[held[name]] for name in names],
             [call.step],
             [call.whole.factors],
-            [call.whole.shape],
-            [call.whole.extent],
-            [result.unsqueeze(0) for result in call.whole.results],
+            [call.whole.place],
             divisor=call.divisor,
         )
+        found.results = [result.unsqueeze(0) for result in call.whole.results]
+        return found
 
     def prepare(held: Mapping[str, Any], grad: Tensor, call: Call, at: int) -> Tensor:
         return cls.prepare(call.group, parts(held, grad, call), at)[0]

@@ -35,8 +35,7 @@ class WholeTensorCall:
     :class:`hf_zero.optim.whole_tensor.Parts`.
     """
 
-    shape: tuple[int, ...]
-    extent: tuple[int, int]
+    place: Any
     factors: dict[str, Tensor]
     results: tuple[Tensor, ...]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_zero.ops.flat_tiles import upload
 from hf_zero.optim.table import Flat, Segment
-from hf_zero.optim.whole_tensor import Tensors, WholeTensorOptimizer
+from hf_zero.optim.whole_tensor import TensorPlace, Tensors, WholeTensorOptimizer
 
 
 class ShardRanks(Protocol):
@@ -88,18 +88,13 @@ class ShardedTensors(Tensors):
         self._last = torch.zeros(len(names) + 1, self._sums, dtype=torch.float64)
         optimizer.tensors = self
 
-    def shapes(self, parts: Sequence[Sequence[Tensor]]) -> list[list[tuple[int, ...]]]:
-        names = dict(self._names())
-        own = {part: self._shapes[name] for part, name in names.items()}
-        return [[own.get(part, (1,)) for part in of] for of in parts]
+    def places(self, parts: Sequence[Sequence[Tensor]]) -> list[list[TensorPlace]]:
+        own = {each.tensor: self.place_of(each) for each in self._segments() if each.parts}
+        return [[own.get(part, TensorPlace((1,), 0, 1)) for part in of] for of in parts]
 
-    def extents(self, parts: Sequence[Sequence[Tensor]]) -> list[list[tuple[int, int]]]:
-        own = {segment.tensor: extent_of(segment) for segment in self._segments() if segment.parts}
-        return [[own.get(part, (0, 1)) for part in of] for of in parts]
-
-    def shape_of(self, segment: Segment) -> tuple[int, ...]:
-        """The shape of the tensor that ``segment`` is a part of."""
-        return self._shapes[min(segment.names)]
+    def place_of(self, segment: Segment) -> TensorPlace:
+        """Where ``segment`` lies in the tensor that it is a part of."""
+        return TensorPlace(self._shapes[min(segment.names)], *extent_of(segment))
 
     def totals(
         self, parts: Sequence[Sequence[Tensor]], sums: Tensor

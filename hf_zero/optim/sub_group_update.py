@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_zero.ops.host import Blocks
 from hf_zero.optim.host_rules import Rule
 from hf_zero.optim.kernel_calls import MASTER, Call, WholeTensorCall
-from hf_zero.optim.sharded_tensors import ShardedTensors, extent_of
+from hf_zero.optim.sharded_tensors import ShardedTensors
 from hf_zero.optim.table import Flat, Segment
 
 AHEAD = 8  # sub-groups that are announced; buffers may be fewer
@@ -215,8 +215,7 @@ class Update:
         whole = None
         if self._tensors is not None:
             whole = WholeTensorCall(
-                self._tensors.shape_of(segment),
-                extent_of(segment),
+                self._tensors.place_of(segment),
                 counted.factors,
                 self._results.get(segment, ()),
             )

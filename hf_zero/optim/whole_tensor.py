@@ -13,8 +13,8 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,14 @@ FACTORS = "factors"
 one number: tensors by name, kept by each part."""
 
 
+class TensorPlace(NamedTuple):
+    """Elements ``[start, stop)`` of a tensor of ``shape``; what a part has beyond is padding."""
+
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
 @dataclass(eq=False)
 class Parts:
     """Parts of tensors, all of one group, that are stepped together.
@@ -36,11 +44,9 @@ class Parts:
     moments: a list for each of the optimizer's ``MOMENTS``.
     steps: the number of each part's step, from 1 on.
     factors: what each part keeps of its whole tensor, by name; empty before the first step.
-    shapes: of the tensors that they are parts of.
-    extents: the first and last element + 1 of its tensor that each part has; what follows is
-        padding.
-    results: what each round has combined, for each part.
+    places: where each part lies in its tensor.
     kernels: the configuration's.
+    results: what each round has combined, for each part.
     """
 
     weights: list[Tensor]
@@ -48,11 +54,17 @@ class Parts:
     moments: Sequence[list[Tensor]]
     steps: list[int]
     factors: Sequence[dict[str, Tensor]] = ()
-    shapes: Sequence[tuple[int, ...]] = ()
-    extents: Sequence[tuple[int, int]] = ()
-    results: list[Any] = field(default_factory=list)
+    places: Sequence[TensorPlace] = ()
     divisor: float = 1.0
     kernels: Any = "auto"
+
+    def __post_init__(self) -> None:
+        self.results: list[Any] = []
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of the tensors that they are parts of."""
+        return [place.shape for place in self.places]
 
     @property
     def norms(self) -> Tensor:
@@ -73,13 +85,9 @@ class Tensors:
 
     kernels: Any = "auto"
 
-    def shapes(self, parts: Sequence[Sequence[Tensor]]) -> list[list[tuple[int, ...]]]:
-        """The shapes of the tensors that the parts of each group are of."""
-        return [[tuple(part.shape) for part in of] for of in parts]
-
-    def extents(self, parts: Sequence[Sequence[Tensor]]) -> list[list[tuple[int, int]]]:
-        """The elements ``[start, stop)`` of its tensor that each part of each group has."""
-        return [[(0, part.numel()) for part in of] for of in parts]
+    def places(self, parts: Sequence[Sequence[Tensor]]) -> list[list[TensorPlace]]:
+        """Where the parts of each group lie in their tensors."""
+        return [[TensorPlace(tuple(part.shape), 0, part.numel()) for part in of] for of in parts]
 
     def totals(
         self, parts: Sequence[Sequence[Tensor]], sums: Tensor
@@ -176,9 +184,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     def update(self, found: Sequence[Parts]) -> None:
         """One update of the parts of each group that have a gradient, whose steps are counted."""
         weights = [parts.weights for parts in found]
-        shapes, extents = self.tensors.shapes(weights), self.tensors.extents(weights)
-        for parts, shapes_of, extents_of in zip(found, shapes, extents):
-            parts.shapes, parts.extents = shapes_of, extents_of
+        for parts, places in zip(found, self.tensors.places(weights)):
+            parts.places = places
         for at in range(self.ROUNDS):
             prepared = [
                 self.prepare(group, parts, at) if parts.weights and self.prepares(group) else []

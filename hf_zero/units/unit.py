@@ -32,6 +32,14 @@ class State(Enum):
     GATHERED = "gathered"
 
 
+class Secondary(Enum):
+    """Whether secondary shards have the values of the forward under way or before."""
+
+    NONE = "none"
+    COMING = "coming"  # with the gather under way
+    HERE = "here"
+
+
 class RootForward:
     """One forward from the outermost module called, with what was gathered for it.
 
@@ -212,9 +220,8 @@ class Unit:
         self._handle: Handle | None = None
         # the shards are here, and their gather is on its way
         self._brought: streams.Event | None = None
-        # secondary shards have the values of this forward, or are going to: alike on all ranks
-        self._secondary = False
-        self._keeps_secondary = False  # from the gather under way
+        # alike on all ranks, but for the moment of a wait
+        self._secondary = Secondary.NONE
         for flat in self.flats:
             flat.join(self)
 
@@ -310,9 +317,11 @@ class Unit:
                 if storage.size() == 0:
                     storage.resize_(flat.layout.padded * flat.dtype.itemsize)
             node = self.sharded[0].mesh.node
-            secondary = backward and self._secondary
-            self._secondary = node is not None and not exact
-            self._keeps_secondary = self._secondary and not secondary
+            secondary = backward and self._secondary is Secondary.HERE
+            if node is None or exact:
+                self._secondary = Secondary.NONE
+            elif not secondary:
+                self._secondary = Secondary.COMING
             device = self.sharded[0].full.device
             if secondary and node is not None:
                 shards = [(flat.full, flat.secondary_shard) for flat in self.sharded]
@@ -342,7 +351,7 @@ class Unit:
 
     def forget_secondary(self) -> None:
         """A forward begins: its gathers are of the shards."""
-        self._secondary = False
+        self._secondary = Secondary.NONE
 
     def finish_gather(self) -> None:
         """Wait for the all-gather and let the parameters see the values."""
@@ -362,8 +371,8 @@ class Unit:
 
     def _keep_secondary(self) -> None:
         node = self.sharded[0].mesh.node
-        if self._keeps_secondary and node is not None:
-            self._keeps_secondary = False
+        if self._secondary is Secondary.COMING and node is not None:
+            self._secondary = Secondary.HERE
             with torch.inference_mode(False), torch.no_grad():
                 for flat in self.sharded:
                     flat.keep_secondary(node)

@@ -28,6 +28,7 @@ PARAMETERS = {
     "hf_zero.ops.files_reference.Block": 10,
     "hf_zero.ops.files_reference.Transfer": 10,
     "hf_zero.ops.sparse_attention.layouts.VariableSparsityConfig": 10,
+    "hf_zero.optim.adafactor.Adafactor": 10,
     "hf_zero.optim.cpu.CPUAdam": 10,
     "hf_zero.optim.cycles.OneCycle": 14,
     "hf_zero.optim.lamb.Lamb": 9,
