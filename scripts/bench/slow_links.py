@@ -28,10 +28,13 @@ from pathlib import Path
 from typing import Any
 
 LENGTH, VOCABULARY = 64, 8192
+ONE = {"compressed_communication": {"bits": 1, "freeze_step": 1}}
 FOUR = {"compressed_communication": {"bits": 4}}
 UP, DOWN = {"zero_quantized_gradients": True}, {"zero_quantized_weights": True}
 # stage, keys of zero_optimization, other keys; each is compared with the dense one of its stage
 KINDS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "stage 1, dense": (1, {}, {}),
+    "stage 1, 1 bit": (1, {}, ONE),
     "stage 2, dense": (2, {}, {}),
     "stage 2, 4 bits": (2, {}, FOUR),
     "stage 3, dense": (3, {}, {}),
