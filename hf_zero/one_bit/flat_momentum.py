@@ -17,7 +17,7 @@ root mean square in its tensor, so that elements of tiny variance do not fill th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,12 +75,15 @@ class FlatMomentum:
 
     # ---- before steps in one bit ----
 
-    def denominators(self, group_of: Sequence[Mapping[str, Any]], step: int) -> Tensor:
+    def freeze(self) -> None:
+        """The variance stays as it is from now on."""
+
+    def denominators(self, step: int) -> Tensor:
         """sqrt(v / (1 - b2^step)) + eps of this rank's chunk: [owned]."""
         found = self.state(VARIANCE).clone()
         first = self.flat.owned[0]
         for index, *ends in self.runs:
-            group = group_of[index]
+            group = self._bound.groups[index]
             start, stop = (max(0, min(found.numel(), at - first)) for at in ends)
             part = found[start:stop]
             part.div_(1.0 - float(group["betas"][1]) ** step).sqrt_().add_(float(group["eps"]))
@@ -154,17 +157,22 @@ class FlatMomentum:
         own = self.momentum[rank : rank + 1]
         return self.blocks.combine(came, self.state(AVERAGE), own, beta, self._inside)
 
-    def apply(self, settings: Callable[[int], tuple[float, float]]) -> None:
-        """Update the weights by the momentum that has come; ``settings`` gives the factor that
-        keeps them and the step size of a group.
-        """
+    def apply(self, made: int) -> None:
+        """Update the weights by the momentum that has come, in step number ``made``."""
         assert self.momentum is not None and self._weights is not None
         assert self._exponents is not None
-        for group, start, stop in self.runs:
-            keep, size = settings(group)
+        for index, start, stop in self.runs:
+            keep, size = self.settings(index, made)
             self.blocks.apply(
                 self._weights, self.momentum, self._exponents, keep, size, start, stop
             )
+
+    def settings(self, index: int, made: int) -> tuple[float, float]:
+        """What the weights of the runs of group ``index`` are kept by, and the step size."""
+        group = self._bound.groups[index]
+        lr = float(group["lr"])
+        keep = 1.0 - lr * float(group["weight_decay"])
+        return keep, lr / (1.0 - float(group["betas"][0]) ** made)
 
     def publish(self) -> None:
         """Bring the whole parameters, the shard and the master weights up to the weights."""
@@ -179,21 +187,20 @@ class FlatMomentum:
         """What gives the parameters ``names`` back, after a step, what they have now: weights,
         error and average, so that the step leaves them as they are.
         """
-        kept = []
-        for name in names:
-            slot, (start, stop) = self.flat.layout.by_name[name], self._own(name)
-            for whole in (self._weights, self.error):
-                assert whole is not None
-                place = whole[slot.offset : slot.end]
-                kept.append((place, place.clone()))
-            own = self.state(AVERAGE)[start:stop]
-            kept.append((own, own.clone()))
+        kept = [(place, place.clone()) for name in names for place in self._kept(name)]
 
         def restore() -> None:
             for place, before in kept:
                 place.copy_(before)
 
         return restore
+
+    def _kept(self, name: str) -> list[Tensor]:
+        """Where all that a step changes of parameter ``name`` lies."""
+        slot, (start, stop) = self.flat.layout.by_name[name], self._own(name)
+        assert self._weights is not None and self.error is not None
+        whole = [each[slot.offset : slot.end] for each in (self._weights, self.error)]
+        return [*whole, self.state(AVERAGE)[start:stop]]
 
     def forget(self) -> None:
         """The state is another: nothing is left of what was to be sent."""

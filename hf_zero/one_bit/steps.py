@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.gradients.norm import sums_of_squares
 from hf_zero.logs import logger
+from hf_zero.one_bit.flat_lamb import FlatLamb
 from hf_zero.one_bit.flat_momentum import FlatMomentum
 from hf_zero.optim.one_bit import OneBit
 from hf_zero.spans import span
@@ -34,7 +35,8 @@ class OneBitSteps:
         self, flats: Sequence[FlatBuffer], mesh: Mesh, bound: Any, one_bit: OneBit, kernels: Any
     ) -> None:
         chosen = [flat for flat in flats if flat.trainable and flat.spec.momentum_blocks]
-        self._momenta = [FlatMomentum(flat, bound) for flat in chosen]
+        self._lamb = [FlatLamb(flat, bound) for flat in chosen if one_bit.lamb]
+        self._momenta = self._lamb or [FlatMomentum(flat, bound) for flat in chosen]
         self._mesh, self._bound, self._one_bit, self._kernels = mesh, bound, one_bit, kernels
         self._names = frozenset(name for flat in chosen for name in flat.layout.by_name)
         self._loads = -1  # of the state, when the counts here were taken from it
@@ -166,6 +168,8 @@ class OneBitSteps:
         if not dense_since:
             return
         self._note(FROZEN_AT, self._made)
+        for each in self._momenta:
+            each.freeze()
         if self._mesh.rank:
             return
         rising = max(float(group["lr"]) for group in self._bound.groups) > self._lr > 0.0
@@ -193,8 +197,8 @@ class OneBitSteps:
 
     def _gather_all(self) -> None:
         """Let all ranks have the weights, the denominators and the momentum of the owners."""
-        groups, at = self._bound.groups, int(self._bound.groups[0][FROZEN_AT])
-        denominators = [each.denominators(groups, at) for each in self._momenta]
+        at = int(self._bound.groups[0][FROZEN_AT])
+        denominators = [each.denominators(at) for each in self._momenta]
         squares = [each.squares(own) for each, own in zip(self._momenta, denominators)]
         total = torch.cat(squares)
         self._mesh.shard.all_reduce(total, "squares of denominators").wait()
@@ -205,6 +209,12 @@ class OneBitSteps:
             for pair in each.begin(own, squares_of)
         ]
         self._gather(pairs, "denominators, weights and momenta")
+        if self._lamb:
+            scales = torch.cat([each.held_scales() for each in self._lamb], 1)
+            scales = scales.to(self._mesh.device)
+            self._mesh.shard.all_reduce(scales, "trust ratios", maximum=True).wait()
+            for each, own in zip(self._lamb, scales.split(self._tensors, 1)):
+                each.set_scales(own)
 
     def _gather(self, pairs: Sequence[tuple[Tensor, Tensor]], what: str) -> None:
         self._mesh.shard.all_gather(pairs, what).wait()
@@ -233,18 +243,34 @@ class OneBitSteps:
             assert each.momentum is not None
             pair = (each.momentum.view(-1), own.view(-1))
             gathers.append((each, restore, axis.all_gather([pair], f"momentum of {each.flat.key}")))
-        corrected = 1.0 - beta**self._made
-
-        def settings(index: int) -> tuple[float, float]:
-            group = self._bound.groups[index]
-            lr = float(group["lr"])
-            return 1.0 - lr * float(group["weight_decay"]), lr / corrected
-
-        for each, restore, gather in gathers:
+        for _, _, gather in gathers:
             gather.wait()
-            each.apply(settings)
+        if self._lamb:
+            self._scale_updates()
+        for each, restore, _ in gathers:
+            each.apply(self._made)
             restore()
             each.publish()
+
+    @property
+    def _tensors(self) -> list[int]:
+        return [len(each.runs) for each in self._lamb]
+
+    def _scale_updates(self) -> None:
+        """Let all ranks know what scales the update of each tensor (LAMB)."""
+        measured = [each.measured() for each in self._lamb]
+        sums = torch.cat([own for own, _ in measured], 1)
+        largest = torch.cat([own for _, own in measured])
+        shard = self._mesh.shard
+        waits = [
+            shard.all_reduce(sums, "norms of updates"),
+            shard.all_reduce(largest, "quotients of denominators", maximum=True),
+        ]
+        for handle in waits:
+            handle.wait()
+        parts = zip(sums.split(self._tensors, 1), largest.split(self._tensors))
+        for each, (own, most) in zip(self._lamb, parts):
+            each.learn(own, most)
 
     # ---- checkpoints ----
 
@@ -261,6 +287,8 @@ class OneBitSteps:
             handle = axis.reduce_scatter(each.error, f"errors of {each.flat.key}")
             handle.reduce_into(mean, False, 1.0 / axis.size)
             each.take_errors(mean, beta)
+        for lamb in self._lamb:
+            lamb.store_scales()
         self._stale = True
 
     def nbytes(self) -> int:

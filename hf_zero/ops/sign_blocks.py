@@ -159,6 +159,12 @@ class SignBlocks:
         else:
             APPLY(weights, momentum, exponents, keep, step, self.block, at, begin, end)
 
+    def values(self, messages: Tensor, numel: int) -> Tensor:
+        """What the rows of ``messages`` say, end to end: fp32 [numel]."""
+        return reference.values(
+            messages, numel, self.block, self.scales_at(numel // messages.shape[0])
+        )
+
     def _rows(self, core: object, messages: Tensor, chunk: int) -> object:
         bits = address(messages)
         return core.Rows(  # type: ignore[attr-defined]

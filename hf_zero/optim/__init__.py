@@ -21,6 +21,7 @@ _EXPORTS = {
     "Lion": "hf_zero.optim.lion",
     "LRRangeTest": "hf_zero.optim.schedules",
     "OneBitAdam": "hf_zero.optim.one_bit",
+    "OneBitLamb": "hf_zero.optim.one_bit_lamb",
     "OneCycle": "hf_zero.optim.schedules",
     "VALID_LR_SCHEDULES": "hf_zero.optim.schedules",
     "WarmupCosineLR": "hf_zero.optim.schedules",
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from hf_zero.optim.muon import Muon as Muon
     from hf_zero.optim.one_bit import OneBitAdam as OneBitAdam
     from hf_zero.optim.one_bit import ZeroOneAdam as ZeroOneAdam
+    from hf_zero.optim.one_bit_lamb import OneBitLamb as OneBitLamb
     from hf_zero.optim.schedules import VALID_LR_SCHEDULES as VALID_LR_SCHEDULES
     from hf_zero.optim.schedules import LRRangeTest as LRRangeTest
     from hf_zero.optim.schedules import OneCycle as OneCycle

@@ -23,6 +23,7 @@ from hf_zero.optim.lars import LARS
 from hf_zero.optim.lion import Lion
 from hf_zero.optim.muon import Muon, muon_groups
 from hf_zero.optim.one_bit import OneBitAdam, ZeroOneAdam
+from hf_zero.optim.one_bit_lamb import OneBitLamb
 
 if TYPE_CHECKING:
     from hf_zero.config import OptimizerConfig
@@ -48,6 +49,7 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "LARS": LARS,
     "Muon": Muon,
     "OneBitAdam": OneBitAdam,
+    "OneBitLamb": OneBitLamb,
     "ZeroOneAdam": ZeroOneAdam,
     "CPUAdagrad": CPUAdagrad,
     "CPUAdam": CPUAdam,
@@ -63,7 +65,7 @@ _ALIASES = {
     "DeepSpeedCPUAdagrad": "CPUAdagrad",
 }
 _NOT_BUILT = (
-    "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD", "MuonAdamW",
+    "MuAdam", "MuAdamW", "MuSGD", "MuonAdamW",
     "LBFGS", "SparseAdam", "Shampoo", "SOAP", "AdamW8bit", "Adam8bit",
     "PagedAdamW8bit",
 )  # fmt: skip

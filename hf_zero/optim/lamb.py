@@ -99,7 +99,7 @@ class Lamb(TensorSumOptimizer):
 
     @staticmethod
     def measure(group: Mapping[str, Any], parts: Parts) -> Tensor:
-        averages, variances = parts.moments
+        averages, variances, *_ = parts.moments
         return measure_(
             parts.weights,
             parts.grads,
@@ -112,17 +112,18 @@ class Lamb(TensorSumOptimizer):
 
     @staticmethod
     def apply(group: Mapping[str, Any], parts: Parts) -> None:
-        beta1, beta2 = group["betas"]
-        sizes = [float(group["lr"])] * len(parts.weights)
-        if group["bias_correction"]:
-            sizes = [
-                size * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
-                for size, step in zip(sizes, parts.steps)
-            ]
+        sizes = [step_size(group, step) for step in parts.steps]
         numbers = upload(torch.tensor(sizes, dtype=torch.float64), parts.norms.device)
         factors = ratios(group, parts.norms) * numbers
-        averages, variances = parts.moments
+        averages, variances, *_ = parts.moments
         apply_(parts.weights, averages, variances, factors, _settings(group), kernels=parts.kernels)
+
+
+def step_size(group: Mapping[str, Any], step: int) -> float:
+    """What step number ``step`` multiplies an update and its trust ratio by."""
+    beta1, beta2 = group["betas"]
+    corrected = (1 - beta2**step) ** 0.5 / (1 - beta1**step) if group["bias_correction"] else 1.0
+    return float(group["lr"]) * corrected
 
 
 def _settings(group: Mapping[str, Any]) -> LambSettings:

@@ -7,7 +7,7 @@ step that is not compressed is AdamW's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.logs import logger
 from hf_zero.ops.sign_blocks import BLOCKS
 from hf_zero.optim.elementwise import elementwise_base
+from hf_zero.optim.whole_tensor import TensorSumOptimizer
 
 BITS = "compressed_communication.bits"
 _STAGE = "zero_optimization.stage"
@@ -31,9 +32,15 @@ _IDLE = {
 }
 
 
-class OneBitOptimizer(torch.optim.AdamW):
-    """AdamW with some steps in which the engine sends the momentum in one bit."""
+class SendsMomentum:
+    """An optimizer with some steps in which the engine sends the momentum in one bit."""
 
+    def is_dense(self, step: int) -> bool:
+        """Whether step number ``step``, the first being 1, is the optimizer's own."""
+        raise NotImplementedError
+
+
+class _OneBitAdamW(SendsMomentum, torch.optim.AdamW):
     def __init__(
         self,
         params: Any,
@@ -51,17 +58,18 @@ class OneBitOptimizer(torch.optim.AdamW):
                 f"{name}: betas is {betas}; the momentum that travels needs a first one in (0, 1)"
             )
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        masked = any("exp_avg_mask" in group for group in self.param_groups)
-        for key, why in _IDLE.items():
-            if given.get(key) is not None or (masked and key == "exp_avg_mask"):
-                logger.info("%s: %s has no effect: %s", name, key, why)
-
-    def is_dense(self, step: int) -> bool:
-        """Whether step number ``step``, the first being 1, is AdamW's own."""
-        raise NotImplementedError
+        say_what_is_idle(self, given)
 
 
-class OneBitAdam(OneBitOptimizer):
+def say_what_is_idle(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
+    """Log which settings that DeepSpeed has are read without effect."""
+    masked = any("exp_avg_mask" in group for group in optimizer.param_groups)
+    for key, why in _IDLE.items():
+        if given.get(key) is not None or (masked and key == "exp_avg_mask"):
+            logger.info("%s: %s has no effect: %s", type(optimizer).__name__, key, why)
+
+
+class OneBitAdam(_OneBitAdamW):
     """AdamW for ``freeze_step`` steps; then its variance stays as it is, and its momentum travels
     in one bit with error feedback.
 
@@ -88,7 +96,7 @@ class OneBitAdam(OneBitOptimizer):
         cuda_aware: bool | None = None,
         comm_backend_name: str | None = None,
     ) -> None:
-        self.freeze_step = _steps("OneBitAdam", "freeze_step", freeze_step)
+        self.freeze_step = steps_of("OneBitAdam", "freeze_step", freeze_step)
         super().__init__(
             params,
             lr,
@@ -103,7 +111,7 @@ class OneBitAdam(OneBitOptimizer):
         return step <= self.freeze_step
 
 
-class ZeroOneAdam(OneBitOptimizer):
+class ZeroOneAdam(_OneBitAdamW):
     """0/1 Adam: AdamW in ever rarer steps, which renew the variance; in all others the momentum
     travels in one bit with error feedback.
 
@@ -137,13 +145,13 @@ class ZeroOneAdam(OneBitOptimizer):
         cuda_aware: bool | None = None,
         comm_backend_name: str | None = None,
     ) -> None:
-        self.var_freeze_step = _steps("ZeroOneAdam", "var_freeze_step", var_freeze_step)
-        self.var_update_scaler = _steps("ZeroOneAdam", "var_update_scaler", var_update_scaler)
+        self.var_freeze_step = steps_of("ZeroOneAdam", "var_freeze_step", var_freeze_step)
+        self.var_update_scaler = steps_of("ZeroOneAdam", "var_update_scaler", var_update_scaler)
         for key, value in (
             ("local_step_scaler", local_step_scaler),
             ("local_step_clipper", local_step_clipper),
         ):
-            _steps("ZeroOneAdam", key, value)
+            steps_of("ZeroOneAdam", key, value)
         super().__init__(
             params,
             lr,
@@ -181,7 +189,7 @@ def plain_name(name: str) -> str:
     return "AdamW" if name in (OneBitAdam.__name__, ZeroOneAdam.__name__) else name
 
 
-def _steps(name: str, key: str, value: Any) -> int:
+def steps_of(name: str, key: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name}: {key} is {value!r}; give a number of steps of at least 1")
     return value
@@ -195,6 +203,7 @@ class OneBit:
 
     is_dense: Callable[[int], bool]
     block: int = _BLOCK
+    lamb: bool = False  # the update is LAMB's
 
 
 def one_bit_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> OneBit | None:
@@ -204,11 +213,11 @@ def one_bit_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> O
         ConfigError: what else ``config`` says does not go with it.
     """
     both = config.compressed_communication
-    if optimizer is None or (both.bits != 1 and not isinstance(optimizer, OneBitOptimizer)):
+    if optimizer is None or (both.bits != 1 and not isinstance(optimizer, SendsMomentum)):
         return None
     name = type(optimizer).__name__
     is_dense: Callable[[int], bool]
-    if isinstance(optimizer, OneBitOptimizer):
+    if isinstance(optimizer, SendsMomentum):
         is_dense = optimizer.is_dense
     else:
         if elementwise_base(type(optimizer)) not in (torch.optim.Adam, torch.optim.AdamW):
@@ -225,7 +234,8 @@ def one_bit_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> O
             )
         is_dense = freeze.__ge__
     _check(config, optimizer, f"{name} in 1 bit")
-    return OneBit(is_dense, both.block_size or _BLOCK)
+    lamb = isinstance(optimizer, TensorSumOptimizer)
+    return OneBit(is_dense, both.block_size or _BLOCK, lamb)
 
 
 def _check(config: ZeroConfig, optimizer: torch.optim.Optimizer, what: str) -> None:

@@ -126,7 +126,7 @@ class MemoryPlan:
             gpu=gpu,
             differences=config.compressed_communication.bits == 4,
             one_bit=config.compressed_communication.bits == 1
-            or wanted.type.lower() in ("onebitadam", "zerooneadam"),
+            or wanted.type.lower() in ("onebitadam", "onebitlamb", "zerooneadam"),
             node=max(1, config.zero.hpz_partition_size),
             errors=(config.compressed_communication.block_size or 256)
             if config.zeropp_loco_param.on

@@ -81,3 +81,41 @@ class Whole:
         size = self.momentum * torch.tensor(self.lr / (1.0 - beta**number))
         keep = torch.tensor(1.0 - self.lr * self.decay)
         self.weights = self.weights * keep - size * torch.exp2(-self.powers)
+
+
+@dataclass
+class WholeLamb(Whole):
+    """1-bit LAMB's (arXiv:2104.06069): ``ratios`` are the averages of its trust ratios, by name."""
+
+    variance: Tensor
+    fresh: Tensor
+    ratios: dict[str, float]
+    factors: dict[str, float]
+    beta2: float
+    eps: float
+    bounds: tuple[float, float, float] = (0.5, 4.0, 0.1)
+
+    def step(self, grads: Sequence[Tensor], number: int, divisor: float = 1.0) -> None:
+        before, weights = self.average, self.weights
+        super().step(grads, number, divisor)
+        r = self.beta * self.average + (1 - self.beta) * self.momentum
+        gradient = (r - self.beta * before) / (1 - self.beta)
+        self.fresh = self.beta2 * self.fresh + (1 - self.beta2) * gradient**2
+        corrected = (1 - self.beta2**number) ** 0.5 / (1 - self.beta**number)
+        update = self.momentum * torch.exp2(-self.powers)
+        least, most, change = self.bounds
+        self.weights = weights.clone()
+        for slot in self.layout.slots:
+            part = slice(slot.offset, slot.end)
+            x, u = weights[part], update[part]
+            quotient = (self.variance[part].sqrt() + self.eps) / (
+                self.fresh[part].sqrt() + self.eps
+            )
+            k = min(1.0, float(u.norm() / (u + self.decay * x).norm()))
+            f = float(quotient.max()) * k + 1 - k if self.decay else float(quotient.max())
+            last = self.factors[slot.name]
+            f = min(max(f, least), most)
+            f = max(min(f, last * (1 + change)), last * (1 - change))
+            self.factors[slot.name] = f
+            size = self.lr * corrected * self.ratios[slot.name] * f
+            self.weights[part] = x - size * (u + self.decay * x)

@@ -140,7 +140,6 @@ def test_unknown_type_that_resembles_nothing() -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        "OneBitLamb",
         "MuonAdamW",
         "LBFGS",
         "SparseAdam",

@@ -34,6 +34,7 @@ PARAMETERS = {
     "hf_zero.optim.lamb.Lamb": 9,
     "hf_zero.optim.muon.Muon": 12,
     "hf_zero.optim.one_bit.ZeroOneAdam": 11,
+    "hf_zero.optim.one_bit_lamb.OneBitLamb": 16,
 }
 # one for each of Lightning's packages; the core's queue of transfers, and its copy in Python
 NAMES_TAKEN_TWICE = {"FileQueue", "ZeroPrecision", "ZeroStrategy"}

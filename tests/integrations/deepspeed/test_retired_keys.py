@@ -93,6 +93,21 @@ def test_keys_that_mean_something_else(key: str) -> None:
     [
         ("OneBitAdam", {"freeze_step": 400, "cuda_aware": False, "comm_backend_name": "nccl"}),
         (
+            "OneBitLamb",
+            {
+                "freeze_step": 1000,
+                "bias_correction": False,
+                "max_coeff": 0.3,
+                "min_coeff": 0.01,
+                "coeff_beta": 0.9,
+                "factor_max": 4.0,
+                "factor_min": 0.5,
+                "factor_threshold": 0.1,
+                "cuda_aware": False,
+                "comm_backend_name": "nccl",
+            },
+        ),
+        (
             "ZeroOneAdam",
             {
                 "var_freeze_step": 1000,
@@ -113,10 +128,3 @@ def test_optimizers_of_one_bit_take_deepspeeds_settings(name: str, settings: Any
     assert type(made).__name__ == name and made.param_groups[0]["eps"] == 1e-6
     last = settings.get("freeze_step", settings.get("var_freeze_step"))
     assert made.is_dense(1) and not made.is_dense(last + 1)
-
-
-def test_one_bit_lamb_is_refused() -> None:
-    config = ZeroConfig.from_dict({"optimizer": {"type": "OneBitLamb", "params": {"lr": 0.1}}})
-    assert config.optimizer is not None
-    with pytest.raises(NotBuiltError, match="OneBitLamb"):
-        build_optimizer(config.optimizer, [])

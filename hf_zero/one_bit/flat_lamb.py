@@ -1,0 +1,140 @@
+"""The momentum of one flat buffer whose optimizer is LAMB in one bit: what scales the update of
+each tensor (hf_zero/optim/one_bit_lamb.py), beside what Adam's has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.one_bit.flat_momentum import AVERAGE, VARIANCE, FlatMomentum
+from hf_zero.optim.lamb import step_size
+from hf_zero.optim.one_bit_lamb import FACTOR, FRESH, RATIO, next_factor
+from hf_zero.units.flat_buffer import FlatBuffer
+
+
+class FlatLamb(FlatMomentum):
+    """As :class:`FlatMomentum`; a run is one tensor. Elements of the owner's chunk have the
+    gradient g' = (r - b1 a) / (1 - b1) as the messages tell it, of which v' is the variance.
+    """
+
+    def __init__(self, flat: FlatBuffer, bound: Any) -> None:
+        super().__init__(flat, bound)
+        self._slots = [slot for slot in flat.layout.slots if slot.numel]
+        self.runs = [(index, slot.offset, slot.end) for index, slot in enumerate(self._slots)]
+        self._groups = [bound.group_of[slot.name] for slot in self._slots]
+        # of each tensor, the same on all ranks: c and f
+        self._scales = torch.ones(2, len(self._slots))
+
+    def _group(self, index: int) -> Any:
+        return self._bound.groups[self._groups[index]]
+
+    def freeze(self) -> None:
+        self.state(FRESH).copy_(self.state(VARIANCE))
+        for kept in self._bound.factors.held().values():
+            kept.pop(FACTOR, None)
+
+    def denominators(self, step: int) -> Tensor:
+        """sqrt(v) + eps, or sqrt(v + eps): [owned]."""
+        return self._denominators(self.state(VARIANCE))
+
+    def _denominators(self, variance: Tensor) -> Tensor:
+        found = torch.zeros_like(variance)
+        for index, slot in enumerate(self._slots):
+            start, stop = self._own(slot.name)
+            found[start:stop] = self._denominator(index, variance[start:stop])
+        return found
+
+    def _denominator(self, index: int, variance: Tensor) -> Tensor:
+        group = self._group(index)
+        if group["eps_inside_sqrt"]:
+            return (variance + float(group["eps"])).sqrt_()
+        return variance.sqrt().add_(float(group["eps"]))
+
+    # ---- numbers of tensors ----
+
+    def held_scales(self) -> Tensor:
+        """c and f of the tensors of which this rank has a part, zeros for others: [2, tensors]."""
+        held = self._bound.factors.held()
+        found = torch.zeros_like(self._scales)
+        for index, slot in enumerate(self._slots):
+            kept = held.get(slot.name, {})
+            if RATIO in kept:
+                found[0, index] = float(kept[RATIO])
+                found[1, index] = float(kept.get(FACTOR, torch.ones(1)))
+        return found
+
+    def set_scales(self, scales: Tensor) -> None:
+        """``scales`` of all ranks, the largest of each. A tensor that was never updated has 1."""
+        self._scales = torch.where(scales > 0, scales, torch.ones_like(scales)).cpu()
+
+    def store_scales(self) -> None:
+        """Before a save: f of each tensor goes into the optimizer's state."""
+        held = self._bound.factors.held()
+        for index, slot in enumerate(self._slots):
+            if slot.name in held:
+                held[slot.name][FACTOR] = self._scales[1, index : index + 1].clone()
+
+    # ---- a step ----
+
+    def combine(self, came: Tensor, beta: float) -> Tensor:
+        before = self.state(AVERAGE).clone()
+        sent = super().combine(came, beta)
+        after, fresh = self.state(AVERAGE), self.state(FRESH)
+        said = self.blocks.values(sent, after.numel())
+        gradient = (after - before).mul_(beta).div_(1.0 - beta).add_(said)
+        for index, slot in enumerate(self._slots):
+            start, stop = self._own(slot.name)
+            decay = float(self._group(index)["betas"][1])
+            new = gradient[start:stop]
+            fresh[start:stop].mul_(decay).addcmul_(new, new, value=1.0 - decay)
+        return sent
+
+    def measured(self) -> tuple[Tensor, Tensor]:
+        """Of this rank's part of each tensor: the squares of its update without and with weight
+        decay, [2, tensors], fp64, and the largest quotient of its denominators, [tensors].
+        """
+        assert self.momentum is not None and self._weights is not None
+        assert self._exponents is not None
+        first, stop_of = self.flat.owned
+        own = self.momentum[self.flat.axis.rank : self.flat.axis.rank + 1]
+        powers = ((127 - self._exponents[first:stop_of].int()) << 23).view(torch.float32)
+        update = self.blocks.values(own, stop_of - first) * powers
+        sums = torch.zeros(2, len(self._slots), dtype=torch.float64, device=update.device)
+        largest = torch.zeros(len(self._slots), device=update.device)
+        variance, fresh = self.state(VARIANCE), self.state(FRESH)
+        for index, slot in enumerate(self._slots):
+            start, stop = self._own(slot.name)
+            if start == stop:
+                continue
+            part = update[start:stop]
+            sums[0, index] = part.double().square().sum()
+            part = (
+                part
+                + float(self._group(index)["weight_decay"])
+                * self._weights[first + start : first + stop]
+            )
+            sums[1, index] = part.double().square().sum()
+            frozen = self._denominator(index, variance[start:stop])
+            largest[index] = frozen.div_(self._denominator(index, fresh[start:stop])).max()
+        return sums, largest
+
+    def learn(self, sums: Tensor, largest: Tensor) -> None:
+        """The same of all ranks: what scales the updates of this step."""
+        norms, most = sums.sqrt().float().cpu(), largest.cpu()
+        for index in range(len(self._slots)):
+            at = slice(index, index + 1)
+            self._scales[1, at] = next_factor(
+                self._group(index), most[at], norms[0, at], norms[1, at], self._scales[1, at]
+            )
+
+    def settings(self, index: int, made: int) -> tuple[float, float]:
+        group = self._group(index)
+        size = step_size(group, made) * float(self._scales[0, index] * self._scales[1, index])
+        return 1.0 - size * float(group["weight_decay"]), size
+
+    def _kept(self, name: str) -> list[Tensor]:
+        start, stop = self._own(name)
+        return [*super()._kept(name), self.state(FRESH)[start:stop]]

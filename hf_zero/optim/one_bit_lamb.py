@@ -1,0 +1,128 @@
+"""1-bit LAMB (Li et al. 2021, arXiv:2104.06069), by DeepSpeed's settings: LAMB, and after its
+freeze what scales its updates. The engine sends the momentum (hf_zero/one_bit).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.errors import ConfigError
+from hf_zero.optim.lamb import Lamb, ratios
+from hf_zero.optim.one_bit import SendsMomentum, say_what_is_idle, steps_of
+from hf_zero.optim.whole_tensor import Parts
+
+FRESH = "exp_avg_sq_fresh"  # the variance that goes on after the freeze
+RATIO, FACTOR = "ratio", "factor"  # of each tensor
+
+
+class OneBitLamb(SendsMomentum, Lamb):
+    """LAMB for ``freeze_step`` steps; then its variance v stays as it is, and its momentum m
+    travels in one bit with error feedback.
+
+    Per tensor, c is the moving average of LAMB's trust ratio until the freeze, v' the variance
+    that goes on from there of the gradient as the messages tell it, and::
+
+        u = m / (sqrt(v) + eps) + weight_decay * w
+        f = max over elements of (sqrt(v) + eps) / (sqrt(v') + eps)
+        f <- f * k + 1 - k with k = min(1, |u without weight decay| / |u|)
+        f <- clamp to [factor_min, factor_max], then to within factor_threshold of the last
+        w <- w - lr * c * f * u
+
+    Args:
+        params, lr, betas, eps, weight_decay, bias_correction, max_coeff, min_coeff,
+            eps_inside_sqrt: as of :class:`hf_zero.optim.Lamb`.
+        freeze_step: the last dense step.
+        coeff_beta: of the moving average of the trust ratio, which begins with the first.
+        factor_max, factor_min: bounds of f.
+        factor_threshold: its largest relative change in a step.
+        cuda_aware, comm_backend_name: read, without effect.
+
+    Raises:
+        ConfigError: a hyperparameter lies outside its range (a ValueError).
+        UnsupportedOptimizerError: in ``step``, a gradient is sparse.
+    """
+
+    MOMENTS = ("exp_avg", "exp_avg_sq", FRESH)
+    FACTOR_NAMES = (RATIO, FACTOR)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        freeze_step: int = 100_000,
+        bias_correction: bool = True,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        eps_inside_sqrt: bool = False,
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+        cuda_aware: bool | None = None,
+        comm_backend_name: str | None = None,
+    ) -> None:
+        given = locals()
+        self.freeze_step = steps_of("OneBitLamb", "freeze_step", freeze_step)
+        if not 0.0 < betas[0] < 1.0:
+            raise ConfigError(
+                f"OneBitLamb: betas is {betas}; the momentum that travels needs a first one in "
+                "(0, 1)"
+            )
+        if not 0.0 <= coeff_beta < 1.0 or not 0.0 < factor_min <= factor_max:
+            raise ConfigError(
+                f"OneBitLamb: coeff_beta is {coeff_beta}, factor_min {factor_min} and factor_max "
+                f"{factor_max}; give a coeff_beta in [0, 1) and bounds above 0, of which "
+                "factor_max is not the smaller one"
+            )
+        if not factor_threshold > 0.0:
+            raise ConfigError(
+                f"OneBitLamb: factor_threshold is {factor_threshold}; give a number above 0"
+            )
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            bias_correction=bias_correction,
+            max_coeff=max_coeff,
+            min_coeff=min_coeff,
+            eps_inside_sqrt=eps_inside_sqrt,
+        )
+        for key in ("coeff_beta", "factor_max", "factor_min", "factor_threshold"):
+            self.defaults[key] = given[key]
+            for group in self.param_groups:
+                group.setdefault(key, given[key])
+        say_what_is_idle(self, given)
+
+    def is_dense(self, step: int) -> bool:
+        return step <= self.freeze_step
+
+    @staticmethod
+    def apply(group: Mapping[str, Any], parts: Parts) -> None:
+        Lamb.apply(group, parts)
+        beta = group["coeff_beta"]
+        for kept, now in zip(parts.factors, ratios(group, parts.norms).float()):
+            before = kept.get(RATIO, now.view(1))
+            kept[RATIO] = before * beta + now * (1.0 - beta)
+
+
+def next_factor(
+    group: Mapping[str, Any], largest: Tensor, without: Tensor, whole: Tensor, last: Tensor
+) -> Tensor:
+    """f of each tensor, of the largest quotient of its denominators, the norms of its update
+    without and with weight decay, and the last f: [tensors] each.
+    """
+    share = torch.where(whole > 0, without / whole, torch.ones_like(whole)).clamp(max=1.0)
+    wanted = largest * share + 1.0 - share if group["weight_decay"] else largest
+    wanted = wanted.clamp(group["factor_min"], group["factor_max"])
+    change = group["factor_threshold"]
+    return torch.maximum(torch.minimum(wanted, last * (1.0 + change)), last * (1.0 - change))

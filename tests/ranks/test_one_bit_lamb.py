@@ -1,0 +1,185 @@
+"""1-bit LAMB: what ranks that are threads compute is what its equations give, and before the freeze
+what LAMB does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.optim import Lamb, OneBitLamb
+from tests.helpers.compressed import Recorder, flat_of
+from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.one_bit import BLOCK, C, WholeLamb, exponents
+from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.training import At, Plan
+
+LAMB: dict[str, Any] = {
+    "lr": 0.02,
+    "betas": (0.8, 0.95),
+    "weight_decay": 0.1,
+    "eps": 1e-6,
+    "max_coeff": 0.3,
+    "min_coeff": 0.01,
+}
+FREEZE, STEPS = 4, 9
+
+
+def config(plan: Plan | None = None) -> dict[str, Any]:
+    return config_of(1, plan, compressed_communication={"block_size": BLOCK})
+
+
+def train(engine: Any, rank: int, steps: range, dtype: torch.dtype = torch.float32) -> None:
+    for number in steps:
+        engine.backward(squared(engine, At(number, 0, rank), dtype))
+        engine.step()
+
+
+def state_of(engine: Any) -> dict[str, Any]:
+    found = {}
+    for each in engine.optimizer_step.one_bit._momenta:
+        flat = each.flat
+        tensors = {n: t.clone() for n, t in engine.bound.tensors(flat.optimizer_shard).items()}
+        tensors["master"] = flat.optimizer_shard.master.clone()
+        held = engine.bound.factors.held()
+        ratios = {name: float(held[name]["ratio"]) for name in flat.layout.by_name if name in held}
+        scales = each._scales.clone()
+        found[flat.key] = (flat.layout, tensors, ratios, scales, flat.full.clone())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plan", "decay"),
+    [(2, Plan(), 0.1), (3, Plan(precision="bf16"), 0.1), (2, Plan(clip=0.1), 0.0)],
+    ids=str,
+)
+def test_steps_are_those_of_the_equations(ranks, plan, decay):
+    settings = {**LAMB, "weight_decay": decay}
+
+    def run(rank, model):
+        optimizer = OneBitLamb(model.parameters(), **settings, freeze_step=FREEZE)
+        engine = start(model, optimizer, config(plan))
+        record, seen = Recorder(model), []
+        for number in range(STEPS):
+            record.micro.clear()
+            record.begin()
+            train(engine, rank, range(number, number + 1), plan.dtype)
+            norm = engine.get_global_grad_norm()
+            seen.append((dict(record.micro[0]), state_of(engine), norm))
+        return seen
+
+    answers = on_ranks(ranks, run)
+    moved = 0
+    for key, (layout, *_) in answers[0][0][1].items():
+
+        def joined(number, name, key=key):
+            return torch.cat([answer[number][1][key][1][name] for answer in answers])
+
+        at = FREEZE - 1
+        variance, average = joined(at, "exp_avg_sq"), joined(at, "exp_avg")
+        ratios = {k: v for answer in answers for k, v in answer[at][1][key][2].items()}
+        whole = WholeLamb(
+            layout,
+            joined(at, "master"),
+            average,
+            # LAMB's denominators are not corrected for their start at zero
+            exponents(variance, layout, 0.0, LAMB["eps"], 1),
+            C(average, ranks, layout.numel),
+            [torch.zeros(layout.padded) for _ in range(ranks)],
+            LAMB["lr"],
+            decay,
+            LAMB["betas"][0],
+            variance,
+            variance.clone(),
+            ratios,
+            dict.fromkeys(layout.by_name, 1.0),
+            LAMB["betas"][1],
+            LAMB["eps"],
+        )
+        for number in range(FREEZE, STEPS):
+            dtype = answers[0][number][1][key][4].dtype
+            grads = [flat_of(layout, answer[number][0], dtype).float() for answer in answers]
+            norm = answers[0][number][2]
+            divisor = max(1.0, (norm + 1e-6) / plan.clip) if plan.clip else 1.0
+            whole.step(grads, number + 1, divisor)
+            for name, wanted in (
+                ("exp_avg", whole.average),
+                ("exp_avg_sq_fresh", whole.fresh),
+                ("exp_avg_sq", variance),
+                ("master", whole.weights),
+            ):
+                tolerance = {"rtol": 1e-3, "atol": 1e-5}
+                torch.testing.assert_close(
+                    joined(number, name)[: layout.numel], wanted[: layout.numel], **tolerance
+                )
+            for answer in answers:
+                factors = answer[number][1][key][3][1].tolist()
+                assert factors == pytest.approx(list(whole.factors.values()), rel=1e-3)
+                assert torch.equal(answer[number][1][key][4], answers[0][number][1][key][4])
+            moved += sum(factor != 1.0 for factor in factors)
+    assert moved
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_before_the_freeze_it_is_lamb(ranks):
+    def run(rank, model, cls, **more):
+        engine = start(model, cls(model.parameters(), **LAMB, **more), config())
+        train(engine, rank, range(4))
+        return full_weights(engine)
+
+    want = on_ranks(ranks, run, Lamb)[0]
+    got = on_ranks(ranks, lambda *args: run(*args, freeze_step=100), OneBitLamb)[0]
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+@pytest.mark.parametrize("others", [2, 3])
+def test_it_resumes(others, tmp_path):
+    """Bit for bit on as many ranks; on others with the same averages, ratios and factors."""
+
+    def made(model):
+        optimizer = OneBitLamb(model.parameters(), **LAMB, freeze_step=FREEZE)
+        return start(model, optimizer, config(Plan(precision="bf16")))
+
+    def scales(engine):
+        momenta = engine.optimizer_step.one_bit._momenta
+        return {each.flat.key: each._scales.clone() for each in momenta}
+
+    def run(rank, model, resume):
+        engine = made(model)
+        if resume:
+            engine.load_checkpoint(tmp_path)
+        else:
+            train(engine, rank, range(7), torch.bfloat16)
+            engine.save_checkpoint(tmp_path)
+        train(engine, rank, range(7, 9), torch.bfloat16)
+        return full_weights(engine), scales(engine)
+
+    want = on_ranks(2, run, False)
+    for weights, found in on_ranks(others, run, True):
+        for key, held in found.items():
+            torch.testing.assert_close(held, want[0][1][key], rtol=0.3, atol=0.0)
+        for name, value in want[0][0].items():
+            if others == 2:
+                assert torch.equal(weights[name], value), name
+            else:
+                torch.testing.assert_close(weights[name], value, rtol=0.1, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"freeze_step": 0}, "OneBitLamb: freeze_step is 0"),
+        ({"betas": (0.0, 0.9)}, "needs a first one in"),
+        ({"coeff_beta": 1.0}, "coeff_beta is 1.0"),
+        ({"factor_min": 5.0}, "of which factor_max is not the smaller one"),
+        ({"factor_threshold": 0.0}, "factor_threshold is 0.0; give a number above 0"),
+        ({"max_coeff": 0.1, "min_coeff": 0.2}, "max_coeff is not the smaller one"),
+    ],
+    ids=str,
+)
+def test_settings_outside_their_range(settings, message):
+    with pytest.raises(ValueError, match=message):
+        OneBitLamb([torch.nn.Parameter(torch.zeros(2))], **settings)
