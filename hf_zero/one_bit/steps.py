@@ -36,7 +36,9 @@ class OneBitSteps:
     ) -> None:
         chosen = [flat for flat in flats if flat.trainable and flat.spec.momentum_blocks]
         self._lamb = [FlatLamb(flat, bound) for flat in chosen if one_bit.lamb]
-        self._momenta = self._lamb or [FlatMomentum(flat, bound) for flat in chosen]
+        self._momenta: Sequence[FlatMomentum] = self._lamb
+        if not one_bit.lamb:
+            self._momenta = [FlatMomentum(flat, bound) for flat in chosen]
         self._mesh, self._bound, self._one_bit, self._kernels = mesh, bound, one_bit, kernels
         self._names = frozenset(name for flat in chosen for name in flat.layout.by_name)
         self._loads = -1  # of the state, when the counts here were taken from it

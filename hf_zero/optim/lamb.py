@@ -47,7 +47,7 @@ class Lamb(TensorSumOptimizer):
     """
 
     SUMS = 2
-    MOMENTS = ("exp_avg", "exp_avg_sq")
+    MOMENTS: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
