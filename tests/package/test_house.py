@@ -35,7 +35,6 @@ PARAMETERS = {
     "hf_zero.optim.muon.Muon": 12,
     "hf_zero.optim.one_bit.ZeroOneAdam": 11,
     "hf_zero.optim.one_bit_lamb.OneBitLamb": 16,
-    "hf_zero.optim.whole_tensor.Parts": 10,
 }
 # one for each of Lightning's packages; the core's queue of transfers, and its copy in Python
 NAMES_TAKEN_TWICE = {"FileQueue", "ZeroPrecision", "ZeroStrategy"}
