@@ -17,9 +17,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_ZERO_LOG_LEVEL", "WARNING")
 
+import hypothesis
 import pytest
 import torch
 
+# how long an example takes depends on what else runs on the machine
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 torch.set_num_threads(1)
 # before triton is imported: kernels run in its interpreter, which helpers/checked_triton.py watches
 if not torch.cuda.is_available():
