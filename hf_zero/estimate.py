@@ -15,15 +15,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
+from hf_zero.device import kinds
 from hf_zero.errors import ConfigError
 from hf_zero.memory import Free
 from hf_zero.parameters.wrap import find_units, persistent_names
 from hf_zero.preflight import ACTIVATIONS, Fit, FlatParameters, MemoryPlan, fit, groups_of, needs
 from hf_zero.preflight.moments import moments_of
 from hf_zero.preflight.needs import gradient_buffers, unit_bytes
+from hf_zero.preflight.traffic import Traffic, codings
+from hf_zero.preflight.traffic import traffic as ways
 from hf_zero.units.policy import POLICIES
 
 __all__ = [
@@ -34,6 +38,7 @@ __all__ = [
     "estimate",
     "moments_of",
     "propose",
+    "traffic",
 ]
 
 PRECISIONS = {
@@ -209,6 +214,28 @@ def estimate(
         offload_optimizer=plan.optimizer,
         offload_param=plan.param,
     )
+
+
+def traffic(
+    model: Any,
+    ranks: int,
+    precision: str = "bf16",
+    stage: int | None = None,
+    *,
+    config: Any = None,
+    device: torch.device | None = None,
+) -> dict[int, list[Traffic]]:
+    """What a rank sends in a step at each stage, or at ``stage``: dense, and in few bits. Arguments
+    as for :func:`estimate`.
+
+    ``device``: where elements are put into few bits to see how long that takes; default: the
+    accelerator of this machine, else its CPU.
+    """
+    plan, _ = _plan(ranks, precision, "AdamW", config, None, None)
+    _, groups, _ = _counted(model, plan)
+    seconds = codings(device or torch.device(kinds.accelerator() or "cpu"))
+    stages = [stage] if stage is not None else sorted(POLICIES)
+    return {each: ways(groups, replace(plan, stage=each), seconds) for each in stages}
 
 
 def propose(

@@ -19,6 +19,24 @@ def in_units(nbytes: float) -> str:
     return f"{nbytes:,.2f} TB"
 
 
+def parse_rate(text: str) -> float:
+    """``100Mbit``, ``1Gbit/s`` or ``25Gbps`` as bits a second. Raises ConfigError."""
+    # a capital B would be bytes
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGTmgt]?)b(?:it)?(?:/s|ps)?\s*", text)
+    if found is None or float(found[1]) == 0:
+        raise ConfigError(f"{text!r} is no speed of a link; write 100Mbit or 1Gbit, for instance")
+    return float(found[1]) * 1000.0 ** " KMGT".index(found[2].upper() or " ")
+
+
+def rate_in_units(bits: float) -> str:
+    """Bits a second in decimal units: 1.2 Gbit/s."""
+    for unit in ("bit/s", "kbit/s", "Mbit/s", "Gbit/s"):
+        if bits < 1000:
+            return f"{bits:.3g} {unit}"
+        bits /= 1000
+    return f"{bits:,.3g} Tbit/s"
+
+
 def parse_size(text: str) -> int:
     """``80GB`` (decimal) or ``128GiB`` (binary) as bytes. Raises ConfigError."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)

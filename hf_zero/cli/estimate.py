@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from hf_zero.cli.links import link_json, link_rows, link_table
 from hf_zero.cli.printing import AsJson, in_units, print_json, print_table
 from hf_zero.errors import ConfigError
 
@@ -82,6 +83,15 @@ RanksPerHost = Annotated[
 ]
 
 
+Link = Annotated[
+    str | None,
+    typer.Option(
+        help="What a rank's link to others carries, as 1Gbit: seconds a step spends on it, dense "
+        "and in few bits."
+    ),
+]
+
+
 def estimate(
     model: Model,
     ranks: Ranks,
@@ -97,10 +107,11 @@ def estimate(
     ram: Ram = None,
     disk: Disk = None,
     ranks_per_host: RanksPerHost = None,
+    link: Link = None,
     as_json: AsJson = False,
 ) -> None:
     """Bytes of training state per rank at each ZeRO stage, without loading the model; with --fit, a
-    configuration that fits.
+    configuration that fits; with --link, whether fewer bits pay.
 
     Example: hf-zero estimate meta-llama/Llama-3.1-8B --ranks 1 --fit --device-memory 80GB
     """
@@ -119,6 +130,7 @@ def estimate(
         "--moments": moments,
     }
     if fit:
+        _refuse({"--link": link}, "it goes with the estimate; leave --fit out")
         _refuse(placed, "--fit chooses it; leave it out, or put it into --config")
         free = _free(device_memory, ram, disk or [], ranks, ranks_per_host)
         _print_proposal(
@@ -131,12 +143,15 @@ def estimate(
         "offload_param": _section(offload_param, None),
     }
     result = compute(model, ranks, precision, optimizer, stage, config=config, **sections)
+    rates = link_rows(model, ranks, precision, stage, config, link) if link else {}
     if as_json:
-        print_json(result.to_dict())
-    else:
-        print_table(_table(result))
-        if result.offload_optimizer.on or result.offload_param.on:
-            print_table(_tiers(result))
+        print_json(result.to_dict() | ({"link": link_json(rates)} if link else {}))
+        return
+    print_table(_table(result))
+    if result.offload_optimizer.on or result.offload_param.on:
+        print_table(_tiers(result))
+    if link:
+        print_table(link_table(rates, ranks, link))
 
 
 def _refuse(options: dict[str, Any], why: str) -> None:

@@ -22,6 +22,7 @@ from hf_zero.cli import doctor, launch, main
 from hf_zero.cli.app import BAD_INPUT, app
 from hf_zero.cli.printing import in_units
 from hf_zero.config import PRESETS
+from hf_zero.errors import ConfigError
 from hf_zero.hosts.plan import LAUNCHER
 from hf_zero.ops import dispatch, native, trial
 from tests.helpers.accelerators import play_accelerator
@@ -73,6 +74,21 @@ def test_estimate_prints_the_library_s_figures(model: str) -> None:
     table = invoke("estimate", model, "--ranks", "4", "--optimizer", "SGD")
     assert f"{expected.total_parameters:,} parameters" in table
     assert all(in_units(row.state) in table for row in expected.stages)
+
+
+def test_estimate_says_whether_fewer_bits_pay_on_a_link(model: str) -> None:
+    options = ["--ranks", "4", "--stage", "2", "--link", "100Mbit"]
+    rows = json.loads(invoke("estimate", model, *options, "--json"))["link"]
+    assert [(row["stage"], row["way"]) for row in rows] == [
+        (2, "dense"),
+        (2, "4 bits both ways"),
+        (2, "1 bit after the freeze"),
+    ]
+    assert rows[0]["pays_below"] is None and rows[0]["seconds"] == 8 * rows[0]["bytes"] / 1e8
+    shown = " ".join(invoke("estimate", model, *options).split())
+    assert "each with a link of 100 Mbit/s" in shown and in_units(rows[1]["bytes"]) in shown
+    with pytest.raises(ConfigError, match="--link"):
+        invoke("estimate", model, *options, "--fit")
 
 
 def test_estimate_takes_precision_from_a_config(model: str) -> None:
