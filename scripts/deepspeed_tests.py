@@ -304,6 +304,7 @@ class Run:
                     os.killpg(process.pid, signal.SIGKILL)  # workers that it has left, too
                 crashed = process.returncode is not None
                 process.wait()
+                release_builds()
                 self._read(folder, files, wanted, until.passed, crashed)
 
     def _environment(self, folder: Path) -> dict[str, str]:
@@ -385,6 +386,15 @@ def events_of(folder: Path) -> list[dict[str, Any]]:
     file = folder / "events"
     lines = file.read_text().splitlines() if file.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def release_builds() -> None:
+    """Remove the locks of extensions that a killed process was building: another one would wait
+    for them without end.
+    """
+    default = Path.home() / ".cache" / "torch_extensions"
+    for lock in Path(os.environ.get("TORCH_EXTENSIONS_DIR", default)).glob("**/lock"):
+        lock.unlink(missing_ok=True)
 
 
 def over_peer(rows: Rows, run: Run, of: str, until: Deadline) -> None:

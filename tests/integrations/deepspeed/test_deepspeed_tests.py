@@ -210,3 +210,15 @@ def test_made(): Namespace(_config=1)
     )
     found = script.about(unit, "test_it.py")
     assert found == {"kind": "public", "private": ["test_load", "test_made"]}
+
+
+def test_builds_that_were_broken_off_are_not_waited_for(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    built = tmp_path / "py311_cpu" / "cpu_adam"
+    built.mkdir(parents=True)
+    for name in ("lock", "cpu_adam.so"):
+        (built / name).touch()
+    script.release_builds()
+    assert [file.name for file in built.iterdir()] == ["cpu_adam.so"]
