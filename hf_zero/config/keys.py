@@ -77,7 +77,11 @@ _ZERO = under(
         asks=bool,
         off="null",
     ),
-    unbuilt("mics_hierarchical_params_gather", BOOLEAN, "hierarchical all-gathers (MiCS)"),
+    inert(
+        "mics_hierarchical_params_gather",
+        BOOLEAN,
+        "an all-gather over a shard group is one collective; NCCL chooses its way between nodes",
+    ),
 )
 
 _BATCH = ()
