@@ -172,9 +172,12 @@ class OneBitSteps:
         self._note(FROZEN_AT, self._made)
         for each in self._momenta:
             each.freeze()
-        if self._mesh.rank:
+        if self._mesh.rank or (self._one_bit.renews and resumed is not None):
             return
-        rising = max(float(group["lr"]) for group in self._bound.groups) > self._lr > 0.0
+        rising = (
+            not self._one_bit.renews
+            and max(float(group["lr"]) for group in self._bound.groups) > self._lr > 0.0
+        )
         dense = sum(2 * m.flat.layout.padded * m.flat.dtype.itemsize for m in self._momenta)
         sent = sum(
             2 * m.flat.layout.shards * m.blocks.nbytes(m.flat.layout.chunk) for m in self._momenta
@@ -280,7 +283,7 @@ class OneBitSteps:
         """Bring what the ranks have yet to send into the optimizer's state, which then is whole:
         the run goes on from there as one does that is resumed (collective).
         """
-        if not self._compressing:
+        if any(each.error is None for each in self._momenta):
             return
         axis, beta = self._mesh.shard, float(self._bound.groups[0]["betas"][0])
         for each in self._momenta:

@@ -204,6 +204,7 @@ class OneBit:
     is_dense: Callable[[int], bool]
     block: int = _BLOCK
     lamb: bool = False  # the update is LAMB's
+    renews: bool = False  # the variance, in dense steps after the first in one bit
 
 
 def one_bit_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> OneBit | None:
@@ -235,7 +236,8 @@ def one_bit_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> O
         is_dense = freeze.__ge__
     _check(config, optimizer, f"{name} in 1 bit")
     lamb = isinstance(optimizer, TensorSumOptimizer)
-    return OneBit(is_dense, both.block_size or _BLOCK, lamb)
+    renews = isinstance(optimizer, ZeroOneAdam)
+    return OneBit(is_dense, both.block_size or _BLOCK, lamb, renews)
 
 
 def _check(config: ZeroConfig, optimizer: torch.optim.Optimizer, what: str) -> None:

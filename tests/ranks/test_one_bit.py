@@ -448,17 +448,22 @@ def test_zero_one_adam_renews_its_variance_ever_more_rarely():
     assert dense == [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 40]
 
 
-def test_zero_one_adam_trains_and_resumes(tmp_path):
+@pytest.mark.parametrize("saved", [8, 9])
+def test_zero_one_adam_trains_and_resumes(saved, tmp_path):
+    """From a save after a dense step, and after one in one bit."""
+
     def made(model):
         optimizer = ZeroOneAdam(model.parameters(), **ADAM, var_freeze_step=12, var_update_scaler=2)
         return start(model, optimizer, config(Plan(precision="bf16")))
 
     def run(rank, model):
         engine = made(model)
-        train(engine, rank, range(9), dtype=torch.bfloat16)
+        train(engine, rank, range(saved), dtype=torch.bfloat16)
         variance = state_of(engine)
+        assert engine.optimizer.is_dense(saved) == (saved == 8)
+        assert any(each["error"].any() for each in variance.values())
         engine.save_checkpoint(tmp_path)
-        train(engine, rank, range(9, 16), dtype=torch.bfloat16)
+        train(engine, rank, range(saved, 16), dtype=torch.bfloat16)
         for key, each in state_of(engine).items():
             renewed = not torch.equal(each["variance"], variance[key]["variance"])
             assert renewed  # in step 12
@@ -467,9 +472,28 @@ def test_zero_one_adam_trains_and_resumes(tmp_path):
     def resume(rank, model):
         engine = made(model)
         engine.load_checkpoint(tmp_path)
-        train(engine, rank, range(9, 16), dtype=torch.bfloat16)
+        train(engine, rank, range(saved, 16), dtype=torch.bfloat16)
         return full_weights(engine)
 
     want, got = on_ranks(2, run)[0], on_ranks(2, resume)[0]
     for name, value in want.items():
         assert torch.equal(got[name], value), name
+
+
+def test_the_freeze_is_logged_once_and_warned_of_where_the_rate_rises(caplog):
+    caplog.set_level("INFO", "hf_zero")
+
+    def run(rank, model, cls, **more):
+        optimizer = cls(model.parameters(), **ADAM, **more)
+        engine = start(model, optimizer, config())
+        for number in range(7):
+            optimizer.param_groups[0]["lr"] = 1e-3 * (number + 1)
+            train(engine, rank, range(number, number + 1))
+
+    on_ranks(2, lambda *args: run(*args, OneBitAdam, freeze_step=3))
+    assert caplog.text.count("step 4: momenta travel in 1 bit (blocks of 64): ") == 1
+    assert caplog.text.count("while the learning rate still rises") == 1
+    caplog.clear()
+    on_ranks(2, lambda *args: run(*args, ZeroOneAdam, var_freeze_step=6, var_update_scaler=2))
+    assert caplog.text.count("momenta travel in 1 bit") == 1
+    assert "still rises" not in caplog.text
