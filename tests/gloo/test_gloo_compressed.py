@@ -9,12 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_zero.ops.sign_blocks import SignBlocks
+from tests.helpers import one_bit
 from tests.helpers.compressed import GRADIENTS, check_gradients, compressible, trained
 from tests.helpers.models import Stack, seeded
 from tests.helpers.processes import run_processes, say
 from tests.helpers.training import Plan
 
 RANKS = 3
+ONE = Plan(precision="bf16")
 CASES: list[tuple[int, Plan, dict[str, Any], dict[str, Any]]] = [
     (1, Plan(steps=2, precision="bf16"), {}, {"compressed_communication": {"bits": 4}}),
     (2, Plan(steps=2), GRADIENTS, {}),
@@ -36,11 +39,21 @@ def trained_in_turn(rank: int) -> list[Any]:
         say(f"stage {stage}")
         sent.clear()
         answers.append((trained(rank, seeded(Stack), stage, plan, zero, more), list(sent)))
+    say("1 bit")
+    sent.clear()
+    answers.append((one_bit.trained(rank, seeded(Stack), ONE), list(sent)))
     return answers
 
 
 def test_over_gloo():
     answers = run_processes(RANKS, trained_in_turn)
+    one_bit.check([answer[-1][0] for answer in answers], ONE)
+    for answer in answers:
+        seen, sent = answer[-1]
+        for state in seen[0][1].values():
+            message = SignBlocks(one_bit.BLOCK).nbytes(state["layout"].chunk)
+            # to each other rank, up and down, in each step after the freeze
+            assert sent.count(message) >= 2 * (RANKS - 1) * (one_bit.STEPS - one_bit.FREEZE)
     for number, (stage, plan, _, _) in enumerate(CASES):
         check_gradients([answer[number][0] for answer in answers], stage, plan)
         for answer in answers:

@@ -15,60 +15,9 @@ from hf_zero.optim import OneBitAdam, ZeroOneAdam
 from tests.helpers.compressed import Recorder, flat_of
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import Stack, seeded
-from tests.helpers.one_bit import BLOCK, C, Whole, exponents
+from tests.helpers.one_bit import ADAM, BLOCK, FREEZE, check, config, state_of, trained
 from tests.helpers.stacks import on_ranks, squared
 from tests.helpers.training import At, Plan
-
-ADAM: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.95), "weight_decay": 0.1}
-FREEZE, STEPS = 3, 8
-
-
-def config(plan: Plan | None = None, stage: int = 1, **more: Any) -> dict[str, Any]:
-    return config_of(stage, plan, compressed_communication={"block_size": BLOCK, **more})
-
-
-def window(engine: Any, rank: int, number: int, plan: Plan, record: Recorder) -> None:
-    record.micro.clear()
-    for micro in range(plan.accumulation):
-        record.begin()
-        engine.backward(squared(engine, At(number, micro, rank), plan.dtype))
-        if micro + 1 < plan.accumulation:
-            engine.step()
-
-
-def state_of(engine: Any) -> dict[str, Any]:
-    """What this rank has of each flat buffer that travels in one bit."""
-    momenta = {each.flat.key: each for each in engine.optimizer_step.one_bit._momenta}
-    found = {}
-    for key, each in momenta.items():
-        flat = each.flat
-        tensors = engine.bound.tensors(flat.optimizer_shard)
-        found[key] = {
-            "layout": flat.layout,
-            "master": flat.optimizer_shard.master.clone(),
-            "full": flat.full.clone(),
-            "average": tensors["exp_avg"].clone(),
-            "variance": tensors["exp_avg_sq"].clone(),
-            "error": None if each.error is None else each.error.clone(),
-        }
-    return found
-
-
-def trained(rank: int, model: Any, plan: Plan, stage: int = 1) -> list[Any]:
-    optimizer = OneBitAdam(model.parameters(), **ADAM, freeze_step=FREEZE)
-    engine = start(model, optimizer, config(plan, stage))
-    record, seen = Recorder(model), []
-    for number in range(STEPS):
-        window(engine, rank, number, plan, record)
-        scale = engine.loss_scale()
-        engine.step()
-        assert engine.was_step_applied()
-        seen.append((list(record.micro), state_of(engine), scale, engine.get_global_grad_norm()))
-    return seen
-
-
-def joined(answers: Any, number: int, key: str, name: str) -> torch.Tensor:
-    return torch.cat([answer[number][1][key][name] for answer in answers])
 
 
 @pytest.mark.parametrize(
@@ -85,59 +34,7 @@ def joined(answers: Any, number: int, key: str, name: str) -> torch.Tensor:
 )
 def test_steps_are_those_of_the_equations(stage, ranks, plan):
     """Bit for bit: weights, averages and errors, from what autograd has left on each rank."""
-    answers = on_ranks(ranks, trained, plan, stage)
-    keys = list(answers[0][0][1])
-    assert keys
-    for key in keys:
-        layout = answers[0][0][1][key]["layout"]
-        at = FREEZE - 1  # the last dense step
-        average = joined(answers, at, key, "average")
-        whole = Whole(
-            layout,
-            joined(answers, at, key, "master"),
-            average,
-            exponents(joined(answers, at, key, "variance"), layout, 0.95, 1e-8, FREEZE),
-            C(average, ranks, layout.numel),
-            [torch.zeros(layout.padded) for _ in range(ranks)],
-            ADAM["lr"],
-            ADAM["weight_decay"],
-            ADAM["betas"][0],
-        )
-        for number in range(FREEZE, STEPS):
-            grads = []
-            for answer in answers:
-                micros, _, scale, norm = answer[number]
-                dtype = answers[0][number][1][key]["full"].dtype
-                flats = [flat_of(layout, each, dtype) for each in micros]
-                share = 1.0 / plan.accumulation
-                total = flats[0].float() * share
-                for each in flats[1:]:
-                    total = total + each.float() * share
-                grads.append(total)
-            divisor = scale
-            if plan.clip:
-                divisor = scale * max(1.0, (norm + 1e-6) / plan.clip)
-            before = whole.weights
-            whole.step(grads, number + 1, divisor)
-            exact = not plan.clip  # of the norm some bits are lost on its way
-            compare(joined(answers, number, key, "master"), whole.weights, exact)
-            compare(joined(answers, number, key, "average"), whole.average, exact)
-            for rank, answer in enumerate(answers):
-                mine = answer[number][1][key]
-                compare(mine["error"], whole.errors[rank], exact)
-                assert torch.equal(mine["full"], answers[0][number][1][key]["full"])
-                assert torch.equal(
-                    mine["full"].float(),
-                    joined(answers, number, key, "master").to(mine["full"].dtype).float(),
-                )
-            assert not torch.equal(before, whole.weights)
-
-
-def compare(one: torch.Tensor, other: torch.Tensor, exact: bool) -> None:
-    if exact:
-        assert torch.equal(one, other), float((one - other).abs().max())
-    else:
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    check(on_ranks(ranks, trained, plan, stage), plan)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
