@@ -21,6 +21,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests.helpers.cells import off_turn
+
 # how long an example takes depends on what else runs on the machine
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
@@ -57,7 +59,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 BEGUN_FIRST = ("late", "gloo", "matrix", "loading")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in off_turn(items):
+        item.add_marker(pytest.mark.long)
     folders = Path(__file__).parent
     items.sort(key=lambda item: item.path.relative_to(folders).parts[0] not in BEGUN_FIRST)
     if config.getoption("--long") or "long" in (config.getoption("markexpr") or ""):

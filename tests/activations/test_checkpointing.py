@@ -97,6 +97,7 @@ def same(got: list[Any], want: list[Any]) -> bool:
     )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
     "section, again",
@@ -206,6 +207,7 @@ def test_selective_refuses_what_changes_a_kept_result_in_place() -> None:
     engine.destroy()
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
 @pytest.mark.parametrize("blocks", [True, "selective"])
 def test_transformers_models_with_caches(architecture: str, blocks: Any) -> None:

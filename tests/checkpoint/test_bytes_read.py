@@ -87,6 +87,7 @@ CASES = [
 ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "asked, moments",
     [({}, 2), ({"load_module_only": True}, 0), ({"load_optimizer_states": False}, 0)],

@@ -176,6 +176,7 @@ def goes_on_elsewhere(tmp_path, saved, wanted):
     assert found == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "model, auto", [("bert", AutoModelForMaskedLM), ("gpt2", AutoModelForCausalLM), ("t5", None)]
 )

@@ -90,6 +90,7 @@ def test_from_pretrained_has_the_trained_weights(tmp_path, make, auto, size):
     assert result.parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("make", [bert, gpt2])
 @pytest.mark.parametrize("size", ["5GB", "20KB", 30_000])
 def test_the_same_files_as_save_pretrained(tmp_path, make, size):

@@ -69,6 +69,7 @@ def go_on(rank: int, name: str, models, stage: int, precision: str):
     return torch.stack(losses), rate, client_state, engine.global_steps
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("ranks, stage", [(1, 0), (2, 1), (2, 3), (3, 2), (3, 3)])
 def test_training_goes_on_as_it_went_on_there(name, ranks, stage):

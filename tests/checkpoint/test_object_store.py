@@ -79,6 +79,7 @@ def test_what_a_save_puts(store: UPath) -> None:
     assert find.tags_in(storage.as_path(URL)) == ["global_step1"]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "before, after",
     [

@@ -79,6 +79,7 @@ def half_a_window(engine: Any, rank: int, setup: Elastic, step: int) -> None:
     assert engine.window_is_open
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_in_the_middle_of_a_window(

@@ -39,6 +39,7 @@ def saved(folder, stage=3, storage=torch.uint8, **options):
     return build(storage)().state_dict()
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("exclude", [False, True])
 @pytest.mark.parametrize(("before", "after"), [(3, 3), (3, 2), (2, 3)])
 def test_training_goes_on_where_it_was(tmp_path, before, after, exclude):
@@ -92,6 +93,7 @@ def convert(folder, out, dtype=None):
     return load_file(out / "model.safetensors")
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16], ids=str)
 def test_converting_casts_no_bytes_and_keeps_what_stands_beside_them(tmp_path, storage, dtype):

@@ -65,6 +65,7 @@ def cut_up(
     ), mesh
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("world, replicas, rank", VIEWS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_of_a_rank(

@@ -107,6 +107,7 @@ def go_on(rank: int, folder: Path, models, stage: int):
     return losses, client_state
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("ranks, stage", [(1, 0), (2, 3), (3, 1), (3, 3)])
 @pytest.mark.parametrize("form", ["one", "two", "stateful", "flattened", "unnamed"])
 def test_training_goes_on_as_it_went_on_there(written, form, ranks, stage):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -18,3 +18,50 @@ def fast(cells: Iterable[Any], often: Callable[..., bool]) -> list[Any]:
         chosen.append(pytest.param(*values, marks=() if often(*values) else pytest.mark.long))
     assert any(not each.marks for each in chosen), "the fast suite would run none of these cells"
     return chosen
+
+
+def off_turn(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Which of ``items`` the long suite alone runs, by the mark ``turns``: of the product of a
+    test's parametrizations the fast suite runs the cells in which values of the same place meet,
+    the shorter ones beginning again; of ``stage=3``, where parameters move, those of the others.
+    """
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("turns"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return {item for cells in tests.values() for item in _off_turn(cells)}
+
+
+def _off_turn(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    cells = [_axes(item) for item in items]
+    axes = [list(dict.fromkeys(cell[at] for cell in cells)) for at in range(len(cells[0]))]
+    for item, cell in zip(items, cells):
+        place = [values.index(value) for values, value in zip(axes, cell)]
+        if _meet(place, axes):
+            continue
+        others = [at for at, values in enumerate(axes) if not _are_stages(item, values)]
+        moves = item.callspec.params.get("stage") == 3  # type: ignore[attr-defined]
+        if not (moves and _meet([place[at] for at in others], [axes[at] for at in others])):
+            yield item
+
+
+def _axes(item: Any) -> list[tuple[int, ...]]:
+    """The place of ``item`` in its parametrizations: the objects that each has given it."""
+    values = dict(item.callspec.params)
+    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    several = [
+        name.replace(" ", "").split(",") if isinstance(name, str) else name for name in names
+    ]
+    found = [tuple(id(values.pop(name)) for name in each) for each in several]
+    return found + [(id(value),) for value in values.values()]  # of fixtures
+
+
+def _are_stages(item: Any, values: list[tuple[int, ...]]) -> bool:
+    return (id(item.callspec.params.get("stage", item)),) in values
+
+
+def _meet(place: list[int], axes: list[list[Any]]) -> bool:
+    return any(
+        all(at == turn % len(values) for at, values in zip(place, axes))
+        for turn in range(max(map(len, axes), default=1))
+    )

@@ -17,6 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORMS = ["none", "tanh"]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("approximate", FORMS)
 @pytest.mark.parametrize("shape", [(3, 2, 8), (9, 521), (1, 3000)])

@@ -56,6 +56,7 @@ def open_file(folder: Path, direct: bool = True) -> OpenFile:
     return OpenFile(str(folder / "file"), os.open(folder / "file", os.O_RDWR | os.O_CREAT))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("misaligned", [0, 1, 64])
 def test_what_is_written_is_read(

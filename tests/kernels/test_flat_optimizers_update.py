@@ -148,6 +148,7 @@ def adam_rows(cls: type, groups: list[dict[str, Any]]) -> list[RowSettings]:
     return rows
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("phases", [(0, 0, 0, 0), (8, 16, 0, 24), (3, 3, 3, 3), (0, 1, 5, 2)])
 @pytest.mark.parametrize("name", ADAMS)
 def test_adam_is_torch_s(
@@ -226,6 +227,7 @@ def test_lion_is_the_paper_s(decay: float, body: str) -> None:
     )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("lion", [False, True])
 @pytest.mark.parametrize("out", [None, *FLOATS])
 @pytest.mark.parametrize("grad", FLOATS)

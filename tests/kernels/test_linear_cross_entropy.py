@@ -65,6 +65,7 @@ def grads(loss: torch.Tensor, operands: list[torch.Tensor], **more: Any) -> list
     return list(torch.autograd.grad(loss, operands, **more))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("biased", [True, False])
 def test_loss_and_gradients_are_those_of_whole_logits(
@@ -93,6 +94,7 @@ def test_in_double_precision_the_gradients_are_exact(
         torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("spread", [0.02, 0.3])
 def test_in_16_bits_the_error_is_no_larger_than_torchs(
@@ -216,6 +218,7 @@ def test_autocast_casts_as_it_does_for_a_linear_layer(form: str) -> None:
         torch.testing.assert_close(found, exact, rtol=2e-2, atol=2e-3 * float(exact.abs().max()))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("chunk", [1, 16, 1000])
 def test_the_chunk_changes_nothing_but_rounding(form: str, chunk: int) -> None:
     given, labels = operands()

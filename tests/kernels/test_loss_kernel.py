@@ -42,6 +42,7 @@ def both(
     return (*found, logits), (*expected, exact)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("terms", [PLAIN, ALL], ids=["plain", "all"])
 @pytest.mark.parametrize(("vocabulary", "width"), [(1, 64), (101, 128), (128, 128), (300, 320)])

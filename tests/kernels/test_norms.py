@@ -230,6 +230,7 @@ def outputs_and_gradients(
     return [*(each.detach() for each in made), *(leaf.grad for leaf in leaves)]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("interpreted", [True, False], ids=["kernel", "reference"])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_are_as_exact_as_torch(

@@ -24,6 +24,7 @@ def dropped(x: torch.Tensor, dropout: float) -> torch.Tensor:
     return x * kept.to(x.dtype) / (1 - dropout)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("shape", [(2, 3, 8), (9, 1025), (1, 300)])
@@ -127,6 +128,7 @@ def test_strided_inputs(body):
         )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "trains", [(True, False, False), (False, True, False), (False, False, True)]
 )

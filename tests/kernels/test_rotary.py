@@ -47,6 +47,7 @@ def heads(
 SHAPES = [(4, 4, 16, 16), (6, 2, 12, 12), (3, 1, 10, 4), (2, 2, 16, 6)]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("angles", [1, 2])
 @pytest.mark.parametrize(("queries", "keys", "width", "rotated"), SHAPES)
@@ -60,6 +61,7 @@ def test_is_the_formula(body, queries, keys, width, rotated, angles, dtype):
     assert_no_worse_than_torch(lambda q, k: both(q, k, cos, sin), widened, inputs)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "phi"])
 def test_is_what_transformers_computes(body, name):
     theirs = importlib.import_module(

@@ -104,6 +104,7 @@ def plans_are_forgotten() -> Any:
     plan.plan_for.cache_clear()
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("width", [16, 40, 64])
 def test_dtypes_and_widths(dtype: torch.dtype, width: int) -> None:

@@ -72,6 +72,7 @@ def test_the_largest_finite_numbers_are_finite(isa: str) -> None:
     assert all_finite(torch.empty(0)) and squared_norm(torch.empty(0)) == 0.0
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("source", DTYPES, ids=str)
 @pytest.mark.parametrize("target", DTYPES, ids=str)
 def test_cast(isa: str, source: torch.dtype, target: torch.dtype) -> None:

@@ -86,6 +86,7 @@ def expected(form: SymmetricBlocks, x: Tensor, rows: int, minus: Tensor | None =
     return out
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_every_body_gives_the_bits_of_the_reference(body, form, dtype) -> None:

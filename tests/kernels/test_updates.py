@@ -140,6 +140,7 @@ CASES = [
 ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("update", "kind"), CASES)
 @pytest.mark.parametrize("grad", DTYPES, ids=str)
 def test_every_size_dtype_and_start(isa: str, update: Update, kind: str, grad: torch.dtype) -> None:
@@ -156,6 +157,7 @@ def test_every_size_dtype_and_start(isa: str, update: Update, kind: str, grad: t
     )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("update", "kind"), CASES)
 def test_a_large_one(isa: str, update: Update, kind: str) -> None:
     compare(
@@ -205,6 +207,7 @@ def test_amsgrad_and_no_momentum(isa: str) -> None:
     )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("update", "kind"), CASES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38, 1e-45])
 def test_values_at_the_edges(isa: str, update: Update, kind: str, value: float) -> None:
@@ -227,6 +230,7 @@ def test_a_gradient_that_is_not_finite_is_seen_in_every_moment(isa: str) -> None
         )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("update", "kind"), CASES)
 def test_threads_and_cuts_leave_no_trace(isa: str, update: Update, kind: str) -> None:
     numel = 150_000

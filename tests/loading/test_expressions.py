@@ -79,6 +79,7 @@ def viewed(pair: Pair, view: Callable[[Any], Any]) -> Pair:
     ), view(tensor)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tensor_of_a_file_and_one_in_memory(
@@ -93,6 +94,7 @@ def test_a_tensor_of_a_file_and_one_in_memory(
     )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("run_bytes", [1, 4096])
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
 def test_views_read_by_runs_and_gathered(

@@ -135,6 +135,7 @@ def same_course(got: Run, want: Run, strategy: str, case: str, limit: float = FP
     same_weights(got.weights(strategy, case), want.weights("plain", case), limit)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("case", ["fit", "manual", "own_hooks", "evaluated_first"])
 def test_training_is_that_of_one_process(

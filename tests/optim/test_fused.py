@@ -119,6 +119,7 @@ def same(ours: Bound, theirs: Bound, tolerance: float = 5e-7) -> None:
     assert ours.bound.scalars() == theirs.bound.scalars()
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("shards, rank", [(1, 0), (2, 0), (2, 1), (4, 3)])
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("make", [adamw, adam, lion])

@@ -42,6 +42,7 @@ def opened_by(session, stage):
     )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("session", [PlainBackward, DividedByTheUser])
 def test_other_backwards_give_the_same(session, stage):
@@ -81,6 +82,7 @@ def test_no_sync_around_all_but_the_last_micro_batch(stage):
         assert found == pytest.approx(norms, rel=1e-5)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("step_every_time", [True, False])
 def test_the_boundary_set_from_outside_with_a_short_last_window(stage, step_every_time):
@@ -116,6 +118,7 @@ def test_the_boundary_set_from_outside_with_a_short_last_window(stage, step_ever
         assert found == pytest.approx(norms, rel=1e-5)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
 def test_windows_that_steps_end(stage, offload, heard):

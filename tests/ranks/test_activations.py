@@ -61,6 +61,7 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Late]]:
     yield made
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("architecture", ["bert", "llama"])
@@ -73,6 +74,7 @@ def test_every_stage(architecture: str, name: str, stage: int, moved: list[Late]
     assert all(late.sent_bytes > 0 and not late.queue for late in moved)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("way", SOME_WAYS)
 def test_offload_under_the_checkpoints_of_a_model(way: str, stage: int) -> None:

@@ -52,6 +52,7 @@ def counted(log) -> Counter:
     )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("stage", STAGES)

@@ -44,6 +44,7 @@ def test_whole_inside_and_released_after(stage):
     on_ranks(RANKS, run)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("writer", [0, 1])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -248,6 +249,7 @@ class Boxed(Foreign):
         return Box(super().forward(x))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("build", [Foreign, Boxed])
 @pytest.mark.parametrize(
     "way",
@@ -327,6 +329,7 @@ RECORDED = {
 }
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("what", RECORDED)
 @pytest.mark.parametrize(
     "how", ["inside", "nested", "enabled inside no_grad", "another of the unit gathered", "twice"]

@@ -27,6 +27,7 @@ def deep() -> nn.Module:
     return seeded(lambda: Stack(depth=DEPTH, width=WIDTH))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("prefetch, ahead", [(0, 0), (BLOCK // 2, 1), (BLOCK, 2), (50_000_000, 2)])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_most_that_is_gathered_at_once(ranks: int, prefetch: int, ahead: int) -> None:

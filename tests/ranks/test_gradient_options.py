@@ -30,6 +30,7 @@ class PlainStack(StackJob):
         return plain_sgd(model)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "options",
@@ -48,6 +49,7 @@ def test_gradients_are_the_same(stage, options):
     oracle.compare(got, oracle.kept(PlainStack(), plan), weight_floor=oracle.ROUNDING)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("clip", [0.05, 1e4])
 def test_clipping(stage, clip):
@@ -84,6 +86,7 @@ class Adds(torch.nn.Module):
         return sum(block(x).sum() for block in self.blocks)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("accumulate, exact", [(None, True), ("fp32", True), ("bf16", False)])
 def test_small_addends_survive_in_fp32(stage, accumulate, exact):
@@ -113,6 +116,7 @@ def test_small_addends_survive_in_fp32(stage, accumulate, exact):
             )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_norm_is_a_float_everywhere(stage, precision):

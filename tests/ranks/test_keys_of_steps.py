@@ -16,6 +16,7 @@ from tests.helpers.training import At, Plan, adamw
 RANKS = 2
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("prescale", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
@@ -40,6 +41,7 @@ def test_gradients_are_summed_over_the_ranks_where_asked(stage, precision, presc
         torch.testing.assert_close(summed[name], value * RANKS, rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("lacking", [(0, 1), (1,)])
 @pytest.mark.parametrize("offload", [{}, {"offload_optimizer": {"device": "cpu"}}])
 @pytest.mark.parametrize("stage", STAGES)

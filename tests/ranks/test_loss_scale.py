@@ -90,6 +90,7 @@ def test_a_static_scale_stays():
     assert scales("gogo", loss_scale=64.0) == [64] * 4
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("overflowing_rank", [0, 1])
 @pytest.mark.parametrize("precision", [{"fp16": fp16()}, CHECKED], ids=["fp16", "bf16"])

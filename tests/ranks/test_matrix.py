@@ -69,6 +69,7 @@ def test_the_product(stage, ranks, accumulation, precision, name):
     check(5, stage, ranks, accumulation, precision, name)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name, ranks", [("bert", 3), ("t5", 2)])
 def test_sgd_leaves_the_same_weights(stage, name, ranks):

@@ -193,6 +193,7 @@ class Patterned(Job):
 PLAN = Plan(ranks=2, steps=4, accumulation=2)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("model", [Layered, Flat])
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.long), 3])

@@ -75,6 +75,7 @@ def compare(weights: Any, want: Any, close: bool = True) -> None:
         assert off < 0.03 * SETTINGS["lr"] * tensor.numel() ** 0.5, (name, off)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("stage", "ranks"), fast(CELLS, lambda stage, ranks: ranks == 2 or (stage, ranks) == (3, 3))
 )

@@ -171,6 +171,7 @@ def core(request, monkeypatch):
     native._loaded.cache_clear()
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "way, stage",
     [("optimizer on cpu", 1), ("optimizer in files", 2), ("all on cpu", 3), ("all in files", 3)],
@@ -189,6 +190,7 @@ def test_bit_for_bit_as_on_the_device(way, stage, core, tmp_path):
             assert torch.equal(weights, away[name]), name
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage, ranks, whole", [(1, 2, 0), (2, 1, 0), (3, 2, 0), (3, 2, 64)])
 def test_what_fits_on_the_device_comes_back_after_the_first_step(

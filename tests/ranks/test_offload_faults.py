@@ -122,6 +122,7 @@ def test_a_disk_that_is_full_loses_no_step(
     same(on_ranks(2, resume)[0], want_five)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "fault", ["read:1+:short,write:1+:short", "read:2:slow=30,write:3:slow=30"]
 )
@@ -185,6 +186,7 @@ def update_threads() -> list[str]:
     ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "how", ["destroy", "drop", "exception", pytest.param("interrupt", marks=pytest.mark.long)]
 )
@@ -316,6 +318,7 @@ def test_workers_of_a_data_loader_are_forked_beside_an_update(
     same(on_ranks(1, run, True)[0], want)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("way, stage", WAYS)
 @pytest.mark.parametrize("what", ["full", "missing"])
 def test_a_disk_that_one_rank_cannot_use_is_found_before_anything_changes(

@@ -91,6 +91,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("make", [rprop, adagrad])
 @pytest.mark.parametrize("way", PLACES)
@@ -177,6 +178,7 @@ def dampened(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(halves(model, {"lr": 0.05}, {"lr": 0.01}), momentum=0.9, dampening=0.3)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("make", [adamw, dampened])
 @pytest.mark.parametrize("way", [*PLACES, "half on cpu"])

@@ -51,6 +51,7 @@ def trained(rank: int, model: nn.Module, section: dict[str, Any]) -> dict[str, t
     return weights
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("count", [1, 2, 6])
 @pytest.mark.parametrize("prefetch", [0, 5_000_000])
 def test_shards_are_read_ahead_of_their_gather(

@@ -54,6 +54,7 @@ BY_NAME = {
 }
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_by_name_from_the_config(name, stage):

@@ -49,6 +49,7 @@ def test_each_fault_is_caught(fault):
         assert "bert.embeddings.word_embeddings.weight" in str(caught.value)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_loop_in_16_bits_passes_its_own_criterion_and_a_coarser_one_does_not(name, precision):

@@ -82,6 +82,7 @@ def alike(one, other):
     )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_numbers_are_those_of_one_process(stage, storage):

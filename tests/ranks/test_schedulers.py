@@ -47,6 +47,7 @@ def train(engine, rank, each=lambda: None):
     assert rates == pytest.approx([0.05 * 0.5**n for n in (1, 2, 3, 4)])
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("form", ["object", "callable", "stepped by hand"])
 def test_once_a_window(stage, form):

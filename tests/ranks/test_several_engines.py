@@ -180,6 +180,7 @@ def weight_floor(tolerance: float) -> float:
 LOSSES = {loss.__name__: loss for loss in (fed, beside, back_and_forth)}
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stages", PAIRS, ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss_over_two_engines(loss: str, stages: tuple[int, int]) -> None:
@@ -206,6 +207,7 @@ def divided_already(engines: Sequence[Any], loss: torch.Tensor) -> None:
     engines[0].backward(loss / 2, scale_wrt_gas=False)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "backward", [lastly, by_itself, divided_already], ids=lambda each: each.__name__
 )
@@ -227,6 +229,7 @@ PRECISIONS = [
 ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "backward", [lambda engines, loss: engines[0].backward(loss), lastly], ids=["first", "last"]
 )
@@ -248,6 +251,7 @@ def in_fp16(*scales: dict[str, Any], stage: int = 3) -> list[dict[str, Any]]:
     return [config_of(stage, fp16={"enabled": True, **scale}) for scale in scales]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(
     "precisions", [("fp16", "fp16"), ("fp32", "fp16"), ("fp16", "fp32")], ids=str
@@ -311,6 +315,7 @@ def test_engines_whose_losses_do_not_meet_are_scaled_by_themselves() -> None:
         )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("given_to", [0, 1])
 @pytest.mark.parametrize("first", ["fp32", "bf16", "fp16"])
 def test_a_scale_that_is_too_large_falls_whoever_overflows(first: str, given_to: int) -> None:
@@ -472,6 +477,7 @@ def test_a_generator_and_its_critic_in_turn(stages: tuple[int, int]) -> None:
         )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stages", [(3, 2), (2, 3), (3, 3), (0, 3)], ids=str)
 def test_a_teacher_that_never_learns(stages: tuple[int, int], precision: str) -> None:

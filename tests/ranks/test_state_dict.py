@@ -27,6 +27,7 @@ def same(state, want, what=""):
         assert torch.equal(state[name], value), f"{what}: {name}"
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", ["stack", "bert", "gpt2", "t5"])
 def test_whole_on_the_bare_model_and_submodules(stage, name):
@@ -69,6 +70,7 @@ def test_it_is_a_copy_that_survives_training(stage):
     on_ranks(RANKS, run)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_engines_own(stage, tied):

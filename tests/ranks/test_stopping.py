@@ -44,6 +44,7 @@ def train(engine, rank, number, told=()):
     engine.step()
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("when", ["forward", "backward", "before"])
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("stage", STAGES)
@@ -74,6 +75,7 @@ def test_all_ranks_stop_after_the_same_step(quick, stage, ranks, when):
         oracle.compare_tensors("weights", weights, want)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "told", [(0, 0, 0, 0), (3, 0, 2, 1), (0, 1, 1, LIMIT), (2, 2, LIMIT, LIMIT)]
 )

@@ -90,6 +90,7 @@ def all_but_the_head(model, at):
     model.head.requires_grad_(True)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("freeze", [every_other, a_block, all_but_the_head])
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_trains_may_be_frozen_for_a_while(stage, freeze):

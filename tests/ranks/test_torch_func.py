@@ -58,6 +58,7 @@ def _trains(engine: Any, rank: int) -> dict[str, torch.Tensor]:
     return full_weights(engine)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", STAGES[:3])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_transform_gives_what_it_gives_in_plain_torch(way: str, stage: int) -> None:

@@ -20,6 +20,7 @@ from tests.helpers.training import At, Plan, adamw, plain_sgd, trainable
 RANKS = 2
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("when", [0, 1])
 @pytest.mark.parametrize("at", ["forward", "backward"])
 @pytest.mark.parametrize("stage", STAGES)
@@ -54,6 +55,7 @@ def broken(engine, at, where):
     engine.module.at = ""
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("together", [0, 1 << 20])  # blocks are units, or all of them one
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_lost_in_a_broken_backward_forbid_the_step(stage, together):
@@ -343,6 +345,7 @@ def test_gradients_of_gradients(stage):
         oracle.compare_tensors("weights", weights, want)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "options", [{"fused": True}, {"amsgrad": True}, {"maximize": True}, {"foreach": True}], ids=str
@@ -364,6 +367,7 @@ def test_options_of_the_users_adamw(stage, options):
         oracle.compare_tensors("weights", weights, want, floor=oracle.ADAM_ROUNDING)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "how", ["two forwards", "a part beside the model", "a part before the model"]

@@ -50,6 +50,7 @@ def _penalise(engine: Any, model: nn.Module) -> None:
     term.backward()
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("plain", [True, False], ids=["loss.backward", "engine.backward"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(

@@ -130,6 +130,7 @@ def check(kind: str, plan: Plan, opener, stage: int) -> None:
         oracle.compare_mixed(got, mixed, exact, plan.dtype, oracle.factor_at(stage, plan.ranks))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("ranks, accumulation", [(1, 1), (2, 3), (3, 1)])
 def test_an_unused_parameter_is_left_as_it_is(stage, ranks, accumulation):

@@ -90,6 +90,7 @@ SLOW = {
 }
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("slow", SLOW)
 @pytest.mark.parametrize(
     "name, make",

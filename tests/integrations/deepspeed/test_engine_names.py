@@ -124,6 +124,7 @@ def test_whole_state_dicts_go_out_and_in(stage: int) -> None:
     on_ranks(RANKS, run)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_states_go_away_and_come_back_as_they_were(stage: int, precision: str) -> None:

@@ -66,6 +66,7 @@ def test_logits_that_are_read_train_as_the_models(name: str, stage: int) -> None
     oracle.compare(trace, oracle.run(Read(name), PLAN), weight_floor=oracle.ROUNDING)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
 def test_every_stage_trains_as_one_plain_process(name: str, stage: int) -> None:

@@ -183,6 +183,7 @@ def test_under_autocast_the_error_is_no_larger_than_torchs(name: str) -> None:
     assert abs(float(ours.loss.detach() - exact.loss.detach())) < 0.02
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "name", ["llama, tied", "gemma2, capped", "gpt2", "bert", "distilbert", "t5"]
 )

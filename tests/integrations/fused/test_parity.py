@@ -135,6 +135,7 @@ def test_fused_dropout_is_dropout(name: str) -> None:
     assert_equal(model, right, inputs(name))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "bert", "gpt2", "t5", "vit"])
 def test_checkpointing_replays_the_same_dropout(name: str, reentrant: bool) -> None:
@@ -165,6 +166,7 @@ def quiet_adapters() -> Iterator[None]:
     yield
 
 
+@pytest.mark.turns
 @pytest.mark.usefixtures("quiet_adapters")
 @pytest.mark.parametrize("adapters_first", [False, True])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi", "phi3", "bert", "gpt2", "t5", "vit"])

@@ -56,6 +56,7 @@ def accelerated(architecture: str, padded: bool) -> tuple[Any, Any]:
     return engine, loader
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_forward_reads_nothing_back(architecture: str, padded: bool) -> None:
@@ -169,6 +170,7 @@ def read_back(folder: Any, steps: int, **settings: Any) -> HostSyncs:
     return syncs
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("max_grad_norm", [0.5, 0.0])
 @pytest.mark.parametrize("logged", [False, True], ids=["quiet", "logged"])
 def test_steps_of_the_trainer(

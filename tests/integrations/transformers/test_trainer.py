@@ -291,6 +291,7 @@ def test_a_wrapped_model_is_refused(tmp_path: Path) -> None:
         run.train()
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", (1, 3))
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bit_training(stage: int, precision: str, tmp_path: Path) -> None:

@@ -1,0 +1,53 @@
+"""Which cells of a product the fast suite runs."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.helpers.cells import off_turn
+
+MARKS = [pytest.mark.parametrize("stage", range(4)), pytest.mark.parametrize("way, size", [])]
+WAYS = [("a", 1), ("a", 2), ("b", 1)]
+
+
+class Cell(SimpleNamespace):
+    """As much of a ``pytest.Item`` as is looked at."""
+
+    def __init__(self, *, marked: bool = True, **params: Any) -> None:
+        super().__init__(nodeid=f"f::t[{params}]", callspec=SimpleNamespace(params=params))
+        self.marked = marked
+
+    __hash__ = object.__hash__
+
+    def get_closest_marker(self, name: str) -> bool:
+        return self.marked and name == "turns"
+
+    def iter_markers(self, name: str) -> list[Any]:
+        return [mark.mark for mark in MARKS if name == "parametrize"]
+
+
+def test_values_take_turns_and_stage_3_meets_all() -> None:
+    cells: list[Any] = [
+        Cell(stage=stage, way=way, size=size, core=core)
+        for stage, (way, size), core in itertools.product(range(4), WAYS, ("x", "y"))
+    ]
+    late = off_turn(cells)
+    ran = {tuple(cell.callspec.params.values()) for cell in cells if cell not in late}
+    assert ran == {
+        (0, "a", 1, "x"),
+        (1, "a", 2, "y"),
+        (2, "b", 1, "x"),
+        (3, "a", 1, "y"),
+        (3, "a", 1, "x"),
+        (3, "a", 2, "y"),
+        (3, "b", 1, "x"),
+    }
+
+
+def test_tests_that_do_not_ask_run_whole() -> None:
+    cells: list[Any] = [Cell(marked=False, stage=3, way="a", size=size) for size in (1, 2)]
+    assert off_turn(cells) == set()
