@@ -7,23 +7,23 @@ passes would meet unseen.
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from hf_zero.errors import PartitionError, RankMismatchError
 from tests.gloo.test_divergence import ODD, Job
 from tests.helpers.backends import PLAIN, join_again
+from tests.helpers.cells import fast
 from tests.helpers.processes import run_processes, say
 
-CASES = [
+FAST = [
     (PLAIN, 3, "forward"),
-    (PLAIN, 3, "backward"),
     (PLAIN, 2, "backward"),
-    (PLAIN, 0, "backward"),
     (PLAIN, 3, "loss"),
     (PLAIN, 2, "loss"),
     ("gloo", 3, "forward"),
-    ("gloo", 2, "backward"),
 ]
+ALL = [*FAST, (PLAIN, 3, "backward"), (PLAIN, 0, "backward"), ("gloo", 2, "backward")]
 
 
 def go_on(rank: int, cases: list[tuple[str, int, str]]) -> list[tuple[list[float], str]]:
@@ -53,10 +53,13 @@ def go_on(rank: int, cases: list[tuple[str, int, str]]) -> list[tuple[list[float
     return found
 
 
-def test_a_script_that_goes_on_after_an_exception():
-    answers = run_processes(2, go_on, CASES, timeout=200)
+@pytest.mark.parametrize(
+    "cases", fast([FAST, ALL], lambda cases: cases is FAST), ids=["some", "all"]
+)
+def test_a_script_that_goes_on_after_an_exception(cases):
+    answers = run_processes(2, go_on, cases, timeout=200)
     wanted = None
-    for number, case in enumerate(CASES):
+    for number, case in enumerate(cases):
         (norms, first), (others, second) = (each[number] for each in answers)
         wanted = wanted or norms
         assert norms == others and torch.allclose(

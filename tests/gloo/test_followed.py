@@ -5,9 +5,11 @@ found all the same, and its reason told.
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from hf_zero.distributed import collectives
 from hf_zero.errors import RankMismatchError
@@ -41,13 +43,15 @@ def leave(rank: int) -> str:
         job.step()
     if rank == ODD:
         job.engine.mesh.close(groups=False)
-        time.sleep(8)  # its process is there, and connected
+        # its process is there, and connected, until the other one knows
+        dist.distributed_c10d._get_default_store().wait(["known"], timedelta(seconds=60))
         return ""
     collectives.Handle, job.engine.mesh.shard._follows = LateHandle, collectives.CPU  # type: ignore[misc]
     with pytest.raises(RankMismatchError) as raised:
         for _ in range(2000):
             job.step()
             time.sleep(0.05)
+    dist.distributed_c10d._get_default_store().set("known", "")
     return str(raised.value)
 
 

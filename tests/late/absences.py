@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from tests.late import device, training
@@ -69,12 +70,16 @@ class Job:
 
 
 def leaves(job: Job) -> list[float]:
-    """Rank 1 is over with its engine; its process goes on."""
+    """Rank 1 is over with its engine; its process goes on until rank 0 knows."""
+    store = torch.distributed.distributed_c10d._get_default_store()
     if job.rank:
         job.engine.mesh.close(groups=False)
-        time.sleep(8)
+        store.wait(["known"], timedelta(seconds=LIMIT))
         return []
-    return job.alone()
+    try:
+        return job.alone()
+    finally:
+        store.set("known", "")
 
 
 def dies(job: Job) -> list[float]:
