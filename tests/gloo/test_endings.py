@@ -100,7 +100,7 @@ def check(ending: Ending, odd: int, outputs: list[tuple[int, str]], disk: str = 
     ),
 )
 def test_a_rank_that_ends_is_named_by_the_other(way: str, odd: int, stage: int) -> None:
-    whole = sys.executable if way == "kill" else ""
+    whole = sys.executable if way == "finish" else ""  # its interpreter ends as it does
     outputs = plainly(SCRIPT, way, str(odd), str(stage), interpreter=whole, limit=LIMIT)
     check(IN_A_STEP[way], odd, outputs)
 

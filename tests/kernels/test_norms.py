@@ -48,8 +48,8 @@ CELLS = list(itertools.product(VARIANTS, SHAPES, DTYPES))
 
 
 def often(variant: str, shape: tuple[int, int], dtype: torch.dtype) -> bool:
-    """fp32, and one of the 16-bit types, which take turns."""
-    return dtype in (torch.float32, DTYPES[1 + (VARIANTS.index(variant) + SHAPES.index(shape)) % 2])
+    """Types take turns."""
+    return dtype == DTYPES[(VARIANTS.index(variant) + SHAPES.index(shape)) % len(DTYPES)]
 
 
 @pytest.mark.parametrize("variant, shape, dtype", fast(CELLS, often), ids=str)
@@ -114,14 +114,14 @@ def test_kernels_are_their_reference(
         )
 
 
-@pytest.mark.parametrize("rows", [1, 40, 4097], ids=str)
+@pytest.mark.parametrize("rows", [1, 40, 700], ids=str)
 def test_the_kernels_add_up_weights_over_programs_and_partial_sums(
     checked_triton: Checked, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     """More programs than one tile of partial sums has, and more tiles than programs."""
     from hf_zero.ops.triton_kernels import norms as kernels
 
-    monkeypatch.setattr(kernels, "PROGRAMS_WHERE_INTERPRETED", 200 if rows == 4097 else 3)
+    monkeypatch.setattr(kernels, "PROGRAMS_WHERE_INTERPRETED", 40 if rows == 700 else 3)
     monkeypatch.setattr(kernels, "tile", lambda width, *, dropout: (16, 16, 4))
     dy, saved, weight, bias = (
         torch.randn(rows, 10),
