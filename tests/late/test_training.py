@@ -19,6 +19,8 @@ SELDOM = {
     "stage 3, all on the host",
     "stage 3, all on the host, updated in the backward",
     "stage 0, Muon",
+    "stage 2, Muon, optimizer on the host",
+    "stage 3, Adafactor",
     "stage 1, gradients in 4 bits",
     "stage 2, in 4 bits, optimizer on the host",
 }

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.optim import Adafactor
 from hf_zero.optim.muon import Muon, muon_groups
 from hf_zero.parameters import wrap
 from tests.late import device
@@ -30,6 +31,8 @@ HALF = {"offload_optimizer": {**OPTIMIZER["offload_optimizer"], "ratio": 0.5}}
 WHOLE = {"stage3_param_persistence_threshold": 100}  # biases and norms
 ACTIVATIONS = {"activation_offload": {"enabled": True, "min_bytes": 1, "in_flight_bytes": 4000}}
 ONCE = {"gradient_accumulation_steps": 1}
+
+ADAFACTOR = {"optimizer": {"type": "Adafactor", "params": {"beta1": 0.9}}}
 
 # Of each job: stage, keys of zero_optimization, other keys.
 JOBS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -78,11 +81,15 @@ JOBS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         HALF,
         {"optimizer": {"type": "RMSprop", "params": {"lr": 1e-3}}},
     ),
+    "stage 3, gathers of the backward in the node": (3, {"zero_hpz_partition_size": 2}, {}),
+    "stage 3, Adafactor": (3, {}, ADAFACTOR),
+    "stage 2, Adafactor, optimizer on the host": (2, OPTIMIZER, ADAFACTOR),
 }
 
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "weight_decay": 0.01}}}
 BY_MATRICES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    f"stage {stage}, Muon": (stage, {}, MUON) for stage in (0, 2, 3)
+    **{f"stage {stage}, Muon": (stage, {}, MUON) for stage in (0, 2, 3)},
+    "stage 2, Muon, optimizer on the host": (2, OPTIMIZER, MUON),
 }
 
 # Collectives in few bits: losses are not those of a plain loop to the last places.
@@ -98,6 +105,11 @@ IN_FEW_BITS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "stage 2, both ways in 4 bits": (2, {}, {**SGD, **FOUR}),
     "stage 2, in 4 bits, optimizer on the host": (2, OPTIMIZER, {**SGD, **FOUR}),
     "stage 3, weights in 8 bits, gradients in 4": (3, {**UP, **DOWN}, SGD),
+    "stage 3, in few bits, errors fed back": (
+        3,
+        {**UP, **DOWN, "zero_hpz_partition_size": 2, "zeropp_loco_param": {"err_beta": 0.8}},
+        SGD,
+    ),
     "stage 1, momenta in 1 bit after a step": (1, {}, ONE),
 }
 
@@ -159,7 +171,9 @@ def plain(job: str, steps: int, rank: int, world: int) -> list[float]:
     optimizer = (
         Muon(muon_groups(model.parameters(), model), **settings)
         if kind == "Muon"
-        else getattr(torch.optim, kind)(model.parameters(), **settings)
+        else {"Adafactor": Adafactor}.get(kind, getattr(torch.optim, kind))(
+            model.parameters(), **settings
+        )
     )
     each = [list(batches(steps * micros, place, world)) for place in range(world)]
     losses = []
