@@ -73,8 +73,6 @@ class SymmetricBlocks:
                 address(minus),
                 kind(minus),
             )
-        elif source.device.type == "cpu":
-            reference.quantise(out, source, minus, self.bits, self.block, self.scales_at(numel))
         else:
             QUANTISE(out, source, minus, self.bits, self.block, self.scales_at(numel))
         return out
@@ -89,8 +87,6 @@ class SymmetricBlocks:
         core = native.core() if out.device.type == "cpu" else None
         if core is not None:
             core.dequantise(self._rows(core, messages, numel), address(out), kind(out), add)
-        elif out.device.type == "cpu":
-            reference.dequantise(out, messages, self.bits, self.block, self.scales_at(numel), add)
         else:
             DEQUANTISE(out, messages, self.bits, self.block, self.scales_at(numel), add)
 
@@ -105,8 +101,6 @@ class SymmetricBlocks:
         core = native.core() if out.device.type == "cpu" else None
         if core is not None:
             core.dequantise_sum(self._rows(core, messages, numel), address(out))
-        elif out.device.type == "cpu":
-            reference.dequantise_sum(out, messages, self.bits, self.block, self.scales_at(numel))
         else:
             DEQUANTISE_SUM(out, messages, self.bits, self.block, self.scales_at(numel))
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hf_zero.errors import KernelError
 from hf_zero.ops import native
-from hf_zero.ops import symmetric_blocks as module
 from hf_zero.ops import symmetric_blocks_reference as plain
 from hf_zero.ops.symmetric_blocks import SymmetricBlocks
 from tests.helpers.buffers import Guarded, reference, same_bits
@@ -60,9 +59,6 @@ def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
             yield "reference"
     elif request.param == "triton":
         monkeypatch.setattr(native, "core", lambda: None)
-        for name in ("quantise", "dequantise", "dequantise_sum"):
-            monkeypatch.setattr(plain, name, getattr(module, name.upper()))
-        # what the kernels fall back to would be themselves
         with checked_triton() as settings:
             yield "triton"
             assert settings.launches
