@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 2048  # elements that a program takes: several blocks
-WARPS = 4
+WARPS = 8
 
 
 # Elements ``at`` of a row: fp32, the scale of the block or minus the scale.
@@ -119,7 +119,7 @@ def combine_kernel(
     tl.store(average + at, tl.where(inside, new, 0.0), mask=here)
 
 
-# Grid: tiles of all elements.
+# Grid: tiles of the elements [begin, end); a tile has at most `chunk` of them.
 @triton.jit
 def apply_kernel(
     weights,
@@ -136,12 +136,18 @@ def apply_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    place = begin + tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    first = begin + tl.program_id(0).to(tl.int64) * TILE
+    first_row = first // chunk
+    # a tile is no longer than a chunk: it crosses into the next one at most
+    at = (first - first_row * chunk).to(tl.int32) + tl.arange(0, TILE)
+    place = first + tl.arange(0, TILE)
     inside = place < end
-    row, at = place // chunk, place % chunk
+    next_row = at >= chunk
+    at = tl.where(next_row, at - chunk, at)
+    row = first_row + next_row.to(tl.int64)
     byte = tl.load(bits + row * stride + at // 8, mask=inside, other=0).to(tl.int32)
     size = tl.load(scales + row * scales_stride + at // BLOCK, mask=inside, other=0.0) * step
-    size = tl.where((byte >> (at % 8).to(tl.int32)) & 1 == 1, size, -size)
+    size = tl.where((byte >> (at % 8)) & 1 == 1, size, -size)
     exponent = tl.load(exponents + place, mask=inside, other=0).to(tl.int32)
     power = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
     here = tl.load(weights + place, mask=inside, other=0.0)
@@ -227,20 +233,21 @@ def apply(
     begin: int,
     end: int,
 ) -> None:
-    stride = momentum.shape[1]
-    apply_kernel[(triton.cdiv(end - begin, TILE),)](
+    stride, chunk = momentum.shape[1], weights.numel() // momentum.shape[0]
+    tile = min(TILE, 1 << (chunk.bit_length() - 1))
+    apply_kernel[(triton.cdiv(end - begin, tile),)](
         weights,
         *_parts(momentum, scales_at),
         exponents,
         keep,
         step,
-        weights.numel() // momentum.shape[0],
+        chunk,
         begin,
         end,
         stride,
         stride // 4,
         block,
-        TILE,
+        tile,
         num_warps=WARPS,
         enable_fp_fusion=False,
     )
