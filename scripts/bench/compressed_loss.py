@@ -7,7 +7,8 @@ step of the topics of Python's own help) for 600 steps in fp32: AdamW, betas (0.
 warmed up over a tenth of the steps and then by a cosine to a tenth. Contenders: dense stage 1; four
 bits both ways at stage 2; 1-bit Adam frozen after a fifth of the steps; and the paper's 1-bit Adam
 on whole tensors without ZeRO (every rank keeps all moments). The figure of a run is the mean loss
-of all ranks over its last 50 steps. Raw rows with the curves go to --out as JSON lines.
+of all ranks over its last 50 steps. Raw rows with the curves go to --out as JSON lines; runs that
+are in there are not made again.
 """
 
 from __future__ import annotations
@@ -166,9 +167,13 @@ def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     hf_zero.init_distributed()
     data, path = text(), Path(options.file)
+    done = {_run(row) for row in rows_of(path)}
+    dist.barrier()  # before rank 0 adds others
     for seed in range(options.seeds):
         for name in options.models.split(","):
             for kind in KINDS:
+                if (name, world, seed, kind) in done:
+                    continue
                 began = time.monotonic()
                 found = losses(kind, name, seed, options.steps, data)
                 if rank == 0:
@@ -183,6 +188,14 @@ def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
                     print(
                         f"{world} ranks, {name}, seed {seed}, {kind}: {row['loss']:.4f}", flush=True
                     )
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
+
+
+def _run(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["model"], row["ranks"], row["seed"], row["kind"]
 
 
 def free_port() -> int:
@@ -232,8 +245,7 @@ def main() -> None:
             options.report.write_text(f"{json.dumps(facts)}\n")
         for world in map(int, options.ranks.split(",")):
             mp.spawn(work, (world, free_port(), options), world)
-    lines = options.report.read_text().splitlines()[1:]
-    report([json.loads(line) for line in lines])
+    report(rows_of(options.report))
     print(f"rows: {options.report}")
 
 
