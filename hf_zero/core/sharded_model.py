@@ -21,6 +21,7 @@ from hf_zero.optim.elementwise import check
 from hf_zero.optim.fused_support import reads_16_bits
 from hf_zero.optim.one_bit import one_bit_of
 from hf_zero.optim.state import collect, numbers_kept
+from hf_zero.optim.whole_tensor import moments_by_group
 from hf_zero.parameters.layout import Slot
 from hf_zero.parameters.parameter import owner_of
 from hf_zero.parameters.wrap import find_units, packed_elements, persistent_names
@@ -90,6 +91,7 @@ class ShardedModel:
             dtypes,
             whole,
             Compression.of(config, one_bit_of(config, optimizer)),
+            moments_by_group(optimizer),
         )
         self.flats: list[FlatBuffer] = [flat for unit in self.units for flat in unit.flats]
         self.trainable = [flat for flat in self.flats if flat.trainable]

@@ -281,6 +281,15 @@ class TensorSumOptimizer(WholeTensorOptimizer):
         return [own.to(of[0].device) if of else own for own, of in zip(norms, parts)]
 
 
+def moments_by_group(optimizer: torch.optim.Optimizer | None) -> list[tuple[str, ...]]:
+    """The moments that the parameters of each group have; none where that is not the class's to
+    say.
+    """
+    if not isinstance(optimizer, WholeTensorOptimizer):
+        return []
+    return [optimizer.moments_of(group) for group in optimizer.param_groups]
+
+
 def whole_tensor_base(cls: type) -> type[WholeTensorOptimizer] | None:
     """The class here whose update ``cls`` runs unchanged, or None."""
     own = (WholeTensorOptimizer.step, WholeTensorOptimizer._with_gradients)

@@ -46,6 +46,7 @@ def partition(
     dtypes: Dtypes,
     persistent: frozenset[str] = frozenset(),
     compression: Compression = UNCOMPRESSED,
+    moments: Sequence[tuple[str, ...]] = (),
 ) -> list[Unit]:
     """Turn ``model`` into units on the device of ``mesh``, with rank 0's values on every rank
     (collective).
@@ -53,7 +54,9 @@ def partition(
     ``group_of`` gives the optimizer group of each parameter that trains. Parameters in none are
     kept frozen: gathered and released as the stage says, never reduced. ``placement`` says where
     shards and optimizer state live, ``dtypes`` in what they are kept; ``persistent`` names
-    parameters that stay whole at every stage, ``compression`` says what travels in few bits. Raises
+    parameters that stay whole at every stage, ``compression`` says what travels in few bits.
+    ``moments`` are those of each group, where they differ: an array of one is as long as a flat
+    buffer, so that parameters with other moments lie in another. Raises
     PartitionError for parameters that cannot be laid out, RankMismatchError where ranks hold
     different models or one of them has no room on its disk, and DiskSpaceError on that one; the
     model is then as it was.
@@ -71,6 +74,7 @@ def partition(
             dtypes.precision,
             persistent,
             compression,
+            moments,
         )
         for index, spec in enumerate(specs)
     ]
@@ -194,8 +198,9 @@ def _plan_unit(
     precision: str | None,
     persistent: frozenset[str],
     compression: Compression,
+    moments: Sequence[tuple[str, ...]],
 ) -> Unit:
-    kinds: dict[tuple[bool, torch.dtype, bool, Policy, bool], dict[str, nn.Parameter]] = {}
+    kinds: dict[tuple[bool, torch.dtype, bool, Policy, bool, str], dict[str, nn.Parameter]] = {}
     # Ordered by group, so that a group's elements in a unit are one run; odd sizes last, so that
     # the others start aligned.
     for name, parameter in sorted(
@@ -210,10 +215,12 @@ def _plan_unit(
         own = policy.of_persistent if name in persistent else policy
         trains, raw = name in group_of, is_raw(parameter)
         compressed = not raw and compression.takes(parameter, trains)
-        kind = (trains, dtype, raw, own, compressed)
+        differ = trains and len(set(moments)) > 1
+        kept = "+".join(moments[group_of[name]]) if differ else ""
+        kind = (trains, dtype, raw, own, compressed, kept)
         kinds.setdefault(kind, {})[name] = parameter
     flats, mesh = [], engine_flats.mesh
-    for (trainable, dtype, raw, own, compressed), parameters in kinds.items():
+    for (trainable, dtype, raw, own, compressed, kept), parameters in kinds.items():
         shards = mesh.shard.size if trainable else own.parameter_shards(mesh.shard.size)
         stays = own != policy
         layout = FlatLayout.build(
@@ -224,6 +231,7 @@ def _plan_unit(
         key = f"{spec.name}|{state}|{str(dtype).removeprefix('torch.')}{'|raw' if raw else ''}"
         key += "|whole" if stays else ""
         key += "|blocks" if compressed else ""
+        key += f"|{kept}" if kept else ""
         codecs = (
             compression.codecs(layout, dtype, trainable, own.shards_parameters, stays)
             if compressed

@@ -24,6 +24,11 @@ WAYS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"zero_quantized_gradients": True, "zero_quantized_weights": True},
         {},
     ),
+    "4 bits up, a scale for 1024, errors fed back": (
+        2,
+        {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}},
+        {"compressed_communication": {"block_size": 1024}},
+    ),
 }
 
 

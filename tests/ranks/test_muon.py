@@ -182,6 +182,25 @@ def test_offloaded(way: str, stage: int, tmp_path: Path) -> None:
         compare(weights, want)
 
 
+@pytest.mark.parametrize("zero", [{}, {"offload_optimizer": {"device": "cpu"}}])
+def test_each_parameter_keeps_its_own_moments_alone(zero: Any) -> None:
+    """Four bytes of a matrix, eight of what AdamW updates; masters beside them where offloaded."""
+
+    def run(rank: int, model: Any) -> Any:
+        section: dict[str, Any] = {"stage": 2, **zero}
+        engine = start(model, ours(model), config_of(2, zero_optimization=section))
+        engine.backward(squared(engine, At(0, 0, rank)))
+        engine.step()
+        engine.updater.finish()
+        matrices = sum(flat.layout.chunk for flat in engine.flats if "momentum" in flat.key)
+        others = sum(flat.layout.chunk for flat in engine.flats) - matrices
+        assert 0 < others < matrices
+        masters = 4 * (matrices + others) if zero else 0
+        assert engine.state_bytes()["optimizer"] == masters + 4 * matrices + 8 * others
+
+    on_ranks(2, run)
+
+
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_torchs_own_object_is_taken(scheduled: bool) -> None:
     """It stays of its class, and is of no other one again at the end."""
