@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.cells import fast
 from tests.late import launch
 
 MODES = ["inline", "eager", "lazy", "random:1"]
@@ -33,7 +34,9 @@ def judged(as_cuda: bool, *modes: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("as_cuda", [False, True], ids=["late", "cuda"])
+@pytest.mark.parametrize(
+    "as_cuda", fast([False, True], lambda as_cuda: as_cuda), ids=["late", "cuda"]
+)
 def test_each_program_is_judged_rightly(as_cuda: bool) -> None:
     launch.needs_the_device()
     assert judged(as_cuda, *MODES) == []
