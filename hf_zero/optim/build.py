@@ -93,8 +93,10 @@ _LIKE = {
     "beta1": 0.9,
     "comm_backend_name": "nccl",
     "cuda_aware": False,
+    "ns_method": "gram",
 }
 _MUON_RATES = ("muon_lr", "adam_lr")
+_MUON_METHODS = ("gram", "standard")  # DeepSpeed's ways to compute the same iteration
 _CHOOSES_MOMENTS = ("CPUAdam", "CPULion")
 
 
@@ -158,12 +160,18 @@ def _resolve(name: str, given: Mapping[str, Any]) -> tuple[_Class, _Settings]:
     accepted.pop("use_muon", None)  # each parameter's own
     switches = _SWITCHES.get(name, ())
     numbers = _MUON_RATES if cls is Muon else ()
+    words = ("ns_method",) if cls is Muon else ()
     for key, value in given.items():
-        _check_key(name, key, (*accepted, *switches, *numbers))
+        _check_key(name, key, (*accepted, *switches, *numbers, *words))
         kind = 0.0 if key in numbers else False if key in switches else _LIKE.get(key)
         default = accepted.get(key)
         if value is not None or default is not None:
             _check_value(name, key, value, kind if default is None else default)
+    if words and given.get("ns_method", "gram") not in _MUON_METHODS:
+        raise ConfigError(
+            f"optimizer.params.ns_method is {given['ns_method']!r}; write one of "
+            f"{', '.join(_MUON_METHODS)}, or remove it"
+        )
     narrow = not given.get("fp32_optimizer_states", True)
     if narrow and name not in _CHOOSES_MOMENTS:
         raise NotBuiltError(

@@ -123,6 +123,12 @@ def test_keys_of_the_configuration() -> None:
     params: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", "nesterov": False}
     made = build_optimizer(OptimizerConfig(type="Muon", params=params), [weight])
     assert made.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
+    for method in ("gram", "standard"):
+        made = build_optimizer(OptimizerConfig(type="Muon", params={"ns_method": method}), [weight])
+        assert made.param_groups[0]["ns_steps"] == 5
+    for wrong in ("svd", 3):
+        with pytest.raises(ConfigError, match="ns_method"):
+            build_optimizer(OptimizerConfig(type="Muon", params={"ns_method": wrong}), [weight])
     for key, value in (("use_muon", False), ("adjust_lr_fn", True), ("nesterov", "yes")):
         with pytest.raises(ConfigError, match=key):
             build_optimizer(OptimizerConfig(type="Muon", params={key: value}), [weight])
