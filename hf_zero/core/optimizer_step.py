@@ -156,6 +156,8 @@ class OptimizerStep:
             (total,) = self.usage.agree(self._squares().view(1), steps)
         else:
             one_bit.measure()
+            with model.schedule.shards.writing(), self._updating_state():
+                self.take_user_writes()  # which is_stale finds in the masters
             numbers = torch.stack([self._squares(), one_bit.is_stale()])
             total, stale = self.usage.agree(numbers, steps)
         scale, limit = self._scaler.scale, self.max_norm

@@ -4,12 +4,13 @@ each tensor (hf_zero/optim/one_bit_lamb.py), beside what Adam's has.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_zero.one_bit.flat_momentum import AVERAGE, VARIANCE, FlatMomentum
+from hf_zero.one_bit.flat_momentum import AVERAGE, VARIANCE, FlatMomentum, squares_of
 from hf_zero.optim.lamb import step_size
 from hf_zero.optim.one_bit_lamb import FACTOR, FRESH, RATIO, next_factor
 from hf_zero.units.flat_buffer import FlatBuffer
@@ -26,7 +27,7 @@ class FlatLamb(FlatMomentum):
         self.runs = [(index, slot.offset, slot.end) for index, slot in enumerate(self._slots)]
         self._groups = [bound.group_of[slot.name] for slot in self._slots]
         # of each tensor, the same on all ranks: c and f
-        self._scales = torch.ones(2, len(self._slots))
+        self._scales = torch.ones(2, len(self._slots), dtype=torch.float32)
 
     def _group(self, index: int) -> Any:
         return self._bound.groups[self._groups[index]]
@@ -36,11 +37,9 @@ class FlatLamb(FlatMomentum):
         for kept in self._bound.factors.held().values():
             kept.pop(FACTOR, None)
 
-    def denominators(self, step: int) -> Tensor:
+    def denominators(self, step: int, lags: Mapping[str, int]) -> Tensor:
         """sqrt(v) + eps, or sqrt(v + eps): [owned]."""
-        return self._denominators(self.state(VARIANCE))
-
-    def _denominators(self, variance: Tensor) -> Tensor:
+        variance = self.state(VARIANCE)
         found = torch.zeros_like(variance)
         for index, slot in enumerate(self._slots):
             start, stop = self._own(slot.name)
@@ -103,27 +102,27 @@ class FlatLamb(FlatMomentum):
         powers = ((127 - self._exponents[first:stop_of].int()) << 23).view(torch.float32)
         update = self.blocks.values(own, stop_of - first) * powers
         sums = torch.zeros(2, len(self._slots), dtype=torch.float64, device=update.device)
-        largest = torch.zeros(len(self._slots), device=update.device)
+        largest = torch.zeros(len(self._slots), dtype=torch.float32, device=update.device)
         variance, fresh = self.state(VARIANCE), self.state(FRESH)
         for index, slot in enumerate(self._slots):
             start, stop = self._own(slot.name)
             if start == stop:
                 continue
             part = update[start:stop]
-            sums[0, index] = part.double().square().sum()
+            sums[0, index] = squares_of(part)
             part = (
                 part
                 + float(self._group(index)["weight_decay"])
                 * self._weights[first + start : first + stop]
             )
-            sums[1, index] = part.double().square().sum()
+            sums[1, index] = squares_of(part)
             frozen = self._denominator(index, variance[start:stop])
             largest[index] = frozen.div_(self._denominator(index, fresh[start:stop])).max()
         return sums, largest
 
     def learn(self, sums: Tensor, largest: Tensor) -> None:
-        """The same of all ranks: what scales the updates of this step."""
-        norms, most = sums.sqrt().float().cpu(), largest.cpu()
+        """The same of all ranks, on the host: what scales the updates of this step."""
+        norms, most = sums.sqrt().float(), largest
         for index in range(len(self._slots)):
             at = slice(index, index + 1)
             self._scales[1, at] = next_factor(

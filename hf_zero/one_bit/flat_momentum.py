@@ -17,12 +17,13 @@ root mean square in its tensor, so that elements of tiny variance do not fill th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_zero.gradients.norm import sums_of_squares
 from hf_zero.ops.sign_blocks import SignBlocks
 from hf_zero.optim.table import group_runs
 from hf_zero.units.flat_buffer import FlatBuffer
@@ -64,12 +65,17 @@ class FlatMomentum:
         assert held is not None
         return held
 
+    @property
+    def has_copy(self) -> bool:
+        """Whether the weights here are others than the parameters, which are in 16 bits."""
+        return self.flat.dtype != torch.float32
+
     def is_stale(self) -> Tensor:
         """Whether another than the steps here has written to the weights of this rank's chunk:
         bool, 0-dim.
         """
         master, (start, stop) = self.flat.optimizer_shard.master, self.flat.owned
-        if self._weights is None or master is None or self._weights is self.flat.full:
+        if self._weights is None or master is None or not self.has_copy:
             return torch.zeros((), dtype=torch.bool, device=self.flat.full.device)
         return self._weights[start:stop].ne(master).any()
 
@@ -78,46 +84,56 @@ class FlatMomentum:
     def freeze(self) -> None:
         """The variance stays as it is from now on."""
 
-    def denominators(self, step: int) -> Tensor:
-        """sqrt(v / (1 - b2^step)) + eps of this rank's chunk: [owned]."""
+    def denominators(self, step: int, lags: Mapping[str, int]) -> Tensor:
+        """sqrt(v / (1 - b2^t)) + eps of this rank's chunk, [owned]: t is ``step``, that of the
+        freeze, less the steps in which no rank has used the parameter, ``lags`` by name.
+        """
         found = self.state(VARIANCE).clone()
-        first = self.flat.owned[0]
-        for index, *ends in self.runs:
-            group = self._bound.groups[index]
-            start, stop = (max(0, min(found.numel(), at - first)) for at in ends)
-            part = found[start:stop]
-            part.div_(1.0 - float(group["betas"][1]) ** step).sqrt_().add_(float(group["eps"]))
+        for slot in self.flat.layout.slots:
+            group = self._bound.groups[self._bound.group_of[slot.name]]
+            start, stop = self._own(slot.name)
+            made = max(1, step - lags.get(slot.name, 0))
+            part = found[start:stop].div_(1.0 - float(group["betas"][1]) ** made)
+            part.sqrt_().add_(float(group["eps"]))
         return found
 
-    def squares(self, denominators: Tensor) -> Tensor:
-        """Of ``denominators``, for each tensor this rank's part of: [tensors], fp64."""
-        sums = [
-            denominators[start:stop].double().square().sum()
-            for start, stop in map(self._own, self.flat.layout.by_name)
-        ]
-        return torch.stack(sums)
+    def sums(self, denominators: Tensor) -> Tensor:
+        """Of each tensor this rank's part of: the squares of ``denominators``, and how many
+        elements have a variance: [2, tensors], fp64.
+        """
+        variance, found = self.state(VARIANCE), list[Tensor]()
+        for start, stop in map(self._own, self.flat.layout.by_name):
+            found.append(squares_of(denominators[start:stop]))
+            found.append(variance[start:stop].count_nonzero().double())
+        return torch.stack([each.to(denominators.device) for each in found]).view(-1, 2).T
 
-    def begin(self, denominators: Tensor, squares: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The (whole, own) pairs to gather before steps in one bit; ``squares`` is the sum over
-        the ranks of :meth:`squares`.
+    def begin(
+        self, denominators: Tensor, sums: Tensor, usual: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The (whole, own) pairs to gather before steps in one bit; ``sums`` are those of all
+        ranks. A tensor without variance, which no step has used, has the ``usual`` denominator.
         """
         flat, layout = self.flat, self.flat.layout
         master = flat.optimizer_shard.master
         assert master is not None
-        for slot, total in zip(layout.slots, squares):
+        for slot, (total, varies) in zip(layout.slots, sums.T):
             start, stop = self._own(slot.name)
-            least = (total / max(1, slot.numel)).sqrt().to(denominators.dtype) * FLOOR
+            least = (total / max(1, slot.numel)).sqrt() * FLOOR
+            least = torch.where(varies > 0, least, usual).to(denominators.dtype)
             denominators[start:stop].clamp_(min=least)
         # in padding there is nothing to divide
         powers = (torch.frexp(denominators * 2.0**0.5).exponent - 1).clamp_(-126, 126)
         device = flat.full.device
         if self.error is None:
-            self.error = torch.zeros(layout.padded, device=device)
+            self.error = torch.zeros(layout.padded, dtype=torch.float32, device=device)
         if self._exponents is None:
             self._exponents = torch.empty(layout.padded, dtype=torch.int8, device=device)
         if self._weights is None:
-            fp32 = flat.dtype == torch.float32
-            self._weights = flat.full if fp32 else torch.empty(layout.padded, device=device)
+            self._weights = (
+                flat.full
+                if not self.has_copy
+                else torch.empty(layout.padded, dtype=torch.float32, device=device)
+            )
         pairs = [(self._exponents, powers.to(torch.int8))]
         if self._weights is not flat.full:
             pairs.append((self._weights, master))
@@ -131,10 +147,10 @@ class FlatMomentum:
         nothing = self.blocks.empty(1, layout.chunk, device)
         own = self.blocks.compress(
             self.state(AVERAGE).clone(),
-            torch.zeros(layout.chunk, device=device),
+            torch.zeros(layout.chunk, dtype=torch.float32, device=device),
             nothing,
             0.0,
-            torch.zeros((), device=device),
+            torch.zeros((), dtype=torch.float32, device=device),
             self._inside,
         )
         return self.momentum.view(-1), own.view(-1)
@@ -229,3 +245,10 @@ class FlatMomentum:
     def _own(self, name: str) -> tuple[int, int]:
         _, start, stop = self.flat.spec.own_range(name)
         return start, stop
+
+
+def squares_of(values: Tensor) -> Tensor:
+    """The sum of squares of ``values``, fp64, 0-dim."""
+    if not values.numel():
+        return torch.zeros((), dtype=torch.float64, device=values.device)
+    return sums_of_squares([values])[0]

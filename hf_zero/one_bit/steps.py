@@ -60,10 +60,9 @@ class OneBitSteps:
         """A backward begins: gradients that the next step takes from each rank stay there."""
         if not self._momenta:
             return
-        if self._loads != self._bound.loads:
-            self._loads = self._bound.loads
-            steps = [each["step"] for each in self._bound.scalars() if "step" in each]
-            self._made = int(max(steps, default=0))
+        if self._loads != self._bound.numbers.loads:
+            self._loads = self._bound.numbers.loads
+            self._made = self._bound.numbers.loaded_steps
             self._compressing = False
             for each in self._momenta:
                 each.forget()
@@ -141,7 +140,8 @@ class OneBitSteps:
         if not compresses:
             self._compressing = False
             return []
-        if not self._compressing or (stale is not None and float(stale)):
+        written = any(each.has_copy for each in self._momenta) and bool(stale)
+        if not self._compressing or written:
             self._gather_all()
         elif self._stale:
             self._gather([each.renew() for each in self._momenta], "momenta")
@@ -203,15 +203,26 @@ class OneBitSteps:
     def _gather_all(self) -> None:
         """Let all ranks have the weights, the denominators and the momentum of the owners."""
         at = int(self._bound.groups[0][FROZEN_AT])
-        denominators = [each.denominators(at) for each in self._momenta]
-        squares = [each.squares(own) for each, own in zip(self._momenta, denominators)]
-        total = torch.cat(squares)
+        # since the freeze all count alike
+        lags = {
+            name: self._made - int(numbers.get("step", 0))
+            for group in self._bound.apart()
+            for name, numbers in group.items()
+        }
+        denominators = [each.denominators(at, lags) for each in self._momenta]
+        sums = [each.sums(own) for each, own in zip(self._momenta, denominators)]
+        total = torch.cat(sums, 1)
         self._mesh.shard.all_reduce(total, "squares of denominators").wait()
-        sums = total.split([each.numel() for each in squares])
+        varies = total[1] > 0
+        sizes = [slot.numel for each in self._momenta for slot in each.flat.layout.slots]
+        numel = torch.tensor(sizes, dtype=torch.float64).to(total.device)
+        usual = (total[0][varies].sum() / numel[varies].sum().clamp(min=1.0)).sqrt()
         pairs = [
             pair
-            for each, own, squares_of in zip(self._momenta, denominators, sums)
-            for pair in each.begin(own, squares_of)
+            for each, own, of in zip(
+                self._momenta, denominators, total.split([own.shape[1] for own in sums], 1)
+            )
+            for pair in each.begin(own, of, usual)
         ]
         self._gather(pairs, "denominators, weights and momenta")
         if self._lamb:
@@ -226,7 +237,9 @@ class OneBitSteps:
 
     def _update(self, divisor: Tensor | None) -> None:
         axis, beta = self._mesh.shard, float(self._bound.groups[0]["betas"][0])
-        factor = torch.full((), (1.0 - beta) * self._scale, device=self._mesh.device)
+        factor = torch.full(
+            (), (1.0 - beta) * self._scale, dtype=torch.float32, device=self._mesh.device
+        )
         if divisor is not None:
             factor = factor / divisor.to(factor.device, torch.float32)
         sent = []
@@ -273,7 +286,7 @@ class OneBitSteps:
         ]
         for handle in waits:
             handle.wait()
-        parts = zip(sums.split(self._tensors, 1), largest.split(self._tensors))
+        parts = zip(sums.cpu().split(self._tensors, 1), largest.cpu().split(self._tensors))
         for each, (own, most) in zip(self._lamb, parts):
             each.learn(own, most)
 
@@ -283,12 +296,15 @@ class OneBitSteps:
         """Bring what the ranks have yet to send into the optimizer's state, which then is whole:
         the run goes on from there as one does that is resumed (collective).
         """
-        if any(each.error is None for each in self._momenta):
+        loaded = (
+            self._loads != self._bound.numbers.loads
+        )  # what is yet to be sent is of another run
+        if loaded or any(each.error is None for each in self._momenta):
             return
         axis, beta = self._mesh.shard, float(self._bound.groups[0]["betas"][0])
         for each in self._momenta:
             assert each.error is not None
-            mean = torch.empty(each.flat.layout.chunk, device=each.error.device)
+            mean = torch.empty_like(each.error[: each.flat.layout.chunk])
             handle = axis.reduce_scatter(each.error, f"errors of {each.flat.key}")
             handle.reduce_into(mean, False, 1.0 / axis.size)
             each.take_errors(mean, beta)

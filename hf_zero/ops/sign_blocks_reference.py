@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 LANES = 32
-_PLACES = torch.arange(8, dtype=torch.uint8)
 
 
 def compress(
@@ -70,6 +69,11 @@ def apply(
     here.copy_(here * torch.tensor(keep) - sizes[begin:end] * powers)
 
 
+def _places(like: Tensor) -> Tensor:
+    """Of the bits of a byte, on the device of ``like``."""
+    return torch.arange(8, dtype=torch.uint8, device=like.device)
+
+
 def values(
     messages: Tensor, numel: int, block: int, scales_at: int, times: Tensor | None = None
 ) -> Tensor:
@@ -77,7 +81,7 @@ def values(
     rows = messages.shape[0]
     chunk = numel // rows
     blocks = -(-chunk // block)
-    bits = messages[:, : -(-chunk // 8), None] >> _PLACES.to(messages.device) & 1
+    bits = messages[:, : -(-chunk // 8), None] >> _places(messages) & 1
     scales = messages[:, scales_at : scales_at + 4 * blocks].contiguous().view(torch.float32)
     if times is not None:
         scales = scales * times
@@ -108,7 +112,7 @@ def _encode(out: Tensor, wanted: Tensor, block: int, scales_at: int, numel: int)
     inside = torch.nn.functional.pad(places.float(), (0, lacking)).view(rows, blocks, block).sum(2)
     scales = sums / inside.clamp(min=1.0)
     bits = torch.nn.functional.pad((parts >= 0).to(torch.uint8), (0, -chunk % 8))
-    packed = (bits.view(rows, -1, 8) << _PLACES.to(out.device)).sum(2, dtype=torch.uint8)
+    packed = (bits.view(rows, -1, 8) << _places(out)).sum(2, dtype=torch.uint8)
     out.zero_()
     out[:, : packed.shape[1]] = packed
     out[:, scales_at : scales_at + 4 * blocks] = scales.contiguous().view(torch.uint8)

@@ -82,12 +82,11 @@ class BoundOptimizer:
         self._entries = StateEntries(optimizer)
         self._table = SegmentTable(self._entries, self._base, self._fused, moments)
         self._steps = SegmentSteps(optimizer, self._base)
-        self._numbers = GroupNumbers(self._entries, self._table)
+        self.numbers = GroupNumbers(self._entries, self._table)
         self.factors = TensorFactors(self._entries, self._table)
         self._flats = [flat for flat in flats if flat.trainable]
         if any(flat.offloaded for flat in self._flats):
             refuse_offload(optimizer)
-        self.loads = 0  # of all state, from outside
         self.sums: ShardedTensors | None = None  # for an update that needs them
         if isinstance(optimizer, WholeTensorOptimizer):
             table, flats = self._table, self._flats
@@ -101,6 +100,8 @@ class BoundOptimizer:
         groups = {group_of[name] for name in slots if name in group_of}
         self._table.bind(self._flats, self.group_of, groups)
         self._table.carry(carried, self.group_of)
+        if carried.scalars:
+            self.numbers.note_load([*carried.scalars.values()])
         self.factors.load(carried.factors)
 
     @property
@@ -345,7 +346,7 @@ class BoundOptimizer:
 
     def forget(self) -> None:
         """Make all state what it was before the first step."""
-        self.loads += 1
+        self.numbers.note_load([])
         self._table.offloaded.wait()
         dict.clear(self.optimizer.state)
         self._table.parted.clear()
@@ -355,13 +356,13 @@ class BoundOptimizer:
         """Per group, the numbers its parameters share, such as ``{"step": 3.0}``; the same on
         every rank, but for :meth:`apart`.
         """
-        return self._numbers.scalars()
+        return self.numbers.scalars()
 
     def apart(self) -> list[dict[str, dict[str, float]]]:
         """Per group whose parameters have not all made the same steps: the numbers of each with
         elements on this rank; else nothing.
         """
-        return self._numbers.apart()
+        return self.numbers.apart()
 
     def load_scalars(
         self,
@@ -376,8 +377,7 @@ class BoundOptimizer:
                 keep.
         """
         self._same_groups(scalars, "step counts")
-        self.loads += 1
-        self._numbers.load(scalars, apart)
+        self.numbers.load(scalars, apart)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Per group, the settings a checkpoint keeps, as JSON-able values (see
@@ -424,7 +424,7 @@ class BoundOptimizer:
 
     def unpacked(self) -> None:
         """The optimizer's own ``load_state_dict`` has given its segments other state."""
-        self.loads += 1
+        self.numbers.note_load(self.scalars(), self.apart())
         self._table.device.stepped(together=False)
         self._table.offloaded.unpacked()
 

@@ -18,6 +18,8 @@ class GroupNumbers:
     def __init__(self, entries: StateEntries, table: SegmentTable) -> None:
         self._entries = entries
         self._table = table
+        # of all state, from outside; the most steps of a parameter in the last
+        self.loads, self.loaded_steps = 0, 0
 
     def scalars(self) -> list[dict[str, float]]:
         """Per group, the numbers its parameters share, such as ``{"step": 3.0}``; the same on
@@ -40,6 +42,16 @@ class GroupNumbers:
                 out[segment.group] |= dict.fromkeys(segment.names, self._entries.numbers(segment))
         return out
 
+    def note_load(
+        self,
+        scalars: Sequence[Mapping[str, float]],
+        apart: Sequence[Mapping[str, Mapping[str, float]]] = (),
+    ) -> None:
+        """State with these numbers, alike on all ranks, has taken the place of what there was."""
+        each = [*scalars, *(numbers for group in apart for numbers in group.values())]
+        self.loads += 1
+        self.loaded_steps = int(max((numbers.get("step", 0) for numbers in each), default=0))
+
     def load(
         self,
         scalars: Sequence[Mapping[str, float]],
@@ -48,6 +60,7 @@ class GroupNumbers:
         """Inverse of :meth:`scalars` and :meth:`apart`, whose parameters may be of any rank; state
         that does not exist yet is created.
         """
+        self.note_load(scalars, apart)
         own = {name: values for group in apart for name, values in group.items()}
         if own:
             numbers_of = {name: tuple(sorted(values.items())) for name, values in own.items()}

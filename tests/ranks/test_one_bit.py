@@ -278,6 +278,78 @@ def test_writes_between_steps_count(precision):
         assert torch.equal(other, answers[0][3]) and torch.equal(weight, answers[0][2])
 
 
+def test_a_write_to_parameters_in_16_bits_counts_alone():
+    """Of a script, with nothing else that would take it in before the step."""
+    plan = Plan(precision="bf16")
+
+    def run(rank, model):
+        engine = started(model, plan, lr=1e-5)
+        train(engine, rank, range(5), dtype=plan.dtype)
+        with torch.no_grad():
+            model.blocks[0].up.weight.fill_(0.5)
+        train(engine, rank, range(5, 6), dtype=plan.dtype)
+        after = full_weights(engine)["blocks.0.up.weight"]
+        assert torch.allclose(after, torch.tensor(0.5), atol=1e-3)
+        assert torch.allclose(model.blocks[0].up.weight.float(), after, atol=2e-3)
+
+    on_ranks(2, run)
+
+
+@pytest.mark.parametrize("others", [2, 3])
+def test_parameters_that_come_late(others, tmp_path):
+    """One is not used in the first dense steps, one before the freeze at all: ranks count the same
+    steps after a load, corrections are each parameter's own, and what had no variance moves no
+    more than others do.
+    """
+    late, later = "blocks.0.up.weight", "blocks.1.up.weight"
+
+    def steps(engine, rank, numbers):
+        for number in numbers:
+            engine.backward(squared(engine, At(number, 0, rank)))
+            for name, parameter in engine.module.named_parameters():
+                if (name == late and number < 2) or (name == later and number < 5):
+                    parameter.grad = None
+            engine.step()
+
+    def run(rank, model, resume):
+        engine = started(model)
+        if resume:
+            engine.load_checkpoint(tmp_path)
+        else:
+            steps(engine, rank, range(6))
+            engine.save_checkpoint(tmp_path)
+        before = full_weights(engine)
+        steps(engine, rank, range(6, 8))
+        one_bit = engine.optimizer_step.one_bit
+        return before, full_weights(engine), one_bit._made
+
+    saved = on_ranks(2, run, False)
+    for answers in (saved, on_ranks(others, run, True)):
+        for before, after, made in answers:
+            assert made == 8
+            for name in (late, later, "blocks.2.up.weight"):
+                moved = float((after[name] - before[name]).abs().max())
+                assert 0.0 < moved < 40 * ADAM["lr"], (name, moved)
+    if others == 2:
+        for name, value in saved[0][1].items():
+            assert torch.equal(answers[0][1][name], value), name
+
+
+def test_a_save_after_a_load_is_what_was_loaded(tmp_path):
+    def run(rank, model):
+        engine = started(model)
+        train(engine, rank, range(5))
+        engine.save_checkpoint(tmp_path, tag="first")
+        train(engine, rank, range(5, 7))
+        engine.load_checkpoint(tmp_path, tag="first")
+        before = state_of(engine)
+        engine.save_checkpoint(tmp_path, tag="second")
+        for key, each in state_of(engine).items():
+            assert torch.equal(each["average"], before[key]["average"])
+
+    on_ranks(2, run)
+
+
 def test_gradients_cannot_be_read_while_they_are_not_averaged():
     import hf_zero
     from hf_zero.errors import PartitionError
