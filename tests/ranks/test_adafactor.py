@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -248,3 +250,28 @@ def test_a_state_dict_of_shards_goes_on(tmp_path: Path) -> None:
 
     for weights in on_ranks(2, run):
         oracle.compare_tensors("weights", weights, plain("averaged", 2))
+
+
+def test_factors_that_a_manifest_promises_are_looked_for(tmp_path: Path) -> None:
+    def run(rank: int, model: Any) -> None:
+        engine = start(model, ours(model), config_of(2))
+        train(engine, rank, steps=range(1))
+        engine.save_checkpoint(tmp_path, tag="saved")
+
+    on_ranks(2, run)
+    path = tmp_path / "saved" / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["digest"]
+    factors = content["optimizer"]["factors"]
+    name = next(iter(factors))
+    for change, message in (
+        ({"file": 9}, rf"whole parameter '{name}' is promised in file 9; there are 2 files"),
+        ({"shapes": {"exp_avg_sq_row": [1000]}}, rf"factor::{name}::exp_avg_sq_row.*expected 1000"),
+        ({"shapes": {"other": [4]}}, rf"factor::{name}::other' is absent"),
+    ):
+        told = {**factors, name: {**factors[name], **change}}
+        changed = {**content, "optimizer": {**content["optimizer"], "factors": told}}
+        path.write_text(json.dumps(changed))
+        assert any(
+            re.search(message, each) for each in hf_zero.verify_checkpoint(path.parent).problems
+        )
