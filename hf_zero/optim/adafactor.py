@@ -101,10 +101,15 @@ class FactoredOptimizer(WholeTensorOptimizer):
 
     @classmethod
     def divided(
-        cls, group: Mapping[str, Any], grad: Tensor, rows: Tensor, columns: Tensor | None
+        cls,
+        group: Mapping[str, Any],
+        grad: Tensor,
+        rows: Tensor,
+        columns: Tensor | None,
+        out: Tensor,
     ) -> Tensor:
-        """``grad`` over the root of the second moment: by ``rows`` [rows] over the mean of all
-        rows of the matrix, and ``columns``; of a vector that of each element.
+        """``out`` with ``grad`` over the root of the second moment: ``rows``, over the mean of all
+        rows of the matrix, times ``columns``; of a vector that of each element.
         """
         raise NotImplementedError
 
@@ -128,10 +133,8 @@ class FactoredOptimizer(WholeTensorOptimizer):
         if at == 0:
             return [cls._squares(group, *each) for each in zip(parts.weights, grads, parts.places)]
         cls._keep(group, parts)
-        return [
-            update.double().square().sum().reshape(1)
-            for update in cls._updates(group, parts, grads)
-        ]
+        norms = [torch.linalg.vector_norm(each) for each in cls._updates(group, parts, grads)]
+        return [norm.double().square().reshape(1) for norm in norms]
 
     def combine(
         self,
@@ -212,21 +215,27 @@ class FactoredOptimizer(WholeTensorOptimizer):
     def _updates(
         cls, group: Mapping[str, Any], parts: Parts, grads: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """The update of each part before it is clipped: 1-D, without padding."""
+        """The update of each part before it is clipped: 1-D, without padding, in memory that the
+        next one takes.
+        """
         by_rows, by_columns, of_vector = cls.FACTOR_NAMES
+        memory: dict[Any, Tensor] = {}
         for grad, kept, (shape, start, stop) in zip(grads, parts.factors, parts.places):
             own = grad.reshape(-1)[: stop - start]
+            kind = own.device, own.dtype
+            if kind not in memory or memory[kind].numel() < own.numel():
+                memory[kind] = torch.empty_like(own)
+            update = memory[kind][: stop - start]
             if len(shape) < 2:
                 second = kept[of_vector].reshape(-1)[start:stop]
-                yield cls.divided(group, own, second, None)
+                yield cls.divided(group, own, second, None, update)
                 continue
             rows = kept[by_rows].reshape(-1, shape[-2])
             rows = rows / rows.mean(dim=-1, keepdim=True).clamp_(min=cls.smallest_mean(group))
             columns = kept[by_columns].reshape(-1, shape[-1])
-            update = torch.empty_like(own)
             for each in rectangles(start, stop, shape):
                 there, here = each.row_of(rows).unsqueeze(1), each.column_of(columns)
-                each.of(update).copy_(cls.divided(group, each.of(own), there, here))
+                cls.divided(group, each.of(own), there, here, each.of(update))
             yield update
 
     @classmethod
@@ -336,11 +345,15 @@ class Adafactor(FactoredOptimizer):
 
     @classmethod
     def divided(
-        cls, group: Mapping[str, Any], grad: Tensor, rows: Tensor, columns: Tensor | None
+        cls,
+        group: Mapping[str, Any],
+        grad: Tensor,
+        rows: Tensor,
+        columns: Tensor | None,
+        out: Tensor,
     ) -> Tensor:
-        if columns is None:
-            return rows.rsqrt().mul_(grad)
-        return (rows.rsqrt() * columns.rsqrt()).mul_(grad)
+        torch.mul(grad, rows.rsqrt(), out=out)
+        return out if columns is None else out.mul_(columns.rsqrt())
 
     @classmethod
     def move(
@@ -389,11 +402,16 @@ class TorchAdafactor(FactoredOptimizer):
 
     @classmethod
     def divided(
-        cls, group: Mapping[str, Any], grad: Tensor, rows: Tensor, columns: Tensor | None
+        cls,
+        group: Mapping[str, Any],
+        grad: Tensor,
+        rows: Tensor,
+        columns: Tensor | None,
+        out: Tensor,
     ) -> Tensor:
-        second = rows.clone() if columns is None else rows * columns
-        update = second.clamp_(min=cls.smallest_mean(group) ** 2).rsqrt_().mul_(grad)
-        return update.neg_() if group["maximize"] else update
+        second = out.copy_(rows) if columns is None else torch.mul(rows, columns, out=out)
+        second.clamp_(min=cls.smallest_mean(group) ** 2).rsqrt_().mul_(grad)
+        return out.neg_() if group["maximize"] else out
 
     @classmethod
     def move(

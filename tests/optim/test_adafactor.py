@@ -79,6 +79,13 @@ def test_an_object_of_another_library_goes_on_as_it_was(kind: Any, settings: Any
     assert type(ours) is kind
 
 
+def test_parameters_of_several_dtypes() -> None:
+    mine, want = parameters(), parameters()
+    for each in (mine, want):
+        each[0].data, each[3].data = each[0].data.double(), each[3].data.double()
+    stepped_alike(Adafactor(mine), mine, transformers.Adafactor(want), want)
+
+
 def test_a_state_dict_goes_on() -> None:
     mine, want = parameters(), parameters()
     ours, theirs = Adafactor(mine), transformers.Adafactor(want)
