@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +138,8 @@ class Link:
 
     def remove(self) -> None:
         for name in self.names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+            with suppress(FileNotFoundError):  # where there is no `ip`, there is nothing to remove
+                subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
 @contextmanager

@@ -1,0 +1,175 @@
+"""The recipes that compare runs, slow-network and lamb-large-batch: their files, their plot, and a
+few steps of each, over loopback.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from huggingface_hub import ModelCard
+
+from hf_zero.config import ZeroConfig
+from tests.helpers import launched
+from tests.integrations.test_recipes import module_of
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+SLOW, LAMB = RECIPES / "slow-network", RECIPES / "lamb-large-batch"
+both = pytest.mark.parametrize("recipe", [SLOW, LAMB], ids=lambda path: path.name)
+
+
+def config_of(file: Path) -> dict[str, Any]:
+    return ZeroConfig.from_file(file).to_dict()
+
+
+@both
+def test_the_files_are_a_recipe(recipe: Path) -> None:
+    card = ModelCard.load(recipe / "README.md")
+    assert card.data.language and card.data.license and card.data.pipeline_tag
+    assert "hf-zero" in card.data.tags and all(
+        f"## {heading}" in card.text for heading in ("Training", "Evaluation", "Limits")
+    )
+    assert f"({recipe.name})" in (RECIPES / "README.md").read_text()
+    for script in recipe.glob("*.py"):
+        imported = [
+            name
+            for node in ast.walk(ast.parse(script.read_text()))
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+            for name in [getattr(node, "module", None), *(alias.name for alias in node.names)]
+        ]
+        assert not [name for name in imported if name and name.startswith("hf_zero")]
+
+
+def test_configurations_differ_in_what_is_compared() -> None:
+    dense, four, one = (
+        config_of(SLOW / f"{name}.json") for name in ("dense", "four_bits", "one_bit")
+    )
+    assert four.pop("compressed_communication")["bits"] == 4
+    assert one["optimizer"]["type"] == "OneBitAdam"
+    assert dense == four and {**one, "optimizer": dense["optimizer"]} == dense
+    small, large, lamb = (
+        config_of(LAMB / f"{name}.json")
+        for name in ("small_batch_adamw", "large_batch_adamw", "large_batch_lamb")
+    )
+    settings = lamb["optimizer"]["params"]
+    assert (settings["min_coeff"], settings["max_coeff"]) == (0.01, 0.3)
+    assert {**lamb, "optimizer": large["optimizer"]} == large
+    assert large["train_batch_size"] == 8 * small["train_batch_size"]
+
+
+def rows_and_plot(folder: Path) -> tuple[list[dict[str, Any]], ElementTree.Element]:
+    (plot,) = folder.glob("*.svg")
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    return rows, ElementTree.parse(plot).getroot()
+
+
+def test_slow_network_over_loopback(tmp_path: Path) -> None:
+    command = [launched.python(), "two_hosts.py", "--rate", "0", "--num_iterations", "5"]
+    sizes = [
+        "--eval_every",
+        "1",
+        "--h_dim",
+        "64",
+        "--num_layers",
+        "1",
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
+    said = launched.output([*command, *sizes], SLOW, tmp_path / "log.txt")
+    assert "no throttled hosts: not asked for" in said
+    rows, plot = rows_and_plot(tmp_path / "out")
+    assert {row["link"] for row in rows} == {"loopback, not limited"}
+    assert "loopback, not limited" in plot[0].text
+    curves = {
+        name: [row for row in rows if row["config"] == name]
+        for name in ("dense", "four_bits", "one_bit")
+    }
+    for curve in curves.values():
+        assert [row["step"] for row in curve] == [0, 1, 2, 3, 4, 5]
+        assert curve[-1]["loss"] < curve[0]["loss"]
+        assert all(a["seconds"] < b["seconds"] for a, b in pairwise(curve))
+    # the same weights and batches; 1-bit Adam's first step is dense
+    dense, four, one = ([row["loss"] for row in curve] for curve in curves.values())
+    assert dense[0] == four[0] == one[0] and dense[1] == one[1] and dense[1] != four[1]
+    assert dense[-1] != one[-1]
+
+
+def test_lamb_large_batch(tmp_path: Path) -> None:
+    command = ["torchrun", "--nproc_per_node", "2", "run_lamb_large_batch.py"]
+    sizes = ["--samples", "512", "--hidden_size", "32", "--num_layers", "1"]
+    launched.output(
+        [*command, *sizes, "--evaluations", "2", "--output_dir", str(tmp_path / "out")],
+        LAMB,
+        tmp_path / "log.txt",
+    )
+    rows, plot = rows_and_plot(tmp_path / "out")
+    assert len(plot.findall("{*}polyline")) == 3
+    for name in ("small_batch_adamw", "large_batch_adamw", "large_batch_lamb"):
+        curve = [row for row in rows if row["config"] == name]
+        assert [row["samples"] for row in curve] == [0, 256, 512]
+        assert curve[-1]["loss"] < curve[0]["loss"] == rows[0]["loss"]
+
+
+@pytest.fixture
+def two_hosts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return module_of(SLOW / "two_hosts.py")
+
+
+def test_why_there_are_no_throttled_hosts(
+    two_hosts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert two_hosts.throttled(100) == "there is no command 'ip'"
+    calls, ip = tmp_path / "calls", tmp_path / "ip"
+    ip.write_text(f'#!/bin/sh\necho "$@" >> {calls}\necho not permitted >&2\nexit 1\n')
+    ip.chmod(0o755)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    said = two_hosts.throttled(100)
+    assert "`ip netns add" in said and "not permitted" in said and "you are not" in said
+    assert [line.split()[1] for line in calls.read_text().splitlines()] == ["add"] + 2 * ["delete"]
+
+
+def test_a_host_that_fails_ends_the_other(two_hosts: Any) -> None:
+    goes_on = "import sys, time; time.sleep(20); sys.exit(9)"
+    commands = [["/bin/sh", "-c", "exit 3"], [sys.executable, "-S", "-c", goes_on]]
+    assert two_hosts.run_together(commands, [{}, {}]) == 3
+
+
+def test_a_plot(tmp_path: Path) -> None:
+    plot, file = module_of(RECIPES / "plot.py"), tmp_path / "plot.svg"
+    curves = {"a < b": [(0, 5.0), (30, 2.5), (61, 1.1)], "gone": [(1, 3.0), (2, float("nan"))]}
+    plot.line_plot(file, curves, "falling", "seconds", "loss")
+    root = ElementTree.parse(file).getroot()
+    lines = [
+        [tuple(map(float, pair.split(","))) for pair in line.get("points", "").split()]
+        for line in root.findall("{*}polyline")
+    ]
+    assert [len(line) for line in lines] == [3, 1]
+    for x, y in lines[0] + lines[1]:
+        assert plot.LEFT <= x <= plot.WIDTH - plot.RIGHT
+        assert plot.TOP <= y <= plot.HEIGHT - plot.BOTTOM
+    (left, high), _, (right, low) = lines[0]
+    assert left == plot.LEFT < right and high < low
+    words = [text.text for text in root.findall("{*}text")]
+    assert {"falling", "a < b", "gone", "seconds", "loss", "0", "20", "1", "5"} <= {*words}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "found"),
+    [
+        (0.0, 61.0, [0, 20, 40, 60, 80]),
+        (1.1, 5.0, [1, 2, 3, 4, 5]),
+        (3.27, 3.29, [3.27, 3.275, 3.28, 3.285, 3.29]),
+        (2.0, 2.0, [2.0, 2.5]),
+        (0.0, 0.0, [0.0, 0.2]),
+    ],
+)
+def test_ticks(low: float, high: float, found: list[float]) -> None:
+    assert module_of(RECIPES / "plot.py").ticks(low, high) == pytest.approx(found)
