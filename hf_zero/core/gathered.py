@@ -204,8 +204,8 @@ def _reduced_gradient(flat: FlatBuffer) -> tuple[Any, torch.Tensor | None]:
     engine.reduce_gradients()
     if flat.gradient.stays_local:
         raise PartitionError(
-            f"the gradients of {next(iter(flat.parameters))} are not averaged over the ranks while "
-            "the momentum travels in 1 bit; read and change gradients in dense steps alone"
+            f"the gradients of {listed(list(flat.parameters), 6)} are not averaged over the ranks "
+            "while the momentum travels in 1 bit; read and change gradients in dense steps alone"
         )
     return engine, flat.gradient.shard if flat.gradient.has_reduced else None
 

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.one_bit.flat_momentum import AVERAGE, VARIANCE, FlatMomentum, squares_of
+from hf_zero.one_bit.flat_momentum import (
+    AVERAGE,
+    FLOOR,
+    VARIANCE,
+    FlatMomentum,
+    squares_of,
+)
 from hf_zero.optim.lamb import step_size
 from hf_zero.optim.one_bit_lamb import FACTOR, FRESH, RATIO, next_factor
 from hf_zero.units.flat_buffer import FlatBuffer
@@ -21,11 +27,14 @@ class FlatLamb(FlatMomentum):
     gradient g' = (r - b1 a) / (1 - b1) as the messages tell it, of which v' is the variance.
     """
 
+    VARIANCES = (VARIANCE, FRESH)
+
     def __init__(self, flat: FlatBuffer, bound: Any) -> None:
         super().__init__(flat, bound)
         self._slots = [slot for slot in flat.layout.slots if slot.numel]
         self.runs = [(index, slot.offset, slot.end) for index, slot in enumerate(self._slots)]
         self._groups = [bound.group_of[slot.name] for slot in self._slots]
+        self._least: dict[str, Tensor] = {}
         # of each tensor, the same on all ranks: c and f
         self._scales = torch.ones(2, len(self._slots), dtype=torch.float32)
 
@@ -45,6 +54,20 @@ class FlatLamb(FlatMomentum):
             start, stop = self._own(slot.name)
             found[start:stop] = self._denominator(index, variance[start:stop])
         return found
+
+    def _correction(self, group: Mapping[str, Any], step: int) -> float:
+        return super()._correction(group, step) if group["bias_correction"] else 1.0
+
+    def _variance_of(self, group: Mapping[str, Any], denominators: Tensor, step: int) -> Tensor:
+        eps = float(group["eps"])
+        if group["eps_inside_sqrt"]:
+            return denominators.square().sub_(eps).clamp_(min=0.0)
+        return (denominators - eps).clamp_(min=0.0).square_()
+
+    def keep_least(self, sums: Tensor) -> None:
+        """``sums`` of all ranks: below which denominators are not compared."""
+        means = (sums[0] / sums[1].clamp(min=1.0)).sqrt() * FLOOR
+        self._least = dict(zip(self.flat.layout.by_name, means.float()))
 
     def _denominator(self, index: int, variance: Tensor) -> Tensor:
         group = self._group(index)
@@ -116,8 +139,8 @@ class FlatLamb(FlatMomentum):
                 * self._weights[first + start : first + stop]
             )
             sums[1, index] = squares_of(part)
-            frozen = self._denominator(index, variance[start:stop])
-            largest[index] = frozen.div_(self._denominator(index, fresh[start:stop])).max()
+            now = self._denominator(index, fresh[start:stop]).clamp_(min=self._least[slot.name])
+            largest[index] = self._denominator(index, variance[start:stop]).div_(now).max()
         return sums, largest
 
     def learn(self, sums: Tensor, largest: Tensor) -> None:
@@ -129,9 +152,11 @@ class FlatLamb(FlatMomentum):
                 self._group(index), most[at], norms[0, at], norms[1, at], self._scales[1, at]
             )
 
-    def settings(self, index: int, made: int) -> tuple[float, float]:
+    def settings(self, index: int, made: int, frozen: int) -> tuple[float, float]:
         group = self._group(index)
-        size = step_size(group, made) * float(self._scales[0, index] * self._scales[1, index])
+        size = step_size(group, made, frozen) * float(
+            self._scales[0, index] * self._scales[1, index]
+        )
         return 1.0 - size * float(group["weight_decay"]), size
 
     def _kept(self, name: str) -> list[Tensor]:

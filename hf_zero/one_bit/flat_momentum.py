@@ -11,8 +11,9 @@ weights x. The owner of a chunk also holds a, the momentum with what m lacks (``
 
 C is a bit an element and the mean magnitude of each block (hf_zero/ops/sign_blocks.py). Nothing is
 lost: what m lacks is in a and in the errors, and comes later. This is 1-bit Adam (arXiv:2102.02888)
-with each rank keeping a part of the average instead of all of it. D is at least FLOOR times its
-root mean square in its tensor, so that elements of tiny variance do not fill the scales of others.
+with each rank keeping a part of the average instead of all of it. At the freeze v is raised so that
+D is at least FLOOR times its root mean square in its tensor: elements of tiny variance, whose
+average is what others' scales make of it, would be moved far by it, here and in dense steps later.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class FlatMomentum:
     ``begin`` is called before the first of a row of steps in one bit, and where weights or state
     may have changed since the last.
     """
+
+    VARIANCES: tuple[str, ...] = (VARIANCE,)
 
     def __init__(self, flat: FlatBuffer, bound: Any) -> None:
         assert flat.spec.momentum_blocks is not None
@@ -85,42 +88,71 @@ class FlatMomentum:
         """The variance stays as it is from now on."""
 
     def denominators(self, step: int, lags: Mapping[str, int]) -> Tensor:
-        """sqrt(v / (1 - b2^t)) + eps of this rank's chunk, [owned]: t is ``step``, that of the
-        freeze, less the steps in which no rank has used the parameter, ``lags`` by name.
+        """sqrt(v / (1 - b2^t)) + eps of this rank's chunk, [owned]: t is ``step``, for which v is,
+        less the steps in which no rank has used the parameter, ``lags`` by name.
         """
         found = self.state(VARIANCE).clone()
-        for slot in self.flat.layout.slots:
-            group = self._bound.groups[self._bound.group_of[slot.name]]
-            start, stop = self._own(slot.name)
-            made = max(1, step - lags.get(slot.name, 0))
-            part = found[start:stop].div_(1.0 - float(group["betas"][1]) ** made)
+        for name, start, stop in self._owned():
+            group = self._group_of(name)
+            part = found[start:stop].div_(self._correction(group, step - lags.get(name, 0)))
             part.sqrt_().add_(float(group["eps"]))
         return found
 
     def sums(self, denominators: Tensor) -> Tensor:
-        """Of each tensor this rank's part of: the squares of ``denominators``, and how many
-        elements have a variance: [2, tensors], fp64.
+        """Of the elements of each tensor that have a variance, this rank's: the squares of
+        ``denominators`` and how many there are, [2, tensors], fp64.
         """
         variance, found = self.state(VARIANCE), list[Tensor]()
-        for start, stop in map(self._own, self.flat.layout.by_name):
-            found.append(squares_of(denominators[start:stop]))
-            found.append(variance[start:stop].count_nonzero().double())
+        for _, start, stop in self._owned():
+            varies = variance[start:stop] > 0
+            found.append(squares_of(denominators[start:stop] * varies))
+            found.append(varies.count_nonzero().double())
         return torch.stack([each.to(denominators.device) for each in found]).view(-1, 2).T
 
-    def begin(
-        self, denominators: Tensor, sums: Tensor, usual: Tensor
-    ) -> list[tuple[Tensor, Tensor]]:
-        """The (whole, own) pairs to gather before steps in one bit; ``sums`` are those of all
-        ranks. A tensor without variance, which no step has used, has the ``usual`` denominator.
+    def raise_variance(
+        self,
+        denominators: Tensor,
+        sums: Tensor,
+        usual: Tensor,
+        step: int,
+        lags: Mapping[str, int],
+    ) -> None:
+        """Raise the variance of this rank's chunk, so that ``denominators``, those it gives, are
+        FLOOR of their root mean square in their tensor and more. Elements without variance, which
+        no step has used, have that itself; in a tensor of nothing else, the ``usual`` one.
         """
+        variance = self.state(VARIANCE)
+        for (name, start, stop), (total, count) in zip(self._owned(), sums.T):
+            mean = torch.where(count > 0, (total / count.clamp(min=1.0)).sqrt(), usual)
+            own, held = denominators[start:stop], variance[start:stop]
+            least = torch.where(held > 0, mean * FLOOR, mean).to(own.dtype)
+            group = self._group_of(name)
+            raised = self._variance_of(group, least, step - lags.get(name, 0))
+            held.copy_(torch.where(least > own, raised, held))
+
+    def _correction(self, group: Mapping[str, Any], step: int) -> float:
+        """What a variance of ``step`` steps is divided by for its start at zero."""
+        return float(1.0 - float(group["betas"][1]) ** max(1, step))
+
+    def _variance_of(self, group: Mapping[str, Any], denominators: Tensor, step: int) -> Tensor:
+        roots = (denominators - float(group["eps"])).clamp_(min=0.0)
+        return roots.square_().mul_(self._correction(group, step))
+
+    def count_variance(self, before: int, now: int, lags: Mapping[str, int]) -> None:
+        """Make the variance, which was that of step ``before``, one of step ``now``: what the
+        optimizer's own step divides it by has gone on.
+        """
+        for held in map(self.state, self.VARIANCES):
+            for name, start, stop in self._owned():
+                group, lag = self._group_of(name), lags.get(name, 0)
+                ratio = self._correction(group, now - lag) / self._correction(group, before - lag)
+                held[start:stop].mul_(ratio)
+
+    def begin(self, denominators: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The (whole, own) pairs to gather before steps in one bit."""
         flat, layout = self.flat, self.flat.layout
         master = flat.optimizer_shard.master
         assert master is not None
-        for slot, (total, varies) in zip(layout.slots, sums.T):
-            start, stop = self._own(slot.name)
-            least = (total / max(1, slot.numel)).sqrt() * FLOOR
-            least = torch.where(varies > 0, least, usual).to(denominators.dtype)
-            denominators[start:stop].clamp_(min=least)
         # in padding there is nothing to divide
         powers = (torch.frexp(denominators * 2.0**0.5).exponent - 1).clamp_(-126, 126)
         device = flat.full.device
@@ -173,17 +205,19 @@ class FlatMomentum:
         own = self.momentum[rank : rank + 1]
         return self.blocks.combine(came, self.state(AVERAGE), own, beta, self._inside)
 
-    def apply(self, made: int) -> None:
-        """Update the weights by the momentum that has come, in step number ``made``."""
+    def apply(self, made: int, frozen: int) -> None:
+        """Update the weights by the momentum that has come, in step number ``made``; the variance
+        is one of step ``frozen``.
+        """
         assert self.momentum is not None and self._weights is not None
         assert self._exponents is not None
         for index, start, stop in self.runs:
-            keep, size = self.settings(index, made)
+            keep, size = self.settings(index, made, frozen)
             self.blocks.apply(
                 self._weights, self.momentum, self._exponents, keep, size, start, stop
             )
 
-    def settings(self, index: int, made: int) -> tuple[float, float]:
+    def settings(self, index: int, made: int, frozen: int) -> tuple[float, float]:
         """What the weights of the runs of group ``index`` are kept by, and the step size."""
         group = self._bound.groups[index]
         lr = float(group["lr"])
@@ -241,6 +275,14 @@ class FlatMomentum:
         """Elements of this rank's chunk that are no padding."""
         start, stop = self.flat.owned
         return max(0, min(stop, self.flat.layout.numel) - start)
+
+    def _owned(self) -> list[tuple[str, int, int]]:
+        """Each parameter, and where in this rank's chunk its part lies."""
+        return [(name, *self._own(name)) for name in self.flat.layout.by_name]
+
+    def _group_of(self, name: str) -> Mapping[str, Any]:
+        group: Mapping[str, Any] = self._bound.groups[self._bound.group_of[name]]
+        return group
 
     def _own(self, name: str) -> tuple[int, int]:
         _, start, stop = self.flat.spec.own_range(name)

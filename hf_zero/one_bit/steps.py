@@ -41,10 +41,13 @@ class OneBitSteps:
             self._momenta = [FlatMomentum(flat, bound) for flat in chosen]
         self._mesh, self._bound, self._one_bit, self._kernels = mesh, bound, one_bit, kernels
         self._names = frozenset(name for flat in chosen for name in flat.layout.by_name)
+        if not chosen and mesh.rank == 0:
+            why = "no matrix has a block of elements on each rank" if mesh.world > 1 else "one rank"
+            logger.warning("nothing travels in 1 bit (%s): all steps are dense", why)
         self._loads = -1  # of the state, when the counts here were taken from it
         self._made = 0  # steps
         self._compressing = False  # the last step was in one bit
-        self._stale = False  # the momentum that ranks have is not that of the owners' averages
+        self._writes = 0  # of scripts to state, when that was last gathered
         self._squares: Tensor | None = None  # of this rank's own gradients
         self._scale = 1.0  # of these, to be parts of a mean
         self._lr = 0.0  # of the last dense step
@@ -103,12 +106,13 @@ class OneBitSteps:
         return self._squares * ((1.0 if ratio is None else ratio) / self._mesh.shard.size)
 
     def is_stale(self) -> Tensor:
-        """How many of this rank's flat buffers have been written to since the last step: fp64,
-        0-dim.
+        """How many of this rank's flat buffers, or their state, a script has written to since the
+        last step: fp64, 0-dim.
         """
         if not self.sends or not self._compressing:
             return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        return torch.stack([each.is_stale() for each in self._momenta]).sum(dtype=torch.float64)
+        stale = torch.stack([each.is_stale() for each in self._momenta]).sum(dtype=torch.float64)
+        return stale + float(self._writes != self._bound.numbers.writes)
 
     def measure(self) -> None:
         """The gradients of a dense step are reduced: compare their norm with the ranks' own, where
@@ -140,12 +144,9 @@ class OneBitSteps:
         if not compresses:
             self._compressing = False
             return []
-        written = any(each.has_copy for each in self._momenta) and bool(stale)
-        if not self._compressing or written:
+        if not self._compressing or (stale is not None and bool(stale)):
             self._gather_all()
-        elif self._stale:
-            self._gather([each.renew() for each in self._momenta], "momenta")
-        self._compressing, self._stale, self._squares = True, False, None
+        self._compressing, self._squares = True, None
         with span("update", "momenta in 1 bit"):
             self._update(divisor)
         return [each.flat for each in self._momenta]
@@ -156,21 +157,30 @@ class OneBitSteps:
         """
         if not self._momenta:
             return
+        self._bound.rest(self._names if self.sends else frozenset())
         if self.sends and not self._compressing:
             self._freeze()
         elif not self.sends:
-            groups = self._bound.groups
-            self._lr = max(float(group["lr"]) for group in groups)
-        self._bound.rest(self._names if self.sends else frozenset())
+            self._lr = max(float(group["lr"]) for group in self._bound.groups)
+            if self._compressing:
+                self._count_variance()
 
     def _freeze(self) -> None:
-        """The last step was dense, or state was loaded: the variance stays as it is from now on."""
+        """The last step was dense, or state was loaded: the variance stays as it is from now on,
+        raised where it is tiny (collective).
+        """
         resumed = self._bound.groups[0].get(FROZEN_AT)
-        dense_since = resumed is None or self._one_bit.is_dense(self._made)
-        if not dense_since:
+        # what was saved between steps in one bit says that its variance is of its last step
+        if resumed == self._made and not self._one_bit.is_dense(self._made):
             return
         self._note(FROZEN_AT, self._made)
-        for each in self._momenta:
+        lags = self._lags()
+        denominators = [each.denominators(self._made, lags) for each in self._momenta]
+        sums = self._all_sums(denominators)
+        total = torch.cat(sums, 1).sum(1)
+        usual = (total[0] / total[1].clamp(min=1.0)).sqrt()
+        for each, own, of in zip(self._momenta, denominators, sums):
+            each.raise_variance(own, of, usual, self._made, lags)
             each.freeze()
         if self._mesh.rank or (self._one_bit.renews and resumed is not None):
             return
@@ -202,38 +212,46 @@ class OneBitSteps:
 
     def _gather_all(self) -> None:
         """Let all ranks have the weights, the denominators and the momentum of the owners."""
-        at = int(self._bound.groups[0][FROZEN_AT])
-        # since the freeze all count alike
-        lags = {
-            name: self._made - int(numbers.get("step", 0))
-            for group in self._bound.apart()
-            for name, numbers in group.items()
-        }
-        denominators = [each.denominators(at, lags) for each in self._momenta]
-        sums = [each.sums(own) for each, own in zip(self._momenta, denominators)]
-        total = torch.cat(sums, 1)
-        self._mesh.shard.all_reduce(total, "squares of denominators").wait()
-        varies = total[1] > 0
-        sizes = [slot.numel for each in self._momenta for slot in each.flat.layout.slots]
-        numel = torch.tensor(sizes, dtype=torch.float64).to(total.device)
-        usual = (total[0][varies].sum() / numel[varies].sum().clamp(min=1.0)).sqrt()
-        pairs = [
-            pair
-            for each, own, of in zip(
-                self._momenta, denominators, total.split([own.shape[1] for own in sums], 1)
-            )
-            for pair in each.begin(own, of, usual)
-        ]
-        self._gather(pairs, "denominators, weights and momenta")
+        lags = self._lags()
+        denominators = [each.denominators(self._frozen_at, lags) for each in self._momenta]
+        pairs = [pair for each, own in zip(self._momenta, denominators) for pair in each.begin(own)]
+        self._mesh.shard.all_gather(pairs, "denominators, weights and momenta").wait()
+        self._writes = self._bound.numbers.writes
         if self._lamb:
+            for lamb, sums in zip(self._lamb, self._all_sums(denominators)):
+                lamb.keep_least(sums)
             scales = torch.cat([each.held_scales() for each in self._lamb], 1)
             scales = scales.to(self._mesh.device)
             self._mesh.shard.all_reduce(scales, "trust ratios", maximum=True).wait()
             for each, own in zip(self._lamb, scales.split(self._tensors, 1)):
                 each.set_scales(own)
 
-    def _gather(self, pairs: Sequence[tuple[Tensor, Tensor]], what: str) -> None:
-        self._mesh.shard.all_gather(pairs, what).wait()
+    @property
+    def _frozen_at(self) -> int:
+        """The step that the variance is of."""
+        return int(self._bound.groups[0][FROZEN_AT])
+
+    def _lags(self) -> dict[str, int]:
+        """By how many steps parameters are behind the others, which they were not used in."""
+        return {
+            name: self._made - int(numbers.get("step", 0))
+            for group in self._bound.apart()
+            for name, numbers in group.items()
+        }
+
+    def _all_sums(self, denominators: Sequence[Tensor]) -> list[Tensor]:
+        """Those of all ranks (collective)."""
+        sums = [each.sums(own) for each, own in zip(self._momenta, denominators)]
+        total = torch.cat(sums, 1)
+        self._mesh.shard.all_reduce(total, "squares of denominators").wait()
+        return list(total.split([own.shape[1] for own in sums], 1))
+
+    def _count_variance(self) -> None:
+        """Before a dense step or a save: let the variance be that of the last step made."""
+        lags = self._lags()
+        for each in self._momenta:
+            each.count_variance(self._frozen_at, self._made, lags)
+        self._note(FROZEN_AT, self._made)
 
     def _update(self, divisor: Tensor | None) -> None:
         axis, beta = self._mesh.shard, float(self._bound.groups[0]["betas"][0])
@@ -266,7 +284,7 @@ class OneBitSteps:
         if self._lamb:
             self._scale_updates()
         for each, restore, _ in gathers:
-            each.apply(self._made)
+            each.apply(self._made, self._frozen_at)
             restore()
             each.publish()
 
@@ -310,7 +328,9 @@ class OneBitSteps:
             each.take_errors(mean, beta)
         for lamb in self._lamb:
             lamb.store_scales()
-        self._stale = True
+        if self._compressing:
+            self._count_variance()
+        self._compressing = False  # all is gathered anew, as after a load
 
     def nbytes(self) -> int:
         """Bytes that this rank keeps besides the optimizer's state."""

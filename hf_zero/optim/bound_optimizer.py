@@ -317,6 +317,7 @@ class BoundOptimizer:
         if name == "master":
             _copy(masters(flat), tensor)
             return
+        self.numbers.writes += 1
         touched = [
             (segment, part)
             for segment in self._table.segments

@@ -20,6 +20,7 @@ class GroupNumbers:
         self._table = table
         # of all state, from outside; the most steps of a parameter in the last
         self.loads, self.loaded_steps = 0, 0
+        self.writes = 0  # to state of elements, from outside
 
     def scalars(self) -> list[dict[str, float]]:
         """Per group, the numbers its parameters share, such as ``{"step": 3.0}``; the same on

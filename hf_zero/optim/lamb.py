@@ -119,10 +119,12 @@ class Lamb(TensorSumOptimizer):
         apply_(parts.weights, averages, variances, factors, _settings(group), kernels=parts.kernels)
 
 
-def step_size(group: Mapping[str, Any], step: int) -> float:
-    """What step number ``step`` multiplies an update and its trust ratio by."""
-    beta1, beta2 = group["betas"]
-    corrected = (1 - beta2**step) ** 0.5 / (1 - beta1**step) if group["bias_correction"] else 1.0
+def step_size(group: Mapping[str, Any], step: int, variance: int | None = None) -> float:
+    """What step number ``step`` multiplies an update and its trust ratio by; ``variance`` is the
+    step that the variance is of, if another.
+    """
+    (beta1, beta2), of = group["betas"], step if variance is None else variance
+    corrected = (1 - beta2**of) ** 0.5 / (1 - beta1**step) if group["bias_correction"] else 1.0
     return float(group["lr"]) * corrected
 
 

@@ -28,7 +28,7 @@ _BLOCK = 2048
 _IDLE = {
     "cuda_aware": "messages travel as the process group sends them",
     "comm_backend_name": "messages travel over the process group of the engine",
-    "exp_avg_mask": "what has no gradient stays where it is without a mask",
+    "exp_avg_mask": "what never had a gradient is divided by what is usual in its tensor instead",
 }
 
 
@@ -214,7 +214,14 @@ def one_bit_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> O
         ConfigError: what else ``config`` says does not go with it.
     """
     both = config.compressed_communication
-    if optimizer is None or (both.bits != 1 and not isinstance(optimizer, SendsMomentum)):
+    ours = isinstance(optimizer, SendsMomentum)
+    if optimizer is not None and both.freeze_step is not None and (ours or both.bits != 1):
+        instead = f"write freeze_step in the parameters of {type(optimizer).__name__}"
+        raise ConfigError(
+            f"compressed_communication.freeze_step: {both.freeze_step} is for bits: 1 with Adam or "
+            f"AdamW; {instead if ours else 'write bits: 1, or remove it'}"
+        )
+    if optimizer is None or (both.bits != 1 and not ours):
         return None
     name = type(optimizer).__name__
     is_dense: Callable[[int], bool]
@@ -257,6 +264,9 @@ def _check(config: ZeroConfig, optimizer: torch.optim.Optimizer, what: str) -> N
     }
     wrong = [f"{key}: {why}" for key, why in reasons.items() if why]
     for group in optimizer.param_groups:
+        plain = elementwise_base(type(optimizer)) is torch.optim.Adam
+        if plain and group["weight_decay"] and not group.get("decoupled_weight_decay"):
+            wrong.append("weight_decay of Adam, which is added to the gradient: take AdamW")
         for key in ("amsgrad", "maximize"):
             if group.get(key):
                 wrong.append(f"{key}: a group sets it; leave it off")

@@ -44,12 +44,16 @@ def C(z: Tensor, owners: int, numel: int, block: int = BLOCK) -> Tensor:
 
 
 def exponents(variance: Tensor, layout: Any, beta2: float, eps: float, step: int) -> Tensor:
-    """k of D = max(sqrt(v_hat) + eps, a tenth of its root mean square in its tensor), D = 2^k."""
+    """k of D = max(sqrt(v_hat) + eps, a tenth of its root mean square in its tensor), D = 2^k;
+    where v is zero, D is that mean.
+    """
     found = torch.zeros(layout.padded)
     for slot in layout.slots:
         part = variance[slot.offset : slot.end].clone()
+        varies = part > 0
         part = part.div(1.0 - beta2**step).sqrt().add(eps)
-        least = part.double().square().mean().sqrt().float() * 0.1
+        mean = part[varies].double().square().mean().sqrt().float()
+        least = torch.where(varies, mean * 0.1, mean)
         found[slot.offset : slot.end] = torch.log2(torch.maximum(part, least)).round()
     return found
 
@@ -99,6 +103,7 @@ class WholeLamb(Whole):
     factors: dict[str, float]
     beta2: float
     eps: float
+    frozen: int
     bounds: tuple[float, float, float] = (0.5, 4.0, 0.1)
 
     def step(self, grads: Sequence[Tensor], number: int, divisor: float = 1.0) -> None:
@@ -107,16 +112,16 @@ class WholeLamb(Whole):
         r = self.beta * self.average + (1 - self.beta) * self.momentum
         gradient = (r - self.beta * before) / (1 - self.beta)
         self.fresh = self.beta2 * self.fresh + (1 - self.beta2) * gradient**2
-        corrected = (1 - self.beta2**number) ** 0.5 / (1 - self.beta**number)
+        corrected = (1 - self.beta2**self.frozen) ** 0.5 / (1 - self.beta**number)
         update = self.momentum * torch.exp2(-self.powers)
         least, most, change = self.bounds
         self.weights = weights.clone()
         for slot in self.layout.slots:
             part = slice(slot.offset, slot.end)
             x, u = weights[part], update[part]
-            quotient = (self.variance[part].sqrt() + self.eps) / (
-                self.fresh[part].sqrt() + self.eps
-            )
+            frozen = self.variance[part].sqrt() + self.eps
+            floor = 0.1 * frozen.double().square().mean().sqrt().float()
+            quotient = frozen / (self.fresh[part].sqrt() + self.eps).clamp(min=float(floor))
             k = min(1.0, float(u.norm() / (u + self.decay * x).norm()))
             f = float(quotient.max()) * k + 1 - k if self.decay else float(quotient.max())
             last = self.factors[slot.name]

@@ -15,7 +15,6 @@ import hf_zero
 from hf_zero.optim import Adafactor
 from hf_zero.optim.muon import Muon, muon_groups
 from hf_zero.parameters import wrap
-from tests.late import device
 
 wrap.GRANULARITY = 0  # blocks are small, and each is to be a unit
 wrap.PERSISTENCE = 0  # and its parameters sharded
@@ -191,6 +190,8 @@ def plain(job: str, steps: int, rank: int, world: int) -> list[float]:
 
 def train(job: str, steps: int = 3, rank: int = 0, world: int = 1) -> list[float]:
     """The losses of a training on the device; reports are left to be read."""
+    from tests.late import device  # who reads the jobs alone is on no device
+
     model, chosen = tower(), config(job)
     engine, *_ = hf_zero.initialize(model=model, config=chosen)
     kept = []

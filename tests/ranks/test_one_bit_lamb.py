@@ -78,14 +78,17 @@ def test_steps_are_those_of_the_equations(ranks, plan, decay):
             return torch.cat([answer[number][1][key][1][name] for answer in answers])
 
         at = FREEZE - 1
-        variance, average = joined(at, "exp_avg_sq"), joined(at, "exp_avg")
+        average = joined(at, "exp_avg")
+        # as the freeze has raised it
+        variance = joined(FREEZE, "exp_avg_sq")
+        assert bool((variance >= joined(at, "exp_avg_sq")).all())
         ratios = {k: v for answer in answers for k, v in answer[at][1][key][2].items()}
         whole = WholeLamb(
             layout,
             joined(at, "master"),
             average,
             # LAMB's denominators are not corrected for their start at zero
-            exponents(variance, layout, 0.0, LAMB["eps"], 1),
+            exponents(joined(at, "exp_avg_sq"), layout, 0.0, LAMB["eps"], 1),
             C(average, ranks, layout.numel),
             [torch.zeros(layout.padded) for _ in range(ranks)],
             LAMB["lr"],
@@ -97,6 +100,7 @@ def test_steps_are_those_of_the_equations(ranks, plan, decay):
             dict.fromkeys(layout.by_name, 1.0),
             LAMB["betas"][1],
             LAMB["eps"],
+            FREEZE,
         )
         for number in range(FREEZE, STEPS):
             dtype = answers[0][number][1][key][4].dtype
