@@ -175,6 +175,8 @@ def _check_compression(reading: ConfigReading) -> None:
     stage = values.get(STAGE, 0)
     up, down = f"{QUANTIZED}gradients", f"{QUANTIZED}weights"
     reasons = {}
+    if values.get(f"{LOCO}.err_beta") == 1:
+        reasons[f"{LOCO}.err_beta"] = "takes in no error at all; write less, such as 0.8"
     if values.get(BITS) == 4 and values.get(BLOCK) == 2048:
         reasons[BLOCK] = "is for 1 bit; write 1024 or less"
     four = BITS if values.get(BITS) == 4 else ""  # momenta in one bit: hf_zero.optim.one_bit

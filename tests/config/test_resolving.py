@@ -343,3 +343,9 @@ def test_blocks_of_2048_are_for_1_bit() -> None:
         ZeroConfig.from_dict(
             {"zero_optimization": {"stage": 1}, "compressed_communication": both}
         ).resolve(2)
+
+
+def test_an_err_beta_that_takes_in_nothing_is_refused() -> None:
+    loco = {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 1.0}}
+    with pytest.raises(ConfigError, match=r"err_beta = 1\.0 .*takes in no error at all"):
+        ZeroConfig.from_dict({"zero_optimization": {"stage": 2, **loco}}).resolve(2)

@@ -64,6 +64,7 @@ def test_groups_that_do_not_go_with_it_are_named() -> None:
         (torch.optim.AdamW(parameters(), maximize=True), "maximize: a group sets it"),
         (torch.optim.AdamW(groups), "betas: groups differ"),
         (torch.optim.AdamW(parameters(), betas=(0.0, 0.9)), r"give a first one in \(0, 1\)"),
+        (torch.optim.Adam(parameters(), weight_decay=0.1), "weight_decay of Adam, .*: take AdamW"),
         (torch.optim.SGD(parameters(), lr=0.1), "the optimizer is SGD; take one of them, or .*: 4"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -98,3 +99,18 @@ def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
     said = caplog.text
     for key in ("cuda_aware", "comm_backend_name", "exp_avg_mask", "local_step_clipper"):
         assert key in said, key
+
+
+def test_a_freeze_step_that_nothing_reads_is_refused() -> None:
+    freeze = {"freeze_step": 4}
+    for given, optimizer, message in (
+        (freeze, OneBitAdam(parameters()), "write freeze_step in the parameters of OneBitAdam"),
+        (freeze, torch.optim.AdamW(parameters()), "write bits: 1, or remove it"),
+        (
+            {**freeze, "bits": 4},
+            torch.optim.AdamW(parameters()),
+            "is for bits: 1 with Adam or AdamW",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            one_bit_of(config(compressed_communication=given), optimizer)

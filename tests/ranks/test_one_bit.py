@@ -350,6 +350,144 @@ def test_a_save_after_a_load_is_what_was_loaded(tmp_path):
     on_ranks(2, run)
 
 
+class Rows(torch.nn.Module):
+    """An embedding of which few rows are used, and a head."""
+
+    def __init__(self, rows: int = 64, width: int = 16) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(rows, width)
+        self.head = torch.nn.Linear(width, rows, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self.head(self.embed(ids)), (ids + 1) % 12)
+
+
+def on_rows(engine: Any, rank: int, steps: range, used: int = 12) -> list[float]:
+    """The largest move of a weight in each step."""
+    moves, before = [], full_weights(engine)
+    for number in steps:
+        generator = torch.Generator().manual_seed(100 * number + rank)
+        engine.backward(engine(torch.randint(used, (16,), generator=generator)))
+        engine.step()
+        after = full_weights(engine)
+        moves.append(max(float((after[n] - before[n]).abs().max()) for n in after))
+        before = after
+    return moves
+
+
+LR = 1e-3
+
+
+@pytest.mark.parametrize("then", ["same", "a later freeze", "AdamW", "one rank"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_dense_steps_after_those_in_one_bit_are_of_the_usual_size(then, precision, tmp_path):
+    """Also of rows that have no gradient, whose averages are what scales of others make of them."""
+    plan = Plan(precision=precision)
+
+    def made(model, cls, **more):
+        return start(model, cls(model.parameters(), lr=LR, **more), config(plan))
+
+    def save(rank, model):
+        engine = made(model, OneBitAdam, freeze_step=10)
+        on_rows(engine, rank, range(25))
+        engine.save_checkpoint(tmp_path)
+
+    def resume(rank, model):
+        if then == "AdamW":
+            engine = made(model, torch.optim.AdamW)
+        else:
+            engine = made(model, OneBitAdam, freeze_step=60 if then == "a later freeze" else 10)
+        engine.load_checkpoint(tmp_path)
+        return max(on_rows(engine, rank, range(25, 33)))
+
+    on_ranks(2, save, build=lambda: seeded(Rows))
+    ranks = 1 if then == "one rank" else 2
+    for moved in on_ranks(ranks, resume, build=lambda: seeded(Rows)):
+        assert 0.0 < moved < 30 * LR
+
+
+def test_zero_one_adam_moves_as_far_in_each_step():
+    """By its defaults, over rows without gradients; the variance is corrected for the steps that
+    have renewed it.
+    """
+
+    def run(rank, model):
+        engine = start(model, ZeroOneAdam(model.parameters(), lr=LR), config())
+        return on_rows(engine, rank, range(40))
+
+    for moves in on_ranks(2, run, build=lambda: seeded(Rows)):
+        assert max(moves) < 30 * LR
+
+
+def test_the_variance_of_constant_gradients_is_corrected():
+    """Each step moves by the learning rate, dense or not, however rarely the variance is renewed,
+    and when it is renewed again after a long time.
+    """
+
+    def run(rank, model, cls, more, steps):
+        engine = start(model, cls(model.parameters(), lr=LR, weight_decay=0.0, **more), config())
+        weight, moves = model.weight, []
+        for _ in range(steps):
+            before = weight.detach().clone()
+            engine.backward(weight.sum())
+            engine.step()
+            moves.append(float((weight.detach() - before).abs().max()) / LR)
+        return moves
+
+    def build():
+        return torch.nn.Linear(32, 32, bias=False)
+
+    rare = {"var_freeze_step": 60, "var_update_scaler": 2}
+    for cls, more in ((ZeroOneAdam, rare), (OneBitAdam, {"freeze_step": 5})):
+        for moves in on_ranks(2, run, cls, more, 80, build=build):
+            # denominators are powers of two
+            assert min(moves) > 0.7, cls
+            assert max(moves) < 1.45, cls
+
+
+def test_rows_without_gradients_hardly_move():
+    """They share blocks with rows that have some, and 1 bit has no zero."""
+
+    def run(rank, model):
+        engine = start(model, OneBitAdam(model.parameters(), lr=LR, freeze_step=10), config())
+        on_rows(engine, rank, range(10))
+        before = full_weights(engine)["embed.weight"]
+        on_rows(engine, rank, range(10, 40))
+        moved = (full_weights(engine)["embed.weight"] - before).abs()
+        assert float(moved[12:].max()) < 5 * LR < float(moved[:12].max())
+
+    on_ranks(2, run, build=lambda: seeded(Rows))
+
+
+def test_state_that_a_script_writes_counts():
+    """A larger variance means smaller steps at once."""
+    import hf_zero
+
+    def run(rank, model, writes):
+        engine = started(model)
+        train(engine, rank, range(5))
+        weight = model.blocks[0].up.weight
+        if writes:
+            held = hf_zero.safe_get_full_optimizer_state(weight, "exp_avg_sq")
+            hf_zero.safe_set_full_optimizer_state(weight, held * 2.0**20, "exp_avg_sq")
+        before = weight.detach().clone()
+        train(engine, rank, range(5, 6))
+        return float((weight.detach() - before * (1 - ADAM["lr"] * 0.1)).abs().max())
+
+    plain, written = on_ranks(2, run, False)[0], on_ranks(2, run, True)[0]
+    assert 0.0 < written < plain / 500
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_sends_nothing_in_one_bit_says_so(ranks, caplog):
+    def run(rank, model):
+        start(model, OneBitAdam(model.parameters()), config_of(1))
+
+    on_ranks(ranks, run, build=lambda: torch.nn.Linear(4, 4))
+    said = "one rank" if ranks == 1 else "no matrix has a block"
+    assert caplog.text.count(f"nothing travels in 1 bit ({said}") == 1
+
+
 def test_gradients_cannot_be_read_while_they_are_not_averaged():
     import hf_zero
     from hf_zero.errors import PartitionError
