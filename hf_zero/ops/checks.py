@@ -49,6 +49,22 @@ def flat(
     return tensor
 
 
+def rows_of_bytes(op: str, messages: Tensor, nbytes: int, said: str) -> None:
+    """Raise KernelError unless ``messages`` is contiguous, uint8 [rows, nbytes]: what ``said``
+    describes.
+    """
+    if (
+        messages.dtype != torch.uint8
+        or messages.dim() != 2
+        or messages.shape[1] != nbytes
+        or not messages.is_contiguous()
+    ):
+        raise KernelError(
+            f"{op}: messages are {messages.dtype} of shape {tuple(messages.shape)}; {said} are "
+            f"contiguous rows of {nbytes} bytes"
+        )
+
+
 def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_zero.errors import KernelError
 from hf_zero.ops import native
 from hf_zero.ops import sign_blocks_reference as reference
-from hf_zero.ops.checks import FLOATS, FP32, address, kind
+from hf_zero.ops.checks import FLOATS, FP32, address, kind, rows_of_bytes
 from hf_zero.ops.dispatch import Kernel
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
@@ -195,18 +195,8 @@ class SignBlocks:
         self._check_rows(op, messages, max(numel.values()) // max(1, messages.shape[0]))
 
     def _check_rows(self, op: str, messages: Tensor, chunk: int) -> None:
-        wanted = self.nbytes(chunk)
-        if (
-            messages.dtype != torch.uint8
-            or messages.dim() != 2
-            or messages.shape[1] != wanted
-            or not messages.is_contiguous()
-        ):
-            raise KernelError(
-                f"{op}: messages are {messages.dtype} of shape {tuple(messages.shape)}; {chunk} "
-                f"elements in 1 bit and blocks of {self.block} are contiguous rows of {wanted} "
-                "bytes"
-            )
+        said = f"{chunk} elements in 1 bit and blocks of {self.block}"
+        rows_of_bytes(op, messages, self.nbytes(chunk), said)
 
 
 _INT8 = (torch.int8,)

@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_zero.errors import KernelError
 from hf_zero.ops import native
 from hf_zero.ops import symmetric_blocks_reference as reference
-from hf_zero.ops.checks import FLOATS, FP32, address, flat, kind
+from hf_zero.ops.checks import FLOATS, FP32, address, flat, kind, rows_of_bytes
 from hf_zero.ops.dispatch import Kernel
 
 BITS = (4, 8)
@@ -132,18 +132,8 @@ class SymmetricBlocks:
         return values.numel() // rows
 
     def _check_messages(self, op: str, messages: Tensor, numel: int) -> None:
-        wanted = self.nbytes(numel)
-        if (
-            messages.dtype != torch.uint8
-            or messages.dim() != 2
-            or messages.shape[1] != wanted
-            or not messages.is_contiguous()
-        ):
-            raise KernelError(
-                f"{op}: messages are {messages.dtype} of shape {tuple(messages.shape)}; {numel} "
-                f"elements in {self.bits} bits and blocks of {self.block} are contiguous rows of "
-                f"{wanted} bytes"
-            )
+        said = f"{numel} elements in {self.bits} bits and blocks of {self.block}"
+        rows_of_bytes(op, messages, self.nbytes(numel), said)
 
 
 def _fits(op: str, name: str, values: Tensor, like: Tensor) -> None:
