@@ -322,28 +322,26 @@ class Unit:
                 self._secondary = Secondary.NONE
             elif not secondary:
                 self._secondary = Secondary.COMING
-            device = self.sharded[0].full.device
             if secondary and node is not None:
-                shards = [(flat.full, flat.secondary_shard) for flat in self.sharded]
-                pairs = [(full, shard) for full, shard in shards if shard is not None]
+                pairs = [
+                    (flat.full, flat.secondary_shard)
+                    for flat in self.sharded
+                    if flat.secondary_shard is not None
+                ]
                 self._handle = node.all_gather(pairs, f"{self.label} in a node")
-                self._set_gathering()
-                return
-            beside = (
-                streams.shard_stream(device) if any(flat.is_away for flat in self.sharded) else None
-            )
-            if beside is not None:
-                # which has used this memory before
-                beside.wait_stream(streams.current_stream(device))
-            with torch.no_grad(), streams.on_stream(beside):
-                for flat in self.sharded:
-                    pairs.append((flat.full, flat.bring_shard()))
-                    codecs.append(None if exact else flat.spec.gather_codec)
-                self._handle = self.sharded[0].axis.all_gather(pairs, self.label, codecs)
-                self._brought = streams.record_event(beside) if beside is not None else None
-        self._set_gathering()
-
-    def _set_gathering(self) -> None:
+            else:
+                device = self.sharded[0].full.device
+                away = any(flat.is_away for flat in self.sharded)
+                beside = streams.shard_stream(device) if away else None
+                if beside is not None:
+                    # which has used this memory before
+                    beside.wait_stream(streams.current_stream(device))
+                with torch.no_grad(), streams.on_stream(beside):
+                    for flat in self.sharded:
+                        pairs.append((flat.full, flat.bring_shard()))
+                        codecs.append(None if exact else flat.spec.gather_codec)
+                    self._handle = self.sharded[0].axis.all_gather(pairs, self.label, codecs)
+                    self._brought = streams.record_event(beside) if beside is not None else None
         if self.state is State.RELEASED:
             self.state = State.GATHERING
         else:
@@ -362,7 +360,8 @@ class Unit:
             with span("wait_all_gather", self.label):
                 self._handle.wait()
             self._handle = None
-            self._keep_secondary()
+            if self._secondary is Secondary.COMING:
+                self._keep_secondary()
         if self.state is State.GATHERING:
             with torch.inference_mode(False), torch.no_grad():
                 for flat in self.sharded:
@@ -371,11 +370,11 @@ class Unit:
 
     def _keep_secondary(self) -> None:
         node = self.sharded[0].mesh.node
-        if self._secondary is Secondary.COMING and node is not None:
-            self._secondary = Secondary.HERE
-            with torch.inference_mode(False), torch.no_grad():
-                for flat in self.sharded:
-                    flat.keep_secondary(node)
+        assert node is not None
+        self._secondary = Secondary.HERE
+        with torch.inference_mode(False), torch.no_grad():
+            for flat in self.sharded:
+                flat.keep_secondary(node)
 
     def take_user_writes(self) -> None:
         """What a script has written to parameters that are whole here goes into the shards (a
