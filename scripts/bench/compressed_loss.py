@@ -8,7 +8,7 @@ warmed up over a tenth of the steps and then by a cosine to a tenth. Contenders:
 bits both ways at stage 2; 1-bit Adam frozen after a fifth of the steps; and the paper's 1-bit Adam
 on whole tensors without ZeRO (every rank keeps all moments). The figure of a run is the mean loss
 of all ranks over its last 50 steps. Raw rows with the curves go to --out as JSON lines; runs that
-are in there are not made again.
+are in there are not made again; a plot for each model lies beside them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import os
 import platform
 import socket
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,25 @@ def report(rows: list[dict[str, Any]]) -> None:
                 )
 
 
+def plot(rows: list[dict[str, Any]], folder: Path) -> None:
+    """A plot for each model: mean losses over the seeds, on the most ranks there are of it."""
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "recipes"))
+    from plot import line_plot
+
+    for model in sorted({row["model"] for row in rows}):
+        ranks = max(row["ranks"] for row in rows if row["model"] == model)
+        curves = {}
+        for kind in KINDS:
+            runs = [r["curve"] for r in rows if _run(r)[:2] == (model, ranks) and r["kind"] == kind]
+            mean = [statistics.mean(values) for values in zip(*runs)]
+            # the first steps are the same in all, and far above
+            curves[kind] = [(10.0 * at, value) for at, value in enumerate(mean) if at >= 10]
+        path = folder / f"compressed_loss-{model}.svg"
+        title = f"{model} on {ranks} ranks: loss in few bits"
+        line_plot(path, curves, title, "steps", "loss, mean of ten steps and the seeds")
+        print(f"plot: {path}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -246,6 +266,7 @@ def main() -> None:
         for world in map(int, options.ranks.split(",")):
             mp.spawn(work, (world, free_port(), options), world)
     report(rows_of(options.report))
+    plot(rows_of(options.report), options.report.parent)
     print(f"rows: {options.report}")
 
 
