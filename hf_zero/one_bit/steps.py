@@ -314,9 +314,8 @@ class OneBitSteps:
         """Bring what the ranks have yet to send into the optimizer's state, which then is whole:
         the run goes on from there as one does that is resumed (collective).
         """
-        loaded = (
-            self._loads != self._bound.numbers.loads
-        )  # what is yet to be sent is of another run
+        # then what is yet to be sent is of another run
+        loaded = self._loads != self._bound.numbers.loads
         if loaded or any(each.error is None for each in self._momenta):
             return
         axis, beta = self._mesh.shard, float(self._bound.groups[0]["betas"][0])
