@@ -22,7 +22,6 @@ from hf_zero.gradients.norm import squared_norm
 from hf_zero.gradients.usage import Usage
 from hf_zero.logs import logger
 from hf_zero.one_bit.steps import OneBitSteps
-from hf_zero.optim.one_bit import one_bit_of
 from hf_zero.spans import span
 from hf_zero.storage.base import MASTER
 from hf_zero.storage.placement import ShardSpec, room_beside_a_step
@@ -62,11 +61,10 @@ class OptimizerStep:
         # to which the gradient is clipped; 0.0: not
         self.max_norm = float(config.gradient_clipping or 0.0)
         # where the momentum travels in one bit
-        one_bit = one_bit_of(config, optimizer)
         self.one_bit = (
             None
-            if one_bit is None
-            else OneBitSteps(model.flats, mesh, self.bound, one_bit, config.kernels)
+            if model.one_bit is None
+            else OneBitSteps(model.flats, mesh, self.bound, model.one_bit, config.kernels)
         )
         self.norm: torch.Tensor | None = None  # of the last step, 0-dim on the device
         self.applied = False  # whether the last step has changed the weights

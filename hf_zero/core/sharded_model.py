@@ -68,6 +68,7 @@ class ShardedModel:
             name: str(p.dtype).removeprefix("torch.") for name, p in self.parameters.items()
         }
         self.group_of = _groups(optimizer, self.parameters, config)
+        self.one_bit = one_bit_of(config, optimizer)  # of its momentum, if it sends that
         accumulate, wire = config.gradient_accumulation_dtype, config.communication_data_type
         dtypes = Dtypes(
             precision,
@@ -90,7 +91,7 @@ class ShardedModel:
             placement,
             dtypes,
             whole,
-            Compression.of(config, one_bit_of(config, optimizer)),
+            Compression.of(config, self.one_bit),
             moments_by_group(optimizer),
         )
         self.flats: list[FlatBuffer] = [flat for unit in self.units for flat in unit.flats]

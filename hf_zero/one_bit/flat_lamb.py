@@ -17,6 +17,7 @@ from hf_zero.one_bit.flat_momentum import (
     FlatMomentum,
     squares_of,
 )
+from hf_zero.ops.sign_blocks_reference import powers
 from hf_zero.optim.lamb import step_size
 from hf_zero.optim.one_bit_lamb import FACTOR, FRESH, RATIO, next_factor
 from hf_zero.units.flat_buffer import FlatBuffer
@@ -33,30 +34,23 @@ class FlatLamb(FlatMomentum):
         super().__init__(flat, bound)
         self._slots = [slot for slot in flat.layout.slots if slot.numel]
         self.runs = [(index, slot.offset, slot.end) for index, slot in enumerate(self._slots)]
-        self._groups = [bound.group_of[slot.name] for slot in self._slots]
         self._least: dict[str, Tensor] = {}
         # of each tensor, the same on all ranks: c and f
         self._scales = torch.ones(2, len(self._slots), dtype=torch.float32)
-
-    def _group(self, index: int) -> Any:
-        return self._bound.groups[self._groups[index]]
 
     def freeze(self) -> None:
         self.state(FRESH).copy_(self.state(VARIANCE))
         for kept in self._bound.factors.held().values():
             kept.pop(FACTOR, None)
 
-    def denominators(self, step: int, lags: Mapping[str, int]) -> Tensor:
-        """sqrt(v) + eps, or sqrt(v + eps): [owned]."""
-        variance = self.state(VARIANCE)
-        found = torch.zeros_like(variance)
-        for index, slot in enumerate(self._slots):
-            start, stop = self._own(slot.name)
-            found[start:stop] = self._denominator(index, variance[start:stop])
-        return found
-
     def _correction(self, group: Mapping[str, Any], step: int) -> float:
         return super()._correction(group, step) if group["bias_correction"] else 1.0
+
+    def _denominators_of(self, group: Mapping[str, Any], variance: Tensor, step: int) -> Tensor:
+        """sqrt(v) + eps, or sqrt(v + eps): LAMB corrects its step and not these."""
+        if group["eps_inside_sqrt"]:
+            return (variance + float(group["eps"])).sqrt_()
+        return variance.sqrt().add_(float(group["eps"]))
 
     def _variance_of(self, group: Mapping[str, Any], denominators: Tensor, step: int) -> Tensor:
         eps = float(group["eps"])
@@ -68,12 +62,6 @@ class FlatLamb(FlatMomentum):
         """``sums`` of all ranks: below which denominators are not compared."""
         means = (sums[0] / sums[1].clamp(min=1.0)).sqrt() * FLOOR
         self._least = dict(zip(self.flat.layout.by_name, means.float()))
-
-    def _denominator(self, index: int, variance: Tensor) -> Tensor:
-        group = self._group(index)
-        if group["eps_inside_sqrt"]:
-            return (variance + float(group["eps"])).sqrt_()
-        return variance.sqrt().add_(float(group["eps"]))
 
     # ---- numbers of tensors ----
 
@@ -107,9 +95,9 @@ class FlatLamb(FlatMomentum):
         after, fresh = self.state(AVERAGE), self.state(FRESH)
         said = self.blocks.values(sent, after.numel())
         gradient = (after - before).mul_(beta).div_(1.0 - beta).add_(said)
-        for index, slot in enumerate(self._slots):
+        for slot in self._slots:
             start, stop = self._own(slot.name)
-            decay = float(self._group(index)["betas"][1])
+            decay = float(self._group_of(slot.name)["betas"][1])
             new = gradient[start:stop]
             fresh[start:stop].mul_(decay).addcmul_(new, new, value=1.0 - decay)
         return sent
@@ -122,8 +110,8 @@ class FlatLamb(FlatMomentum):
         assert self._exponents is not None
         first, stop_of = self.flat.owned
         own = self.momentum[self.flat.axis.rank : self.flat.axis.rank + 1]
-        powers = ((127 - self._exponents[first:stop_of].int()) << 23).view(torch.float32)
-        update = self.blocks.values(own, stop_of - first) * powers
+        update = self.blocks.values(own, stop_of - first)
+        update *= powers(self._exponents[first:stop_of])
         sums = torch.zeros(2, len(self._slots), dtype=torch.float64, device=update.device)
         largest = torch.zeros(len(self._slots), dtype=torch.float32, device=update.device)
         variance, fresh = self.state(VARIANCE), self.state(FRESH)
@@ -131,29 +119,28 @@ class FlatLamb(FlatMomentum):
             start, stop = self._own(slot.name)
             if start == stop:
                 continue
+            group = self._group_of(slot.name)
             part = update[start:stop]
             sums[0, index] = squares_of(part)
-            part = (
-                part
-                + float(self._group(index)["weight_decay"])
-                * self._weights[first + start : first + stop]
-            )
+            part = part + float(group["weight_decay"]) * self._weights[first + start : first + stop]
             sums[1, index] = squares_of(part)
-            now = self._denominator(index, fresh[start:stop]).clamp_(min=self._least[slot.name])
-            largest[index] = self._denominator(index, variance[start:stop]).div_(now).max()
+            frozen, now = (
+                self._denominators_of(group, each[start:stop], 0) for each in (variance, fresh)
+            )
+            largest[index] = frozen.div_(now.clamp_(min=self._least[slot.name])).max()
         return sums, largest
 
     def learn(self, sums: Tensor, largest: Tensor) -> None:
         """The same of all ranks, on the host: what scales the updates of this step."""
         norms, most = sums.sqrt().float(), largest
-        for index in range(len(self._slots)):
+        for index, slot in enumerate(self._slots):
             at = slice(index, index + 1)
             self._scales[1, at] = next_factor(
-                self._group(index), most[at], norms[0, at], norms[1, at], self._scales[1, at]
+                self._group_of(slot.name), most[at], norms[0, at], norms[1, at], self._scales[1, at]
             )
 
     def settings(self, index: int, made: int, frozen: int) -> tuple[float, float]:
-        group = self._group(index)
+        group = self._group_of(self._slots[index].name)
         size = step_size(group, made, frozen) * float(
             self._scales[0, index] * self._scales[1, index]
         )

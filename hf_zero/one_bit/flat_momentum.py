@@ -91,11 +91,11 @@ class FlatMomentum:
         """sqrt(v / (1 - b2^t)) + eps of this rank's chunk, [owned]: t is ``step``, for which v is,
         less the steps in which no rank has used the parameter, ``lags`` by name.
         """
-        found = self.state(VARIANCE).clone()
+        variance = self.state(VARIANCE)
+        found = torch.zeros_like(variance)
         for name, start, stop in self._owned():
-            group = self._group_of(name)
-            part = found[start:stop].div_(self._correction(group, step - lags.get(name, 0)))
-            part.sqrt_().add_(float(group["eps"]))
+            group, made = self._group_of(name), step - lags.get(name, 0)
+            found[start:stop] = self._denominators_of(group, variance[start:stop], made)
         return found
 
     def sums(self, denominators: Tensor) -> Tensor:
@@ -133,6 +133,9 @@ class FlatMomentum:
     def _correction(self, group: Mapping[str, Any], step: int) -> float:
         """What a variance of ``step`` steps is divided by for its start at zero."""
         return float(1.0 - float(group["betas"][1]) ** max(1, step))
+
+    def _denominators_of(self, group: Mapping[str, Any], variance: Tensor, step: int) -> Tensor:
+        return variance.div(self._correction(group, step)).sqrt_().add_(float(group["eps"]))
 
     def _variance_of(self, group: Mapping[str, Any], denominators: Tensor, step: int) -> Tensor:
         roots = (denominators - float(group["eps"])).clamp_(min=0.0)

@@ -89,12 +89,12 @@ class OneBitSteps:
         if not local:
             return
         held = [each.accumulated_grad for each in local if each.accumulated_grad is not None]
-        squares = torch.stack([each.to(self._mesh.device) for each in self._sums(held)])
-        self._squares, self._scale = squares.sum() * scale**2, scale
+        self._squares, self._scale = self._sum(held) * scale**2, scale
         self._keep_local(self.sends)
 
-    def _sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return sums_of_squares(tensors, self._kernels)
+    def _sum(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The sum of squares of ``tensors`` on the device, fp64."""
+        return torch.stack(sums_of_squares(tensors, self._kernels)).sum().to(self._mesh.device)
 
     def squares(self) -> Tensor:
         """This rank's part of the square of the gradient norm that the next step goes by, as far
@@ -121,8 +121,7 @@ class OneBitSteps:
         if self.sends or self._squares is None:
             return
         shards = [each.flat.gradient.shard for each in self._momenta]
-        own = torch.stack([each.sum() for each in self._sums([s for s in shards if s is not None])])
-        both = torch.stack([own.sum().to(self._squares.device), self._squares])
+        both = torch.stack([self._sum([s for s in shards if s is not None]), self._squares])
         self._squares = None
         self._mesh.shard.all_reduce(both, "norms of gradients").wait()
         mean, local = both.tolist()

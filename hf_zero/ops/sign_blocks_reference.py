@@ -64,14 +64,18 @@ def apply(
 ) -> None:
     """``keep`` * ``weights`` - ``step`` * m * 2^-``exponents`` in elements [begin, end)."""
     sizes = values(momentum, weights.numel(), block, scales_at, torch.tensor(step))
-    powers = ((127 - exponents[begin:end].int()) << 23).view(torch.float32)
     here = weights[begin:end]
-    here.copy_(here * torch.tensor(keep) - sizes[begin:end] * powers)
+    here.copy_(here * torch.tensor(keep) - sizes[begin:end] * powers(exponents[begin:end]))
 
 
 def _places(like: Tensor) -> Tensor:
     """Of the bits of a byte, on the device of ``like``."""
     return torch.arange(8, dtype=torch.uint8, device=like.device)
+
+
+def powers(exponents: Tensor) -> Tensor:
+    """2^-k of each of ``exponents``, int8 from -126 to 126: fp32, exact."""
+    return ((127 - exponents.int()) << 23).view(torch.float32)
 
 
 def values(

@@ -52,11 +52,8 @@ class _OneBitAdamW(SendsMomentum, torch.optim.AdamW):
         cuda_aware: bool | None = None,
         comm_backend_name: str | None = None,
     ) -> None:
-        name, given = type(self).__name__, locals()
-        if not 0.0 < betas[0] < 1.0:
-            raise ConfigError(
-                f"{name}: betas is {betas}; the momentum that travels needs a first one in (0, 1)"
-            )
+        given = locals()
+        check_momentum(type(self).__name__, betas)
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         say_what_is_idle(self, given)
 
@@ -187,6 +184,13 @@ class ZeroOneAdam(_OneBitAdamW):
 def plain_name(name: str) -> str:
     """The class of optimizers whose state the class ``name`` keeps."""
     return "AdamW" if name in (OneBitAdam.__name__, ZeroOneAdam.__name__) else name
+
+
+def check_momentum(name: str, betas: tuple[float, float]) -> None:
+    if not 0.0 < betas[0] < 1.0:
+        raise ConfigError(
+            f"{name}: betas is {betas}; the momentum that travels needs a first one in (0, 1)"
+        )
 
 
 def steps_of(name: str, key: str, value: Any) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_zero.errors import ConfigError
 from hf_zero.optim.lamb import Lamb, ratios
-from hf_zero.optim.one_bit import SendsMomentum, say_what_is_idle, steps_of
+from hf_zero.optim.one_bit import SendsMomentum, check_momentum, say_what_is_idle, steps_of
 from hf_zero.optim.whole_tensor import Parts
 
 FRESH = "exp_avg_sq_fresh"  # the variance that goes on after the freeze
@@ -71,11 +71,7 @@ class OneBitLamb(SendsMomentum, Lamb):
     ) -> None:
         given = locals()
         self.freeze_step = steps_of("OneBitLamb", "freeze_step", freeze_step)
-        if not 0.0 < betas[0] < 1.0:
-            raise ConfigError(
-                f"OneBitLamb: betas is {betas}; the momentum that travels needs a first one in "
-                "(0, 1)"
-            )
+        check_momentum("OneBitLamb", betas)
         if not 0.0 <= coeff_beta < 1.0 or not 0.0 < factor_min <= factor_max:
             raise ConfigError(
                 f"OneBitLamb: coeff_beta is {coeff_beta}, factor_min {factor_min} and factor_max "

@@ -79,3 +79,42 @@ def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     else:
         assert dispatch.runs_on(torch.device("cpu")), "the interpreter is off"
     return request.param
+
+
+_SETS = native.instruction_sets()
+
+
+@pytest.fixture(
+    params=[
+        "reference",
+        *(
+            pytest.param(n, marks=() if n in (_SETS[0], _SETS[-1]) else pytest.mark.long)
+            for n in _SETS
+        ),
+        "threads",
+        "triton",
+    ]
+)
+def every_body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Each body there is of an operation of host and GPU: plain torch, C++ on each instruction set
+    and on several threads, and Triton's kernels in the checked interpreter.
+    """
+    from tests.helpers.buffers import reference
+    from tests.helpers.checked_triton import checked_triton
+
+    if request.param == "reference":
+        with reference():
+            yield "reference"
+    elif request.param == "triton":
+        monkeypatch.setattr(native, "core", lambda: None)
+        with checked_triton() as settings:
+            yield "triton"
+            assert settings.launches
+    elif not native.available():
+        pytest.skip("no native core here")
+    else:
+        if request.param == "threads":
+            native.set_threads(3)
+        else:
+            native.set_instruction_set(request.param)
+        yield request.param

@@ -13,40 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_zero.errors import KernelError
-from hf_zero.ops import native
 from hf_zero.ops import sign_blocks_reference as plain
 from hf_zero.ops.sign_blocks import SignBlocks
-from tests.helpers.buffers import Guarded, reference, same_bits
-from tests.helpers.checked_triton import checked_triton
+from tests.helpers.buffers import Guarded, same_bits
 
 CHUNKS = (8, 32, 40, 256, 264, 2048, 2056, 40_008)
-SETS = native.instruction_sets()
-BODIES = [
-    "reference",
-    *(pytest.param(n, marks=() if n in (SETS[0], SETS[-1]) else pytest.mark.long) for n in SETS),
-    "threads",
-    "triton",
-]
-
-
-@pytest.fixture(params=BODIES)
-def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    if request.param == "reference":
-        with reference():
-            yield "reference"
-    elif request.param == "triton":
-        monkeypatch.setattr(native, "core", lambda: None)
-        with checked_triton() as checked:
-            yield "triton"
-            assert checked.launches
-    elif not native.available():
-        pytest.skip("no native core here")
-    else:
-        if request.param == "threads":
-            native.set_threads(3)
-        else:
-            native.set_instruction_set(request.param)
-        yield request.param
 
 
 def spread(numel: int) -> Tensor:
@@ -82,9 +53,9 @@ def same_messages(form: SignBlocks, chunk: int, one: Tensor, other: Tensor, exac
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("block", [32, 256, 2048])
-def test_every_body_gives_what_the_reference_gives(body, block, dtype) -> None:
-    form, exact = SignBlocks(block), body != "triton"
-    chunks = CHUNKS if body not in ("triton", "reference") else (8, 40, 2056)
+def test_every_body_gives_what_the_reference_gives(every_body, block, dtype) -> None:
+    form, exact = SignBlocks(block), every_body != "triton"
+    chunks = CHUNKS if every_body not in ("triton", "reference") else (8, 40, 2056)
     for chunk in chunks:
         for rows, lacking in ((1, 0), (3, 5)):
             guarded, numel = Guarded(), rows * chunk - lacking
@@ -133,7 +104,7 @@ def test_c_loses_at_most_what_there_is(eights: int, seed: int, block: int) -> No
     assert float(error.norm()) <= float(z.norm()) * (1 + 1e-6)
 
 
-def test_nothing_is_lost_over_steps(body) -> None:
+def test_nothing_is_lost_over_steps(every_body) -> None:
     """The sum of what was sent and the last error is the sum of what was to be sent."""
     form, chunk = SignBlocks(32), 264
     error, none = torch.zeros(chunk), form.empty(1, chunk, torch.device("cpu"))
@@ -147,7 +118,7 @@ def test_nothing_is_lost_over_steps(body) -> None:
     torch.testing.assert_close(sent + error, wanted, rtol=1e-5, atol=1e-4)
 
 
-def test_signs(body) -> None:
+def test_signs(every_body) -> None:
     """Zero and minus zero are positive; the first of eight is the lowest bit."""
     form = SignBlocks(32)
     z = torch.tensor([0.0, -0.0, -1.0, 1.0, -1e-40, 1e-40, -3.0, 3.0])
@@ -159,7 +130,7 @@ def test_signs(body) -> None:
     assert not said(form, zeros, 8).any()
 
 
-def test_padding_is_in_no_scale(body) -> None:
+def test_padding_is_in_no_scale(every_body) -> None:
     form, chunk = SignBlocks(32), 64
     error, none = torch.full((chunk,), 2.0), form.empty(1, chunk, torch.device("cpu"))
     message = form.compress(error, torch.zeros(chunk), none, 0.0, torch.ones(()), 40)

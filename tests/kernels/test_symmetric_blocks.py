@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import KernelError
-from hf_zero.ops import native
 from hf_zero.ops import symmetric_blocks_reference as plain
 from hf_zero.ops.symmetric_blocks import SymmetricBlocks
-from tests.helpers.buffers import Guarded, reference, same_bits
-from tests.helpers.checked_triton import checked_triton
+from tests.helpers.buffers import Guarded, same_bits
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (1, 3, 8, 31, 255, 256, 257, 1000, 2049, 40_001)
@@ -40,38 +38,6 @@ def agree(form: SymmetricBlocks, numel: int, one: Tensor, other: Tensor) -> bool
     return all(same_bits(a, b) for a, b in pairs)
 
 
-SETS = native.instruction_sets()
-BODIES = [
-    "reference",
-    *(pytest.param(n, marks=() if n in (SETS[0], SETS[-1]) else pytest.mark.long) for n in SETS),
-    "threads",
-    "triton",
-]
-
-
-@pytest.fixture(params=BODIES)
-def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """Each body there is: plain torch, C++ on each instruction set and on several threads, and
-    Triton's kernels in the checked interpreter.
-    """
-    if request.param == "reference":
-        with reference():
-            yield "reference"
-    elif request.param == "triton":
-        monkeypatch.setattr(native, "core", lambda: None)
-        with checked_triton() as settings:
-            yield "triton"
-            assert settings.launches
-    elif not native.available():
-        pytest.skip("no native core here")
-    else:
-        if request.param == "threads":
-            native.set_threads(3)
-        else:
-            native.set_instruction_set(request.param)
-        yield request.param
-
-
 QUANTISE, DEQUANTISE, SUM = plain.quantise, plain.dequantise, plain.dequantise_sum
 
 
@@ -85,9 +51,9 @@ def expected(form: SymmetricBlocks, x: Tensor, rows: int, minus: Tensor | None =
 @pytest.mark.turns
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_every_body_gives_the_bits_of_the_reference(body, form, dtype) -> None:
+def test_every_body_gives_the_bits_of_the_reference(every_body, form, dtype) -> None:
     blocks = SymmetricBlocks(*form)
-    sizes = SIZES if body not in ("triton", "reference") else (1, 31, 257, 2049)
+    sizes = SIZES if every_body not in ("triton", "reference") else (1, 31, 257, 2049)
     for numel in sizes:
         for rows in (1, 3):
             guarded = Guarded()
@@ -111,7 +77,7 @@ def test_every_body_gives_the_bits_of_the_reference(body, form, dtype) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_what_comes_back_is_within_half_a_scale(body, form) -> None:
+def test_what_comes_back_is_within_half_a_scale(every_body, form) -> None:
     """And the largest of a block, and zeros, are exact to a rounding; another time round nothing
     changes.
     """
@@ -132,7 +98,7 @@ def test_what_comes_back_is_within_half_a_scale(body, form) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_ties_go_to_the_even_code(body, bits) -> None:
+def test_ties_go_to_the_even_code(every_body, bits) -> None:
     top = 7 if bits == 4 else 127
     x = torch.tensor([top, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, -top, -0.0], dtype=torch.float32)
     back = torch.empty(9)
@@ -141,14 +107,14 @@ def test_ties_go_to_the_even_code(body, bits) -> None:
     assert back.tolist() == [top, 0, 2, 2, 0, -2, -2, -top, 0]
 
 
-def test_the_first_of_two_codes_is_in_the_lower_half(body) -> None:
+def test_the_first_of_two_codes_is_in_the_lower_half(every_body) -> None:
     messages = SymmetricBlocks(4, 32).quantise(torch.tensor([7.0, -1.0, 3.0]))
     assert messages[0, :2].tolist() == [7 | (15 << 4), 3]
     assert messages.shape == (1, 32)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_takes_its_block_along(body, bad) -> None:
+def test_what_is_not_finite_takes_its_block_along(every_body, bad) -> None:
     form, x = SymmetricBlocks(4, 32), torch.ones(100)
     x[40] = bad
     back, total = torch.zeros(100), torch.zeros(100)
@@ -159,7 +125,7 @@ def test_what_is_not_finite_takes_its_block_along(body, bad) -> None:
     assert bool(total[32:64].isnan().all()) and bool((total[64:] == 2).all())
 
 
-def test_large_numbers_keep_their_size(body) -> None:
+def test_large_numbers_keep_their_size(every_body) -> None:
     x = torch.full((64,), 3e38)
     back = torch.empty(64)
     for bits in (4, 8):
