@@ -11,6 +11,7 @@ from hf_zero.config import ZeroConfig, ZeroSection
 from hf_zero.distributed import process_group
 from hf_zero.engine import Engine
 from hf_zero.parameters.parameter import owner_of
+from hf_zero.techniques.policy import TrainingTechniques
 
 
 def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
@@ -35,7 +36,8 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
     resolved = held.resolve(
         process_group.get_world_size(), require_batch_size=False, training=False
     )
-    return Engine(model, resolved, ActivationPatches(resolved), shard_only=True)
+    patches, techniques = ActivationPatches(resolved), TrainingTechniques(resolved)
+    return Engine(model, resolved, patches, techniques, shard_only=True)
 
 
 def engines_of(model: nn.Module) -> list[Engine]:

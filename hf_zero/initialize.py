@@ -35,6 +35,7 @@ from hf_zero.optim.one_bit import as_sent, one_bit_of
 from hf_zero.optim.schedules import build_scheduler
 from hf_zero.parameters.leaf_modules import mark_configured
 from hf_zero.preflight import check, moments_of, room_for
+from hf_zero.techniques.policy import TrainingTechniques
 
 E = TypeVar("E", bound=Engine)
 
@@ -171,7 +172,8 @@ def initialize_as(
     loader = data_loader(training_data, collate_fn, settings)
     _preflight(model, settings, made)
     release_holders(model)
-    engine = engine_class(model, settings, ActivationPatches(settings), made)
+    patches, techniques = ActivationPatches(settings), TrainingTechniques(settings)
+    engine = engine_class(model, settings, patches, techniques, made)
     engine.training_dataloader = loader
     try:
         engine.lr_scheduler = scheduler = _scheduler(lr_scheduler, settings, made)

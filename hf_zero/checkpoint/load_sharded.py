@@ -276,6 +276,7 @@ class _Load:
             for field in fields(self.engine.counters):
                 if field.name in self.manifest.counters:
                     setattr(self.engine.counters, field.name, self.manifest.counters[field.name])
+            self.engine.techniques.load_state_dict(self.manifest.techniques)
         if rng:
             self._load_rng()
 

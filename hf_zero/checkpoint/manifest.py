@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,6 +62,7 @@ class Manifest:
     client_state: dict[str, Any]
     objects: FileEntry | None
     software: dict[str, str]
+    techniques: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def slots(self) -> dict[str, tuple[FlatEntry, Slot]]:
@@ -84,6 +85,7 @@ class Manifest:
             "stage": self.stage,
             "precision": self.precision,
             "counters": self.counters,
+            **({"techniques": self.techniques} if self.techniques else {}),
             "files": [asdict(file) for file in self.files],
             "objects": self.objects and asdict(self.objects),
             "optimizer": optimizer,
@@ -327,6 +329,7 @@ def _parse(data: dict[str, Any]) -> Manifest:
             lambda d: {"class": _get(d, "class", str), "state": _state(_get(d, "state", dict))},
         ),
         counters=_values(data, "counters", int),
+        techniques=_get(data, "techniques", dict) if "techniques" in data else {},
         client_state=_state(_get(data, "client_state", dict)),
         objects=_optional(data, "objects", lambda d: _file(d, data["version"], rank=0)),
         software=_values(data, "software", str),

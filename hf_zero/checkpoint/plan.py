@@ -188,6 +188,7 @@ def build_manifest(
         scaler=engine.scaler.state_dict() if engine.config.precision == "fp16" else None,
         lr_scheduler=extra.lr_scheduler,
         counters=asdict(engine.counters),
+        techniques=engine.techniques.state_dict(),
         client_state=extra.client_state,
         objects=None,
         software={"hf_zero": hf_zero.__version__, "torch": torch.__version__},

@@ -218,6 +218,7 @@ class TrainingEngine(EngineParts):
             )
         if self.lr_scheduler is not None and not overflow:
             self.lr_scheduler.step()
+        self.techniques.end_step()
 
     def _publish_events(self) -> None:
         """Publish what the other ranks are to see when all meet at the end of this step."""

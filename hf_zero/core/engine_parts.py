@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_zero.config import ZeroConfig
 from hf_zero.core.backward import AccumulationWindow, Backward, Counters
-from hf_zero.core.guards import Override, Patches, refuse_foreign_step
+from hf_zero.core.guards import Override, Patches, Techniques, refuse_foreign_step
 from hf_zero.core.optimizer_step import OptimizerStep
 from hf_zero.core.sanity import SanityChecks
 from hf_zero.core.sharded_model import ShardedModel, retire_flats, take_native_threads
@@ -43,6 +43,7 @@ class EngineParts(nn.Module):
         model: nn.Module,
         config: ZeroConfig,
         patches: Patches,
+        techniques: Techniques,
         optimizer: torch.optim.Optimizer | None = None,
         lr_scheduler: Any = None,
         device: torch.device | None = None,
@@ -52,6 +53,7 @@ class EngineParts(nn.Module):
         self.module = model
         self.config = config
         self.patches = patches
+        self.techniques = techniques
         self.optimizer: Any = optimizer
         self.lr_scheduler = lr_scheduler
         self.training_dataloader: Any = None
@@ -122,6 +124,8 @@ class EngineParts(nn.Module):
             self.publish_scale()
         with sharded.schedule.shards.writing():
             pass  # what the partition wrote
+        installed.callback(self.techniques.remove)
+        self.techniques.install(self)
 
     def _loss_scaler(self) -> Fp16LossScaler:
         """The loss scale that training begins with."""

@@ -108,6 +108,36 @@ class Patches(Protocol):
         ...
 
 
+class Techniques(Protocol):
+    """What changes the training itself, step by step: layers that are dropped, sequences that grow,
+    weights in fewer bits. Like :class:`Patches`, the engine is given an object of this form.
+    """
+
+    def install(self, engine: Any) -> None:
+        """Put everything on the model of ``engine``, whose own hooks are in place. What depends on
+        the step reads ``engine.global_steps`` and ``engine.micro_steps``, which a load restores.
+        """
+        ...
+
+    def end_step(self) -> None:
+        """``engine.step`` has ended an accumulation window, and the counters count it."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the counters, by technique: JSON, the same on all
+        ranks.
+        """
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` has returned, the counters being those of then."""
+        ...
+
+    def remove(self) -> None:
+        """Take everything off again, whatever of it is there. Idempotent."""
+        ...
+
+
 class ModuleGuards:
     """Hooks on every module that owns parameters of an engine, or wraps a unit.
 

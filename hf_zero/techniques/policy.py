@@ -1,0 +1,57 @@
+"""The training techniques that a configuration asks for, on the model of one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from hf_zero.config import ZeroConfig
+
+
+class Technique(Protocol):
+    """One technique, made from a configuration; :class:`hf_zero.core.guards.Techniques` says when
+    its methods are called.
+    """
+
+    def install(self, engine: Any) -> None: ...
+
+    def end_step(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def remove(self) -> None: ...
+
+
+# By the key of its section, in the order of installing: makes the technique, or None where the
+# configuration does not ask for it.
+TECHNIQUES: Mapping[str, Callable[[ZeroConfig], Technique | None]] = {}
+
+
+class TrainingTechniques:
+    """What ``config`` asks for; a :class:`hf_zero.core.guards.Techniques`."""
+
+    def __init__(self, config: ZeroConfig):
+        made = {key: make(config) for key, make in TECHNIQUES.items()}
+        self.by_key = {key: each for key, each in made.items() if each is not None}
+
+    def install(self, engine: Any) -> None:
+        for technique in self.by_key.values():
+            technique.install(engine)
+
+    def end_step(self) -> None:
+        for technique in self.by_key.values():
+            technique.end_step()
+
+    def state_dict(self) -> dict[str, Any]:
+        states = {key: technique.state_dict() for key, technique in self.by_key.items()}
+        return {key: state for key, state in states.items() if state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for key, technique in self.by_key.items():
+            technique.load_state_dict(state.get(key, {}))
+
+    def remove(self) -> None:
+        for technique in reversed(self.by_key.values()):
+            technique.remove()
