@@ -83,8 +83,8 @@ class Engine(TrainingEngine):
     frozen and unfrozen.
     """
 
-    def _build(self, mesh: Mesh, installed: ExitStack) -> None:
-        super()._build(mesh, installed)
+    def _build(self, mesh: Mesh, precision: str | None, installed: ExitStack) -> None:
+        super()._build(mesh, precision, installed)
         self.async_saves = AsyncSaves(mesh, self.schedule.shards)
 
     def _publish_events(self) -> None:

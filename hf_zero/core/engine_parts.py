@@ -57,7 +57,6 @@ class EngineParts(nn.Module):
         self.optimizer: Any = optimizer
         self.lr_scheduler = lr_scheduler
         self.training_dataloader: Any = None
-        self.shard_only = shard_only
         # names that whole state dicts without frozen parameters have all the same
         self.kept_when_frozen: frozenset[str] = frozenset()
         self.counters = Counters()
@@ -77,7 +76,7 @@ class EngineParts(nn.Module):
         )
         try:
             with ExitStack() as installed:
-                self._build(mesh, installed)
+                self._build(mesh, None if shard_only else config.precision, installed)
                 self._installed = installed.pop_all()
         except BaseException as error:
             mesh.close(
@@ -88,14 +87,15 @@ class EngineParts(nn.Module):
         if not _guarding:
             _guarding.append(register_optimizer_step_pre_hook(refuse_foreign_step))
 
-    def _build(self, mesh: Mesh, installed: ExitStack) -> None:
-        """Partition the model and put everything on it; ``installed`` undoes it, in reverse."""
+    def _build(self, mesh: Mesh, precision: str | None, installed: ExitStack) -> None:
+        """Partition the model and put everything on it; ``installed`` undoes it, in reverse.
+        Without ``precision`` nothing is trained.
+        """
         config, model, device = self.config, self.module, mesh.device
         placement = Placement(config, device, mesh.rank, mesh.world)
         installed.callback(placement.close)
         installed.callback(retire_flats, model, mesh)
         self.patches.check(model, not POLICIES[config.stage].shards_parameters)
-        precision = None if self.shard_only else config.precision
         sharded = ShardedModel(model, config, mesh, placement, self.optimizer, precision)
         self.sharded_model = sharded
         installed.callback(sharded.retire)
@@ -148,6 +148,7 @@ class EngineParts(nn.Module):
     units = property(attrgetter("sharded_model.units"))
     flats = property(attrgetter("sharded_model.flats"))
     schedule = property(attrgetter("sharded_model.schedule"))
+    shard_only = property(attrgetter("sharded_model.shard_only"))
     aliases = property(attrgetter("sharded_model.aliases"))
     param_dtypes = property(attrgetter("sharded_model.param_dtypes"))
     bound = property(attrgetter("optimizer_step.bound"))

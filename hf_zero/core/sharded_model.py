@@ -58,6 +58,7 @@ class ShardedModel:
         self.module = model
         self.mesh = mesh
         self.placement = placement
+        self.shard_only = precision is None
         self.policy = POLICIES[config.stage]
         specs, self.aliases = find_units(model, config.zero.module_granularity_threshold)
         # that small units may have together in one message
