@@ -90,8 +90,8 @@ class DifficultySchedule:
         """
         if self.schedule_type != "custom":
             raise ConfigError(
-                f"{self._section}.schedule_type is {self.schedule_type!r}, and a function was given "
-                "as its schedule; write custom, or leave the call out"
+                f"{self._section}.schedule_type is {self.schedule_type!r}, and a function was "
+                "given as its schedule; write custom, or leave the call out"
             )
         self._function = function
 
