@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-import hf_zero
 from hf_zero.errors import PartitionError
-from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.offloads import offload
+from tests.helpers import offloads
+from tests.helpers.offloads import Values, ended, offload, same, train, trained
 from tests.helpers.stacks import on_ranks, squared
-from tests.helpers.training import At, adamw
+from tests.helpers.training import At
 
 
 class Broken(Exception):
@@ -27,17 +26,11 @@ class Broken(Exception):
 
 def opened(model: torch.nn.Module, folder: Path, **more: Any) -> Any:
     section = offload("optimizer on cpu", 2, folder, update_in_backward=True)
-    return start(model, adamw(model), config_of(2, zero_optimization=section, **more))
+    return offloads.opened(model, section, **more)
 
 
 def backward(engine: Any, step: int, rank: int = 0) -> None:
     engine.backward(squared(engine, At(step, 0, rank)))
-
-
-def train(engine: Any, steps: range, rank: int = 0) -> None:
-    for step in steps:
-        backward(engine, step, rank)
-        engine.step()
 
 
 def broken_backward(engine: Any) -> None:
@@ -65,6 +58,10 @@ AFTER: dict[str, tuple[str, Callable[[Any, Path], None]]] = {
     "engine.zero_grad": ("zero_grad()", lambda engine, folder: engine.zero_grad()),
     "optimizer.zero_grad": ("zero_grad()", lambda engine, folder: engine.optimizer.zero_grad()),
     "clipping": (CLIPPING, lambda engine, folder: clipped(engine)),
+    "state.clear": (
+        "optimizer.state.clear()",
+        lambda engine, folder: engine.optimizer.state.clear(),
+    ),
     "save_checkpoint": (
         "save_checkpoint()",
         lambda engine, folder: engine.save_checkpoint(str(folder)),
@@ -78,67 +75,56 @@ def test_what_would_use_a_half_updated_model_is_refused(what: str, tmp_path: Pat
 
     def run(rank: int, model: torch.nn.Module) -> None:
         engine = opened(model, tmp_path)
-        train(engine, range(2))
+        train(engine, rank, range(2))
         backward(engine, 2)
-        assert engine.updater.early is not None
+        assert engine.updater.early is not None and engine.updater.updated_early
         with pytest.raises(
             PartitionError,
             match=re.escape(f"{words} comes after a backward that has updated a part of the model"),
         ):
             call(engine, tmp_path)
+        if what == "state.clear":  # it goes on
+            engine.step()
+            engine.optimizer.state.clear()
+            train(engine, rank, range(3, 4))
         engine.destroy()
 
     on_ranks(1, run)
 
 
-def test_a_backward_that_breaks_after_updates_have_begun(tmp_path: Path) -> None:
-    def run(rank: int, model: torch.nn.Module) -> None:
+@pytest.mark.parametrize("mended", [False, True])
+def test_a_backward_that_breaks_after_updates_have_begun(mended: bool, tmp_path: Path) -> None:
+    """A checkpoint mends what it has left half updated."""
+
+    def run(rank: int, model: torch.nn.Module) -> Values:
         engine = opened(model, tmp_path)
-        train(engine, range(2))
+        train(engine, rank, range(2))
+        if mended:
+            engine.save_checkpoint(str(tmp_path))
         with pytest.raises(PartitionError, match=f"{INCOMPLETE} .* load a checkpoint"):
             broken_backward(engine)
-        engine.destroy()
+        if mended:
+            engine.load_checkpoint(str(tmp_path))
+            train(engine, rank, range(2, 4))
+        return ended(engine)
 
-    on_ranks(1, run)
-
-
-def test_a_checkpoint_mends_what_a_broken_backward_left_half_updated(tmp_path: Path) -> None:
-    def run(rank: int, model: torch.nn.Module, breaks: bool) -> dict[str, torch.Tensor]:
-        engine = opened(model, tmp_path)
-        train(engine, range(2), rank)
-        engine.save_checkpoint(str(tmp_path / str(breaks)))
-        if breaks:
-            with suppress(PartitionError):
-                broken_backward(engine)
-            engine.load_checkpoint(str(tmp_path / str(breaks)))
-        train(engine, range(2, 4), rank)
-        weights = full_weights(engine)
-        engine.destroy()
-        return weights
-
-    want, got = on_ranks(1, run, False)[0], on_ranks(1, run, True)[0]
-    for name, weights in want.items():
-        assert torch.equal(weights, got[name]), name
+    (got,) = on_ranks(1, run)
+    if mended:
+        section = offload("optimizer on cpu", 2, tmp_path, update_in_backward=True)
+        same(got, trained(section), exact=True)
 
 
 def test_windows_whose_end_is_said_from_outside(tmp_path: Path) -> None:
     """Backwards before the last one begin nothing."""
 
-    def run(rank: int, model: torch.nn.Module, section: dict[str, Any]) -> dict[str, torch.Tensor]:
-        engine = start(model, adamw(model), config_of(2, zero_optimization=section))
+    def run(rank: int, model: torch.nn.Module, early: bool) -> Values:
+        section = offload("optimizer on cpu", 2, tmp_path, update_in_backward=early)
+        engine = offloads.opened(model, section)
         for step in range(4):
             for micro in range(3):
                 engine.set_gradient_accumulation_boundary(micro == 2)
                 engine.backward(squared(engine, At(step, micro, rank)) / 3)
             engine.step()
-        weights = {
-            name: hf_zero.safe_get_full_fp32_param(p).clone()
-            for name, p in engine.module.named_parameters()
-        }
-        engine.destroy()
-        return weights
+        return ended(engine)
 
-    want = on_ranks(2, run, offload("optimizer on cpu", 2, tmp_path))[0]
-    got = on_ranks(2, run, offload("optimizer on cpu", 2, tmp_path, update_in_backward=True))[0]
-    for name, weights in want.items():
-        assert torch.equal(weights, got[name]), name
+    same(on_ranks(2, run, True)[0], on_ranks(2, run, False)[0], exact=True)

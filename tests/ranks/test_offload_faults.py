@@ -1,4 +1,4 @@
-"""Disks that fail under a running engine, and engines that end in the middle of an update."""
+"""Disks that fail under a running engine, and what else goes on beside an update."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import gc
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +21,18 @@ from hf_zero.errors import (
 )
 from hf_zero.ops.files import parse_faults
 from hf_zero.optim.sub_group_update import Update
-from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.offloads import offload
-from tests.helpers.stacks import on_ranks, squared
-from tests.helpers.training import At, Plan, adamw
+from tests.helpers import offloads
+from tests.helpers.engines import full_weights
+from tests.helpers.offloads import Values, ended, offload, same, train, trained
+from tests.helpers.stacks import on_ranks, squared, stack
+from tests.helpers.training import At
 
 WAYS = [("optimizer in files", 0), ("optimizer in files", 2), ("all in files", 3)]
 
 
-def opened(model: torch.nn.Module, way: str, stage: int, folder: Path, **more: Any) -> Any:
-    section = offload(way, stage, folder)
-    if way == "all in files":
-        section["offload_param"]["max_in_cpu"] = 0
-    return start(
-        model, adamw(model), config_of(stage, Plan(clip=1.0, **more), zero_optimization=section)
-    )
-
-
-def train(engine: Any, rank: int, steps: range) -> None:
-    for step in steps:
-        engine.backward(squared(engine, At(step, 0, rank)))
-        engine.step()
+def opened(model: torch.nn.Module, way: str, stage: int, folder: Path) -> Any:
+    section = offload(way, stage, folder, max_in_cpu=0)
+    return offloads.opened(model, section, gradient_clipping=1.0)
 
 
 def inject(engine: Any, fault: str) -> None:
@@ -51,23 +41,9 @@ def inject(engine: Any, fault: str) -> None:
         files._queue.inject(parse_faults(fault))
 
 
-def after(ranks: int, stage: int, steps: int) -> dict[str, torch.Tensor]:
-    """Weights without any fault, on the device."""
-
-    def run(rank: int, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        engine = start(model, adamw(model), config_of(stage, Plan(clip=1.0)))
-        train(engine, rank, range(steps))
-        weights = full_weights(engine)
-        engine.destroy()
-        return weights
-
-    return on_ranks(ranks, run)[0]
-
-
-def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6, msg=name)
+def after(steps: int, stage: int) -> Values:
+    """Weights on two ranks without any fault, on the device."""
+    return trained({"stage": stage}, ranks=2, steps=steps, gradient_clipping=1.0)
 
 
 @pytest.mark.parametrize(
@@ -108,16 +84,14 @@ def test_a_disk_that_is_full_loses_no_step(
         engine.save_checkpoint(str(saved))
         engine.destroy()
 
-    def resume(rank: int, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        engine = start(model, adamw(model), config_of(3 - stage, Plan(clip=1.0)))
+    def resume(rank: int, model: torch.nn.Module) -> Values:
+        engine = offloads.opened(model, {"stage": 3 - stage}, gradient_clipping=1.0)
         engine.load_checkpoint(str(saved))
         assert engine.global_steps == 3
         train(engine, rank, range(3, 5))
-        weights = full_weights(engine)
-        engine.destroy()
-        return weights
+        return ended(engine)
 
-    want_three, want_five = after(2, stage, 3), after(2, stage, 5)
+    want_three, want_five = after(3, stage), after(5, stage)
     on_ranks(2, run)
     same(on_ranks(2, resume)[0], want_five)
 
@@ -132,14 +106,8 @@ def test_short_and_slow_transfers_change_nothing(
 ) -> None:
     monkeypatch.setenv("HF_ZERO_IO_FAULT", fault)
 
-    def run(rank: int, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        engine = opened(model, way, stage, tmp_path)
-        train(engine, rank, range(3))
-        weights = full_weights(engine)
-        engine.destroy()
-        return weights
-
-    same(on_ranks(2, run)[0], after(2, stage, 3))
+    section = offload(way, stage, tmp_path, max_in_cpu=0)
+    same(trained(section, ranks=2, steps=3, gradient_clipping=1.0), after(3, stage))
 
 
 @pytest.mark.parametrize("way, stage", WAYS)
@@ -171,104 +139,22 @@ def test_what_cannot_be_read_is_said_wherever_it_is_needed_and_never_saved(
     assert not list(disk.iterdir())
 
 
-def held_files(folder: Path) -> list[str]:
-    links = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]
-    return [
-        target
-        for link in links
-        if link.is_symlink() and str(folder) in (target := os.readlink(link))
-    ]
-
-
-def update_threads() -> list[str]:
-    return [
-        thread.name for thread in threading.enumerate() if thread.name.startswith("hf-zero update")
-    ]
-
-
-@pytest.mark.turns
-@pytest.mark.parametrize(
-    "how", ["destroy", "drop", "exception", pytest.param("interrupt", marks=pytest.mark.long)]
-)
-@pytest.mark.parametrize("way, stage", WAYS)
-def test_threads_and_files_go_with_the_engine(
-    way: str, stage: int, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether it is destroyed or dropped while an update is under way, or after a forward that
-    has failed.
-    """
-
-    def run(rank: int, model: torch.nn.Module) -> Any:
-        engine = opened(model, way, stage, tmp_path)
-        train(engine, rank, range(2))
-        assert held_files(tmp_path) and update_threads()
-        if how in ("exception", "interrupt"):
-            kind = ValueError if how == "exception" else KeyboardInterrupt
-            model.blocks[1].register_forward_pre_hook(
-                lambda module, args: (_ for _ in ()).throw(kind("stop"))
-            )
-            with pytest.raises(kind, match="stop"):
-                train(engine, rank, range(2, 3))
-        if how == "destroy":
-            engine.destroy()
-            engine.destroy()
-
-    on_ranks(1, run)
-    for _ in range(200):  # an engine whose update is under way stays until that is over
-        gc.collect()
-        if not update_threads():
-            break
-        time.sleep(0.05)
-    assert not update_threads() and not held_files(tmp_path) and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "kind", [ValueError, pytest.param(KeyboardInterrupt, marks=pytest.mark.long)]
-)
-@pytest.mark.parametrize("way, stage", [*WAYS, ("all on cpu", 3)])
-def test_training_goes_on_after_a_forward_that_failed(
-    way: str, stage: int, kind: type[BaseException], tmp_path: Path
-) -> None:
-    def run(rank: int, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        engine = opened(model, way, stage, tmp_path)
-        for step in range(3):
-            fails = model.blocks[1].register_forward_pre_hook(
-                lambda module, args: (_ for _ in ()).throw(kind("stop"))
-            )
-            with pytest.raises(kind, match="stop"):
-                engine(torch.ones(2, 7))
-            fails.remove()
-            train(engine, rank, range(step, step + 1))
-        weights = full_weights(engine)
-        engine.destroy()
-        return weights
-
-    same(on_ranks(2, run)[0], after(2, stage, 3))
-
-
 def test_two_engines_share_a_disk(tmp_path: Path) -> None:
-    def run(
-        rank: int, model: torch.nn.Module, other: torch.nn.Module
-    ) -> list[dict[str, torch.Tensor]]:
-        first, second = (
-            opened(model, "all in files", 3, tmp_path),
-            opened(other, "optimizer in files", 2, tmp_path),
-        )
+    others = [stack() for _ in range(2)]
+
+    def run(rank: int, model: torch.nn.Module) -> list[Values]:
+        first = opened(model, "all in files", 3, tmp_path)
+        second = opened(others[rank], "optimizer in files", 2, tmp_path)
         for step in range(3):
             train(first, rank, range(step, step + 1))
             train(second, rank, range(step, step + 1))
         first.destroy(gather=True)
-        weights = [dict(model.named_parameters()), full_weights(second)]
-        second.destroy()
-        return weights
+        return [{name: p.detach() for name, p in model.named_parameters()}, ended(second)]
 
-    from tests.helpers.stacks import stack
-
-    others = [stack() for _ in range(2)]
-    want = after(2, 3, 3)
-    for found in on_ranks(2, lambda rank, model: run(rank, model, others[rank])):
+    want = after(3, 3)
+    for found in on_ranks(2, run):
         for weights in found:
-            same({name: value.detach() for name, value in weights.items()}, want)
+            same(weights, want)
 
 
 class Rows(torch.utils.data.Dataset):
@@ -292,7 +178,7 @@ def test_workers_of_a_data_loader_are_forked_beside_an_update(
         forked.wait(20.0)
         run_update(self, *args)
 
-    def run(rank: int, model: torch.nn.Module, beside: bool) -> dict[str, torch.Tensor]:
+    def run(rank: int, model: torch.nn.Module, beside: bool) -> Values:
         engine = opened(model, way, stage, tmp_path)
         for _ in range(2):
             loader = torch.utils.data.DataLoader(
@@ -309,9 +195,7 @@ def test_workers_of_a_data_loader_are_forked_beside_an_update(
                 if not beside or batch[0, 0] == 0:
                     forked.set()
         forked.set()
-        weights = full_weights(engine)
-        engine.destroy()
-        return weights
+        return ended(engine)
 
     want = on_ranks(1, run, False)[0]
     monkeypatch.setattr(Update, "run", slow)
@@ -354,12 +238,11 @@ def test_a_disk_that_one_rank_cannot_use_is_found_before_anything_changes(
         if what == "missing":  # the same model trains where there is a disk
             engine = opened(model, way, stage, tmp_path)
             train(engine, rank, range(3))
-            found.append(full_weights(engine))
-            engine.destroy()
+            found.append(ended(engine))
 
-    found: list[dict[str, torch.Tensor]] = []
+    found: list[Values] = []
     on_ranks(2, run)
     for weights in found:
-        same(weights, after(2, stage, 3))
+        same(weights, after(3, stage))
     gc.collect()
     assert not list(tmp_path.iterdir())

@@ -5,6 +5,7 @@ state is offloaded.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,53 +19,21 @@ from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.ops import native
 from hf_zero.ops.share import Share
 from hf_zero.optim import CPUSGD, CPUAdam, CPULion, Lion
-from tests.helpers.engines import config_of, start
-from tests.helpers.offloads import offload
-from tests.helpers.stacks import on_ranks, squared, stack
-from tests.helpers.training import At, Plan
-
-Make = Callable[[nn.Module], torch.optim.Optimizer]
-Told = Callable[[int, torch.optim.Optimizer], None]
-PLACES = ["optimizer on cpu", "optimizer in files"]
-
-
-def trained(
-    section: dict[str, Any],
-    make: Make,
-    told: Told = lambda step, optimizer: None,
-    build: Callable[[], nn.Module] = stack,
-    ranks: int = 1,
-    steps: int = 4,
-    **more: Any,
-) -> dict[str, torch.Tensor]:
-    """Weights after some steps; ``told`` is called after each with its number and the optimizer."""
-
-    def run(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
-        engine = start(
-            model,
-            make(model),
-            config_of(section["stage"], Plan(ranks=ranks), zero_optimization=section, **more),
-        )
-        for step in range(steps):
-            engine.backward(
-                squared(engine, At(step, 0, rank), next(engine.module.parameters()).dtype)
-            )
-            engine.step()
-            told(step, engine.optimizer)
-        weights = {
-            name: hf_zero.safe_get_full_fp32_param(p).clone()
-            for name, p in engine.module.named_parameters()
-        }
-        engine.destroy()
-        return weights
-
-    return on_ranks(ranks, run, build=build)[0]
-
-
-def compare(want: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> None:
-    for name, weights in want.items():
-        assert got[name].dtype == weights.dtype
-        torch.testing.assert_close(got[name], weights, rtol=1e-5, atol=1e-6)
+from tests.helpers.cells import fast
+from tests.helpers.offloads import (
+    DEVICE,
+    PLACES,
+    Make,
+    Values,
+    ended,
+    offload,
+    opened,
+    same,
+    train,
+    trained,
+)
+from tests.helpers.stacks import on_ranks, stack
+from tests.helpers.training import adamw
 
 
 def halves(model: nn.Module, one: dict[str, Any], other: dict[str, Any]) -> list[dict[str, Any]]:
@@ -87,150 +56,13 @@ def adagrad(model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
+def momentum(kind: type[torch.optim.Optimizer]) -> Make:
+    return lambda model: kind(halves(model, {"lr": 0.1}, {"lr": 0.02}), dampening=0.5)
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("make", [rprop, adagrad])
-@pytest.mark.parametrize("way", PLACES)
-def test_groups_of_one_flat_begin_with_their_own_state(
-    way: str, make: Make, ranks: int, tmp_path: Path
-) -> None:
-    compare(
-        trained({"stage": 2}, make, ranks=ranks),
-        trained(offload(way, 2, tmp_path), make, ranks=ranks),
-    )
-
-
-@pytest.mark.parametrize(
-    "way, stage", [("optimizer on cpu", 1), ("optimizer in files", 2), ("all in files", 3)]
-)
-def test_parameters_of_64_bits(way: str, stage: int, tmp_path: Path) -> None:
-    want = trained({"stage": stage}, adamw, build=lambda: stack().double(), ranks=2)
-    got = trained(offload(way, stage, tmp_path), adamw, build=lambda: stack().double(), ranks=2)
-    for name, weights in want.items():
-        assert weights.dtype == torch.float64 and torch.equal(got[name], weights), name
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, CPUSGD])
-@pytest.mark.parametrize("core", ["native", "torch"])
-@pytest.mark.parametrize("way", PLACES)
-def test_momentum_that_is_switched_on_after_the_first_step(
-    way: str,
-    core: str,
-    kind: type[torch.optim.Optimizer],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        return kind(halves(model, {"lr": 0.1}, {"lr": 0.02}), dampening=0.5)
-
-    def told(step: int, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.param_groups[0]["momentum"] = 0.9 if step else 0.0
-
-    monkeypatch.setenv("HF_ZERO_NATIVE", "1" if core == "native" else "0")
-    native._loaded.cache_clear()
-    try:
-        compare(trained({"stage": 2}, make, told), trained(offload(way, 2, tmp_path), make, told))
-    finally:
-        native._loaded.cache_clear()
-
-
-class Constant(nn.Module):
-    """Its gradient is what it is called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4096))
-
-    def forward(self, gradient: float) -> torch.Tensor:
-        return (self.weight * gradient).sum()
-
-
-@pytest.mark.parametrize("make", [Lion, CPULion, CPUAdam])
-def test_rounding_of_16_bit_moments_does_not_add_up(
-    make: Callable[..., torch.optim.Optimizer], tmp_path: Path
-) -> None:
-    """Each step rounds with numbers of its own: the mean over many elements follows the exact
-    moment.
-    """
-
-    def run(rank: int, model: nn.Module, moments: str) -> torch.Tensor:
-        section = offload("optimizer on cpu", 2, tmp_path, moments=moments)
-        engine = start(
-            model, make(model.parameters(), lr=1e-4), config_of(2, zero_optimization=section)
-        )
-        for step in range(120):
-            engine.backward(engine(1.0 if step < 60 else 0.9))
-            engine.step()
-        moment = hf_zero.safe_get_full_optimizer_state(model.weight, "exp_avg").float().clone()
-        engine.destroy()
-        return moment
-
-    exact = on_ranks(1, run, "fp32", build=Constant)[0].mean()
-    got = on_ranks(1, run, "bf16", build=Constant)[0]
-    assert got.std() > 0 and abs(got.mean() - exact) < 1e-3 * exact  # one rounding is up to 4e-3
-
-
-def dampened(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(halves(model, {"lr": 0.05}, {"lr": 0.01}), momentum=0.9, dampening=0.3)
-
-
-@pytest.mark.turns
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("make", [adamw, dampened])
-@pytest.mark.parametrize("way", [*PLACES, "half on cpu"])
-def test_the_state_dict_of_the_optimizer_holds_what_is_kept_and_can_be_loaded(
-    way: str, make: Make, steps: int, tmp_path: Path
-) -> None:
-    def run(
-        rank: int, model: nn.Module, section: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        engine = start(model, make(model), config_of(2, zero_optimization=section))
-        for step in range(steps):
-            engine.backward(squared(engine, At(step, 0, rank)))
-            engine.step()
-        saved = copy.deepcopy(engine.optimizer.state_dict())
-        engine.backward(squared(engine, At(7, 0, rank)))
-        engine.step()
-        engine.optimizer.load_state_dict(copy.deepcopy(saved))
-        engine.backward(squared(engine, At(8, 0, rank)))
-        engine.step()
-        weights = {
-            name: hf_zero.safe_get_full_fp32_param(p).clone()
-            for name, p in engine.module.named_parameters()
-        }
-        engine.destroy()
-        return saved, weights
-
-    def numbers(saved: dict[str, Any], name: str) -> torch.Tensor:
-        found = [entry[name].flatten() for entry in saved["state"].values() if name in entry]
-        return torch.cat(found).sort().values if found else torch.zeros(0)
-
-    (want, expected), (got, weights) = (
-        on_ranks(1, run, section)[0] for section in ({"stage": 2}, offload(way, 2, tmp_path))
-    )
-    compare(expected, weights)
-    for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
-        # padding apart
-        one, other = (each[each != 0] for each in (numbers(want, name), numbers(got, name)))
-        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-8)
-    assert steps == 0 or any(len(numbers(got, name)) for name in ("exp_avg", "momentum_buffer"))
-
-
-def test_moments_of_eight_bits_that_the_optimizer_asks_for(tmp_path: Path) -> None:
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        return CPUAdam(model.parameters(), lr=1e-3, eps=1e-6, moments="int8")
-
-    def plain(model: nn.Module) -> torch.optim.Optimizer:
-        return CPUAdam(model.parameters(), lr=1e-3, eps=1e-6)
-
-    asked = trained(offload("optimizer on cpu", 2, tmp_path), make, ranks=2)
-    configured = trained(offload("optimizer on cpu", 2, tmp_path, moments="int8"), plain, ranks=2)
-    for name, weights in configured.items():
-        assert torch.equal(asked[name], weights), name
+def switched_on(step: int, optimizer: torch.optim.Optimizer) -> None:
+    """After the first step."""
+    optimizer.param_groups[0]["momentum"] = 0.9 if step else 0.0
 
 
 class Own(torch.optim.Optimizer):
@@ -238,7 +70,7 @@ class Own(torch.optim.Optimizer):
     the group, a tensor of it, or on the object.
     """
 
-    def __init__(self, params: Any, counter: str):
+    def __init__(self, params: Any, counter: str = "state"):
         super().__init__(
             params, {"lr": 1e-2, "steps": torch.zeros(()) if counter == "tensor" else 0}
         )
@@ -264,15 +96,125 @@ class Own(torch.optim.Optimizer):
                 p.sub_(kept["momentum"] * group["lr"] / (1 - 0.9 ** float(count)))
 
 
-def test_an_optimizer_of_ones_own_that_counts_in_its_state(tmp_path: Path) -> None:
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        return Own(halves(model, {}, {}), "state")
+def own(model: nn.Module) -> torch.optim.Optimizer:
+    return Own(halves(model, {}, {}))
 
-    more = {"elementwise_optimizers": ["Own"]}
-    compare(
-        trained({"stage": 2}, make, **more),
-        trained(offload("optimizer in files", 2, tmp_path), make, **more),
+
+KINDS: dict[str, dict[str, Any]] = {
+    "groups of one flat with their own first state": {"make": rprop},
+    "groups of one flat with their own sums": {"make": adagrad, "ranks": 2},
+    "momentum of torch": {"make": momentum(torch.optim.SGD), "told": switched_on},
+    "momentum of ours": {"make": momentum(CPUSGD), "told": switched_on},
+    "one of one's own": {"make": own, "elementwise_optimizers": ["Own"], "ranks": 2},
+}
+
+
+@pytest.mark.parametrize(
+    "kind, way, core",
+    fast(
+        itertools.product(KINDS, PLACES, ("native", "torch")),
+        lambda kind, way, core: kind.startswith("momentum") or core == "native",
+    ),
+)
+def test_it_trains_as_on_the_device(
+    kind: str, way: str, core: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ZERO_NATIVE", "1" if core == "native" else "0")
+    native._loaded.cache_clear()
+    try:
+        want, got = (trained(offload(each, 2, tmp_path), **KINDS[kind]) for each in (DEVICE, way))
+        same(got, want)
+    finally:
+        native._loaded.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "way, stage", [("optimizer on cpu", 1), ("optimizer in files", 2), ("all in files", 3)]
+)
+def test_parameters_of_64_bits(way: str, stage: int, tmp_path: Path) -> None:
+    want, got = (
+        trained(offload(each, stage, tmp_path), adamw, build=lambda: stack().double(), ranks=2)
+        for each in (DEVICE, way)
     )
+    assert {weights.dtype for weights in want.values()} == {torch.float64}
+    same(got, want, exact=True)
+
+
+class Constant(nn.Module):
+    """Its gradient is what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4096))
+
+    def forward(self, gradient: float) -> torch.Tensor:
+        return (self.weight * gradient).sum()
+
+
+@pytest.mark.parametrize("make", [Lion, CPULion, CPUAdam])
+def test_rounding_of_16_bit_moments_does_not_add_up(
+    make: Callable[..., torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    """Each step rounds with numbers of its own: the mean over many elements follows the exact
+    moment.
+    """
+
+    def run(rank: int, model: nn.Module, moments: str) -> torch.Tensor:
+        section = offload("optimizer on cpu", 2, tmp_path, moments=moments)
+        engine = opened(model, section, lambda model: make(model.parameters(), lr=1e-4))
+        for step in range(120):
+            engine.backward(engine(1.0 if step < 60 else 0.9))
+            engine.step()
+        moment = hf_zero.safe_get_full_optimizer_state(model.weight, "exp_avg").float().clone()
+        engine.destroy()
+        return moment
+
+    exact = on_ranks(1, run, "fp32", build=Constant)[0].mean()
+    got = on_ranks(1, run, "bf16", build=Constant)[0]
+    assert got.std() > 0 and abs(got.mean() - exact) < 1e-3 * exact  # one rounding is up to 4e-3
+
+
+def dampened(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(halves(model, {"lr": 0.05}, {"lr": 0.01}), momentum=0.9, dampening=0.3)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("make", [adamw, dampened])
+@pytest.mark.parametrize("way", [*PLACES, "half on cpu"])
+def test_the_state_dict_of_the_optimizer_holds_what_is_kept_and_can_be_loaded(
+    way: str, make: Make, steps: int, tmp_path: Path
+) -> None:
+    def run(rank: int, model: nn.Module, way: str) -> tuple[dict[str, Any], Values]:
+        engine = opened(model, offload(way, 2, tmp_path), make)
+        train(engine, rank, range(steps))
+        saved = copy.deepcopy(engine.optimizer.state_dict())
+        train(engine, rank, range(7, 8))
+        engine.optimizer.load_state_dict(copy.deepcopy(saved))
+        train(engine, rank, range(8, 9))
+        return saved, ended(engine)
+
+    def numbers(saved: dict[str, Any], name: str) -> torch.Tensor:
+        found = [entry[name].flatten() for entry in saved["state"].values() if name in entry]
+        return torch.cat(found).sort().values if found else torch.zeros(0)
+
+    (want, expected), (got, weights) = (on_ranks(1, run, each)[0] for each in (DEVICE, way))
+    same(weights, expected)
+    for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+        # padding apart
+        one, other = (each[each != 0] for each in (numbers(want, name), numbers(got, name)))
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-8)
+    assert steps == 0 or any(len(numbers(got, name)) for name in ("exp_avg", "momentum_buffer"))
+
+
+def test_moments_of_eight_bits_that_the_optimizer_asks_for(tmp_path: Path) -> None:
+    def make(**more: Any) -> Make:
+        return lambda model: CPUAdam(model.parameters(), lr=1e-3, eps=1e-6, **more)
+
+    section = offload("optimizer on cpu", 2, tmp_path)
+    asked = trained(section, make(moments="int8"), ranks=2)
+    section["offload_optimizer"]["moments"] = "int8"
+    same(asked, trained(section, make(), ranks=2), exact=True)
 
 
 @pytest.mark.parametrize("counter", ["group", "tensor", "object"])
@@ -285,13 +227,10 @@ def test_an_optimizer_that_counts_its_calls_is_not_stepped_in_pieces(
         with pytest.raises(
             UnsupportedOptimizerError, match=r"changes \['steps'\] of its groups or of itself"
         ):
-            start(
-                model,
-                optimizer,
-                config_of(2, zero_optimization=section, elementwise_optimizers=["Own"]),
-            )
+            opened(model, section, lambda model: optimizer, elementwise_optimizers=["Own"])
         assert optimizer.steps == 0 and float(optimizer.param_groups[0]["steps"]) == 0
-        start(model, optimizer, config_of(2, elementwise_optimizers=["Own"])).destroy()
+        keys = {"elementwise_optimizers": ["Own"]}
+        opened(model, {"stage": 2}, lambda model: optimizer, **keys).destroy()
 
     on_ranks(1, run)
 
@@ -308,9 +247,7 @@ def test_the_share_of_cores_is_of_those_of_the_rank_and_for_as_long_as_the_engin
 
     def run(rank: int, model: nn.Module) -> None:
         section = offload("optimizer on cpu", 2, tmp_path, cpuadam_cores_perc=cores)
-        first = start(model, adamw(model), config_of(2, zero_optimization=section))
-        other = stack()
-        second = start(other, adamw(other), config_of(2, zero_optimization=section))
+        first, second = opened(model, section), opened(stack(), section)
         assert count == [threads]
         second.destroy()
         first.destroy()
@@ -326,30 +263,12 @@ def test_a_checkpoint_from_before_the_first_step_has_no_momentum(
     """With one of zeros the first gradient would be damped."""
     (tmp_path / "disk").mkdir()
 
-    def run(
-        rank: int, model: nn.Module, section: dict[str, Any], resumes: bool
-    ) -> dict[str, torch.Tensor]:
-        engine = start(
-            model,
-            dampened(model),
-            config_of(section["stage"], Plan(ranks=2), zero_optimization=section),
-        )
-        if resumes:
-            engine.save_checkpoint(str(tmp_path / "saved"))
-            engine.backward(squared(engine, At(5, 0, rank)))
-            engine.step()
-            engine.load_checkpoint(str(tmp_path / "saved"))
-        for step in range(2):
-            engine.backward(squared(engine, At(step, 0, rank)))
-            engine.step()
-        weights = {
-            name: hf_zero.safe_get_full_fp32_param(p).clone()
-            for name, p in engine.module.named_parameters()
-        }
-        engine.destroy()
-        return weights
+    def run(rank: int, model: nn.Module) -> Values:
+        engine = opened(model, offload(way, stage, tmp_path / "disk"), dampened)
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        train(engine, rank, range(5, 6))
+        engine.load_checkpoint(str(tmp_path / "saved"))
+        train(engine, rank, range(2))
+        return ended(engine)
 
-    compare(
-        on_ranks(2, run, {"stage": stage}, False)[0],
-        on_ranks(2, run, offload(way, stage, tmp_path / "disk"), True)[0],
-    )
+    same(on_ranks(2, run)[0], trained({"stage": stage}, dampened, ranks=2, steps=2))

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,39 +18,23 @@ from safetensors.torch import load_file
 import hf_zero
 from hf_zero.checkpoint import convert_checkpoint
 from hf_zero.core.consolidate import whole_state_dict
-from hf_zero.core.update import Updater
-from tests.helpers.engines import config_of, start
+from hf_zero.parameters.parameter import UpdatingParameter
 from tests.helpers.models import features
-from tests.helpers.offloads import offload
-from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.offloads import (
+    DEVICE,
+    PLACES,
+    WAYS,
+    offload,
+    opened,
+    same,
+    stages_of,
+    train,
+    trained,
+)
+from tests.helpers.stacks import by_hand, on_ranks, squared
 from tests.helpers.training import At, adamw
 
 NAME = "blocks.1.up.weight"
-
-
-@pytest.fixture
-def held_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No update begins before somebody waits for it."""
-    gate = threading.Event()
-    run, begin, finish = Updater._run, Updater.start, Updater.finish
-
-    def held(self: Updater, *args: Any) -> Any:
-        assert gate.wait(20.0), "nobody has waited for this update"
-        return run(self, *args)
-
-    def begun(self: Updater, *args: Any, **more: Any) -> None:
-        finish(self)
-        gate.clear()
-        begin(self, *args, **more)
-
-    def wanted(self: Updater, *args: Any) -> None:
-        if self.pending:
-            gate.set()
-        finish(self, *args)
-
-    monkeypatch.setattr(Updater, "_run", held)
-    monkeypatch.setattr(Updater, "start", begun)
-    monkeypatch.setattr(Updater, "finish", wanted)
 
 
 def weight(engine: Any) -> torch.nn.Parameter:
@@ -76,6 +59,11 @@ def pickled(engine: Any, folder: Path) -> torch.Tensor:
     return torch.load(buffer, weights_only=False)["it"].detach()
 
 
+def gathered(engine: Any, folder: Path) -> torch.Tensor:
+    with hf_zero.GatheredParameters([weight(engine)]):
+        return weight(engine).detach().clone()
+
+
 def exported(engine: Any, folder: Path) -> torch.Tensor:
     return dict(engine.consolidated())[NAME]
 
@@ -98,6 +86,7 @@ WHOLE: dict[str, Callable[[Any, Path], torch.Tensor]] = {  # of a model whose pa
     "detach": lambda engine, folder: weight(engine).detach().clone(),
     "numpy": lambda engine, folder: torch.from_numpy(weight(engine).detach().numpy().copy()),
     "tolist": lambda engine, folder: torch.tensor(weight(engine).tolist()),
+    "an operation": lambda engine, folder: (weight(engine) * 1.0).detach(),
     "foreach": lambda engine, folder: torch._foreach_mul([weight(engine)], 1.0)[0].detach(),
     "vector": lambda engine, folder: (
         torch.nn.utils.parameters_to_vector(weight(engine)).detach().view(weight(engine).shape)
@@ -119,6 +108,7 @@ ALWAYS: dict[str, Callable[[Any, Path], torch.Tensor]] = {
     ),
     "whole state dict": lambda engine, folder: whole_state_dict(engine)[NAME],
     "consolidated": exported,
+    "gathered": gathered,
     "save_16bit_model": saved_whole,
     "save_checkpoint": saved,
     "master": lambda engine, folder: hf_zero.safe_get_full_fp32_param(weight(engine)),
@@ -126,12 +116,6 @@ ALWAYS: dict[str, Callable[[Any, Path], torch.Tensor]] = {
 CASES = [(0, what, read) for what, read in {**WHOLE, **ALWAYS}.items()] + [
     (3, what, read) for what, read in ALWAYS.items()
 ]
-
-
-def trained(engine: Any, rank: int, steps: int = 2) -> None:
-    for step in range(steps):
-        engine.backward(squared(engine, At(step, 0, rank)))
-        engine.step()
 
 
 @pytest.mark.parametrize(
@@ -147,13 +131,12 @@ def test_readers_see_the_step(
 
     def run(rank: int, model: torch.nn.Module) -> None:
         before = model.blocks[1].up.weight.detach().clone()
-        engine = start(
-            model,
-            adamw(model),
-            config_of(stage, zero_optimization=offload(way, stage, tmp_path / "disk")),
-        )
-        trained(engine, rank)
+        engine = opened(model, offload(way, stage, tmp_path / "disk"))
+        train(engine, rank, range(2))
         assert engine.updater.pending
+        if stage < 3:
+            assert type(weight(engine)) is UpdatingParameter and weight(engine).requires_grad
+            assert weight(engine).shape == before.shape and engine.updater.pending
         got = read(engine, tmp_path)
         want = hf_zero.safe_get_full_fp32_param(weight(engine))
         assert not torch.allclose(want, before, rtol=1e-4)
@@ -188,9 +171,7 @@ def test_what_else_may_come_after_a_step(
     """
 
     def run(rank: int, model: torch.nn.Module, section: dict[str, Any]) -> list[torch.Tensor]:
-        engine = start(
-            model, adamw(model), config_of(stage, zero_optimization=section, bf16={"enabled": True})
-        )
+        engine = opened(model, section, bf16={"enabled": True})
         found = []
         for step in range(4):
             engine.backward(squared(engine, At(step, 0, rank), torch.bfloat16))
@@ -228,98 +209,72 @@ def test_what_else_may_come_after_a_step(
         engine.destroy()
         return found
 
-    for away in (
-        "optimizer on cpu",
-        "optimizer in files",
-        *(("all on cpu", "all in files") if stage == 3 else ()),
-    ):
-        plain = on_ranks(2, run, {"stage": stage})
+    plain = on_ranks(2, run, {"stage": stage})
+    for away in (way for way in WAYS[:4] if stage in stages_of(way)):
         offloaded = on_ranks(2, run, offload(away, stage, tmp_path))
         for want, got in zip(plain, offloaded):
             for one, other in zip(want, got, strict=True):
                 torch.testing.assert_close(other, one, rtol=1e-2, atol=1e-3)
 
 
-def test_a_rate_that_a_scheduler_sets_right_after_the_step_belongs_to_the_next(
-    held_up: None,
+@pytest.mark.parametrize("kind", [float, torch.tensor], ids=["number", "tensor"])
+def test_what_a_scheduler_sets_right_after_the_step_belongs_to_the_next(
+    held_up: None, kind: Callable[[float], Any], tmp_path: Path
 ) -> None:
     """Also where the rate is a tensor, which schedulers write in place."""
 
-    def run(
-        rank: int, model: torch.nn.Module, section: dict[str, Any], tensor: bool
-    ) -> torch.Tensor:
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=torch.tensor(1e-2) if tensor else 1e-2, eps=1e-6
-        )
-        engine = start(model, optimizer, config_of(2, zero_optimization=section))
-        for step in range(3):
-            engine.backward(squared(engine, At(step, 0, rank)))
-            engine.step()
-            for group in optimizer.param_groups:
-                if tensor:
-                    group["lr"].mul_(0.1)
-                else:
-                    group["lr"] *= 0.1
-                group["weight_decay"] = 10.0 * (step == 2)
-        found = hf_zero.safe_get_full_fp32_param(weight(engine))
-        engine.destroy()
-        return found
+    def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=kind(1e-2), eps=1e-6)
 
-    want = on_ranks(1, run, {"stage": 2}, False)[0]
-    for tensor in (False, True):
-        torch.testing.assert_close(
-            on_ranks(1, run, {"stage": 2, "offload_optimizer": {"device": "cpu"}}, tensor)[0], want
-        )
+    def told(step: int, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.1
+            if step == 2:
+                group["weight_decay"], group["betas"] = 10.0, (0.0, 0.0)
+
+    way = "optimizer on cpu"
+    want, got = (trained(offload(each, 2, tmp_path), make, told, steps=3) for each in (DEVICE, way))
+    same(got, want)
 
 
-READ_STATE = {
+STATE: dict[str, Callable[[Any], Any]] = {
     "iteration": lambda state: [state[key] for key in state],
     "items": lambda state: [entry for _, entry in state.items()],
     "values": lambda state: list(state.values()),
     "get": lambda state: [state.get(key) for key in dict.keys(state)],
     "key": lambda state: [state[key] for key in dict.keys(state)],
+    "len": lambda state: [] if len(state) else None,
+    "keys": lambda state: [] if state.keys() else None,
+    "popitem": lambda state: [state.popitem()][:0],
+    "pop": lambda state: [state.pop(0, None)][:0],
+    "in": lambda state: [0 in state][:0],
 }
 
 
-@pytest.mark.parametrize("how", READ_STATE)
+@pytest.mark.parametrize("how", STATE)
 def test_the_state_of_the_optimizer_is_read_and_written_behind_the_update(
     held_up: None, how: str
 ) -> None:
     def run(rank: int, model: torch.nn.Module) -> None:
-        engine = start(
-            model,
-            adamw(model),
-            config_of(3, zero_optimization=offload("optimizer on cpu", 3, Path())),
-        )
-        trained(engine, rank)
+        engine = opened(model, offload("optimizer on cpu", 3, Path()))
+        train(engine, rank, range(2))
         assert engine.updater.pending
-        for entry in READ_STATE[how](engine.optimizer.state):
-            assert not engine.updater.pending
+        entries = STATE[how](engine.optimizer.state)
+        assert not engine.updater.pending
+        for entry in entries:
             entry["exp_avg"].zero_()
-        assert not hf_zero.safe_get_full_optimizer_state(weight(engine), "exp_avg").any()
+        if entries:
+            assert not hf_zero.safe_get_full_optimizer_state(weight(engine), "exp_avg").any()
         engine.destroy()
 
     on_ranks(1, run)
 
 
-@pytest.mark.parametrize("way", [None, "optimizer on cpu", "optimizer in files"])
-def test_state_that_is_cleared_begins_anew(way: str | None, tmp_path: Path) -> None:
-    def run(rank: int, model: torch.nn.Module) -> None:
-        plain = copy.deepcopy(model)
-        optimizer = adamw(plain)
-        section = {"stage": 3} if way is None else offload(way, 3, tmp_path)
-        engine = start(model, adamw(model), config_of(3, zero_optimization=section))
-        for step in range(4):
-            squared(plain, At(step, 0, rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            engine.backward(squared(engine, At(step, 0, rank)))
-            engine.step()
-            if step == 1:
-                optimizer.state.clear()
-                engine.optimizer.state.clear()
-        got = hf_zero.safe_get_full_fp32_param(weight(engine))
-        torch.testing.assert_close(got, plain.blocks[1].up.weight.detach(), rtol=1e-5, atol=1e-6)
-        engine.destroy()
+@pytest.mark.parametrize("way", [DEVICE, *PLACES])
+def test_state_that_is_cleared_begins_anew(way: str, tmp_path: Path) -> None:
+    def told(step: int, optimizer: torch.optim.Optimizer) -> None:
+        if step == 1:
+            optimizer.state.clear()
 
-    on_ranks(1, run)
+    want, _ = by_hand(adamw, [[(1.0, 0)]] * 4, 1, after_step=lambda step, _, it: told(step, it))
+    same(trained(offload(way, 3, tmp_path), told=told), want)

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import hf_zero
 from hf_zero.storage.nvme import NvmeStorage
-from tests.helpers.engines import config_of, start
-from tests.helpers.offloads import offload
-from tests.helpers.stacks import on_ranks
-from tests.helpers.training import adamw
+from tests.helpers.offloads import offload, same, trained
 
 STEPS = 4
 
@@ -27,28 +22,13 @@ class Growing(nn.Module):
         torch.manual_seed(0)
         widths = [16, 32, 64, 128, 256, 512]
         self.blocks = nn.ModuleList(
-            [nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8)) for width in widths]
+            [nn.Sequential(nn.Linear(7, width), nn.Tanh(), nn.Linear(width, 7)) for width in widths]
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = x + block(x)
-        return x.pow(2).mean()
-
-
-def trained(rank: int, model: nn.Module, section: dict[str, Any]) -> dict[str, torch.Tensor]:
-    engine = start(model, adamw(model), config_of(3, zero_optimization=section))
-    for step in range(STEPS):
-        engine.backward(
-            engine(torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank)))
-        )
-        engine.step()
-    weights = {
-        name: hf_zero.safe_get_full_fp32_param(p).clone()
-        for name, p in engine.module.named_parameters()
-    }
-    engine.destroy()
-    return weights
+        return x
 
 
 @pytest.mark.turns
@@ -64,14 +44,13 @@ def test_shards_are_read_ahead_of_their_gather(
         fetch(self, name, start, out)
 
     monkeypatch.setattr(NvmeStorage, "fetch_into", counted)
-    section = {**offload("all in files", 3, tmp_path), "stage3_prefetch_bucket_size": prefetch}
-    section["offload_param"] |= {"max_in_cpu": 0, "buffer_count": count}
+    section = offload("all in files", 3, tmp_path, max_in_cpu=0)
+    section["stage3_prefetch_bucket_size"] = prefetch
+    section["offload_param"]["buffer_count"] = count
     want, got = (
-        on_ranks(2, trained, {"stage": 3}, build=Growing)[0],
-        on_ranks(2, trained, section, build=Growing)[0],
+        trained(each, build=Growing, ranks=2, steps=STEPS) for each in ({"stage": 3}, section)
     )
-    for name, weights in want.items():
-        torch.testing.assert_close(got[name], weights, rtol=1e-5, atol=1e-6)
+    same(got, want)
     assert sum(found) >= (STEPS - 1) * 2 * 3, (
         "two ranks; of the six units that a backward gathers half at least"
     )

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from tests.helpers.cells import fast
-from tests.helpers.engines import STAGES, config_of, full_grads, start
-from tests.helpers.offloads import offload
+from tests.helpers.engines import STAGES, full_grads
+from tests.helpers.offloads import offload, opened
 from tests.helpers.stacks import on_ranks, squared
-from tests.helpers.training import At, adamw
+from tests.helpers.training import At
 
 WINDOWS = (1, 16, 1, 5)  # micro-batches of each step
 SAID = ("boundary", "no_sync", "backwards")
@@ -26,11 +26,7 @@ def gradients(
     rank: int, model: torch.nn.Module, section: dict[str, Any], said: str
 ) -> list[dict[str, torch.Tensor]]:
     """Of each step. ``said``: how the engine learns of the windows."""
-    engine = start(
-        model,
-        adamw(model),
-        config_of(section["stage"], zero_optimization=section, bf16={"enabled": True}),
-    )
+    engine = opened(model, section, bf16={"enabled": True})
     found = []
     for step, length in enumerate(WINDOWS):
         for micro in range(length):
