@@ -11,11 +11,16 @@ import torch
 from torch import nn
 
 from hf_zero.distributed import process_group
-from hf_zero.errors import ConfigError, PartitionError, RankMismatchError, UnsupportedOptimizerError
+from hf_zero.errors import (
+    ConfigError,
+    HfZeroError,
+    PartitionError,
+    RankMismatchError,
+    UnsupportedOptimizerError,
+)
 from hf_zero.parameters.wrap import find_units
 from hf_zero.units.materialize import check_parameters
 from tests.helpers.engines import STAGES, config_of, start
-from tests.helpers.ranks import RankFailed
 from tests.helpers.stacks import on_ranks, stack
 from tests.helpers.training import adamw, plain_sgd
 
@@ -141,8 +146,10 @@ def test_an_optimizer_over_another_models_parameters(stage: int) -> None:
     assert plain(model)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("different", ["shape", "dtype", "group", "name"])
-def test_ranks_that_hold_different_models(different: str) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_that_hold_different_models(stage: int, different: str) -> None:
     def run(rank: int, model: nn.Module) -> None:
         groups = [{"params": list(model.parameters())}]
         if rank == 1:
@@ -159,12 +166,20 @@ def test_ranks_that_hold_different_models(different: str) -> None:
                 ]
         if different != "group":
             groups = [{"params": list(model.parameters())}]
-        start(model, torch.optim.SGD(groups, lr=0.1), config_of(3))
+        with pytest.raises(RankMismatchError, match="ranks 0 and 1 hold different models") as told:
+            start(model, torch.optim.SGD(groups, lr=0.1), config_of(stage))
+        assert "head" in str(told.value) or different == "group"
 
-    with pytest.raises(RankFailed, match="ranks 0 and 1 hold different models") as caught:
-        on_ranks(2, run)
-    assert isinstance(caught.value.__cause__, RankMismatchError)
-    assert "head" in str(caught.value.__cause__) or different == "group"
+    on_ranks(2, run)
+
+
+def test_a_model_that_has_an_engine_already() -> None:
+    model = stack()
+    engine = start(model, adamw(model), config_of(3))
+    with pytest.raises(HfZeroError, match="destroy"):
+        start(model, None, config_of(2))
+    engine.destroy()
+    start(model, None, config_of(2))
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)

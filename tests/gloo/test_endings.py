@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import socket
-import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import yaml
 
 from hf_zero.checkpoint import verify_checkpoint
 from hf_zero.hosts.reaching import free_port
 from tests.helpers.cells import fast
 from tests.helpers.commands import completed
-from tests.helpers.launched import HOST, environment, plainly
+from tests.helpers.launched import (
+    HOST,
+    accelerate_command,
+    environment,
+    plainly,
+    python,
+    torchrun_command,
+)
 
 SCRIPT = Path(__file__).with_name("ending.py")
 SAVING = Path(__file__).with_name("saving_ending.py")
@@ -46,7 +51,7 @@ def raised(first_line: str, shown: str = "Traceback") -> Ending:
     return Ending((shown,), (f"rank {{odd}} {first_line}", WAITS), absent="RankMismatchError")
 
 
-IN_A_STEP = {
+ENDINGS = {
     "kill": Ending((), ("rank {odd}.* died", WAITS), -9),
     "raise": raised("has failed: ValueError: bad batch$"),
     "shape": raised("has failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
@@ -57,26 +62,15 @@ IN_A_STEP = {
         "PartitionError",  # of this package, and so without a traceback
     ),
     "finish": Ending((), ("rank {odd}.* has ended", WAITS), 0),
-}
-WITH_STATE_IN_FILES = {
     "read": Ending(
         (r"OSError: \[Errno 5\] Input/output error \(reading .* of rank {odd};.*{disk}",),
         (r"rank {odd} has failed: OSError: \[Errno 5\] Input/output error",),
     ),
     "write": Ending((FULL,), (FULL,)),
     "no room": Ending(("Error", r"ulimit|RLIMIT_FSIZE|file size"), (r"rank {odd}|does not fit",)),
-    "kill": Ending((), ("rank {odd}.* died",), -9),
+    "kill, with files": Ending((), ("rank {odd}.* died",), -9),
 }
-
-
-def check(ending: Ending, odd: int, outputs: list[tuple[int, str]], disk: str = "") -> None:
-    (code, own), (other_code, other) = outputs[odd], outputs[1 - odd]
-    assert (code, other_code) == (ending.code, 1), own + other
-    for patterns, output in ((ending.own, own), (ending.other, other)):
-        for pattern in patterns:
-            wanted = pattern.format(odd=odd, other=1 - odd, disk=disk)
-            assert re.search(wanted, output, re.MULTILINE), output
-    assert not ending.absent or ending.absent not in own, own
+WITH_FILES = ("read", "write", "no room", "kill, with files")
 
 
 @pytest.mark.parametrize(
@@ -85,6 +79,7 @@ def check(ending: Ending, odd: int, outputs: list[tuple[int, str]], disk: str = 
         [
             ("kill", 1, 3),
             ("raise", 1, 2),
+            ("read", 1, 3),
             ("kill", 1, 0),
             ("kill", 0, 2),
             ("raise", 0, 0),
@@ -95,39 +90,34 @@ def check(ending: Ending, odd: int, outputs: list[tuple[int, str]], disk: str = 
             ("late", 1, 2),
             ("finish", 0, 3),
             ("finish", 1, 2),
-        ],
-        lambda *cell: cell in (("kill", 1, 3), ("raise", 1, 2)),
-    ),
-)
-def test_a_rank_that_ends_is_named_by_the_other(way: str, odd: int, stage: int) -> None:
-    whole = sys.executable if way == "finish" else ""  # its interpreter ends as it does
-    outputs = plainly(SCRIPT, way, str(odd), str(stage), interpreter=whole, limit=LIMIT)
-    check(IN_A_STEP[way], odd, outputs)
-
-
-@pytest.mark.parametrize(
-    "way, odd, stage",
-    fast(
-        [
-            ("read", 1, 3),
             ("read", 0, 0),
             ("read", 1, 2),
             ("write", 1, 3),
             ("write", 0, 2),
             ("no room", 0, 3),
             ("no room", 1, 2),
-            ("kill", 1, 3),
-            ("kill", 0, 2),
-            ("kill", 1, 0),
+            ("kill, with files", 1, 3),
+            ("kill, with files", 0, 2),
+            ("kill, with files", 1, 0),
         ],
-        lambda *cell: cell == ("read", 1, 3),
+        lambda *cell: cell in (("kill", 1, 3), ("raise", 1, 2), ("read", 1, 3)),
     ),
 )
-def test_no_file_of_a_rank_that_ends_is_left(
+def test_a_rank_that_ends_is_named_by_the_other_and_leaves_no_file(
     way: str, odd: int, stage: int, tmp_path: Path
 ) -> None:
-    outputs = plainly(SCRIPT, way, str(odd), str(stage), str(tmp_path), limit=LIMIT)
-    check(WITH_STATE_IN_FILES[way], odd, outputs, str(tmp_path))
+    whole = sys.executable if way == "finish" else ""  # its interpreter ends as it does
+    disk = [str(tmp_path)] if way in WITH_FILES else []
+    outputs = plainly(
+        SCRIPT, way.partition(",")[0], str(odd), str(stage), *disk, interpreter=whole, limit=LIMIT
+    )
+    ending, (code, own), (other_code, other) = ENDINGS[way], outputs[odd], outputs[1 - odd]
+    assert (code, other_code) == (ending.code, 1), own + other
+    for patterns, output in ((ending.own, own), (ending.other, other)):
+        for pattern in patterns:
+            wanted = pattern.format(odd=odd, other=1 - odd, disk=tmp_path)
+            assert re.search(wanted, output, re.MULTILINE), output
+    assert not ending.absent or ending.absent not in own, own
     assert list(tmp_path.iterdir()) == [], "files are left behind"
 
 
@@ -153,55 +143,11 @@ def test_a_checkpoint_that_is_being_written_is_whole_or_not_there(
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".hf-zero-saving-new")]
 
 
-TORCHRUN = [
-    "-m",
-    "torch.distributed.run",
-    "--nproc-per-node",
-    "2",
-    "--rdzv-backend",
-    "c10d",
-    "--rdzv-endpoint",
-    f"{HOST}:0",
-]
-CONFIGURATION = {
-    "compute_environment": "LOCAL_MACHINE",
-    "distributed_type": "DEEPSPEED",
-    "deepspeed_config": {"zero_stage": 3},
-    "main_process_ip": HOST,
-    "main_process_port": 0,
-    "mixed_precision": "no",
-    "num_machines": 1,
-    "num_processes": 2,
-    "use_cpu": True,
+LAUNCHERS: dict[str, Callable[[Path], list[str]]] = {
+    "torchrun": lambda folder: torchrun_command(SCRIPT),
+    "accelerate launch": lambda folder: accelerate_command(SCRIPT, folder, 3),
+    "spawn": lambda folder: [sys.executable, str(SCRIPT)],
 }
-LAUNCHERS = {
-    "torchrun": [*TORCHRUN, "--local-addr", HOST],
-    "accelerate launch": ["-m", "accelerate.commands.launch", "--config", "zero.yaml"],
-    "spawn": [],
-}
-
-
-def launched(command: list[str], folder: Path, *arguments: str) -> str:
-    """What a user sees of a launch that fails."""
-    with subprocess.Popen(
-        [sys.executable, *command, str(SCRIPT), *arguments],
-        cwd=folder,
-        env={**environment(), "MASTER_PORT": str(free_port())},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=LIMIT)
-        finally:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-    assert process.returncode != 0, output
-    return output
 
 
 @pytest.mark.long
@@ -212,8 +158,11 @@ def test_what_a_user_of_a_launcher_sees(launcher: str, way: str, tmp_path: Path)
 
     The first failure is the right one.
     """
-    (tmp_path / "zero.yaml").write_text(yaml.safe_dump(CONFIGURATION))
-    output = launched(LAUNCHERS[launcher], tmp_path, way, "1", "3")
+    place = {**environment(), "MASTER_PORT": str(free_port()), "PYTHON_EXEC": python()}
+    command = [*LAUNCHERS[launcher](tmp_path), way, "1", "3"]
+    done = completed(command, LIMIT, env=place, cwd=tmp_path)
+    output = done.stdout + done.stderr
+    assert done.returncode != 0, output
     # it ends the others the moment it sees that, and says who was first
     if launcher == "spawn" and way == "kill":
         assert "process 1 terminated with signal SIGKILL" in output, output

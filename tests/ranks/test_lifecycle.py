@@ -4,12 +4,9 @@ another.
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
-from hf_zero.errors import PartitionError
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES, seeded
@@ -18,60 +15,6 @@ from tests.helpers.stacks import by_hand, on_ranks, squared, stack
 from tests.helpers.training import At, Plan, adamw, plain_sgd
 
 RANKS = 2
-
-
-def step_once(engine, rank, step):
-    engine.backward(squared(engine, At(step, 0, rank)))
-    engine.step()
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_destroy_gives_back_a_plain_model_with_what_it_learnt(stage):
-    want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 2, RANKS)
-
-    def run(rank, model):
-        names = [name for name, _ in model.named_parameters()]
-        engine = start(model, plain_sgd(model), config_of(stage))
-        for step in range(2):
-            step_once(engine, rank, step)
-        engine.destroy(gather=True)
-        assert [name for name, _ in model.named_parameters()] == names
-        assert {type(p) for p in model.parameters()} == {torch.nn.Parameter}
-        for module in model.modules():
-            hooks = (
-                module._forward_hooks,
-                module._forward_pre_hooks,
-                module._backward_hooks,
-                module._backward_pre_hooks,
-                module._state_dict_hooks,
-            )
-            assert not any(hooks), f"{type(module).__name__} keeps hooks"
-        oracle.compare_tensors(
-            "weights", {name: p.detach() for name, p in model.named_parameters()}, want
-        )
-        model.requires_grad_(False).requires_grad_(True)
-        squared(model, At(0, 0, rank)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        copy.deepcopy(model).half()
-
-    on_ranks(RANKS, run)
-
-
-@pytest.mark.parametrize("first, second", [(3, 1), (0, 3), (3, 3), (2, 0)])
-def test_initialize_again_at_another_stage(first, second):
-    want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 4, RANKS)
-
-    def run(rank, model):
-        for stage, steps in ((first, (0, 1)), (second, (2, 3))):
-            engine = start(model, plain_sgd(model), config_of(stage))
-            for step in steps:
-                step_once(engine, rank, step)
-            weights = full_weights(engine)
-            engine.destroy()
-        return weights
-
-    for weights in on_ranks(RANKS, run):
-        oracle.compare_tensors("weights", weights, want)
 
 
 def test_two_engines_side_by_side():
@@ -93,17 +36,6 @@ def test_two_engines_side_by_side():
     for weights in on_ranks(RANKS, run):
         for each in weights:
             oracle.compare_tensors("weights", each, want)
-
-
-def test_initialize_twice_without_destroy_is_refused():
-    def run(rank, model):
-        from hf_zero.errors import HfZeroError
-
-        start(model, adamw(model), config_of(3))
-        with pytest.raises(HfZeroError, match="destroy"):
-            start(model, None, config_of(2))
-
-    on_ranks(RANKS, run)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -190,20 +122,3 @@ def test_a_model_without_parameters_to_train_is_told():
             assert torch.isfinite(squared(engine, At(0, 0, rank)))
 
     on_ranks(RANKS, run, build=frozen)
-
-
-def test_a_step_without_gradients_and_one_after_destroy_say_so():
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(2))
-        engine.backward(squared(engine, At(0, 0, rank)))
-        engine.zero_grad()
-        with pytest.raises(PartitionError, match=r"zero_grad\(\) not between it and step"):
-            engine.step()
-        torch.ones((), requires_grad=True).backward()
-        with pytest.raises(PartitionError, match="does not depend on a parameter that trains"):
-            engine.step()
-        engine.destroy()
-        with pytest.raises(PartitionError, match="was destroyed"):
-            engine.step()
-
-    on_ranks(1, run)

@@ -1,0 +1,376 @@
+"""How a pass, and how an engine may end, on every way of offloading: the training goes on as if
+that pass had not been, and nothing of the engine is left.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_zero.errors import PartitionError
+from tests.helpers import oracle
+from tests.helpers.broken_stacks import Armed
+from tests.helpers.cells import fast
+from tests.helpers.engines import STAGES, config_of, full_weights, start
+from tests.helpers.models import seeded
+from tests.helpers.offloads import DEVICE, Values, offload, opened, train
+from tests.helpers.ranks import run_ranks
+from tests.helpers.stacks import by_hand, on_ranks, squared
+from tests.helpers.training import At, Plan, adamw, plain_sgd
+
+RANKS = 2
+AWAY = [("optimizer in files", 0), ("optimizer in files", 2), ("all in files", 3)]
+PLACES = [*((DEVICE, stage) for stage in STAGES), *AWAY, ("all on cpu", 3)]
+
+
+def armed() -> nn.Module:
+    return seeded(Armed)
+
+
+# ---- passes ----
+
+
+def broken(engine: Any, at: At, where: str) -> None:
+    """A pass that breaks at ``where`` of :class:`Armed`, which the script survives."""
+    engine.module.at = where
+    with pytest.raises(engine.module.error, match="user's own"):
+        engine.backward(squared(engine, at))
+    engine.module.at = ""
+
+
+PASSES = {
+    "forward": ArithmeticError,
+    "backward": ArithmeticError,
+    "loss": ArithmeticError,
+    "interrupt": KeyboardInterrupt,
+}
+
+
+WHEN = ((0,), (1,), (0, 1, 2))  # before which steps
+
+
+def often(place: tuple[str, int], ending: str, when: tuple[int, ...]) -> bool:
+    """Every place and every ending, every ending at stage 3, offloaded every forward."""
+    turn = PLACES.index(place)
+    return WHEN[turn % 3] == when and (
+        place == (DEVICE, 3)
+        or list(PASSES)[turn % 4] == ending
+        or (place[0] != DEVICE and ending == "forward")
+    )
+
+
+@pytest.mark.parametrize(
+    "place, ending, when", fast(itertools.product(PLACES, PASSES, WHEN), often), ids=str
+)
+def test_a_pass_that_breaks_is_forgotten(
+    place: tuple[str, int], ending: str, when: tuple[int, ...], tmp_path: Path
+) -> None:
+    """The user catches his error (out of memory, say), drops the micro-batch and goes on."""
+    way, stage = place
+    make = plain_sgd if way == DEVICE else adamw
+    want, norms = by_hand(make, [[(1.0, 0)]] * 3, RANKS)
+
+    def run(rank: int, model: Any) -> tuple[Values, list[float]]:
+        model.error = PASSES[ending]
+        engine = opened(model, offload(way, stage, tmp_path, max_in_cpu=0), make)
+        found = []
+        for step in range(3):
+            if step in when:
+                broken(engine, At(8, 0, rank), "forward" if ending == "interrupt" else ending)
+                engine.zero_grad()
+            train(engine, rank, range(step, step + 1))
+            found.append(engine.get_global_grad_norm())
+        weights = full_weights(engine)
+        engine.destroy()
+        return weights, found
+
+    floor = 0.0 if way == DEVICE else oracle.ADAM_ROUNDING
+    for weights, found in on_ranks(RANKS, run, build=armed):
+        oracle.compare_tensors("weights", weights, want, floor=floor)
+        assert found == pytest.approx(norms, rel=1e-5)
+
+
+LOST = {
+    "step": lambda engine, rank: None,
+    "another that breaks": lambda engine, rank: broken(engine, At(0, 1, rank), "loss"),
+    "another": lambda engine, rank: engine.backward(squared(engine, At(0, 1, rank))),
+}
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("together", [0, 1 << 20])  # blocks are units, or all of them one
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_lost_in_a_broken_backward_forbid_the_step(stage: int, together: int) -> None:
+    """Plain PyTorch keeps those that had come, and what the window had before."""
+    want, _ = by_hand(plain_sgd, [[(0.5, 0), (0.5, 1)]], RANKS)
+    zero = {"stage": stage, "stage3_module_granularity_threshold": together}
+
+    def run(rank: int, model: nn.Module) -> Values:
+        engine = opened(model, zero, plain_sgd, gradient_accumulation_steps=2)
+        for then in LOST.values():
+            engine.backward(squared(engine, At(0, 0, rank)))
+            engine.step()
+            broken(engine, At(0, 1, rank), "backward")
+            then(engine, rank)
+            with pytest.raises(
+                PartitionError,
+                match=r"broken by an exception .* they are lost.* call engine\.restart_window\(\) "
+                r"and repeat the window",
+            ):
+                engine.step()
+            engine.restart_window()
+        for micro in range(2):
+            engine.backward(squared(engine, At(0, micro, rank)))
+            engine.step()
+        assert engine.was_step_applied() and engine.global_steps == 1
+        return full_weights(engine)
+
+    for weights in on_ranks(RANKS, run, build=armed):
+        oracle.compare_tensors("weights", weights, want)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_ranks_keep_one_window_where_one_of_them_broke_alone(stage: int) -> None:
+    """In the middle of a window: the passes of these stages have no collectives there."""
+
+    def run(rank: int, model: nn.Module) -> int:
+        engine = start(model, plain_sgd(model), config_of(stage, Plan(accumulation=4)))
+        for restart in (engine.zero_grad, engine.restart_window):
+            engine.backward(squared(engine, At(0, 0, rank)))
+            engine.step()
+            if rank == 1:
+                broken(engine, At(0, 1, rank), "backward")
+            restart()
+        return engine.accumulation.micro_batches
+
+    assert on_ranks(RANKS, run, build=armed) == [0, 0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_that_breaks_before_any_gradient_leaves_the_window_as_it_was(stage: int) -> None:
+    want, norms = by_hand(plain_sgd, [[(0.5, 0)]], RANKS)
+
+    def run(rank: int, model: nn.Module) -> tuple[Values, float]:
+        engine = start(model, plain_sgd(model), config_of(stage, Plan(accumulation=2)))
+        engine.backward(squared(engine, At(0, 0, rank)))
+        engine.step()
+        broken(engine, At(0, 1, rank), "loss")
+        engine.step()
+        return full_weights(engine), engine.get_global_grad_norm()
+
+    for weights, norm in on_ranks(RANKS, run, build=armed):
+        oracle.compare_tensors("weights", weights, want)
+        assert norm == pytest.approx(norms[0], rel=1e-5)
+
+
+# ---- engines ----
+
+TIMES = 10
+ALLOWED = 1 << 20
+
+
+def large() -> nn.Module:
+    """2.3 MiB of weights: one engine of ten that stays behind is seen."""
+    return seeded(lambda: Armed(depth=4, width=128))
+
+
+def live_bytes() -> int:
+    """Bytes of the storages of all tensors that the interpreter can reach, each once."""
+    gc.collect()
+    storages = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.Tensor) and not each.is_meta:
+            with torch._C.DisableTorchFunctionSubclass():
+                storage = each.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def keys_in_the_store() -> int:
+    """Keys of hf-zero's own; torch keeps some for each process group it has ever made."""
+    return sum(
+        key.startswith("hf_zero/") for key in dist.distributed_c10d._get_default_store().list_keys()
+    )
+
+
+def working() -> set[threading.Thread]:
+    """Threads that serve other ranks, update, or issue gathers."""
+    return {each for each in threading.enumerate() if each.name.startswith(("hf_zero", "hf-zero"))}
+
+
+def held_files(folder: Path) -> list[str]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return [target for target in found if str(folder) in target]
+
+
+def broken_off(engine: Any, kind: type[BaseException]) -> None:
+    """Dropped after a forward that has failed while an update was under way."""
+    engine.module.error = kind
+    broken(engine, At(2, 0, 0), "forward")
+
+
+def destroyed(engine: Any) -> None:
+    engine.destroy()
+    engine.destroy()
+
+
+ENDINGS: dict[str, Callable[[Any], None]] = {
+    "gathered": lambda engine: engine.destroy(gather=True),
+    "destroyed": destroyed,
+    "dropped": lambda engine: None,
+    "exception": lambda engine: broken_off(engine, ValueError),
+    "interrupt": lambda engine: broken_off(engine, KeyboardInterrupt),
+}
+
+
+@pytest.fixture
+def collecting() -> None:
+    """Collections look at what a test makes alone."""
+    gc.collect()
+    gc.freeze()
+
+
+def grown(
+    section: dict[str, Any], end: Callable[[Any], None], folder: Path
+) -> tuple[int, set[threading.Thread], int]:
+    """What ``TIMES`` engines leave on two ranks: bytes, threads, keys in the store."""
+    place = threading.Barrier(RANKS)
+    others = working()  # of engines that other tests have not ended
+    seen: list[tuple[int, set[threading.Thread], int]] = []
+
+    def together(act: Callable[[], object]) -> None:
+        if place.wait() == 0:
+            act()
+        place.wait()
+
+    def look() -> None:
+        """Threads look at their engine at least once a second, and one that updates holds it."""
+        for _ in range(100):
+            gc.collect()
+            if not working() - others:
+                break
+            time.sleep(0.05)
+        seen.append((live_bytes(), working() - others, keys_in_the_store()))
+
+    def run(rank: int) -> None:
+        for made in range(TIMES + 2):
+            if made == 2:
+                together(look)  # what is made once is made by now
+            engine = opened(large(), section)
+            with torch.no_grad():
+                squared(engine, At(0, 0, rank))
+            train(engine, rank, range(2))
+            assert bool(held_files(folder)) == (folder.name == "files")
+            updating = any(each.name.startswith("hf-zero update") for each in working())
+            assert updating == ("offload_optimizer" in section)
+            end(engine)
+            del engine
+            together(gc.collect)
+        together(look)
+
+    run_ranks(RANKS, run)
+    (before, _, first), (after, threads, last) = seen
+    return after - before, threads, last - first
+
+
+@pytest.mark.parametrize(
+    "ending, way, stage",
+    fast(
+        [(ending, *place) for ending, place in itertools.product(ENDINGS, PLACES)],
+        lambda *cell: (
+            cell
+            in (
+                ("gathered", DEVICE, 3),
+                ("destroyed", DEVICE, 0),
+                ("destroyed", DEVICE, 3),
+                ("dropped", DEVICE, 3),
+                ("destroyed", "optimizer in files", 0),
+                ("dropped", "optimizer in files", 2),
+                ("exception", "all in files", 3),
+            )
+        ),
+    ),
+)
+@pytest.mark.usefixtures("collecting")
+def test_nothing_is_left(ending: str, way: str, stage: int, tmp_path: Path) -> None:
+    folder = tmp_path / way.split()[-1]
+    folder.mkdir()
+    section = offload(way, stage, folder, max_in_cpu=0)
+    nbytes, threads, keys = grown(section, ENDINGS[ending], folder)
+    assert nbytes < ALLOWED and not threads
+    assert keys <= TIMES * (2 * RANKS + 2), "more than who has closed it, and the last agreement"
+    assert not held_files(folder) and not list(folder.iterdir())
+
+
+@pytest.mark.usefixtures("collecting")
+def test_the_measure_sees_what_stays(tmp_path: Path) -> None:
+    kept: list[Any] = []
+
+    def keep(engine: Any) -> None:
+        kept.append([flat.full for flat in engine.flats])
+        engine.destroy()
+
+    assert grown({"stage": 0}, keep, tmp_path)[0] > 5 * ALLOWED
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_destroy_gives_back_a_plain_model_with_what_it_learnt(stage: int) -> None:
+    want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 2, RANKS)
+
+    def run(rank: int, model: nn.Module) -> None:
+        names = [name for name, _ in model.named_parameters()]
+        engine = start(model, plain_sgd(model), config_of(stage))
+        train(engine, rank, range(2))
+        engine.destroy(gather=True)
+        assert [name for name, _ in model.named_parameters()] == names
+        assert {type(p) for p in model.parameters()} == {torch.nn.Parameter}
+        for module in model.modules():
+            hooks = (
+                module._forward_hooks,
+                module._forward_pre_hooks,
+                module._backward_hooks,
+                module._backward_pre_hooks,
+                module._state_dict_hooks,
+            )
+            assert not any(hooks), f"{type(module).__name__} keeps hooks"
+        oracle.compare_tensors(
+            "weights", {name: p.detach() for name, p in model.named_parameters()}, want
+        )
+        model.requires_grad_(False).requires_grad_(True)
+        squared(model, At(0, 0, rank)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        copy.deepcopy(model).half()
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("first, second", [(3, 1), (0, 3), (3, 3), (2, 0)])
+def test_initialize_again_at_another_stage(first: int, second: int) -> None:
+    want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 4, RANKS)
+
+    def run(rank: int, model: nn.Module) -> Values:
+        for stage, steps in ((first, range(2)), (second, range(2, 4))):
+            engine = start(model, plain_sgd(model), config_of(stage))
+            train(engine, rank, steps)
+            weights = full_weights(engine)
+            engine.destroy()
+        return weights
+
+    for weights in on_ranks(RANKS, run):
+        oracle.compare_tensors("weights", weights, want)
