@@ -219,9 +219,11 @@ def test_a_change_of_the_model_that_nothing_would_train(
     for _ in range(2):  # nor does it forget
         with pytest.raises(PartitionError, match=CHANGES[change]):
             engine.step()
+        model.zero_grad()
     if change in (_added, _added_module, _unfrozen):
         for p in {*set(model.parameters()) - before, model.extra}:
             p.requires_grad_(False)
+        backward(engine, steps)
         engine.step()
         assert engine.was_step_applied()
 
