@@ -88,7 +88,7 @@ class ZeroSection:
     quantized_gradients: bool = key(
         BOOLEAN,
         False,
-        "gradients travel as int4 blocks of 256 elements with a scale each, at stages 1 to 3 "
+        "gradients travel as int4 blocks of 64 elements with a scale each, at stages 1 to 3 "
         "(ZeRO++ qgZ); each is rounded once, sums are in fp32",
         name="zero_quantized_gradients",
     )
@@ -182,7 +182,8 @@ class CompressedCommunication:
     block_size: int | None = key(
         one_of(32, 64, 128, 256, 512, 1024, 2048),
         None,
-        "elements that share a scale, in all that is compressed; null: 256, with 1 bit 2048; "
+        "elements that share a scale, in all that is compressed; null: 64 in 4 bits, 256 in 8, "
+        "2048 in one; "
         "2048 with 1 bit alone",
         unit="elements",
     )

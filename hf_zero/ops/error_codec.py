@@ -72,5 +72,5 @@ class ErrorCodec:
         """Values carry another scale from now on, ``factor`` times the one before."""
         if self._error is not None:
             start = self._blocks.scales_at(self._numel)
-            stop = start + 4 * self._blocks.scales(self._numel)
-            self._error[:, start:stop].view(torch.float32).mul_(factor)
+            stop = start + 2 * self._blocks.scales(self._numel)
+            self._error[:, start:stop].view(torch.bfloat16).mul_(factor)

@@ -1,12 +1,12 @@
 """Numbers in blocks with one scale: 4 or 8 bits an element, as compressed collectives carry them.
 
-The scale of a block is its largest magnitude over 7 (127 in 8 bits), the code of an element the
-nearest multiple of it, ties to even: it is wrong by half a scale at most. A block with a value that
-is not finite decodes to NaN throughout, so that whoever looks for an overflow finds it; one whose
-largest magnitude is below 2^-90 is zero. A code is a number in two's complement; of four bits two
-lie in a byte, the first in the lower half.
+The scale of a block is its largest magnitude over 7 (127 in 8 bits), rounded to bf16; the code of
+an element the nearest multiple of it, ties to even: it is wrong by half a scale at most. A block
+with a value that is not finite decodes to NaN throughout, so that whoever looks for an overflow
+finds it; one whose largest magnitude is below 2^-90 is zero. A code is a number in two's
+complement; of four bits two lie in a byte, the first in the lower half.
 
-A message is a row of bytes: codes, then scales (fp32), both at multiples of 16 bytes.
+A message is a row of bytes: codes, then scales (bf16), both at multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SymmetricBlocks:
 
     def nbytes(self, numel: int) -> int:
         """Bytes of a message of ``numel`` elements."""
-        return self.scales_at(numel) + -(-4 * self.scales(numel) // ROW) * ROW
+        return self.scales_at(numel) + -(-2 * self.scales(numel) // ROW) * ROW
 
     def quantise(self, source: Tensor, rows: int = 1, minus: Tensor | None = None) -> Tensor:
         """A message for each of ``rows`` equal parts of ``source``: uint8 [rows, nbytes].

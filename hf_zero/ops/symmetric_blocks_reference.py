@@ -23,15 +23,15 @@ def quantise(
     live = finite & (most >= SMALLEST)
     # tensors on both sides: torch multiplies by the reciprocal of a number
     top = torch.full_like(most, 7.0 if bits == 4 else 127.0)
-    codes = (parts * (top / most).unsqueeze(2)).round()
+    scales = torch.where(live, most / top, torch.where(finite, 0.0, float("nan"))).bfloat16()
+    codes = (parts * (torch.ones_like(most) / scales.float()).unsqueeze(2)).round()
     codes = torch.where(live.unsqueeze(2), codes, 0.0).to(torch.int8).view(rows, -1)[:, :numel]
-    scales = torch.where(live, most / top, torch.where(finite, 0.0, float("nan")))
     data = codes.contiguous().view(torch.uint8)
     if bits == 4:
         data = torch.nn.functional.pad(data & 15, (0, numel % 2))
         data = data[:, ::2] | (data[:, 1::2] << 4)
     out[:, : data.shape[1]] = data
-    out[:, scales_at : scales_at + 4 * blocks] = scales.contiguous().view(torch.uint8)
+    out[:, scales_at : scales_at + 2 * blocks] = scales.contiguous().view(torch.uint8)
 
 
 def dequantise(
@@ -63,5 +63,5 @@ def _values(messages: Tensor, numel: int, bits: int, block: int, scales_at: int)
     codes = codes.view(torch.int8)
     if bits == 4:
         codes = codes >> 4
-    scales = messages[:, scales_at : scales_at + 4 * blocks].contiguous().view(torch.float32)
-    return codes.float() * scales.repeat_interleave(block, 1)[:, :numel]
+    scales = messages[:, scales_at : scales_at + 2 * blocks].contiguous().view(torch.bfloat16)
+    return codes.float() * scales.float().repeat_interleave(block, 1)[:, :numel]

@@ -16,6 +16,7 @@ from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, Zero
 from hf_zero.parameters.layout import FlatLayout
 from hf_zero.parameters.wrap import UnitSpec
 from hf_zero.preflight.moments import moments_of
+from hf_zero.units.compression import DEFAULT_BLOCKS, SMALLEST_TENSOR
 from hf_zero.units.policy import POLICIES, Policy
 from hf_zero.units.precision import compute_dtype
 
@@ -95,8 +96,9 @@ class MemoryPlan:
     one_bit: bool = False  # momenta travel in one bit
     # ranks of a node among which gathered weights are sharded once more; 1: they are not
     node: int = 1
-    # elements of a block of gradients in few bits whose errors are kept; 0: they are not
-    errors: int = 0
+    # elements of a block of gradients in few bits whose errors are kept, and of the smallest tensor
+    # that has some
+    errors: tuple[int, int] | None = None
 
     @classmethod
     def of(
@@ -107,6 +109,7 @@ class MemoryPlan:
         ``moments`` None: what the configuration's optimizer keeps (AdamW's).
         """
         wanted = config.optimizer or OptimizerConfig("AdamW", {})
+        block = config.compressed_communication.block_size
         return cls(
             stage=config.stage,
             ranks=world,
@@ -128,9 +131,9 @@ class MemoryPlan:
             one_bit=config.compressed_communication.bits == 1
             or wanted.type.lower() in ("onebitadam", "onebitlamb", "zerooneadam"),
             node=max(1, config.zero.hpz_partition_size),
-            errors=(config.compressed_communication.block_size or 256)
+            errors=(block or DEFAULT_BLOCKS[4], block or SMALLEST_TENSOR)
             if config.zeropp_loco_param.on
-            else 0,
+            else None,
         )
 
     @property
@@ -187,7 +190,8 @@ class MemoryPlan:
         if not self.errors or self.shards == 1:
             return 0
         sizes = [math.prod(shape) for _, shape in group.shapes if len(shape) > 1]
-        return sum(size + -(-size // self.errors) * 4 for size in sizes if size >= self.errors)
+        block, least = self.errors
+        return sum(size + -(-size // block) * 2 for size in sizes if size >= least)
 
     def on_device(self) -> MemoryPlan:
         """The same without offload."""

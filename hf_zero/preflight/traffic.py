@@ -16,8 +16,9 @@ import torch
 from hf_zero.device import kinds
 from hf_zero.ops.symmetric_blocks import SymmetricBlocks
 from hf_zero.preflight.plan import FlatParameters, MemoryPlan
+from hf_zero.units.compression import DEFAULT_BLOCKS, SMALLEST_TENSOR
 
-BLOCK, ONE_BIT_BLOCK = 256, 2048
+ONE_BIT_BLOCK = 2048
 SAMPLE = 1 << 20  # elements that are encoded to see how long it takes
 
 
@@ -88,7 +89,7 @@ def traffic(groups: Sequence[FlatParameters], plan: MemoryPlan, codings: Codings
         return Traffic(name, round(share * nbytes + across), coding)
 
     up = sum(each.dense(reduces) for each in trains)
-    four, eight = SymmetricBlocks(4, BLOCK).nbytes, SymmetricBlocks(8, BLOCK).nbytes
+    four, eight = (SymmetricBlocks(bits, block).nbytes for bits, block in DEFAULT_BLOCKS.items())
     if stage == 3:
         down = sum(each.dense(gathers) for each in every)
         found = [way("dense", up + down)]
@@ -124,7 +125,7 @@ def traffic(groups: Sequence[FlatParameters], plan: MemoryPlan, codings: Codings
 
 def _sizes(group: FlatParameters, shards: int) -> _Sizes:
     numels = [(torch.Size(shape).numel(), len(shape) > 1) for _, shape in group.shapes]
-    few = sum(numel for numel, matrix in numels if matrix and numel >= BLOCK)
+    few = sum(numel for numel, matrix in numels if matrix and numel >= SMALLEST_TENSOR)
     return _Sizes(group.dtype.itemsize, few, group.numel - few, shards)
 
 
@@ -135,7 +136,7 @@ def _one_bit(numel: int) -> float:
 
 def codings(device: torch.device) -> Codings:
     """Measured on ``device``: the best of three."""
-    blocks, values = SymmetricBlocks(4, BLOCK), torch.randn(SAMPLE, device=device)
+    blocks, values = SymmetricBlocks(4, DEFAULT_BLOCKS[4]), torch.randn(SAMPLE, device=device)
     message, out = blocks.quantise(values), torch.empty_like(values)
 
     def best(call: Callable[[], object]) -> float:

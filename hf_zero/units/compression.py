@@ -19,6 +19,11 @@ from hf_zero.parameters.layout import FlatLayout
 from hf_zero.units.flat_buffer import FlatBuffer
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# By bits. Adam divides by what a gradient's elements are usually: with 4 bits those far below the
+# largest of their block are lost, and more of them the larger the block
+# (scripts/bench/compressed_loss.py).
+DEFAULT_BLOCKS = {4: 64, 8: 256}
+SMALLEST_TENSOR = 256  # elements
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class Compression:
     frozen: BlockCodec | None = None
     updates: BlockCodec | None = None
     momentum: SignBlocks | None = None
-    block: int = 256
+    block: int = SMALLEST_TENSOR
     error_beta: float | None = None  # errors of gradients are fed back (``error_codec.py``)
 
     @classmethod
@@ -46,16 +51,18 @@ class Compression:
             return cls(momentum=SignBlocks(one_bit.block), block=one_bit.block)
         zero, both = config.zero, config.compressed_communication
         loco = config.zeropp_loco_param
-        block = both.block_size or 256
-        four, eight = (BlockCodec(SymmetricBlocks(bits, block)) for bits in (4, 8))
+        four, eight = (
+            BlockCodec(SymmetricBlocks(bits, both.block_size or DEFAULT_BLOCKS[bits]))
+            for bits in (4, 8)
+        )
         # new values of an offloaded update leave the host as they are
         differences = both.bits is not None and not config.offload_optimizer.on
         return cls(
             four if both.bits or zero.quantized_gradients else None,
             eight if zero.quantized_weights else None,
             eight if zero.quantized_weights or zero.quantized_nontrainable_weights else None,
-            BlockCodec(SymmetricBlocks(4, block), differences=True) if differences else None,
-            block=block,
+            BlockCodec(four.blocks, differences=True) if differences else None,
+            block=both.block_size or SMALLEST_TENSOR,
             error_beta=loco.beta if loco.on else None,
         )
 

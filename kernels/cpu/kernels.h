@@ -30,7 +30,7 @@ struct Moment {
 // 8) in two's complement: what a compressed collective carries. Codes of four bits lie two a byte, the first in the lower half. With one
 // bit (blocks of at most kSignBlock), an element is the scale or minus the scale; the first of eight is the lowest bit of its byte.
 struct Quantised {
-    float* scales;
+    void* scales;  // bf16; with one bit fp32
     uint8_t* codes;
     int bits;
     int64_t block;

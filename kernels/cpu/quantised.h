@@ -1,6 +1,6 @@
 // Symmetric blocks: codes of 4 or 8 bits and the scale of each block, as compressed collectives carry them. Included after tiles.h.
 //
-// The scale is the largest magnitude over 7 or 127, a code the nearest multiple of it, ties to even. A block with a value that is not
+// The scale is the largest magnitude over 7 or 127 in bf16, a code the nearest multiple of it, ties to even. A block with a value that is not
 // finite has the scale NaN; one whose largest magnitude is below kSmallestScale is zero.
 #pragma once
 
@@ -11,6 +11,13 @@ namespace HFZ_SET {
 
 // Added to a small number, it leaves the nearest integer, ties to even, in the lower bits of the sum: in two's complement.
 constexpr float kToInteger = 0x1.8p23f;
+
+HFZ_INLINE float widened_scale(uint32_t bf16) {
+    const uint32_t raw = bf16 << 16;
+    float scale;
+    __builtin_memcpy(&scale, &raw, sizeof scale);
+    return scale;
+}
 
 static void quantise(const Quantised& out, const Array& source, const Array& minus, int64_t begin, int64_t end) {
     alignas(64) float room[kTile], other[kTile];
@@ -31,9 +38,13 @@ static void quantise(const Quantised& out, const Array& source, const Array& min
         float magnitude;
         __builtin_memcpy(&magnitude, &largest, sizeof magnitude);
         const bool finite = largest < 0x7f800000u, live = finite && magnitude >= kSmallestScale;
-        out.scales[at / out.block] = live ? magnitude / top : finite ? 0.0f : __builtin_nanf("");
+        const float exact = live ? magnitude / top : finite ? 0.0f : __builtin_nanf("");
+        uint32_t scale;
+        __builtin_memcpy(&scale, &exact, sizeof scale);
+        scale += 0x7fffu + ((scale >> 16) & 1u);
+        static_cast<uint16_t*>(out.scales)[at / out.block] = static_cast<uint16_t>(scale >> 16);
         if (live) {
-            const F inverse = all(top / magnitude);
+            const F inverse = all(1.0f / widened_scale(scale >> 16));
             over_vectors(n, [&](int i, int k) {
                 store(codes + i, narrowed_to_bytes((U)(load<F>(x + i, k) * inverse + all(kToInteger)) & 0xffu), k);
             });
@@ -65,7 +76,7 @@ static void dequantise(const Array& out, const Quantised& source, bool add, int6
             if (n % 2) unpacked[n - 1] = static_cast<int8_t>(static_cast<int8_t>(packed[n / 2] << 4) >> 4);
             codes = unpacked;
         }
-        const float scale = source.scales[at / source.block];
+        const float scale = widened_scale(static_cast<const uint16_t*>(source.scales)[at / source.block]);
         for (int i = 0; i < n; ++i) room[i] = static_cast<float>(codes[i]) * scale;
         if (add) {
             const float* before = as_floats(other, out, at, n);

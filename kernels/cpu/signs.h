@@ -11,6 +11,8 @@ namespace HFZ_SET {
 constexpr int kSumLanes = 32;
 
 // The elements [at, at + n) of a row; `at` is a multiple of 8.
+HFZ_INLINE float& scale_of(const Quantised& message, int64_t block) { return static_cast<float*>(message.scales)[block]; }
+
 HFZ_INLINE void signs(float* to, const Quantised& from, int64_t at, int n, float scale) {
     uint32_t magnitude;
     __builtin_memcpy(&magnitude, &scale, sizeof magnitude);
@@ -33,7 +35,7 @@ HFZ_INLINE void send_signs(const Quantised& out, const float* wanted, float* sai
     for (int width = kSumLanes / 2; width > 0; width /= 2)
         for (int j = 0; j < width; ++j) lanes[j] += lanes[j + width];
     const float scale = lanes[0] / static_cast<float>(inside > 0 ? inside : 1);
-    out.scales[at / out.block] = scale;
+    scale_of(out, at / out.block) = scale;
     uint8_t* bits = out.codes + at / 8;
     for (i = 0; i < n; i += 8) {
         uint32_t byte = 0;
@@ -57,7 +59,7 @@ static void sign_compress(const SignCompress& call, int64_t begin, int64_t end) 
     for (int64_t at = begin; at < end; at += call.out.block) {
         const int n = static_cast<int>(end - at < call.out.block ? end - at : call.out.block);
         const int inside = count_inside(call.valid, at, n);
-        signs(said, call.momentum, at, n, call.momentum.scales[at / call.out.block]);
+        signs(said, call.momentum, at, n, scale_of(call.momentum, at / call.out.block));
         for (int done = 0; done < n; done += kTile) {
             const int some = n - done < kTile ? n - done : kTile;
             const float *grad = as_floats(room, call.grad, at + done, some), *error = call.error + at + done, *before = said + done;
@@ -83,11 +85,11 @@ static void sign_combine(const SignCombine& call, int64_t begin, int64_t end) {
         for (int64_t row = 0; row < call.rows; ++row) {
             Quantised from = call.came;
             from.codes += row * call.stride;
-            const float scale = *reinterpret_cast<const float*>(reinterpret_cast<const uint8_t*>(from.scales + block) + row * call.stride);
+            const float scale = *reinterpret_cast<const float*>(reinterpret_cast<const uint8_t*>(&scale_of(from, block)) + row * call.stride);
             signs(row ? said : total, from, at, n, scale);
             if (row) over_vectors(n, [&](int i, int k) { store(total + i, load<F>(total + i, k) + load<F>(said + i, k), k); });
         }
-        signs(said, call.momentum, at, n, call.momentum.scales[block]);
+        signs(said, call.momentum, at, n, scale_of(call.momentum, block));
         float* average = call.average + at;
         over_vectors(n, [&](int i, int k) {
             const F kept = load<F>(average + i, k) - load<F>(said + i, k);
@@ -109,7 +111,7 @@ static void sign_apply(const SignApply& call, int64_t begin, int64_t end) {
     for (int64_t at = begin / block * block; at < end; at += block) {
         const int64_t first = at < begin ? begin : at, last = at + block < end ? at + block : end;
         const int64_t from = first / 8 * 8;
-        signs(said, call.momentum, from, static_cast<int>(last - from), call.momentum.scales[at / block] * call.step);
+        signs(said, call.momentum, from, static_cast<int>(last - from), scale_of(call.momentum, at / block) * call.step);
         const float* sent = said + (first - from);
         float* weights = call.weights + first;
         const int8_t* exponents = call.exponents + first;

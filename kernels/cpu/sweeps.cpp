@@ -74,7 +74,7 @@ struct Rows {
     int64_t block, rows, numel;
 
     hfz::Quantised row(int64_t index) const {
-        return {at<float>(scales + index * stride), at<uint8_t>(codes + index * stride), bits, block};
+        return {at<void>(scales + index * stride), at<uint8_t>(codes + index * stride), bits, block};
     }
 };
 

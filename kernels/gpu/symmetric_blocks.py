@@ -52,8 +52,11 @@ def quantise_kernel(
     magnitude = tl.where(live, most, 1.0)
     top = tl.full([TILE // BLOCK], TOP, tl.float32)
     scale = tl.where(live, tl.div_rn(magnitude, top), tl.where(finite, 0.0, float("nan")))
-    tl.store(scales + row * scales_stride + blocks, scale, mask=blocks * BLOCK < numel)
-    inverse = tl.div_rn(top, magnitude)
+    half = scale.to(tl.int32, bitcast=True)
+    half = (half + 0x7FFF + ((half >> 16) & 1)) >> 16  # to bf16
+    tl.store(scales + row * scales_stride + blocks, half.to(tl.int16), mask=blocks * BLOCK < numel)
+    one = tl.full([TILE // BLOCK], 1.0, tl.float32)
+    inverse = tl.div_rn(one, tl.where(live, (half << 16).to(tl.float32, bitcast=True), 1.0))
     # not one operation with the product: a fused sum would not be rounded twice
     rounded = tl.where(live[:, None], x * inverse[:, None], 0.0) + _TO_INTEGER
     code = rounded.to(tl.int32, bitcast=True)
@@ -74,7 +77,8 @@ def _values(codes, scales, at, inside, FOUR: tl.constexpr, BLOCK: tl.constexpr):
         code = (byte << (28 - 4 * (at % 2).to(tl.int32))) >> 28
     else:
         code = (tl.load(codes + at, mask=inside, other=0).to(tl.int32) << 24) >> 24
-    return code.to(tl.float32) * tl.load(scales + at // BLOCK, mask=inside, other=0.0)
+    half = tl.load(scales + at // BLOCK, mask=inside, other=0).to(tl.int32)
+    return code.to(tl.float32) * (half << 16).to(tl.float32, bitcast=True)
 
 
 # Grid: tiles of a row × rows.
@@ -129,7 +133,7 @@ def _parts(messages: Tensor, scales_at: int) -> tuple[Tensor, Tensor, int, int]:
     """Codes, scales, and the elements of each between rows."""
     stride = messages.shape[1]
     whole = messages.view(-1)
-    return whole, whole[scales_at:].view(torch.float32), stride, stride // 4
+    return whole, whole[scales_at:].view(torch.int16), stride, stride // 2
 
 
 def quantise(

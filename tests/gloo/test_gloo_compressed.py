@@ -60,8 +60,8 @@ def test_over_gloo():
             (_, layouts), sent = answer[number]
             blocks = [layout for layout, _ in layouts.values() if compressible(layout)]
             for layout in blocks:
-                four = -(-layout.chunk // 32) * 16 + -(-layout.chunk // 1024) * 16
-                eight = -(-layout.chunk // 16) * 16 + -(-layout.chunk // 1024) * 16
+                four = -(-layout.chunk // 32) * 16 + -(-layout.chunk // 512) * 16
+                eight = -(-layout.chunk // 16) * 16 + -(-layout.chunk // 2048) * 16
                 # to each other rank: up, and down, in each of two steps
                 assert sent.count(four) >= 2 * (RANKS - 1) * (2 if stage == 1 else 1)
                 assert (sent.count(eight) >= 2 * (RANKS - 1)) == (stage == 3)

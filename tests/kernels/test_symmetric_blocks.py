@@ -30,7 +30,7 @@ def parts(form: SymmetricBlocks, messages: Tensor, numel: int) -> tuple[Tensor, 
     """The bytes of ``messages`` that mean something: codes, and scales."""
     at = form.scales_at(numel)
     codes = messages[:, : -(-numel * form.bits // 8)]
-    return codes, messages[:, at : at + 4 * form.scales(numel)].contiguous().view(torch.float32)
+    return codes, messages[:, at : at + 2 * form.scales(numel)].contiguous().view(torch.bfloat16)
 
 
 def agree(form: SymmetricBlocks, numel: int, one: Tensor, other: Tensor) -> bool:
@@ -78,9 +78,7 @@ def test_every_body_gives_the_bits_of_the_reference(every_body, form, dtype) -> 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_what_comes_back_is_within_half_a_scale(every_body, form) -> None:
-    """And the largest of a block, and zeros, are exact to a rounding; another time round nothing
-    changes.
-    """
+    """And zeros are exact; another time round nothing changes."""
     blocks, numel = SymmetricBlocks(*form), 2049
     for dtype in FLOATS:
         x = spread(numel, dtype)
@@ -88,7 +86,7 @@ def test_what_comes_back_is_within_half_a_scale(every_body, form) -> None:
         messages = blocks.quantise(x)
         blocks.dequantise(messages, back)
         _, scales = parts(blocks, messages, numel)
-        half = scales[0].repeat_interleave(blocks.block)[:numel] / 2
+        half = scales[0].float().repeat_interleave(blocks.block)[:numel] / 2
         small = x.float().abs() < 2.0**-80
         assert bool(((back - x.float()).abs() <= half * 1.00001)[~small].all())
         assert bool((back[x == 0] == 0).all())
@@ -115,14 +113,14 @@ def test_the_first_of_two_codes_is_in_the_lower_half(every_body) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_takes_its_block_along(every_body, bad) -> None:
-    form, x = SymmetricBlocks(4, 32), torch.ones(100)
+    form, x = SymmetricBlocks(4, 32), torch.full((100,), 7.0)
     x[40] = bad
     back, total = torch.zeros(100), torch.zeros(100)
     form.dequantise(form.quantise(x), back)
-    assert bool(back[32:64].isnan().all()) and bool((back[:32] == 1).all())
-    assert bool((back[64:] == 1).all())
-    form.dequantise_sum(form.quantise(torch.cat([torch.ones(100), x]), 2), total)
-    assert bool(total[32:64].isnan().all()) and bool((total[64:] == 2).all())
+    assert bool(back[32:64].isnan().all()) and bool((back[:32] == 7).all())
+    assert bool((back[64:] == 7).all())
+    form.dequantise_sum(form.quantise(torch.cat([torch.full((100,), 7.0), x]), 2), total)
+    assert bool(total[32:64].isnan().all()) and bool((total[64:] == 14).all())
 
 
 def test_large_numbers_keep_their_size(every_body) -> None:
@@ -130,13 +128,13 @@ def test_large_numbers_keep_their_size(every_body) -> None:
     back = torch.empty(64)
     for bits in (4, 8):
         SymmetricBlocks(bits, 32).dequantise(SymmetricBlocks(bits, 32).quantise(x), back)
-        torch.testing.assert_close(back, x, rtol=1e-6, atol=0)
+        torch.testing.assert_close(back, x, rtol=2.0**-8, atol=0)
 
 
 def test_bytes_of_a_message() -> None:
     form = SymmetricBlocks(4)
-    assert form.nbytes(1 << 20) == (1 << 19) + (1 << 14) and form.nbytes(8) == 32
-    assert SymmetricBlocks(8).nbytes(1 << 20) == (1 << 20) + (1 << 14)
+    assert form.nbytes(1 << 20) == (1 << 19) + (1 << 13) and form.nbytes(8) == 32
+    assert SymmetricBlocks(8).nbytes(1 << 20) == (1 << 20) + (1 << 13)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -148,7 +146,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (lambda: form.quantise(torch.ones(16).double()), "source is torch.float64"),
         (lambda: form.quantise(torch.ones(16), 3), "16 elements, which are not 3 equal rows"),
         (lambda: form.quantise(torch.ones(16), 1, torch.ones(8)), r"minus is .* \(8,\)"),
-        (lambda: form.dequantise(message, torch.ones(4000)), "contiguous rows of 2064 bytes"),
+        (lambda: form.dequantise(message, torch.ones(4000)), "contiguous rows of 2032 bytes"),
         (lambda: form.dequantise_sum(message, torch.ones(16).half()), "sums are taken in fp32"),
     ):
         with pytest.raises(KernelError, match=said):

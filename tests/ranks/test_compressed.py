@@ -28,13 +28,13 @@ from tests.helpers.training import At, Plan, adamw
 @pytest.mark.parametrize(
     ("stage", "ranks", "plan", "block"),
     [
-        (1, 2, Plan(), 256),
+        (1, 2, Plan(), None),
         (1, 3, Plan(accumulation=2, precision="bf16"), 64),
         (2, 2, Plan(accumulation=2, clip=0.1), 64),
         (2, 4, Plan(precision="bf16"), 256),
         (3, 2, Plan(precision="fp16", scale=16.0), 256),
         (3, 3, Plan(), 32),
-        (3, 4, Plan(accumulation=2), 256),
+        (3, 4, Plan(accumulation=2), None),
         (2, 1, Plan(), 256),
     ],
     ids=str,
@@ -74,7 +74,7 @@ def sent_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[str, int
 
 @pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (2, "bf16"), (3, "bf16")])
 def test_bytes_of_every_message(stage, precision, monkeypatch):
-    """At the process group: four bits an element and a scale for each 256."""
+    """At the process group: four bits an element and a scale of 16 for each 64."""
     sent, plan, world = sent_bytes(monkeypatch), Plan(precision=precision), 2
 
     def run(rank, model):
@@ -91,7 +91,7 @@ def test_bytes_of_every_message(stage, precision, monkeypatch):
     flats, log = answers[0]
     chosen = [layout for layout, _ in flats if compressible(layout)]
     wanted = sorted(
-        world * (-(-layout.chunk // 32) * 16 + -(-4 * -(-layout.chunk // 256) // 16) * 16)
+        world * (-(-layout.chunk // 32) * 16 + -(-2 * -(-layout.chunk // 64) // 16) * 16)
         for layout in chosen
     )
     for rank in range(world):
@@ -142,7 +142,7 @@ def test_an_overflow_on_one_rank_leaves_all_state_as_it_is(stage):
 WEIGHTS = {"zero_quantized_weights": True}
 
 
-def as_gathered(flat: Any, values: torch.Tensor, block: int = 256) -> torch.Tensor:
+def as_gathered(flat: Any, values: torch.Tensor, block: int | None = None) -> torch.Tensor:
     """What ranks compute with where ``values`` [padded] travel in 8 bits."""
     rounded = by_owner(values.float(), flat.layout.shards, 8, block)
     return rounded.to(flat.dtype) if compressible(flat.layout, block) else values
@@ -245,7 +245,7 @@ def test_bytes_of_gathers_in_8_bits(monkeypatch):
     for layouts, found in on_ranks(2, run, build=lambda: seeded(lambda: Stack(3, 64))):
         gathers = {size for name, size in found if name.startswith("all_gather")}
         blocks = [layout for layout in layouts if compressible(layout)]
-        wanted = {2 * (each.chunk + each.chunk // 64) for each in blocks if each.chunk % 1024 == 0}
+        wanted = {2 * (each.chunk + each.chunk // 128) for each in blocks if each.chunk % 2048 == 0}
         assert wanted and wanted <= gathers
         assert not {2 * each.padded for each in blocks} & gathers
 
