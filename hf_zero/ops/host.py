@@ -46,6 +46,7 @@ def adam(
     eps: float,
     weight_decay: float,
     decoupled: bool,
+    corrected: bool = True,
     maximize: bool = False,
     max_exp_avg_sq: Tensor | None = None,
     divisor: float = 1.0,
@@ -62,6 +63,7 @@ def adam(
         exp_avg: first moment: fp32 or bf16 [n], or signed Blocks.
         exp_avg_sq: second moment: fp32 or bf16 [n], or Blocks without sign.
         step: number of this step, from 1.
+        corrected: correct the moments for their start at zero.
         max_exp_avg_sq: fp32 [n], AMSGrad's (Reddi et al. 2018, arXiv:1904.09237).
         divisor, out, seed, first: see the module.
     """
@@ -72,14 +74,15 @@ def adam(
     _moment("adam", "exp_avg_sq", exp_avg_sq, master, first, signed=False)
     if max_exp_avg_sq is not None:
         flat("adam", "max_exp_avg_sq", max_exp_avg_sq, FP32, master.numel())
+    past = step if corrected else math.inf  # where the corrections are 1
     numbers = {
         "keep": 1 - lr * weight_decay if decoupled else 1.0,
         "l2": 0.0 if decoupled else weight_decay,
         "beta1": beta1,
         "beta2": beta2,
-        "root_scale": 1 / math.sqrt(1 - beta2**step),
+        "root_scale": 1 / math.sqrt(1 - beta2**past),
         "eps": eps,
-        "step_size": lr / (1 - beta1**step),
+        "step_size": lr / (1 - beta1**past),
     }
     core = native.core()
     if core is None:

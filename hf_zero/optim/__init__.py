@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
     "Adafactor": "hf_zero.optim.adafactor",
+    "Adam": "hf_zero.optim.adam",
     "BoundOptimizer": "hf_zero.optim.bound_optimizer",
     "CPUAdagrad": "hf_zero.optim.cpu",
     "CPUAdam": "hf_zero.optim.cpu",
@@ -36,6 +37,7 @@ __all__ = list(_EXPORTS)
 
 if TYPE_CHECKING:
     from hf_zero.optim.adafactor import Adafactor as Adafactor
+    from hf_zero.optim.adam import Adam as Adam
     from hf_zero.optim.bound_optimizer import BoundOptimizer as BoundOptimizer
     from hf_zero.optim.build import build_optimizer as build_optimizer
     from hf_zero.optim.cpu import CPUSGD as CPUSGD

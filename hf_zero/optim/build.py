@@ -17,6 +17,7 @@ import torch
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.optim.adafactor import Adafactor
+from hf_zero.optim.adam import Adam
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from hf_zero.optim.lamb import Lamb
 from hf_zero.optim.lars import LARS
@@ -234,14 +235,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _adam(cls: _Class, given: Mapping[str, Any], settings: _Settings) -> tuple[_Class, _Settings]:
-    if not given.get("bias_correction", True):
-        raise NotBuiltError(
-            f"optimizer.params.bias_correction: false is not built for {cls.__name__}; remove "
-            "it, or set it to true"
-        )
     decoupled = cls is torch.optim.AdamW or given.get("adam_w_mode", given.get("adamw_mode", True))
     if not given.get("torch_adam", False):
         settings.setdefault("weight_decay", 0.0)
+    if not given.get("bias_correction", True):
+        settings.setdefault("weight_decay", 0.01 if decoupled else 0.0)
+        modes = {"decoupled_weight_decay": bool(decoupled), "bias_correction": False}
+        return Adam, {**settings, **modes}
     return (torch.optim.AdamW if decoupled else torch.optim.Adam), settings
 
 

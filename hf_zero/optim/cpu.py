@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.errors import ConfigError
 from hf_zero.optim.cpu_base import CPUOptimizer, check_moments, check_range
 from hf_zero.optim.kernel_calls import Call, adagrad, adam, lion, sgd
 
@@ -27,11 +27,10 @@ class CPUAdam(CPUOptimizer):
             ``weight_decay``, 0 by default.
         adamw_mode: decay weights apart from the gradient.
         moments: ``"fp32"``, ``"bf16"`` or ``"int8"``.
-        bias_correction: True; the update without it is not built.
+        bias_correction: correct the moments for their start at zero.
 
     Raises:
         ConfigError: a setting outside its range.
-        NotBuiltError: ``bias_correction=False``.
     """
 
     kept = {"exp_avg": True, "exp_avg_sq": False}
@@ -50,8 +49,6 @@ class CPUAdam(CPUOptimizer):
         maximize: bool = False,
         moments: str = "fp32",
     ) -> None:
-        if not bias_correction:
-            raise NotBuiltError("CPUAdam(bias_correction=False) is not built; leave it at True")
         check_moments("CPUAdam", moments)
         for key, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             check_range("CPUAdam", key, float(value))
@@ -64,6 +61,7 @@ class CPUAdam(CPUOptimizer):
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,
             "maximize": maximize,
+            "bias_correction": bias_correction,
         }
         super().__init__(
             params, {**defaults, "decoupled_weight_decay": adamw_mode, "moments": moments}

@@ -18,6 +18,7 @@ import torch
 
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim.adafactor import Adafactor
+from hf_zero.optim.adam import Adam
 from hf_zero.optim.adopted import adopted_class
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from hf_zero.optim.lamb import Lamb
@@ -38,6 +39,7 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.RMSprop,
     torch.optim.Rprop,
     torch.optim.SGD,
+    Adam,
     Lion,
     CPUAdam,
     CPULion,
@@ -132,7 +134,7 @@ def check(optimizer: Any, allowed: Iterable[str] = ()) -> None:
             "hf-zero does not know whether its update needs whole-tensor numbers (norms, row "
             "means), which are wrong on a shard"
         )
-    names = ", ".join(sorted(base.__name__ for base in (*ELEMENTWISE, *WHOLE_TENSOR)))
+    names = ", ".join(sorted({base.__name__ for base in (*ELEMENTWISE, *WHOLE_TENSOR)}))
     raise UnsupportedOptimizerError(
         f"optimizer {cls.__name__} cannot run on sharded parameters: {why}. Use one of {names}; "
         "or, if every element of its "

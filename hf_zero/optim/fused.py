@@ -244,7 +244,10 @@ class FusedStep:
         if self._kernel is LION:
             return RowSettings(**shared, corrected=False)
         decoupled = group.get("decoupled_weight_decay", self._base is torch.optim.AdamW)
-        return RowSettings(**shared, eps=group["eps"], decoupled=bool(decoupled))
+        corrected = bool(group.get("bias_correction", True))
+        return RowSettings(
+            **shared, eps=group["eps"], decoupled=bool(decoupled), corrected=corrected
+        )
 
     # ---- where things lie ----
 

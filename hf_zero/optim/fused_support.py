@@ -10,11 +10,15 @@ from torch import Tensor
 
 from hf_zero.ops import dispatch
 from hf_zero.ops.flat_optimizers import ADAM, LION
+from hf_zero.optim.adam import Adam
 from hf_zero.optim.elementwise import elementwise_base
 from hf_zero.optim.lion import Lion
 from hf_zero.optim.table import SegmentPart
 
-KERNELS = {torch.optim.Adam: ADAM, torch.optim.AdamW: ADAM, Lion: LION}
+KERNELS: dict[type, Any] = {
+    **dict.fromkeys((torch.optim.Adam, torch.optim.AdamW, Adam), ADAM),
+    Lion: LION,
+}
 _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 

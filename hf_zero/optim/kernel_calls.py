@@ -67,6 +67,7 @@ def adam(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) 
         step=call.step,
         eps=float(call.group["eps"]),
         decoupled=bool(call.group["decoupled_weight_decay"]),
+        corrected=bool(call.group.get("bias_correction", True)),
         max_exp_avg_sq=held["max_exp_avg_sq"] if call.group["amsgrad"] else None,
         seed=call.seed,
         **_betas(call),

@@ -19,11 +19,13 @@ from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.logs import logger
 from hf_zero.ops.sign_blocks import BLOCKS
+from hf_zero.optim.adam import Adam
 from hf_zero.optim.elementwise import elementwise_base
 from hf_zero.optim.whole_tensor import TensorSumOptimizer
 
 BITS = "compressed_communication.bits"
 _STAGE = "zero_optimization.stage"
+_ADAM = (torch.optim.Adam, Adam)
 _BLOCK = 2048
 _IDLE = {
     "cuda_aware": "messages travel as the process group sends them",
@@ -232,7 +234,7 @@ def one_bit_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> O
     if isinstance(optimizer, SendsMomentum):
         is_dense = optimizer.is_dense
     else:
-        if elementwise_base(type(optimizer)) not in (torch.optim.Adam, torch.optim.AdamW):
+        if elementwise_base(type(optimizer)) not in (*_ADAM, torch.optim.AdamW):
             raise ConfigError(
                 f"{BITS}: 1 sends the momentum of Adam or AdamW, and the optimizer is {name}; "
                 f"take one of them, or {BITS}: 4, which goes with any element-wise optimizer"
@@ -268,12 +270,14 @@ def _check(config: ZeroConfig, optimizer: torch.optim.Optimizer, what: str) -> N
     }
     wrong = [f"{key}: {why}" for key, why in reasons.items() if why]
     for group in optimizer.param_groups:
-        plain = elementwise_base(type(optimizer)) is torch.optim.Adam
+        plain = elementwise_base(type(optimizer)) in _ADAM
         if plain and group["weight_decay"] and not group.get("decoupled_weight_decay"):
             wrong.append("weight_decay of Adam, which is added to the gradient: take AdamW")
         for key in ("amsgrad", "maximize"):
             if group.get(key):
                 wrong.append(f"{key}: a group sets it; leave it off")
+        if group.get("bias_correction") is False and isinstance(optimizer, Adam):
+            wrong.append("bias_correction: a group leaves it out; leave it on")
         if group["betas"] != optimizer.param_groups[0]["betas"]:
             wrong.append("betas: groups differ; give all the same")
         if not 0.0 < float(group["betas"][0]) < 1.0:

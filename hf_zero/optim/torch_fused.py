@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from hf_zero.optim import state
+from hf_zero.optim.adam import Adam
 
 # Classes whose fused step reads ``optimizer.grad_scale`` and ``optimizer.found_inf``, with the op
 # behind it.
-_OPS = {
+_OPS: dict[type, str] = {
+    Adam: "aten::_fused_adam_",
     torch.optim.Adam: "aten::_fused_adam_",
     torch.optim.AdamW: "aten::_fused_adamw_",
     torch.optim.SGD: "aten::_fused_sgd_",

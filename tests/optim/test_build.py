@@ -200,12 +200,6 @@ def test_known_but_not_built(kind: str) -> None:
         ("AdamW", {"fused": True, "foreach": True}, ConfigError, r"cannot be `True` together"),
         (
             "AdamW",
-            {"bias_correction": False},
-            NotBuiltError,
-            r"bias_correction: false is not built",
-        ),
-        (
-            "AdamW",
             {"fp32_optimizer_states": False},
             NotBuiltError,
             r"fp32_optimizer_states: false is not built",

@@ -269,11 +269,6 @@ def test_settings_out_of_range(make: Make, message: str) -> None:
         make([nn.Parameter(torch.ones(1))])
 
 
-def test_no_update_without_bias_correction() -> None:
-    with pytest.raises(NotBuiltError, match=r"CPUAdam\(bias_correction=False\)"):
-        CPUAdam([nn.Parameter(torch.ones(1))], bias_correction=False)
-
-
 def test_under_an_engine_moments_are_one_number_per_element() -> None:
     narrow = CPUAdam([nn.Parameter(torch.ones(1))], moments="bf16")
     assert (

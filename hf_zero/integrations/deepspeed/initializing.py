@@ -14,8 +14,10 @@ from hf_zero.errors import ConfigError
 from hf_zero.holding import engines_of
 from hf_zero.initialize import configuration, initialize_as
 from hf_zero.initialize import initialize as _initialize
+from hf_zero.integrations.deepspeed.constants import GRADIENT_CLIPPING_DEFAULT
 from hf_zero.integrations.deepspeed.engine import DeepSpeedEngine
 from hf_zero.integrations.deepspeed.optimizers import name_made
+from hf_zero.integrations.deepspeed.zero_config import clipped_by_default
 from hf_zero.logs import log_rank0
 
 _SIGNATURE = inspect.signature(_initialize)
@@ -28,7 +30,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     given.apply_defaults()
     arguments = given.arguments
     if not isinstance(arguments["args"], torch.nn.Module):
-        _prefer_objects(arguments)
+        _as_deepspeed(arguments)
     if isinstance(arguments["model"], torch.nn.Module):
         _take_over(arguments["model"])
     answer = initialize_as(DeepSpeedEngine, *given.args)
@@ -39,7 +41,6 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
         setattr(engine, name, arguments[name])
     if optimizer is not None:
         name_made(optimizer, engine.config)
-        _report_unclipped(engine.config)
     return answer
 
 
@@ -55,19 +56,11 @@ def _take_over(model: torch.nn.Module) -> None:
             engine.destroy()
 
 
-def _report_unclipped(config: ZeroConfig) -> None:
-    """Log that gradients are not clipped where the configuration does not say so."""
-    if config.sources.get("gradient_clipping", "default") == "default":
-        log_rank0(
-            "gradient_clipping is not written, so gradients are not clipped, where DeepSpeed "
-            "0.19.8 clips them at 1.0 and older ones do not; write gradient_clipping: 1.0, or 0",
-            logging.WARNING,
-        )
+def _as_deepspeed(arguments: dict[str, Any]) -> None:
+    """Read the configuration as DeepSpeed does, in ``arguments``; the log says what follows.
 
-
-def _prefer_objects(arguments: dict[str, Any]) -> None:
-    """An optimizer or scheduler that is passed takes the place of the configuration's, and the
-    log says so.
+    An optimizer or scheduler that is passed takes the place of the configuration's, and gradients
+    are clipped where nothing is written.
     """
     try:
         config = configuration(arguments["args"], arguments["config"], arguments["config_params"])
@@ -82,4 +75,14 @@ def _prefer_objects(arguments: dict[str, Any]) -> None:
                 logging.WARNING,
             )
             config = config.without(section)
-            arguments.update(args=None, config=config, config_params=None)
+    if not any(isinstance(arguments[name], ZeroConfig) for name in ("config", "config_params")):
+        clipped = clipped_by_default(config)
+        if clipped is not config and (arguments["optimizer"] or config.optimizer) is not None:
+            log_rank0(
+                "gradient_clipping is not written: gradients are clipped at "
+                f"{GRADIENT_CLIPPING_DEFAULT}, as DeepSpeed 0.19.8 does and older ones do not; "
+                "write gradient_clipping, 0 for none",
+                logging.WARNING,
+            )
+        config = clipped
+    arguments.update(args=None, config=config, config_params=None)

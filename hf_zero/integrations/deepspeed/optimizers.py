@@ -16,15 +16,11 @@ import torch
 from hf_zero.integrations.deepspeed.placeholders import refuse
 from hf_zero.integrations.deepspeed.sub_group_steps import SubGroupSteps
 from hf_zero.optim import CPUAdagrad, CPULion, Lamb
+from hf_zero.optim.adam import Adam
 from hf_zero.optim.lion import Lion
 
 if TYPE_CHECKING:
     from hf_zero.config import ZeroConfig
-
-
-def _need_bias_correction(name: str, bias_correction: bool) -> None:
-    if not bias_correction:
-        refuse(f"{name}(bias_correction=False)", "leave it at True")
 
 
 def _moments(fp32_optimizer_states: bool) -> str:
@@ -44,7 +40,7 @@ class _Named(type):
         return isinstance(instance, torch.optim.Optimizer) and instance in cls.made
 
 
-class FusedAdam(torch.optim.Adam, metaclass=_Named):
+class FusedAdam(Adam, metaclass=_Named):
     """Adam, or AdamW where ``adam_w_mode`` is set."""
 
     def __init__(
@@ -59,7 +55,6 @@ class FusedAdam(torch.optim.Adam, metaclass=_Named):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        _need_bias_correction("FusedAdam", bias_correction)
         self.adam_w_mode = adam_w_mode
         super().__init__(
             params,
@@ -69,6 +64,7 @@ class FusedAdam(torch.optim.Adam, metaclass=_Named):
             weight_decay=weight_decay,
             amsgrad=amsgrad,
             decoupled_weight_decay=adam_w_mode,
+            bias_correction=bias_correction,
         )
 
 
@@ -89,7 +85,6 @@ class DeepSpeedCPUAdam(SubGroupSteps, metaclass=_Named):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        _need_bias_correction("DeepSpeedCPUAdam", bias_correction)
         moments = _moments(fp32_optimizer_states)
         self.adam_w_mode = adamw_mode
         super().__init__(
@@ -100,6 +95,7 @@ class DeepSpeedCPUAdam(SubGroupSteps, metaclass=_Named):
             weight_decay,
             amsgrad,
             adamw_mode=adamw_mode,
+            bias_correction=bias_correction,
             moments=moments,
         )
 

@@ -15,6 +15,8 @@ from hf_zero.integrations.deepspeed.constants import (
     DEFAULT_LEAF_MODULE_CLASSES,
     DEFAULT_LEAF_MODULE_NAME_SUFFIXES,
     DEFAULT_LEAF_MODULE_NAMES,
+    GRADIENT_CLIPPING,
+    GRADIENT_CLIPPING_DEFAULT,
     LOG_LEVEL,
     LOG_LEVEL_DEFAULT,
 )
@@ -194,7 +196,10 @@ class DeepSpeedConfig:
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         ranks = process_group.get_world_size()
-        self.zero_config_native = ZeroConfig.coerce(config).resolve(ranks)
+        given = ZeroConfig.coerce(config)
+        if not isinstance(config, ZeroConfig):
+            given = clipped_by_default(given)
+        self.zero_config_native = given.resolve(ranks)
         values = self.zero_config_native.to_dict("default")
         self.world_size = ranks
         self._values: dict[str, Any] = dict(values)
@@ -240,7 +245,15 @@ def _params(section: Any) -> dict[str, Any] | None:
 
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
     """What gradients are clipped to by this configuration; 0.0: never."""
-    return float(param_dict.get("gradient_clipping") or 0.0)
+    return float(param_dict.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT) or 0.0)
+
+
+def clipped_by_default(config: ZeroConfig) -> ZeroConfig:
+    """``config`` with DeepSpeed's default of gradient_clipping, where it says nothing of it."""
+    if config.sources.get(GRADIENT_CLIPPING, "default") != "default":
+        return config
+    values = {GRADIENT_CLIPPING: GRADIENT_CLIPPING_DEFAULT}
+    return config.override(values, "default of DeepSpeed 0.19.8")
 
 
 def get_log_level(param_dict: Mapping[str, Any]) -> str | None:

@@ -419,14 +419,29 @@ def test_backwards_of_one_step_are_reduced_together(stage: int) -> None:
         torch.testing.assert_close(have[name], value, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("written, said", [({}, True), ({"gradient_clipping": 0}, False)])
-def test_gradients_that_are_not_clipped_unasked_are_reported(caplog, written, said):
-    model = nn.Linear(2, 2)
+@pytest.mark.parametrize(
+    "written, limit, said",
+    [({}, 1.0, True), ({"gradient_clipping": 0}, 0.0, False)],
+)
+@pytest.mark.parametrize("native", [False, True])
+def test_gradients_are_clipped_at_one_where_nothing_is_written(
+    caplog, written, limit, said, native
+):
+    model = nn.Linear(2, 2, bias=False)
+    nn.init.zeros_(model.weight)
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}, **written}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    given = hf_zero.ZeroConfig.from_dict(config) if native else config  # a ZeroConfig is as it is
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=given)
+    engine.backward(10 * engine(torch.eye(2)).sum())
+    engine.step()
+    norm = torch.linalg.vector_norm(model.weight)
+    assert engine.gradient_clipping() == (0.0 if native else limit)
+    torch.testing.assert_close(norm.item(), 1.0 if limit and not native else 20.0)
     engine.destroy()
-    assert ("gradient_clipping is not written" in caplog.text) == said
+    assert ("gradient_clipping is not written" in caplog.text) == (said and not native)
+    assert deepspeed.runtime.config.get_gradient_clipping(written) == limit
+    assert deepspeed.runtime.config.DeepSpeedConfig(config).gradient_clipping == limit
 
 
 def test_the_configuration_sets_the_level_of_the_log() -> None:

@@ -381,14 +381,6 @@ def test_groups_of_the_users_optimizer_are_shared() -> None:
     ("build", "named"),
     [
         (
-            lambda p: optimizers.FusedAdam(p, bias_correction=False),
-            "FusedAdam.bias_correction=False",
-        ),
-        (
-            lambda p: optimizers.DeepSpeedCPUAdam(p, bias_correction=False),
-            "DeepSpeedCPUAdam.bias_correction=False",
-        ),
-        (
             lambda p: optimizers.DeepSpeedCPUAdagrad(p, fp32_optimizer_states=False),
             "DeepSpeedCPUAdagrad.fp32_optimizer_states=False",
         ),
