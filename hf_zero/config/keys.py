@@ -147,7 +147,8 @@ _CHECKPOINT = under(
     inert(
         "load_universal",
         BOOLEAN,
-        "every checkpoint resumes on any number of ranks and at any stage",
+        "every checkpoint resumes on any number of ranks and at any stage; under the facade "
+        "latest_universal goes before latest",
     ),
     inert(
         "tag_validation", choice("ignore", "warn", "fail"), "rank 0 decides the tag of a checkpoint"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.errors import ConfigError, NotBuiltError, UnsupportedOptimizerError
+from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.ops import Blocks
 from hf_zero.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion, Lion
 from hf_zero.optim.elementwise import check, elementwise_base

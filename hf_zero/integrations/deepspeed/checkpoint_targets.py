@@ -11,6 +11,7 @@ from hf_zero.checkpoint.find import LATEST, find_checkpoint
 from hf_zero.checkpoint.storage import as_path
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError, ConfigError, TargetMismatchError
+from hf_zero.integrations.deepspeed.universal_files import LATEST_UNIVERSAL
 from hf_zero.logs import log_rank0, logger
 
 Target = tuple[str, str | None]
@@ -46,6 +47,14 @@ def agreed_target(engine: Any, save_dir: str | os.PathLike[str], tag: Any) -> Ta
 def _shown(target: Target) -> str:
     folder, tag = target
     return folder if tag is None else os.path.join(folder, tag)
+
+
+def tag_of(engine: Any, load_dir: str | os.PathLike[str], tag: Any) -> str | None:
+    """``tag``; with ``checkpoint.load_universal`` and none, what ``latest_universal`` names."""
+    named = as_path(load_dir) / LATEST_UNIVERSAL
+    if tag is None and engine.load_universal_checkpoint() and named.is_file():
+        return str(named.read_text()).strip()
+    return None if tag is None else str(tag)
 
 
 def nothing_to_load(engine: Any, load_dir: str | os.PathLike[str], tag: Any) -> bool:

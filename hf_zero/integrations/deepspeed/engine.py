@@ -22,7 +22,7 @@ from hf_zero.errors import (
     UnscalableLossError,
 )
 from hf_zero.initialize import data_loader
-from hf_zero.integrations.deepspeed.checkpoint_targets import agreed_target, nothing_to_load
+from hf_zero.integrations.deepspeed.checkpoint_targets import agreed_target, nothing_to_load, tag_of
 from hf_zero.integrations.deepspeed.comm_log import comms_logger
 from hf_zero.integrations.deepspeed.disabled_monitor import DisabledMonitor
 from hf_zero.integrations.deepspeed.engine_getters import methods
@@ -340,7 +340,9 @@ class DeepSpeedEngine(ReportingEngine):
         **more: Any,
     ) -> tuple[str | None, dict[str, Any]]:
         """As :meth:`hf_zero.Engine.load_checkpoint`; (None, {}), with a warning, where no tag is
-        passed and the folder holds no checkpoint. Raises NotBuiltError for ``custom_load_fn``.
+        passed and the folder holds no checkpoint. With ``checkpoint.load_universal`` the tag is
+        what ``latest_universal`` names, where that is there. Raises NotBuiltError for
+        ``custom_load_fn``.
         """
         self._states_away.refuse("a load")
         if custom_load_fn is not None:
@@ -348,11 +350,12 @@ class DeepSpeedEngine(ReportingEngine):
                 "load_checkpoint(custom_load_fn=...)",
                 "call load_module_state_dict with it, on the whole weights",
             )
+        tag = tag_of(self, load_dir, tag)
         if nothing_to_load(self, load_dir, tag):
             return None, {}
         return super().load_checkpoint(
             os.fspath(load_dir),
-            None if tag is None else str(tag),
+            tag,
             load_module_strict,
             load_optimizer_states,
             load_lr_scheduler_states,

@@ -262,7 +262,7 @@ def config_of(case: Case, zero: dict[str, Any], named_optimizer: bool) -> dict[s
             if named_optimizer
             else {}
         ),
-        **({"gradient_clipping": case.clip} if case.clip else {}),
+        "gradient_clipping": case.clip,
         **({"dataloader_drop_last": True} if case.drop_last else {}),
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,  # DeepSpeed asks for it with SGD

@@ -75,8 +75,9 @@ RUNTIME = (
     module(
         "deepspeed.checkpoint.ds_to_universal",
         "Checkpoints for any number of ranks.",
-        functions_not_built(ANY_RANKS, "main"),
+        names(f"{HERE}.universal_files", "main", "parse_arguments"),
         left_out(FILES, "*"),
+        command=f"{HERE}.universal_files:main",
     ),
     module(
         "deepspeed.checkpoint.utils",
