@@ -96,8 +96,8 @@ def _write_states(checkpoint: Checkpoint, folder: Path) -> None:
         for state in flat.states:
             if (found := _whole(checkpoint, name, state)) is not None:
                 torch.save({"cat_dim": 0, "param": found}, place / f"{state}.pt")
-        if steps.get(name) is not None:
-            torch.save(torch.tensor(float(steps[name])), place / f"{STEP}.pt")
+        if (step := steps.get(name)) is not None:
+            torch.save(torch.tensor(float(step)), place / f"{STEP}.pt")
     settings = [{**group.hyperparameters, "params": []} for group in groups]
     told = {"param_groups": settings, "zero_stage": 1, "ds_version": WRITTEN_AS}
     torch.save(told, folder / SETTINGS)
