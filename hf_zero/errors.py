@@ -117,6 +117,10 @@ class OffloadError(HfZeroError, RuntimeError):
     """
 
 
+class DifficultyIndexError(HfZeroError, ValueError):
+    """Difficulties of samples that are missing, damaged, no numbers, or about other data."""
+
+
 class KernelError(HfZeroError, ValueError):
     """Tensors or numbers that a host kernel cannot take: a device, dtype, size or layout, or a
     native core that is not there.

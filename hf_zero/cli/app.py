@@ -8,6 +8,7 @@ import sys
 
 import typer
 
+from hf_zero.cli.analyze import analyze
 from hf_zero.cli.convert import convert_checkpoint
 from hf_zero.cli.doctor import doctor
 from hf_zero.cli.estimate import estimate
@@ -22,7 +23,7 @@ BAD_INPUT = 2
 app = typer.Typer(
     name="hf-zero",
     help="ZeRO for Hugging Face: look at an installation, a configuration or a model's memory; "
-    "start runs; verify and convert checkpoints.",
+    "start runs; verify and convert checkpoints; measure how difficult samples are.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -32,6 +33,7 @@ app.command("doctor")(doctor)
 app.command("estimate")(estimate)
 app.command("explain")(explain)
 app.command("schema")(schema)
+app.command("analyze")(analyze)
 app.command("convert-checkpoint")(convert_checkpoint)
 app.command("verify")(verify)
 # What follows the script is the script's, whether it looks like an option or not.

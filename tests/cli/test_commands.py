@@ -30,7 +30,7 @@ from tests.helpers.commands import completed
 
 ROOT = Path(__file__).resolve().parents[2]
 ZERO3 = str(ROOT / "recipes" / "bert-mlm" / "zero3.yaml")
-COMMANDS = ["doctor", "estimate", "explain", "convert-checkpoint", "verify", "launch"]
+COMMANDS = ["doctor", "estimate", "explain", "analyze", "convert-checkpoint", "verify", "launch"]
 
 
 def invoke(*arguments: str) -> str:
@@ -393,6 +393,10 @@ def test_launch_without_gpus_takes_two_cpu_ranks(monkeypatch: pytest.MonkeyPatch
             "offload_param.device = 'disk' (str) is not one of 'none', 'cpu'",
         ),
         (["explain", "/no/such.yaml"], "/no/such.yaml"),
+        (["analyze", "/no/such/data"], "/no/such/data does not exist"),
+        (["analyze", ZERO3], ".yaml is none of .parquet, .json"),
+        (["analyze", ZERO3, "--metric", "seq_len"], "did you mean 'seqlen'?"),
+        (["analyze", ZERO3, "--metric", "no.such:thing"], "'no.such:thing' cannot be imported"),
         (["convert-checkpoint", "/no/such/run", "/tmp/never-written"], "/no/such/run"),
         (["verify", "/no/such/run"], "no checkpoint at /no/such/run"),
         (["verify", "/no/such/run", "--all", "--tag", "a"], "leave one of them out"),

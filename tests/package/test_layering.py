@@ -82,6 +82,7 @@ INTEGRATIONS = [
         "deepspeed.facade",
         "hooks",
         "finder",
+        "datasets",
         "fused",
         "deepspeed",
         "accelerate",

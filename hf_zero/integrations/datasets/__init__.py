@@ -1,0 +1,1 @@
+"""Hugging Face datasets: how difficult their samples are."""

@@ -1,0 +1,246 @@
+"""``hf_zero.analyze``: the difficulty of each sample of a dataset, measured once and kept beside
+it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+
+from hf_zero.config.spelling import did_you_mean
+from hf_zero.errors import ConfigError, DifficultyIndexError
+from hf_zero.integrations.datasets.metrics import (
+    MASK,
+    METRICS,
+    SEQLEN,
+    Rarity,
+    counted_tokens,
+    function_of,
+    lengths,
+)
+from hf_zero.techniques.difficulty_index import DifficultyIndex, write_index
+
+FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow"}
+TOKENS = "input_ids"
+
+
+def analyze(
+    dataset: Any,
+    metric: str | Callable[[Any], float] = SEQLEN,
+    *,
+    column: str | None = None,
+    split: str | None = None,
+    workers: int = 1,
+    out: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> DifficultyIndex:
+    """Measure each sample of ``dataset``; the index that training by difficulty reads.
+
+    Args:
+        dataset: a ``datasets.Dataset``, any map-style dataset, or a path: a folder that
+            ``save_to_disk`` has written, a parquet, JSON, CSV or Arrow file, a folder of these.
+        metric: ``"seqlen"`` (the tokens of a sample under its attention mask; of text its words),
+            ``"vocab_rarity"`` (minus the sum of the logarithms of their shares of all tokens), or
+            a function of a sample, itself or as ``"module:function"``, that returns a number.
+        column: the field that holds tokens or text; default: ``input_ids``, else the one that
+            can.
+        split: of a dataset that has several.
+        workers: processes that measure.
+        out: the folder of the index; default: ``DATASET-difficulty/METRIC`` beside a path.
+        progress: show bars, where datasets shows any.
+
+    Raises:
+        ConfigError: a metric, a split or a column that is not there, a dataset that cannot be read.
+        DifficultyIndexError: a sample without a number.
+    """
+    name = metric if isinstance(metric, str) else f"{metric.__module__}:{metric.__qualname__}"
+    function = (
+        None if name in METRICS else function_of(metric) if isinstance(metric, str) else metric
+    )
+    with _bars(progress):
+        return _analyze(dataset, name, function, column, split, workers, out)
+
+
+def _analyze(
+    dataset: Any,
+    name: str,
+    function: Callable[[Any], Any] | None,
+    column: str | None,
+    split: str | None,
+    workers: int,
+    out: str | os.PathLike[str] | None,
+) -> DifficultyIndex:
+    if isinstance(dataset, (str, os.PathLike)):
+        path = Path(dataset)
+        dataset = _opened(path, split)
+        beside = path.with_name(
+            f"{path.stem if path.is_file() else path.resolve().name}-difficulty"
+        )
+        out = out or beside / (split or "") / name.replace(":", ".")
+    elif split is not None:
+        dataset = _one_split(dataset, split, "the dataset")
+    if out is None:
+        raise ConfigError(
+            f"analyze was given a {type(dataset).__name__}, which lies nowhere; pass out=, the "
+            "folder of its index"
+        )
+    if not len(dataset):
+        raise DifficultyIndexError("the dataset has no samples; there is nothing to analyze")
+    if function is not None:
+        table = _mapped(dataset, _Measured(dataset, function), workers, name)
+    else:
+        table, column = _tokens(dataset, column, workers)
+        of_batch: Callable[[pa.Table, str], pa.Table] = lengths
+        if name != SEQLEN:
+            of_batch = Rarity(_batches(table, counted_tokens, column, workers, "tokens"))
+        table = _batches(table, of_batch, column, workers, name)
+    return write_index(out, table["value"].to_numpy(), name, column, dataset)
+
+
+@contextmanager
+def _bars(shown: bool) -> Iterator[None]:
+    hide = not shown and datasets.is_progress_bar_enabled()
+    if hide:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if hide:
+            datasets.enable_progress_bars()
+
+
+def _opened(path: Path, split: str | None) -> Any:
+    """The dataset at ``path``."""
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist; name a dataset's folder or file")
+    if path.is_file() and path.suffix not in FILES:
+        raise ConfigError(
+            f"{path} is no dataset: {path.suffix or 'no suffix'} is none of {', '.join(FILES)}"
+        )
+    try:
+        if path.is_file():
+            held = datasets.load_dataset(FILES[path.suffix], data_files=str(path))
+        elif (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+            held = datasets.load_from_disk(str(path))
+        else:
+            held = datasets.load_dataset(str(path))
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ConfigError(
+            f"{path} cannot be read as a dataset: {error.__cause__ or error}"
+        ) from error
+    return _one_split(held, split, str(path))
+
+
+def _one_split(held: Any, split: str | None, what: str) -> Any:
+    if not isinstance(held, Mapping):
+        if split is not None:
+            raise ConfigError(f"{what} is one dataset without splits; leave out split {split!r}")
+        return held
+    if split is None and len(held) == 1:
+        return next(iter(held.values()))
+    if split not in held:
+        chosen = "several splits" if split is None else f"no split {split!r}"
+        raise ConfigError(f"{what} has {chosen}; choose one of {', '.join(held)}")
+    return held[split]
+
+
+def _tokens(dataset: Any, column: str | None, workers: int) -> tuple[Any, str]:
+    """A ``datasets.Dataset`` with the tokens of each sample, and its column of them."""
+    if not isinstance(dataset, datasets.Dataset):
+        wanted = column or TOKENS
+        read = _Measured(dataset, lambda sample: _field(sample, wanted).tolist(), wanted)
+        return datasets.Dataset(_mapped(dataset, read, workers, wanted)), wanted
+    if column is None:
+        fit = [name for name, held in dataset.features.items() if _holds_tokens(held)]
+        column = TOKENS if TOKENS in fit else next(iter(set(fit) - {MASK}), "")
+        if column != TOKENS and len(set(fit) - {MASK}) != 1:
+            raise ConfigError(
+                f"the dataset has no column {TOKENS!r}; name the column of tokens or text "
+                f"(column=, --column) among {', '.join(dataset.column_names)}"
+            )
+    if column not in dataset.column_names:
+        raise ConfigError(
+            f"the dataset has no column {column!r} among {', '.join(dataset.column_names)}"
+            f"{did_you_mean(column, dataset.column_names)}"
+        )
+    kept = [name for name in (column, MASK) if name in dataset.column_names]
+    return dataset.select_columns(kept), column
+
+
+def _holds_tokens(feature: Any) -> bool:
+    return isinstance(feature, (datasets.List, datasets.LargeList, list)) or (
+        getattr(feature, "dtype", None) in ("string", "large_string")
+    )
+
+
+def _field(sample: Any, column: str) -> np.ndarray:
+    if not isinstance(sample, Mapping):
+        return np.asarray(sample)
+    if column not in sample:
+        raise ConfigError(f"a sample has no field {column!r}; it has {', '.join(map(str, sample))}")
+    return np.asarray(sample[column])
+
+
+class _Measured:
+    """``function`` of the sample of a row, as a row of a table."""
+
+    def __init__(self, dataset: Any, function: Callable[[Any], Any], called: str = "value"):
+        self.dataset, self.function, self.called = dataset, function, called
+
+    def __call__(self, row: dict[str, int]) -> dict[str, Any]:
+        value = self.function(self.dataset[row["row"]])
+        if self.called == "value":
+            try:
+                value = float(value)
+            except (TypeError, ValueError) as error:
+                raise DifficultyIndexError(
+                    f"the metric gave {value!r} for row {row['row']}; return a number"
+                ) from error
+        return {self.called: value}
+
+
+def _mapped(dataset: Any, function: _Measured, workers: int, what: str) -> pa.Table:
+    """``function`` of each row of ``dataset``."""
+    rows = datasets.Dataset.from_dict({"row": range(len(dataset))})
+    return _result(rows, function, workers, what)
+
+
+def _batches(
+    dataset: Any,
+    function: Callable[[pa.Table, str], pa.Table],
+    column: str,
+    workers: int,
+    what: str,
+) -> pa.Table:
+    """``function`` of the Arrow tables that ``dataset`` is cut into."""
+    return _result(
+        dataset.with_format("arrow"),
+        function,
+        workers,
+        what,
+        batched=True,
+        fn_kwargs={"column": column},
+    )
+
+
+def _result(dataset: Any, function: Any, workers: int, what: str, **options: Any) -> pa.Table:
+    with TemporaryDirectory() as folder:  # not among the files of the dataset
+        mapped = dataset.map(
+            function,
+            remove_columns=dataset.column_names,
+            num_proc=workers if workers > 1 else None,
+            load_from_cache_file=False,
+            cache_file_name=str(Path(folder) / "mapped.arrow"),
+            desc=what,
+            **options,
+        )
+        # read before the files go
+        return pa.table({name: mapped.data.column(name).to_numpy() for name in mapped.column_names})

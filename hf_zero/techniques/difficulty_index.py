@@ -1,0 +1,170 @@
+"""How difficult each sample of a dataset is: values in memory-mapped files beside the data.
+
+A folder holds ``values.npy`` (the metric of each sample, by row), ``order.npy`` (the rows by rising
+value, rows of one value by rising row) and ``index.json``, which is written last: what was
+measured, and how the data is told from other data. A dataset is the one that was analysed if it has
+as many rows and, where its fingerprint is another (a column removed, a format set), if the rows
+that the header samples still hold what they held.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_zero.errors import DifficultyIndexError
+
+HEADER, VALUES, ORDER = "index.json", "values.npy", "order.npy"
+FORMAT, VERSION = "hf-zero difficulty index", 1
+PROBES = 16
+
+
+class DifficultyIndex:
+    """The index in ``folder``. Raises DifficultyIndexError if there is none that can be read."""
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self.folder = Path(folder)
+        try:
+            self.header = json.loads((self.folder / HEADER).read_text())
+        except (OSError, ValueError) as error:
+            raise DifficultyIndexError(
+                f"{self.folder} holds no difficulty index ({error}); write one with "
+                f"`hf-zero analyze DATASET --metric METRIC --out {self.folder}`"
+            ) from error
+        if (self.header.get("format"), self.header.get("version")) != (FORMAT, VERSION):
+            raise DifficultyIndexError(
+                f"{self.folder / HEADER} is {self.header.get('format')!r}, version "
+                f"{self.header.get('version')!r}; this hf-zero reads {FORMAT!r}, version "
+                f"{VERSION}: analyze the data again"
+            )
+        self.values = self._opened(VALUES)
+        self.order = self._opened(ORDER)
+
+    def _opened(self, name: str) -> np.ndarray:
+        try:
+            array: np.ndarray = np.load(self.folder / name, mmap_mode="r")
+        except (OSError, ValueError) as error:
+            raise DifficultyIndexError(
+                f"{self.folder / name} cannot be read ({error}); analyze the data again"
+            ) from error
+        if array.shape != (self.rows,):
+            raise DifficultyIndexError(
+                f"{self.folder / name} has the shape {array.shape}, and the index {self.rows} "
+                "rows; analyze the data again"
+            )
+        return array
+
+    @property
+    def rows(self) -> int:
+        return int(self.header["rows"])
+
+    @property
+    def metric(self) -> str:
+        return str(self.header["metric"])
+
+    def at(self, percentile: float) -> float:
+        """The value below or at which ``percentile`` of 100 of the samples lie."""
+        last = max(0, math.ceil(self.rows * percentile / 100) - 1)
+        return self.values[self.order[last]].item()  # type: ignore[no-any-return]
+
+    def count_up_to(self, value: float) -> int:
+        """How many samples have a value of at most ``value``: the first of ``order``."""
+        return bisect_right(range(self.rows), value, key=lambda k: self.values[self.order[k]])
+
+    def count_of(self, percentile: float, top: float) -> int:
+        """How many samples the ``percentile`` easiest of ``top`` percentiles are: of 1000 samples
+        the 25 easiest of 100 percentiles are 250.
+        """
+        return min(self.rows, max(0, math.floor(self.rows * percentile / top)))
+
+    def check(self, dataset: Any) -> None:
+        """Raise DifficultyIndexError if ``dataset`` is not the one that was analysed."""
+        again = f"analyze the data that is trained on, or train on what {self.folder} is about"
+        if len(dataset) != self.rows:
+            raise DifficultyIndexError(
+                f"{self.folder} is about {self.rows} samples, and the dataset has {len(dataset)}; "
+                f"{again}"
+            )
+        if getattr(dataset, "_fingerprint", None) == self.header["fingerprint"] is not None:
+            return
+        column = self.header["column"]
+        for row, was in self.header["probes"].items():
+            now = _probe(dataset[int(row)], column)
+            if now not in (was, None):
+                raise DifficultyIndexError(
+                    f"{self.folder} is about other data: row {row} of the dataset has another "
+                    f"{column!r} than when it was analysed (shuffled, sorted or mapped since?); "
+                    f"{again}"
+                )
+
+
+def write_index(
+    folder: str | os.PathLike[str],
+    values: np.ndarray,
+    metric: str,
+    column: str | None = None,
+    dataset: Any = None,
+) -> DifficultyIndex:
+    """Write ``values`` (one number a row) as the index ``folder`` about ``dataset``, in place of
+    one that is there.
+
+    Raises DifficultyIndexError for values that are no numbers, and for none at all.
+    """
+    folder = Path(folder)
+    if values.ndim != 1 or values.dtype.kind not in "biuf" or not len(values):
+        raise DifficultyIndexError(
+            f"metric {metric!r} gave {values.dtype} values of shape {values.shape}; it must give "
+            "one number for each of one or more samples"
+        )
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        row = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise DifficultyIndexError(
+            f"metric {metric!r} gave {values[row]} for row {row}; remove the row, or give it a "
+            "finite value"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / HEADER).unlink(missing_ok=True)
+    rows = len(values)
+    order = np.argsort(values, kind="stable")
+    _replace(folder / VALUES, values)
+    _replace(folder / ORDER, order.astype(np.uint32 if rows <= 1 << 32 else np.int64))
+    spread = np.linspace(0, rows - 1, min(PROBES, rows)).astype(int)
+    probed = () if dataset is None or column is None else spread
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "metric": metric,
+        "column": column,
+        "rows": rows,
+        "fingerprint": getattr(dataset, "_fingerprint", None),
+        "probes": {str(row): _probe(dataset[int(row)], column) for row in probed},
+    }
+    (folder / HEADER).write_text(json.dumps(header, indent=1) + "\n")
+    return DifficultyIndex(folder)
+
+
+def _replace(path: Path, array: np.ndarray) -> None:
+    """Write a file of that name; whoever has mapped the former one keeps it."""
+    new = path.with_name(f"new-{path.name}")
+    np.save(new, array)
+    new.replace(path)
+
+
+def _probe(sample: Any, column: str | None) -> str | None:
+    """A hash of what ``sample`` holds in ``column``, the same for a list, an array and a tensor;
+    None where it has no such field.
+    """
+    if isinstance(sample, Mapping):
+        if column not in sample:
+            return None
+        sample = sample[column]
+    plain = np.asarray(sample).tolist()
+    return hashlib.sha256(json.dumps(plain, default=str).encode()).hexdigest()[:16]

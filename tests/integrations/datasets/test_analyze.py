@@ -1,0 +1,195 @@
+"""What ``analyze`` measures, held against plain Python; every form of dataset; what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import hf_zero
+from hf_zero.cli.app import app
+from hf_zero.errors import ConfigError, DifficultyIndexError
+
+ROWS = 60
+
+
+def samples(seed: int = 0) -> list[list[int]]:
+    generator = np.random.default_rng(seed)
+    return [generator.integers(0, 30, generator.integers(1, 25)).tolist() for _ in range(ROWS)]
+
+
+def rarities(rows: list[list[Any]]) -> list[float]:
+    """Minus the sum of log p of each token, p its share of all tokens."""
+    counts = Counter(token for row in rows for token in row)
+    total = sum(counts.values())
+    return [sum(-math.log(counts[token] / total) for token in row) for row in rows]
+
+
+def tokenised(rows: list[list[int]] | None = None) -> datasets.Dataset:
+    rows = samples() if rows is None else rows
+    return datasets.Dataset.from_dict({"input_ids": rows, "label": [0] * len(rows)})
+
+
+class Squares(torch.utils.data.Dataset[Any]):
+    """A map-style dataset of torch, whose samples are mappings of tensors."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.arange(row % 7 + 1) ** 2}
+
+
+def shortness(sample: dict[str, Any]) -> float:
+    return -len(sample["input_ids"])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_metrics_are_those_of_plain_python(tmp_path: Path, workers: int) -> None:
+    rows, data = samples(), tokenised()
+    lengths = hf_zero.analyze(data, "seqlen", workers=workers, out=tmp_path / "a")
+    assert lengths.values.tolist() == [len(row) for row in rows]
+    rarity = hf_zero.analyze(data, "vocab_rarity", workers=workers, out=tmp_path / "b")
+    assert rarity.values == pytest.approx(rarities(rows), rel=1e-12)
+    mine = hf_zero.analyze(data, shortness, workers=workers, out=tmp_path / "c")
+    assert mine.values.tolist() == [-len(row) for row in rows]
+    assert mine.metric.endswith("test_analyze:shortness")
+    lengths.check(data)
+
+
+def test_words_of_text(tmp_path: Path) -> None:
+    texts = ["a b  c", " x", "", "a a\n"]
+    data = datasets.Dataset.from_dict({"text": texts, "n": range(4)})
+    split = [text.split() for text in texts]
+    assert hf_zero.analyze(data, out=tmp_path).values.tolist() == [3, 1, 0, 2]
+    found = hf_zero.analyze(data, "vocab_rarity", column="text", out=tmp_path).values
+    assert found == pytest.approx(rarities(split))
+
+
+def test_what_the_attention_mask_hides_does_not_count(tmp_path: Path) -> None:
+    rows = [[5, 6, 0, 0], [0, 0, 5, 5], [1, 2, 3, 4]]
+    masks = [[1, 1, 0, 0], [0, 0, 1, 1], [1, 1, 1, 1]]
+    data = datasets.Dataset.from_dict({"input_ids": rows, "attention_mask": masks})
+    assert hf_zero.analyze(data, out=tmp_path).values.tolist() == [2, 2, 4]
+    seen = [[5, 6], [5, 5], [1, 2, 3, 4]]
+    found = hf_zero.analyze(data, "vocab_rarity", out=tmp_path).values
+    assert found == pytest.approx(rarities(seen))
+
+
+def test_rows_that_were_selected_are_the_ones_measured(tmp_path: Path) -> None:
+    chosen = tokenised().select(range(50, 10, -3))
+    index = hf_zero.analyze(chosen, out=tmp_path)
+    assert index.values.tolist() == [len(samples()[row]) for row in range(50, 10, -3)]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_datasets_of_torch(tmp_path: Path, workers: int) -> None:
+    data = Squares()
+    rows = [data[row]["input_ids"].tolist() for row in range(ROWS)]
+    index = hf_zero.analyze(data, "vocab_rarity", workers=workers, out=tmp_path / "a")
+    assert index.values == pytest.approx(rarities(rows))
+    index.check(data)
+    mine = hf_zero.analyze(data, shortness, workers=workers, out=tmp_path / "b")
+    assert mine.values.tolist() == [-len(row) for row in rows]
+    assert hf_zero.analyze([[1, 2, 3], [4]], out=tmp_path / "c").values.tolist() == [3, 1]
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same rows in every form that a path can have."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    data = tokenised()
+    folder = tmp_path / "data"
+    data.save_to_disk(folder / "saved")
+    datasets.DatasetDict(train=data, test=data.select(range(9))).save_to_disk(folder / "both")
+    data.to_parquet(folder / "one.parquet")
+    data.to_json(folder / "one.jsonl")
+    (folder / "several").mkdir()
+    data.select(range(40)).to_parquet(folder / "several" / "a.parquet")
+    data.select(range(40, ROWS)).to_parquet(folder / "several" / "b.parquet")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "beside"),
+    [
+        ("saved", None, "saved-difficulty/seqlen"),
+        ("both", "train", "both-difficulty/train/seqlen"),
+        ("one.parquet", None, "one-difficulty/seqlen"),
+        ("one.jsonl", None, "one-difficulty/seqlen"),
+        ("several", None, "several-difficulty/seqlen"),
+    ],
+)
+def test_paths(stored: Path, name: str, split: str | None, beside: str) -> None:
+    index = hf_zero.analyze(stored / name, split=split)
+    assert index.folder == stored / beside
+    assert index.values.tolist() == [len(row) for row in samples()]
+    index.check(tokenised())
+    assert not list((stored / "saved").glob("cache-*"))  # nothing is left in the dataset
+
+
+def test_changed_data_is_noticed(stored: Path) -> None:
+    index = hf_zero.analyze(stored / "saved")
+    again = datasets.load_from_disk(stored / "saved")
+    index.check(again)
+    index.check(again.remove_columns("label").with_format("torch"))
+    for changed in (again.shuffle(seed=1), tokenised(samples(seed=1))):
+        with pytest.raises(DifficultyIndexError, match="about other data: row 0"):
+            index.check(changed)
+    with pytest.raises(DifficultyIndexError, match="60 samples, and the dataset has 59"):
+        index.check(again.select(range(59)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"metric": "seq_len"}, "'seq_len' is none of seqlen, vocab_rarity; did you mean"),
+        ({"metric": "math:no_such"}, "'math:no_such' cannot be imported"),
+        ({"metric": "math:pi"}, "'math:pi' is a float; name a function"),
+        ({"column": "inputs_ids"}, "no column 'inputs_ids' among.*did you mean 'input_ids'"),
+        ({"column": "label"}, "column 'label' holds int64; name one that holds lists"),
+        ({"split": "train"}, "one dataset without splits"),
+        ({"out": None}, "a Dataset, which lies nowhere; pass out="),
+        ({"metric": lambda sample: "much"}, "gave 'much' for row 0; return a number"),
+    ],
+)
+def test_mistakes(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, DifficultyIndexError), match=message):
+        hf_zero.analyze(tokenised(), **{"out": tmp_path, **options})
+
+
+def test_datasets_without_what_is_needed(tmp_path: Path) -> None:
+    two = datasets.Dataset.from_dict({"title": ["a"], "text": ["b"]})
+    with pytest.raises(ConfigError, match=r"no column 'input_ids'; name the column.*title, text"):
+        hf_zero.analyze(two, out=tmp_path)
+    with pytest.raises(DifficultyIndexError, match="no samples"):
+        hf_zero.analyze(two.select([]), out=tmp_path)
+    both = datasets.DatasetDict(a=two, b=two)
+    with pytest.raises(ConfigError, match="no split 'c'; choose one of a, b"):
+        hf_zero.analyze(both, split="c", out=tmp_path)
+    (tmp_path / "broken.parquet").write_text("no parquet")
+    with pytest.raises(ConfigError, match=r"broken.parquet cannot be read as a dataset"):
+        hf_zero.analyze(tmp_path / "broken.parquet")
+    with pytest.raises(ConfigError, match="a sample has no field 'input_ids'; it has 3"):
+        hf_zero.analyze([{3: 1}], out=tmp_path)
+
+
+def test_the_command_prints_what_it_found(stored: Path) -> None:
+    ran = CliRunner().invoke(app, ["analyze", str(stored / "saved"), "--workers", "2"])
+    assert ran.exit_code == 0
+    assert f'"index_to_metric_path": "{stored}/saved-difficulty/seqlen"' in ran.stdout
+    assert "seqlen (num_proc=2): 100%" in ran.stderr
+    ran = CliRunner().invoke(app, ["analyze", str(stored / "one.parquet"), "--json"])
+    found = json.loads(ran.stdout)
+    assert (found["rows"], found["metric"], ran.stderr) == (ROWS, "seqlen", "")
+    lengths = sorted(len(row) for row in samples())
+    assert found["percentiles"]["0"] == lengths[0] and found["percentiles"]["100"] == lengths[-1]
+    assert found["percentiles"]["50"] == lengths[ROWS // 2 - 1]

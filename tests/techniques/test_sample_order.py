@@ -1,0 +1,180 @@
+"""What is drawn under difficulties that grow and shrink, held against the definition draw by
+draw; and that the draws depend on nothing but the seed and how many came before.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hf_zero.errors import ConfigError
+from hf_zero.techniques.curriculum_sampler import CurriculumSampler, RankBatches
+from hf_zero.techniques.difficulty_index import DifficultyIndex, write_index
+from hf_zero.techniques.sample_order import Criterion, SampleOrder
+
+ROWS = 40
+SCHEDULES: dict[str, Callable[[int], float]] = {
+    "grows each step": lambda step: min(10 + 3 * step, 100),
+    "grows in stages": lambda step: [15, 15, 30, 60, 60, 60, 100][min(step, 7) - 1],
+    "shrinks and grows": lambda step: [100, 20, 70][step % 3],
+    "a pool below a batch": lambda step: 10 if step < 6 else 50,
+    "the whole dataset": lambda step: 100,
+}
+
+
+def made(folder: Path, values: Sequence[float], name: str = "metric") -> DifficultyIndex:
+    return write_index(folder / name, np.asarray(values), name)
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> DifficultyIndex:
+    return made(tmp_path, np.random.default_rng(1).integers(0, 12, ROWS))
+
+
+def check_definition(order: SampleOrder, samples: Sequence[int]) -> int:
+    """Draw by draw: from the pool, due, and anew only where nothing of the pool is due. Returns
+    how many epochs have begun.
+    """
+    due, epochs = set(range(order.rows)), 1
+    for number, sample in enumerate(samples):
+        pool = set(order.pool(number // order.batch_size + 1).tolist())
+        if not pool & due:
+            due, epochs = set(range(order.rows)), epochs + 1
+        assert sample in pool & due, (number, sample)
+        due.remove(sample)
+    return epochs
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_draws_follow_the_definition(index: DifficultyIndex, schedule: str) -> None:
+    order = SampleOrder(ROWS, [Criterion("m", index, SCHEDULES[schedule], 100)], 6, seed=3)
+    drawn = list(itertools.islice(order.after(0), 50 * 6))
+    assert check_definition(order, drawn) > 3
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_draws_go_on_from_any_number(index: DifficultyIndex, schedule: str) -> None:
+    order = SampleOrder(ROWS, [Criterion("m", index, SCHEDULES[schedule], 100)], 6, seed=3)
+    drawn = list(itertools.islice(order.after(0), 200))
+    for consumed in range(150):
+        assert list(itertools.islice(order.after(consumed), 50)) == drawn[consumed : consumed + 50]
+
+
+def test_the_seed_decides_and_epochs_differ(index: DifficultyIndex) -> None:
+    def drawn(seed: int) -> list[int]:
+        order = SampleOrder(ROWS, [], 8, seed)
+        return list(itertools.islice(order.after(0), 2 * ROWS))
+
+    assert drawn(1) == drawn(1) != drawn(2)
+    first, second = drawn(1)[:ROWS], drawn(1)[ROWS:]
+    assert first != second and sorted(first) == sorted(second) == list(range(ROWS))
+
+
+def test_all_of_the_pool_are_equally_likely(tmp_path: Path) -> None:
+    """Old and new members of a pool that has grown, over many seeds."""
+    index = made(tmp_path, range(8))
+    order = [
+        SampleOrder(8, [Criterion("m", index, lambda s: 3 if s == 1 else 7)], 2, s)
+        for s in range(2000)
+    ]
+    firsts = np.bincount([next(each.after(2)) for each in order], minlength=8)
+    # 1/2 · 1/6 for the four of the first pool, of which half are drawn, and 1/6 for the others
+    assert np.abs(firsts / 2000 - np.array([1 / 12] * 4 + [1 / 6] * 4)).max() < 0.03
+
+
+@pytest.mark.parametrize("by", ["value", "percentile"])
+def test_pools_by_brute_force(tmp_path: Path, by: str) -> None:
+    values = np.random.default_rng(2).normal(size=ROWS).round(1)
+    index = made(tmp_path, values)
+    for difficulty in np.linspace(-2, 2, 17) if by == "value" else range(3, 101, 7):
+        criterion = Criterion(
+            "m", index, lambda _, here=float(difficulty): here, None if by == "value" else 100
+        )
+        rows = sorted(range(ROWS), key=lambda row: (values[row], row))
+        expected = (
+            [row for row in range(ROWS) if values[row] <= difficulty]
+            if by == "value"
+            else sorted(rows[: ROWS * int(difficulty) // 100])
+        )
+        order = SampleOrder(ROWS, [criterion], 4, 0)
+        if expected:
+            assert order.pool(1).tolist() == expected
+
+
+def test_every_metric_must_admit_a_sample(tmp_path: Path) -> None:
+    generator = np.random.default_rng(3)
+    lengths, rarities = generator.integers(0, 20, ROWS), generator.normal(size=ROWS)
+    order = SampleOrder(
+        ROWS,
+        [
+            Criterion("length", made(tmp_path, lengths, "length"), lambda step: 5 + step),
+            Criterion("rarity", made(tmp_path, rarities, "rarity"), lambda s: 40 + 5 * s, 100),
+        ],
+        4,
+        0,
+    )
+    for step in (1, 4, 9):
+        rare = np.argsort(np.argsort(rarities)) < ROWS * (40 + 5 * step) // 100
+        expected = np.flatnonzero((lengths <= 5 + step) & rare)
+        assert order.pool(step).tolist() == expected.tolist()
+    check_definition(order, list(itertools.islice(order.after(0), 200)))
+
+
+def test_a_step_that_admits_nothing_is_an_error(index: DifficultyIndex) -> None:
+    order = SampleOrder(ROWS, [Criterion("m", index, lambda step: 5 - 3 * step)], 4, 0)
+    with pytest.raises(
+        ConfigError, match=r"no sample is admitted at step 2.*m ≤ -1.*min_difficulty"
+    ):
+        list(itertools.islice(order.after(0), 8))
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 8), (2, 4), (4, 2), (4, 1), (2, 2), (1, 3)])
+def test_ranks_share_one_order(index: DifficultyIndex, ranks: int, micro: int) -> None:
+    """The micro-batches of all ranks, put together, are the order; so are those of a run that
+    goes on at another number of ranks.
+    """
+    batch = 24
+    schedule = SCHEDULES["grows in stages"]
+
+    def sampler() -> CurriculumSampler:
+        made = CurriculumSampler(
+            SampleOrder(ROWS, [Criterion("m", index, schedule, 100)], batch, 5)
+        )
+        made.steps_done = lambda: 1
+        return made
+
+    whole = list(sampler())
+    assert len(whole) == len(sampler()) == 2 * batch
+    shares = [list(RankBatches(sampler(), micro, ranks, rank)) for rank in range(ranks)]
+    assert {len(share) for share in shares} == {2 * batch // (micro * ranks)}
+    together = [sample for batches in zip(*shares) for each in batches for sample in each]
+    assert together == whole
+    for rank in range(ranks):
+        assert len(RankBatches(sampler(), micro, ranks, rank)) == len(shares[rank])
+
+
+def test_an_epoch_of_the_loader_is_whole_batches() -> None:
+    order = SampleOrder(10, [], 4, 0)
+    assert len(CurriculumSampler(order)) == 12
+    assert len(CurriculumSampler(order, drop_last=True)) == 8
+    assert len(CurriculumSampler(SampleOrder(3, [], 4, 0), drop_last=True)) == 4
+
+
+def test_an_iteration_begins_at_the_next_step(index: DifficultyIndex) -> None:
+    order = SampleOrder(ROWS, [Criterion("m", index, SCHEDULES["grows each step"], 100)], 8, 5)
+    drawn = list(itertools.islice(order.after(0), 500))
+    sampler = CurriculumSampler(order)
+    sampler.set_epoch(2)
+    assert list(sampler) == drawn[80:120]
+    steps = 7
+    sampler.steps_done = lambda: steps
+    assert list(sampler) == drawn[56:96]
+    # the first 16 are dropped by the loader, because steps 6 and 7 have used them
+    assert list(sampler.before_skipping(16))[16:] == drawn[56:80]
+    assert list(sampler) == drawn[56:96]
+    steps = 1  # skipped although the training has not used them
+    assert list(sampler.before_skipping(16)) == drawn[:40]
