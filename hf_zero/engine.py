@@ -4,6 +4,7 @@ thread while training goes on.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hf_zero.distributed.step_events import STOP
 from hf_zero.errors import PartitionError
 from hf_zero.logs import logger
 from hf_zero.spans import span
+from hf_zero.techniques.policy import set_custom_schedule
 
 SAVE_FAILED = STOP - 1  # less the number of the save: the event that ranks agree on
 
@@ -104,6 +106,16 @@ class Engine(TrainingEngine):
         self.step_times.end(ends_window, self.global_steps)
         if ends_window:
             self.async_saves.raise_failure()
+
+    def set_custom_curriculum_learning_schedule(
+        self, schedule: Callable[[int], float] | Mapping[str, Callable[[int], float]]
+    ) -> None:
+        """``schedule(step)`` is the difficulty of optimizer step ``step``, counted from 1, for a
+        curriculum whose ``schedule_type`` is ``custom``; a mapping has functions by the names of
+        metrics. The same on all ranks, before training and before a load. Raises ConfigError where
+        no such curriculum is on.
+        """
+        set_custom_schedule(self.techniques, schedule)
 
     def save_16bit_model(
         self,

@@ -40,6 +40,8 @@ PASSED_ON = (
     "attention_backend",
     "activation_checkpointing",
     "activation_offload",
+    "curriculum_learning",
+    "data_efficiency",
 )
 
 _LAUNCHER = "read by accelerate launch, which starts the ranks"

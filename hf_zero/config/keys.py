@@ -9,6 +9,7 @@ which one was likely meant.
 from __future__ import annotations
 
 from hf_zero.config.activations import ACTIVATIONS
+from hf_zero.config.curriculum import CURRICULUM, SAMPLING
 from hf_zero.config.kinds import (
     BOOLEAN,
     COUNT,
@@ -215,12 +216,7 @@ _FEATURES = (
     unbuilt("use_data_before_expert_parallelism", BOOLEAN, "expert parallelism"),
     switched("hybrid_engine", "the hybrid engine of training and generation"),
     unbuilt("graph_harvesting", BOOLEAN, "CUDA graphs; write compile: blocks"),
-    switched("curriculum_learning", "curriculum learning; sort or cut the data in its Dataset"),
-    switched(
-        "data_efficiency",
-        "data efficiency; sort or cut the data in its Dataset",
-        "seed data_routing data_sampling",
-    ),
+    switched("data_efficiency.data_routing", "random layer-token drop; train on whole sequences"),
     switched("autotuning", "autotuning; `hf-zero propose` finds a configuration that fits"),
     switched("compression_training", "compression; prune or quantise the trained model"),
     switched(
@@ -320,6 +316,8 @@ ALIASES: dict[str, str] = {
     },
     "prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
     "zeropp_loco_param": "zero_optimization.zeropp_loco_param",
+    "data_sampling": SAMPLING,
+    "metric_curricula": CURRICULUM,
     **spellings(Settings),
     **OFFLOAD_ALIASES,
     "checkpoint.writer.decoupled": "checkpoint.async_save",

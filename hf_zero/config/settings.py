@@ -7,6 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_zero.config.activations import ActivationCheckpointing, ActivationOffload
+from hf_zero.config.curriculum import (
+    CURRICULUM,
+    EFFICIENCY,
+    LEGACY,
+    SAMPLING,
+    CurriculumSection,
+    DataEfficiency,
+    DataSampling,
+    MetricCurricula,
+)
 from hf_zero.config.kinds import (
     BOOLEAN,
     COUNT,
@@ -170,6 +180,10 @@ class Settings:
         "activation_checkpointing", ActivationCheckpointing
     )
     activation_offload: ActivationOffload = section("activation_offload", ActivationOffload)
+    curriculum_learning: CurriculumSection = section(LEGACY, CurriculumSection)
+    data_efficiency: DataEfficiency = section(EFFICIENCY, DataEfficiency)
+    data_sampling: DataSampling = section(SAMPLING, DataSampling)
+    metric_curricula: MetricCurricula = section(CURRICULUM, MetricCurricula)
     wall_clock_breakdown: bool = key(
         BOOLEAN,
         False,

@@ -45,6 +45,13 @@ class TrainingEngine(EngineParts):
             with torch.autocast(self.device.type, dtype):
                 return self.module(*args, **kwargs)
 
+    def prepare_batch(self, batch: Any) -> Any:
+        """``batch``, a mapping, as training techniques change it for the step that is being
+        trained: sequences of this step's length. For loops that count labels, or compute the loss
+        themselves; a forward does it by itself.
+        """
+        return self.techniques.prepare_batch(batch)
+
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:

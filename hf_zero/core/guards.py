@@ -123,6 +123,10 @@ class Techniques(Protocol):
         """``engine.step`` has ended an accumulation window, and the counters count it."""
         ...
 
+    def prepare_batch(self, batch: Any) -> Any:
+        """``batch`` as the model's forward would change it."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the counters, by technique: JSON, the same on all
         ranks.

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.curriculum import LEGACY
+from hf_zero.errors import ConfigError
+from hf_zero.techniques import curriculum
 
 
 class Technique(Protocol):
@@ -24,9 +27,18 @@ class Technique(Protocol):
     def remove(self) -> None: ...
 
 
+@runtime_checkable
+class PreparesBatches(Protocol):
+    """A technique that changes what the model is called with."""
+
+    def prepare_batch(self, batch: Any) -> Any: ...
+
+
 # By the key of its section, in the order of installing: makes the technique, or None where the
 # configuration does not ask for it.
-TECHNIQUES: Mapping[str, Callable[[ZeroConfig], Technique | None]] = {}
+TECHNIQUES: Mapping[str, Callable[[ZeroConfig], Technique | None]] = {
+    LEGACY: curriculum.of_config,
+}
 
 
 class TrainingTechniques:
@@ -44,6 +56,12 @@ class TrainingTechniques:
         for technique in self.by_key.values():
             technique.end_step()
 
+    def prepare_batch(self, batch: Any) -> Any:
+        for technique in self.by_key.values():
+            if isinstance(technique, PreparesBatches):
+                batch = technique.prepare_batch(batch)
+        return batch
+
     def state_dict(self) -> dict[str, Any]:
         states = {key: technique.state_dict() for key, technique in self.by_key.items()}
         return {key: state for key, state in states.items() if state}
@@ -55,3 +73,16 @@ class TrainingTechniques:
     def remove(self) -> None:
         for technique in reversed(self.by_key.values()):
             technique.remove()
+
+
+def set_custom_schedule(
+    techniques: Any, schedule: Callable[[int], float] | Mapping[str, Callable[[int], float]]
+) -> None:
+    """Give ``schedule`` to the curriculum of an engine. Raises ConfigError where there is none."""
+    technique = techniques.by_key.get(LEGACY)
+    if technique is None:
+        raise ConfigError(
+            "a function was given as the schedule of curriculum learning, which is off; write "
+            f"{LEGACY}: {{enabled: true, schedule_type: custom, …}}, or leave the call out"
+        )
+    technique.set_schedule(schedule)

@@ -39,6 +39,8 @@ SAMPLES: dict[str, Any] = {
     "one of 'fp16', 'float16', 'bf16', 'bfloat16'": "fp16",
     "an integer from 0 to 3": 2,
     "one of 4, 1": 4,
+    "one of 'seqlen'": "seqlen",
+    "one of 'fixed_linear', 'fixed_root', 'fixed_discrete', 'custom'": "fixed_root",
     "one of 32, 64, 128, 256, 512, 1024, 2048": 64,
     "an integer of at least -1": 2,
     "an integer of at least 0": 4,

@@ -547,11 +547,9 @@ def test_what_may_follow_from_another_mistake_is_not_reported() -> None:
 def test_several_features_that_are_not_built() -> None:
     with pytest.raises(
         NotBuiltError,
-        match=r"2 mistakes in the configuration:\n- .*monitoring.*\n- .*curriculum learning",
+        match=r"2 mistakes in the configuration:\n- .*monitoring.*\n- .*autotuning",
     ):
-        ZeroConfig.from_dict(
-            {"tensorboard": {"enabled": True}, "curriculum_learning": {"enabled": True}}
-        )
+        ZeroConfig.from_dict({"tensorboard": {"enabled": True}, "autotuning": {"enabled": True}})
 
 
 def test_several_unknown_keywords() -> None:

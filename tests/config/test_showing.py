@@ -65,6 +65,8 @@ STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
     "an integer from 1 to 65535": st.integers(1, 65535),
     "an integer from 0 to 3": st.integers(0, 3),
     "one of 4, 1": st.sampled_from([4, 1]),
+    "one of 'seqlen'": st.just("seqlen"),
+    "one of 'fixed_linear', 'fixed_root', 'fixed_discrete', 'custom'": st.just("fixed_root"),
     "one of 32, 64, 128, 256, 512, 1024, 2048": st.sampled_from([32, 256]),
     "an integer of at least -1": st.integers(1, 9),
     "an integer of at least 0": st.integers(0, 9) | st.just(5e8),

@@ -7,12 +7,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hf_zero.config.curriculum import CURRICULUM, EFFICIENCY, LEGACY, SAMPLING
 from hf_zero.integrations.deepspeed.placeholders import function
 from hf_zero.integrations.deepspeed.zero_config import DEFAULTS, ZERO
 
 GETTERS: dict[str, tuple[str, Any]] = {
     "aio_config": ("aio", {}),
     "checkpoint_tag_validation_enabled": ("checkpoint.tag_validation", "Warn"),
+    "curriculum_enabled_legacy": (f"{LEGACY}.enabled", False),
+    "curriculum_params_legacy": (LEGACY, {}),
+    "curriculum_learning_config": (CURRICULUM, {"enabled": False}),
+    "curriculum_learning_enabled": (f"{CURRICULUM}.enabled", False),
+    "data_efficiency_config": (EFFICIENCY, {"enabled": False}),
+    "data_efficiency_enabled": (f"{EFFICIENCY}.enabled", False),
+    "data_sampling_config": (SAMPLING, {"enabled": False}),
+    "data_sampling_enabled": (f"{SAMPLING}.enabled", False),
     "dataloader_drop_last": ("dataloader_drop_last", False),
     "dump_state": ("dump_state", False),
     "flops_profiler_detailed": ("flops_profiler.detailed", True),
@@ -74,9 +83,6 @@ GETTERS: dict[str, tuple[str, Any]] = {
 
 CONSTANTS: dict[str, Any] = {
     "autotuning_enabled": False,
-    "curriculum_learning_enabled": False,
-    "data_efficiency_enabled": False,
-    "data_sampling_enabled": False,
     "get_model_parallel_rank": 0,
     "get_tensor_parallel_rank": 0,
     "is_deepcompile_active": False,
@@ -98,18 +104,13 @@ CONSTANTS: dict[str, Any] = {
 }
 """Methods that ask for what this version has not, or always has."""
 
-_CURRICULUM = "sort or cut the data in its Dataset"
 NOT_BUILT = {
-    "curriculum_learning_config": _CURRICULUM,
-    "data_efficiency_config": _CURRICULUM,
-    "data_sampling_config": _CURRICULUM,
     "get_deepcompile_backend": "write compile: blocks in the configuration",
     "get_sequence_parallel_group": "set sp_size to 1",
     "random_ltd_config": "train on whole sequences",
     "random_ltd_initialize": "train on whole sequences",
     "register_compile_pass": "write compile: blocks in the configuration",
-    "set_custom_curriculum_learning_schedule": _CURRICULUM,
-    "set_data_post_process_func": _CURRICULUM,
+    "set_data_post_process_func": "change the data in its Dataset or its collate_fn",
     "sparse_allreduce": "sparse gradients are reduced as dense ones",
     "tensor_parallel_config": "remove tensor_parallel from the configuration",
     "torch_autocast_lower_precision_safe_modules": "torch.autocast knows which operations are safe",

@@ -199,6 +199,14 @@ SEAMS: tuple[Seam, ...] = (
         "unsharded in silence",
     ),
     Seam(
+        target="transformers.trainer:Trainer.get_batch_samples",
+        signature="(self, epoch_iterator, num_batches, device)",
+        wrapper="hf_zero.integrations.transformers.trainer:take_prepared_batches",
+        versions=TRANSFORMERS,
+        why="counts the labels of whole sequences, by which the loss of sequences that the engine "
+        "cuts would be divided",
+    ),
+    Seam(
         target="transformers.trainer:Trainer._get_grad_norm",
         signature="(self, model, grad_norm=None)",
         wrapper="hf_zero.integrations.transformers.trainer:leave_norm_on_device",

@@ -1,0 +1,99 @@
+"""Curriculum learning: sequences that grow with the steps, by DeepSpeed's two sections.
+
+``curriculum_learning`` is one schedule of one length. ``data_efficiency`` holds a schedule for each
+metric; those in :data:`LENGTHS` cut batches, all others choose samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hf_zero.config.kinds import BOOLEAN, COUNT, SECTION, TEXT, choice, integer
+from hf_zero.config.rows import inert, key
+
+LEGACY = "curriculum_learning"
+EFFICIENCY = "data_efficiency"
+SAMPLING = f"{EFFICIENCY}.data_sampling"
+CURRICULUM = f"{SAMPLING}.curriculum_learning"
+METRICS = f"{CURRICULUM}.curriculum_metrics"
+# Metrics that are sequence lengths, and whether the rest of a sequence becomes further rows.
+LENGTHS: Mapping[str, bool] = {"seqlen_truncate": False, "seqlen_reshape": True}
+SCHEDULES = ("fixed_linear", "fixed_root", "fixed_discrete", "custom")
+
+_SAMPLED = "concerns metrics that choose samples"
+
+
+def _idle_legacy(values: Mapping[str, Any]) -> str:
+    return "" if values.get(f"{LEGACY}.enabled") else f"{LEGACY}.enabled is false"
+
+
+def _idle_metrics(values: Mapping[str, Any]) -> str:
+    if not values.get(f"{CURRICULUM}.enabled"):
+        return f"{CURRICULUM}.enabled is false"
+    outer = (f"{path}.enabled" for path in (EFFICIENCY, SAMPLING))
+    return next((f"{path} is false" for path in outer if values.get(path) is False), "")
+
+
+@dataclass(frozen=True)
+class CurriculumSection:
+    """Sequences that are cut to a length that grows: DeepSpeed's section of one schedule."""
+
+    enabled: bool = key(BOOLEAN, False, "cut sequences to a length that grows with the steps")
+    curriculum_type: str = key(
+        choice("seqlen"), "seqlen", "what grows: the length of sequences", idle=_idle_legacy
+    )
+    min_difficulty: int | None = key(
+        integer(1), None, "the length that training begins with", unit="tokens", idle=_idle_legacy
+    )
+    max_difficulty: int | None = key(
+        integer(1), None, "the length that it ends with", unit="tokens", idle=_idle_legacy
+    )
+    schedule_type: str | None = key(
+        choice(*SCHEDULES),
+        None,
+        "how the length grows; custom: engine.set_custom_curriculum_learning_schedule(function)",
+        idle=_idle_legacy,
+    )
+    schedule_config: dict[str, Any] | None = key(
+        SECTION,
+        None,
+        "total_curriculum_step and difficulty_step of fixed_linear and fixed_root, root_degree of "
+        "fixed_root; lists difficulty and max_step of fixed_discrete",
+        idle=_idle_legacy,
+        hash=False,
+    )
+
+
+@dataclass(frozen=True)
+class DataEfficiency:
+    """The switch above sampling and routing; None: theirs alone decide."""
+
+    enabled: bool | None = key(BOOLEAN, None, "false: nothing of this section acts")
+    seed: int = key(COUNT, 1234, "seed of what this section draws")
+
+
+@dataclass(frozen=True)
+class DataSampling:
+    """The switch above curricula; None: theirs alone decide."""
+
+    enabled: bool | None = key(BOOLEAN, None, "false: no curriculum of this section acts")
+    num_epochs: int | None = key(integer(1), row=inert("num_epochs", integer(1), _SAMPLED))
+    num_workers: int | None = key(COUNT, row=inert("num_workers", COUNT, _SAMPLED))
+
+
+@dataclass(frozen=True)
+class MetricCurricula:
+    """Schedules of difficulty by metric."""
+
+    enabled: bool = key(BOOLEAN, False, "curriculum learning by the schedules of metrics")
+    data_cluster_path: str | None = key(TEXT, row=inert("data_cluster_path", TEXT, _SAMPLED))
+    curriculum_metrics: dict[str, Any] | None = key(
+        SECTION,
+        None,
+        "by metric: min_difficulty, max_difficulty, schedule_type, schedule_config; "
+        "seqlen_truncate cuts sequences to that length, seqlen_reshape makes the rest further rows",
+        idle=_idle_metrics,
+        hash=False,
+    )

@@ -1,0 +1,114 @@
+"""Curriculum learning by sequence length: each step trains on sequences of the length that its
+schedule says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from hf_zero.config import ZeroConfig
+from hf_zero.config.curriculum import LEGACY, LENGTHS, METRICS
+from hf_zero.core.backward import Counters
+from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.techniques.difficulty import DifficultySchedule
+from hf_zero.techniques.sequence_length import SequenceLength
+
+
+class CurriculumLearning:
+    """Cuts batches to the difficulty of the step that is being trained, ``global_steps + 1``;
+    a :class:`hf_zero.techniques.policy.Technique`.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], section: str, reshape: bool = False):
+        self.schedule = DifficultySchedule(settings, section)
+        self.sequences = SequenceLength(self.length, section, reshape)
+        self._section = section
+        self._counters = Counters()
+        if self.schedule.schedule_type != "custom":
+            self.length()
+
+    def length(self) -> int:
+        """The length of the step that is being trained, in tokens."""
+        step = self._counters.global_steps + 1
+        length = int(self.schedule.at(step))
+        if length < 1:
+            raise ConfigError(
+                f"{self._section} makes sequences of {length} tokens for step {step}; write a "
+                "min_difficulty of at least 1 that is not below difficulty_step"
+            )
+        return length
+
+    def set_schedule(
+        self, schedule: Callable[[int], float] | Mapping[str, Callable[[int], float]]
+    ) -> None:
+        """Take a function of the step, or functions by the names of metrics."""
+        if isinstance(schedule, Mapping):
+            name = self._section.rpartition(".")[2]
+            if schedule.keys() != {name}:
+                raise ConfigError(
+                    f"functions were given as the schedules of {', '.join(schedule) or 'nothing'}, "
+                    f"and {self._section} is what is scheduled; name that, or pass the function "
+                    "alone"
+                )
+            schedule = schedule[name]
+        self.schedule.set_function(schedule)
+
+    def install(self, engine: Any) -> None:
+        self._counters = engine.counters
+        if engine.optimizer is not None:
+            self.sequences.install(engine.module)
+
+    def end_step(self) -> None:
+        """The next forward asks for its length."""
+
+    def prepare_batch(self, batch: Any) -> Any:
+        return self.sequences.cut(batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.schedule.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.schedule.load_state_dict(state)
+
+    def remove(self) -> None:
+        self.sequences.remove()
+
+
+def metrics_of(config: ZeroConfig) -> dict[str, dict[str, Any]]:
+    """The settings of each metric whose schedule acts; none where a switch is off."""
+    switches = (config.data_efficiency.enabled, config.data_sampling.enabled)
+    if not config.metric_curricula.enabled or False in switches:
+        return {}
+    return dict(config.metric_curricula.curriculum_metrics or {})
+
+
+def of_config(config: ZeroConfig) -> CurriculumLearning | None:
+    """The curriculum of ``config`` that cuts sequences; None where there is none."""
+    metrics = metrics_of(config)
+    lengths = [name for name in metrics if name in LENGTHS]
+    if config.curriculum_learning.enabled:
+        lengths.append(LEGACY)
+    if len(lengths) > 1:
+        raise ConfigError(
+            f"{' and '.join(lengths)} each cut sequences to a length of their own; keep one"
+        )
+    for name in metrics:
+        if name not in LENGTHS:
+            raise NotBuiltError(
+                f"{METRICS}.{name} asks for samples that are chosen by a metric, which this "
+                "version of hf-zero does not provide; sort the data in its Dataset, or write one "
+                f"of {', '.join(LENGTHS)}"
+            )
+    if not lengths:
+        return None
+    if lengths == [LEGACY]:
+        return CurriculumLearning(asdict(config.curriculum_learning), LEGACY)
+    name = lengths[0]
+    if metrics[name].get("difficulty_type", "value") != "value":
+        raise ConfigError(
+            f"{METRICS}.{name}.difficulty_type is {metrics[name]['difficulty_type']!r}, and a "
+            "length of sequences is a value; write value"
+        )
+    return CurriculumLearning(metrics[name], f"{METRICS}.{name}", LENGTHS[name])

@@ -1,0 +1,254 @@
+"""Batches cut to a length of their sequences, before the model's forward or where a loop takes
+them.
+
+A sequence is what ``input_ids`` or ``inputs_embeds`` hold, of shape [B, S] or [B, S, …]; in a
+model with a decoder, what ``decoder_input_ids`` or ``labels`` hold, too. Without these names it is
+the first argument of whole numbers in two dimensions. Every tensor that has both dimensions is cut
+with them, masks [B, 1, S, S] on both sides; labels of shape [B], or of one number a class, stay.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.core.guards import Attached
+from hf_zero.errors import ConfigError
+
+TOKENS = ("input_ids", "inputs_embeds")
+DECODER_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
+POSITIONS = ("position_ids", "decoder_position_ids", "cache_position")
+MASKS = ("attention_mask", "decoder_attention_mask")
+PER_HEAD = ("head_mask", "decoder_head_mask", "cross_attn_head_mask")
+NOT_TEXT = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
+LABELS = ("shift_labels", "labels")
+COUNT = "num_items_in_batch"
+IGNORED = -100  # a label that no loss of transformers counts
+
+_PACKED_ADVICE = (
+    "several sequences lie in one row, which a length would cut at random; build the rows of the "
+    "first phases shorter, or train without packing"
+)
+
+Batch = Mapping[Any, Any]
+
+
+class SequenceLength:
+    """Cuts what the model of one engine is called with, in training, to ``length()`` tokens.
+
+    ``reshape`` keeps the rest of the sequences as further rows, [B, S] -> [B · (S // length),
+    length]; what is left over is dropped. ``section`` is what errors call the configuration.
+
+    Raises ConfigError, from a forward, for batches without sequences, of images or sound, that are
+    packed, or padded on the left; the values of a batch are read once for each length.
+    """
+
+    def __init__(self, length: Callable[[], int | None], section: str, reshape: bool = False):
+        self._length = length
+        self._section = section
+        self._reshape = reshape
+        self._hook: Any = None
+        self._model: weakref.ref[nn.Module] | None = None
+        self._names: list[str] = []
+        self._seen: set[int] = set()  # lengths of which a batch was looked at
+
+    def install(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._names = [
+            name
+            for name, parameter in inspect.signature(model.forward).parameters.items()
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        ]
+        self._hook = model.register_forward_pre_hook(Attached(self._before), with_kwargs=True)
+
+    def remove(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None
+
+    def cut(self, batch: Any) -> Any:
+        """``batch``, a mapping of tensors by the names of the model's arguments, with sequences of
+        at most this step's length; the same object where they are no longer.
+        """
+        length = self._length()
+        if length is None or not isinstance(batch, Mapping):
+            return batch
+        return self._cut(batch, length)
+
+    def _before(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not (model.training and torch.is_grad_enabled()):
+            return None
+        length = self._length()
+        if length is None:
+            return None
+        named = {**dict(enumerate(args)), **kwargs}
+        names = dict(enumerate(self._names[: len(args)]))
+        inner = {at: value for at, value in named.items() if _is_batch(value)}
+        if inner:  # model(batch)
+            named |= {at: self._cut_container(value, length) for at, value in inner.items()}
+        else:
+            by_name = {names.get(at, at): value for at, value in named.items()}
+            cut = self._cut(by_name, length)
+            if cut is by_name:
+                return None
+            if by_name.get(COUNT) is not None:
+                cut[COUNT] = self._share(by_name, cut) * by_name[COUNT]
+            named = {at: cut[names.get(at, at)] for at in named}
+        return tuple(named[at] for at in range(len(args))), {name: named[name] for name in kwargs}
+
+    def _cut_container(self, batch: Any, length: int) -> Any:
+        if isinstance(batch, Mapping):
+            return self._cut(batch, length)
+        cut = self._cut(dict(enumerate(batch)), length)
+        return type(batch)(cut[at] for at in range(len(batch)))
+
+    def _cut(self, batch: Batch, length: int) -> Any:
+        """A dict where something was cut; else ``batch``."""
+        self._refuse(batch)
+        model = self._model() if self._model is not None else None
+        config = getattr(model, "config", None)
+        two_sided = bool(getattr(config, "is_encoder_decoder", False))
+        if two_sided and self._reshape:
+            raise ConfigError(
+                f"{self._section} makes rows of the rest of sequences, and "
+                f"{type(model).__name__} has a sequence for its encoder and one for its decoder; "
+                "write seqlen_truncate"
+            )
+        decoder = {name for name in batch if two_sided and _is_decoders(name)}
+        sides = [{name: each for name, each in batch.items() if name not in decoder}]
+        sides += [{name: batch[name] for name in decoder}] if decoder else []
+        changed: dict[Any, Any] = {}
+        for side, wanted in zip(sides, (TOKENS, DECODER_TOKENS)):
+            tokens = self._tokens(side, wanted)
+            if tokens.shape[1] > length:
+                if length not in self._seen:
+                    self._look_at(side)
+                    self._seen.add(length)
+                changed |= self._cut_side(side, tokens.shape[0], tokens.shape[1], length)
+        return {**batch, **changed} if changed else batch
+
+    def _cut_side(self, side: Batch, rows: int, whole: int, length: int) -> dict[Any, Any]:
+        changed = {}
+        for name, value in side.items():
+            dimensions = _sequence_dimensions(name, value, rows, whole)
+            if not dimensions:
+                continue
+            if not self._reshape:
+                for dimension in dimensions:
+                    value = value.narrow(dimension, 0, length)
+            elif len(dimensions) == 1 and value.shape[0] == rows and dimensions == (1,):
+                kept = value.narrow(1, 0, whole // length * length)
+                value = kept.reshape(-1, length, *value.shape[2:])
+            elif name in POSITIONS:
+                value = value.narrow(-1, 0, length)
+                value = value[:1] if value.dim() == 2 else value
+            else:
+                raise ConfigError(
+                    f"{self._section} makes rows of the rest of sequences, and {name} has shape "
+                    f"{tuple(value.shape)}; write seqlen_truncate, or give a mask of shape [B, S]"
+                )
+            changed[name] = value.contiguous()
+        return changed
+
+    def _tokens(self, side: Batch, names: tuple[str, ...]) -> torch.Tensor:
+        for name in names:
+            value = side.get(name)
+            if isinstance(value, torch.Tensor) and value.dim() >= 2:
+                return value
+        for value in side.values():
+            whole = isinstance(value, torch.Tensor) and not value.is_floating_point()
+            if whole and value.dim() == 2:
+                tokens: torch.Tensor = value
+                return tokens
+        raise ConfigError(
+            f"{self._section} cuts sequences, and the model was called with none: "
+            f"{', '.join(map(str, side)) or 'nothing'}; give it {names[0]} of shape [B, S], or "
+            "remove the section"
+        )
+
+    def _refuse(self, batch: Batch) -> None:
+        for name in NOT_TEXT:
+            if batch.get(name) is not None:
+                raise ConfigError(
+                    f"{self._section} cuts sequences of tokens, and the model was called with "
+                    f"{name}: what belongs to a picture or a sound would be cut apart; remove the "
+                    "section"
+                )
+        for name in PACKED:
+            if batch.get(name) is not None:
+                raise ConfigError(
+                    f"{self._section} cuts sequences, and {name} says that {_PACKED_ADVICE}"
+                )
+
+    def _look_at(self, side: Batch) -> None:
+        """Refuse what its values alone tell; the host waits for the device."""
+        for name in POSITIONS:
+            positions = side.get(name)
+            known = isinstance(positions, torch.Tensor) and positions.dim() >= 2
+            if known and bool((positions[..., 1:] < positions[..., :-1]).any()):
+                raise ConfigError(
+                    f"{self._section} cuts sequences, and {name} that begin again within a row "
+                    f"say that {_PACKED_ADVICE}"
+                )
+        for name in MASKS:
+            mask = side.get(name)
+            if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+                continue
+            if bool((mask > 1).any()):
+                raise ConfigError(
+                    f"{self._section} cuts sequences, and numbers above 1 in {name} say that "
+                    f"{_PACKED_ADVICE}"
+                )
+            if not bool(mask[:, 0].all()):
+                raise ConfigError(
+                    f"{self._section} cuts the end of sequences off, and {name} says that they are "
+                    'padded on the left; set tokenizer.padding_side = "right"'
+                )
+
+    def _share(self, before: Batch, after: Batch) -> torch.Tensor | float:
+        """The share of a micro-batch's labels that is left, as the loss counts them."""
+        name = next((each for each in LABELS if isinstance(before.get(each), torch.Tensor)), None)
+        if name is None:
+            return 1.0
+        model: Any = self._model() if self._model is not None else None
+        shifts = name == "labels" and getattr(model, "loss_type", None) == "ForCausalLM"
+        first = 1 if shifts else 0
+        kept, whole = (
+            (each[name][..., first:] != IGNORED).sum()
+            if each[name].dim() > 1
+            else each[name].numel()
+            for each in (after, before)
+        )
+        share = torch.as_tensor(kept / whole)
+        return torch.where(share > 0, share, torch.ones_like(share))
+
+
+def _is_batch(value: Any) -> bool:
+    """Whether an argument holds the tensors of a batch."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return isinstance(value, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in value)
+
+
+def _is_decoders(name: Any) -> bool:
+    return isinstance(name, str) and (name.startswith("decoder_") or name in LABELS)
+
+
+def _sequence_dimensions(name: Any, value: Any, rows: int, whole: int) -> tuple[int, ...]:
+    """Which dimensions of an argument are those of sequences of ``whole`` tokens."""
+    if not isinstance(value, torch.Tensor) or name in PER_HEAD:
+        return ()
+    shape = tuple(value.shape)
+    if name in POSITIONS:
+        return (len(shape) - 1,) if shape and shape[-1] == whole else ()
+    if shape[-2:] == (whole, whole) and len(shape) > 2:
+        return (len(shape) - 2, len(shape) - 1)
+    if name in LABELS and len(shape) == 2 and value.is_floating_point():
+        return ()  # a number for each class
+    return (1,) if shape[:2] == (rows, whole) else ()

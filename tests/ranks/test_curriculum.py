@@ -1,0 +1,390 @@
+"""Curriculum learning by sequence length, against plain loops over batches that were cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hf_zero.errors import ConfigError, NotBuiltError
+from tests.helpers import oracle
+from tests.helpers.engines import (
+    STAGES,
+    config_of,
+    engine_opener,
+    full_weights,
+    start,
+    train_on_threads,
+)
+from tests.helpers.models import ARCHITECTURES, LENGTH, VOCAB, tokens
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import ArchitectureJob, At, Driver, Plan, adamw
+
+GROWING = [3, 5, 8, LENGTH]  # by step
+SCHEDULE = {
+    "min_difficulty": 3,
+    "max_difficulty": 64,
+    "schedule_type": "fixed_discrete",
+    "schedule_config": {"difficulty": GROWING, "max_step": [1, 2, 3]},
+}
+LEGACY: dict[str, Any] = {
+    "curriculum_learning": {"enabled": True, "curriculum_type": "seqlen", **SCHEDULE}
+}
+STEPS = len(GROWING)
+
+
+def by_metric(name: str, **more: Any) -> dict[str, Any]:
+    metrics = {name: {**SCHEDULE, **more}}
+    learning = {"enabled": True, "curriculum_metrics": metrics}
+    sampling = {"enabled": True, "curriculum_learning": learning}
+    return {"data_efficiency": {"enabled": True, "data_sampling": sampling}}
+
+
+def cut(batch: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
+    return {name: value[:, :length].contiguous() for name, value in batch.items()}
+
+
+def reshaped(batch: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
+    rows = LENGTH // length
+    return {
+        name: torch.cat([value[i : i + 1, : rows * length].reshape(rows, length) for i in (0, 1)])
+        for name, value in batch.items()
+    }
+
+
+class CutByHand(ArchitectureJob):
+    """The oracle's batches."""
+
+    by = staticmethod(cut)
+
+    def __post_init__(self) -> None:
+        self.name = f"{self.architecture.name}, {self.by.__name__} by hand"
+
+    def loss(self, net: Driver, at: At) -> torch.Tensor:
+        return net(**self.by(self.batch(at), GROWING[at.step])).loss
+
+
+class ReshapedByHand(CutByHand):
+    by = staticmethod(reshaped)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("architecture", ["bert", "gpt2", "t5"])
+def test_a_plain_loop_over_cut_batches(stage, ranks, accumulation, architecture):
+    plan = Plan(ranks=ranks, steps=STEPS, accumulation=accumulation)
+    chosen = ARCHITECTURES[architecture]
+    got = train_on_threads(ArchitectureJob(chosen), plan, engine_opener(stage, **LEGACY))
+    oracle.compare(got, oracle.kept(CutByHand(chosen), plan))
+
+
+@pytest.mark.parametrize(
+    ("metric", "by_hand"), [("seqlen_truncate", CutByHand), ("seqlen_reshape", ReshapedByHand)]
+)
+def test_by_the_metrics_of_data_efficiency(metric, by_hand):
+    plan, chosen = Plan(ranks=2, steps=STEPS, accumulation=2), ARCHITECTURES["bert"]
+    got = train_on_threads(ArchitectureJob(chosen), plan, engine_opener(3, **by_metric(metric)))
+    oracle.compare(got, oracle.kept(by_hand(chosen), plan))
+
+
+def test_the_model_itself_is_called_and_evaluation_sees_whole_sequences():
+    """``model(...)``, positional arguments, ``no_grad``, ``eval``, and a second model untouched."""
+
+    def run(rank: int) -> None:
+        model = ARCHITECTURES["bert"].build()
+        engine = start(model, adamw(model), config_of(2, **LEGACY))
+        ids = tokens(0, 0, rank)
+        for call in (engine, model):
+            assert call(ids, torch.ones_like(ids)).logits.shape[1] == 3
+            assert call({"input_ids": ids}["input_ids"]).logits.shape[1] == 3
+            with torch.no_grad():
+                assert call(ids).logits.shape[1] == LENGTH
+        engine.eval()
+        assert engine(ids).logits.shape[1] == LENGTH
+        engine.destroy()
+        model.train()
+        assert model(ids).logits.shape[1] == LENGTH
+
+    run_ranks(1, run)
+
+
+def test_a_step_that_overflows_counts_as_in_deepspeed():
+    """A skipped step makes the sequences longer, too: its number is the same in a resumed run."""
+
+    def run(rank: int) -> list[int]:
+        model = ARCHITECTURES["bert"].build()
+        config = config_of(1, fp16={"enabled": True, "initial_scale_power": 30}, **LEGACY)
+        engine = start(model, adamw(model), config)
+        seen = []
+        for step in range(STEPS):
+            batch = ARCHITECTURES["bert"].batch(step, 0, rank)
+            out = engine(**batch)
+            seen.append(out.logits.shape[1])
+            engine.backward(out.loss)
+            engine.step()
+        assert engine.skipped_steps > 0
+        return seen
+
+    assert run_ranks(1, run) == [GROWING]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_that_was_resumed(stage, tmp_path: Path):
+    """On another number of ranks; a function of the script is given again."""
+    custom = {**LEGACY["curriculum_learning"], "schedule_type": "custom", "max_difficulty": 8}
+
+    def lengths(engine: Any, steps: range) -> list[int]:
+        seen = []
+        for step in steps:
+            out = engine(**ARCHITECTURES["gpt2"].batch(step, 0, 0))
+            seen.append(out.logits.shape[1])
+            engine.backward(out.loss)
+            engine.step()
+        return seen
+
+    def run(rank: int, name: str, schedule: Any, steps: range, load: bool) -> Any:
+        model = ARCHITECTURES["gpt2"].build()
+        config = config_of(stage, curriculum_learning=schedule)
+        engine = start(model, adamw(model), config)
+        if schedule is custom:
+            # the second run's function would begin anew: what was reached is kept
+            engine.set_custom_curriculum_learning_schedule(
+                lambda step: GROWING[step - 1] if step < 4 else 4
+            )
+        if load:
+            engine.load_checkpoint(str(tmp_path / name))
+        seen = lengths(engine, steps)
+        if not load:
+            engine.save_checkpoint(str(tmp_path / name))
+        weights = full_weights(engine)
+        engine.destroy()
+        return seen, weights
+
+    for name, schedule in (("fixed", LEGACY["curriculum_learning"]), ("custom", custom)):
+        first = run_ranks(1, run, name, schedule, range(3), False)[0][0]
+        rest, weights = run_ranks(2, run, name, schedule, range(3, 5), True)[1]
+        whole, wanted = run_ranks(1, run, "whole", schedule, range(5), False)[0]
+        expected = [*GROWING[:3], LENGTH, LENGTH] if name == "fixed" else [3, 5, 8, 8, 8]
+        assert first + rest == whole == expected
+        oracle.compare_tensors("weights", weights, wanted, floor=oracle.ADAM_ROUNDING)
+
+
+def test_a_loop_that_passes_the_number_of_its_labels():
+    """Unlike a mean: the loss is divided by what the loop says, which is taken for a number of
+    whole sequences' labels; after prepare_batch it is the loop's own.
+    """
+
+    def run(rank: int) -> None:
+        model = ARCHITECTURES["llama"].build()
+        engine = start(model, adamw(model), config_of(0, **LEGACY))
+        batch = ARCHITECTURES["llama"].batch(0, 0, rank)
+        short = cut(batch, 3)
+        counted = batch["labels"][:, 1:].numel()
+        plain = ARCHITECTURES["llama"].build()
+        wanted = plain(**short, num_items_in_batch=short["labels"][:, 1:].numel()).loss
+        torch.testing.assert_close(wanted, plain(**short).loss)
+        for number in (counted, torch.tensor(counted)):
+            torch.testing.assert_close(engine(**batch, num_items_in_batch=number).loss, wanted)
+        prepared = engine.prepare_batch(batch)
+        assert {name: value.shape[1] for name, value in prepared.items()} == dict.fromkeys(batch, 3)
+        got = engine(**prepared, num_items_in_batch=prepared["labels"][:, 1:].numel()).loss
+        torch.testing.assert_close(got, wanted)
+        hidden = {**batch, "labels": batch["labels"].clone()}
+        hidden["labels"][:, :3] = -100  # nothing that counts is left
+        assert engine(**hidden, num_items_in_batch=counted).loss.item() == 0.0
+        engine.destroy()
+
+    run_ranks(1, run)
+
+
+class Words(nn.Module):
+    """A model of one's own, with names of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.head = nn.Linear(8, VOCAB)
+        self.seen: Any = None
+
+    def forward(self, idx: Any, targets: Any = None, **more: Any) -> torch.Tensor:
+        if isinstance(idx, dict):
+            idx, targets = idx["tokens"], idx["targets"]
+        elif isinstance(idx, list):
+            idx, targets = idx
+        self.seen = {"idx": idx, "targets": targets, **more}
+        return functional.cross_entropy(self.head(self.embed(idx)).flatten(0, 1), targets.flatten())
+
+
+def test_models_with_names_of_their_own():
+    def run(rank: int) -> None:
+        model = Words()
+        engine = start(model, adamw(model), config_of(0, **LEGACY))
+        ids = tokens(0, 0, rank)
+        square = torch.zeros(2, 1, LENGTH, LENGTH)
+        for call in (
+            lambda: engine(ids, ids),
+            lambda: engine(ids, targets=ids, mask=square, scores=torch.zeros(2, LENGTH, 4)),
+            lambda: engine({"tokens": ids, "targets": ids}, 0),
+            lambda: engine([ids, ids]),
+        ):
+            call()
+            assert model.seen["idx"].shape == model.seen["targets"].shape == (2, 3)
+        engine(ids, ids, mask=square, scores=torch.zeros(2, LENGTH, 4))
+        assert model.seen["mask"].shape == (2, 1, 3, 3) and model.seen["scores"].shape == (2, 3, 4)
+        engine.destroy()
+
+    run_ranks(1, run)
+
+
+def technique(config: dict[str, Any], model: nn.Module) -> Any:
+    from hf_zero.config import ZeroConfig
+    from hf_zero.techniques.curriculum import of_config
+
+    made = of_config(ZeroConfig.from_dict(config))
+    assert made is not None
+    made.sequences.install(model)
+    return made
+
+
+def batch_of(**more: Any) -> dict[str, Any]:
+    ids = tokens(0, 0, 0)
+    return {"input_ids": ids, **more}
+
+
+def test_what_stays_whole():
+    made = technique(LEGACY, Words())
+    whole = batch_of(
+        labels=torch.zeros(2, dtype=torch.long),
+        head_mask=torch.zeros(2, LENGTH),
+        position_ids=torch.arange(LENGTH)[None],
+        start_positions=torch.zeros(2),
+        note="a word",
+    )
+    shapes = {
+        name: tuple(value.shape)
+        for name, value in made.prepare_batch(whole).items()
+        if isinstance(value, torch.Tensor)
+    }
+    assert shapes == {
+        "input_ids": (2, 3),
+        "labels": (2,),
+        "head_mask": (2, LENGTH),
+        "position_ids": (1, 3),
+        "start_positions": (2,),
+    }
+    several = batch_of(labels=torch.zeros(2, LENGTH))  # a number for each of LENGTH classes
+    assert made.prepare_batch(several)["labels"].shape == (2, LENGTH)
+    short = cut(ARCHITECTURES["bert"].batch(0, 0, 0), 2)
+    assert made.prepare_batch(short) is short
+    assert made.prepare_batch([1, 2]) == [1, 2]
+    rows = technique(by_metric("seqlen_reshape"), Words())
+    got = rows.prepare_batch(batch_of(position_ids=torch.arange(LENGTH)[None]))
+    assert got["input_ids"].shape == (6, 3) and got["position_ids"].tolist() == [[0, 1, 2]]
+
+
+PADDED = torch.tensor([[0, 0] + [1] * 7, [1] * 9])
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"pixel_values": torch.zeros(2, 3, 4, 4)}, "called with pixel_values: what belongs to a"),
+        ({"cu_seq_lens_q": torch.zeros(3)}, "cu_seq_lens_q says that several sequences lie in one"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]] * 2)}, "position_ids that"),
+        ({"attention_mask": PADDED + 1}, "numbers above 1 in attention_mask"),
+        ({"attention_mask": PADDED}, r'padding_side = "right"'),
+        ({"input_ids": None}, r"called with none: input_ids; give it input_ids of shape \[B, S\]"),
+    ],
+)
+def test_batches_that_cannot_be_cut(more, said):
+    with pytest.raises(ConfigError, match=rf"curriculum_learning cuts .*{said}"):
+        technique(LEGACY, Words()).prepare_batch(batch_of(**more))
+
+
+def test_what_no_rows_can_be_made_of():
+    made = technique(by_metric("seqlen_reshape"), Words())
+    with pytest.raises(ConfigError, match=r"attention_mask has shape \(2, 1, 9, 9\); write"):
+        made.prepare_batch(batch_of(attention_mask=torch.zeros(2, 1, LENGTH, LENGTH)))
+    model = ARCHITECTURES["t5"].build()  # which holds the configuration that is asked
+    made = technique(by_metric("seqlen_reshape"), model)
+    with pytest.raises(ConfigError, match="one for its decoder; write seqlen_truncate"):
+        made.prepare_batch(batch_of())
+
+
+SHORT = {"total_curriculum_step": 90, "difficulty_step": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "said"),
+    [
+        ({**LEGACY, **by_metric("seqlen_truncate")}, ConfigError, "each cut sequences to a length"),
+        (by_metric("seqlen_reshape", difficulty_type="percentile"), ConfigError, "write value"),
+        (by_metric("vocabularyrarity"), NotBuiltError, "samples that are chosen by a metric"),
+        ({"curriculum_learning": {"enabled": True}}, ConfigError, "no min_difficulty; write"),
+        (
+            by_metric("seqlen_reshape", schedule_type="fixed_linear", schedule_config=SHORT),
+            ConfigError,
+            "makes sequences of 0 tokens for step 1; write a min_difficulty",
+        ),
+    ],
+)
+def test_configurations_that_are_refused(config, error, said):
+    with pytest.raises(error, match=said):
+        technique(config, Words())
+
+
+def test_functions_as_schedules():
+    def run(rank: int) -> None:
+        custom = by_metric("seqlen_truncate", schedule_type="custom")
+        for config, given, error in (
+            ({}, len, "curriculum learning, which is off"),
+            (LEGACY, len, "write custom, or leave the call out"),
+            (custom, {"seqlen_reshape": len}, "seqlen_truncate is what is scheduled"),
+        ):
+            model = Words()
+            engine = start(model, adamw(model), config_of(0, **config))
+            with pytest.raises(ConfigError, match=error):
+                engine.set_custom_curriculum_learning_schedule(given)
+            engine.destroy()
+        model = Words()
+        engine = start(model, adamw(model), config_of(0, **custom))
+        engine.set_custom_curriculum_learning_schedule({"seqlen_truncate": lambda step: 2 * step})
+        ids = tokens(0, 0, 0)
+        assert engine.prepare_batch({"input_ids": ids})["input_ids"].shape == (2, 2)
+        engine.destroy()
+
+    run_ranks(1, run)
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        {},
+        {"curriculum_learning": {"enabled": False, **SCHEDULE}},
+        {"data_efficiency": {"enabled": False, **by_metric("seqlen_truncate")["data_efficiency"]}
+         | {"enabled": False}},
+    ],
+)  # fmt: skip
+def test_nothing_is_installed_where_it_is_off(off):
+    def run(rank: int) -> tuple[int, Any]:
+        model = Words()
+        engine = start(model, adamw(model), config_of(0, **off))
+        batch = {"input_ids": tokens(0, 0, 0)}
+        assert engine.prepare_batch(batch) is batch
+        return len(model._forward_pre_hooks), engine.techniques.by_key
+
+    plain = run_ranks(1, run)[0]
+    assert plain[1] == {}
+    assert plain[0] == run_ranks(1, lambda rank: len(_bare(rank)._forward_pre_hooks))[0]
+
+
+def _bare(rank: int) -> nn.Module:
+    model = Words()
+    start(model, adamw(model), config_of(0))
+    return model
