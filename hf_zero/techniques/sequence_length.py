@@ -87,7 +87,8 @@ class SequenceLength:
         length = self._length()
         if length is None:
             return None
-        named = {**dict(enumerate(args)), **kwargs}
+        named: dict[Any, Any] = dict(enumerate(args))
+        named.update(kwargs)
         names = dict(enumerate(self._names[: len(args)]))
         inner = {at: value for at, value in named.items() if _is_batch(value)}
         if inner:  # model(batch)
@@ -213,7 +214,8 @@ class SequenceLength:
 
     def _share(self, before: Batch, after: Batch) -> torch.Tensor | float:
         """The share of a micro-batch's labels that is left, as the loss counts them."""
-        name = next((each for each in LABELS if isinstance(before.get(each), torch.Tensor)), None)
+        labelled = (each for each in LABELS if isinstance(before.get(each), torch.Tensor))
+        name: Any = next(labelled, None)
         if name is None:
             return 1.0
         model: Any = self._model() if self._model is not None else None
