@@ -190,7 +190,7 @@ class SequenceLength:
     def _look_at(self, side: Batch) -> None:
         """Refuse what its values alone tell; the host waits for the device."""
         for name in POSITIONS:
-            positions = side.get(name)
+            positions: Any = side.get(name)
             known = isinstance(positions, torch.Tensor) and positions.dim() >= 2
             if known and bool((positions[..., 1:] < positions[..., :-1]).any()):
                 raise ConfigError(
@@ -198,7 +198,7 @@ class SequenceLength:
                     f"say that {_PACKED_ADVICE}"
                 )
         for name in MASKS:
-            mask = side.get(name)
+            mask: Any = side.get(name)
             if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
                 continue
             if bool((mask > 1).any()):
