@@ -24,10 +24,9 @@ from lightning.pytorch.strategies import deepspeed as deepspeed_strategy
 from hf_zero.checkpoint import async_save, find
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations.checkpoint_folders import engine_checkpoint_error, trainer_folder_error
+from tests.helpers.trainers import logged, model, routed, weights
 from tests.integrations.accelerate.test_checkpoints import Loop, names
 from tests.integrations.lightning.test_checkpoints import Net
-from tests.integrations.tiny_trainer import logged, weights
-from tests.integrations.transformers.test_trainer import model, routed
 from tests.integrations.transformers.test_trainer_checkpoints import EVERY_STEP, hub  # noqa: F401
 
 pytestmark = [pytest.mark.usefixtures("plain_process"), pytest.mark.filterwarnings("ignore")]

@@ -704,7 +704,7 @@ def the_trainer(rank: int, folder: Path) -> None:
     """
     import transformers
 
-    from tests.integrations.tiny_trainer import logged, options, weights
+    from tests.helpers.trainers import logged, options, weights
 
     data = [{"input_ids": ids, "labels": ids} for ids in torch.arange(32 * 8).view(32, 8) * 7 % 90]
     runs = []

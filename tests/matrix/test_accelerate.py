@@ -12,7 +12,8 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.helpers import oracle
-from tests.helpers.launched import KEYS, accelerate_launch, beside
+from tests.helpers.cells import fast
+from tests.helpers.launched import KEYS, accelerate_launch, alone, beside
 
 SCRIPT = Path(__file__).parent / "scripts" / "accelerate_cases.py"
 CASES = ("uneven", "resumed", "looked_at", "fitted", "refused", "tracked")
@@ -24,7 +25,7 @@ Plain = tuple[Path, Callable[[], dict[str, Any]]]  # while the ranks are at work
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
     out = tmp_path_factory.mktemp("alone")
-    with beside(SCRIPT, out, "--cases", *CASES) as report:
+    with beside(SCRIPT, out, "--cases", *CASES, "classified") as report:
         yield out, report
 
 
@@ -56,18 +57,14 @@ def launched(
 ) -> Found:
     out = tmp_path_factory.mktemp(request.param.replace(" ", "_").replace(",", ""))
     stage, keys = WAYS[request.param]
+    return out, launch(out, CASES, stage, **keys)
+
+
+def launch(out: Path, cases: tuple[str, ...], stage: int, **keys: Any) -> list[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_ZERO_LOG_LEVEL", "INFO")
-        return out, accelerate_launch(
-            SCRIPT,
-            out,
-            "--cases",
-            *CASES,
-            stage=stage,
-            gradient_clipping=0.5,
-            gradient_accumulation_steps=3,
-            **keys,
-        )
+        steps = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 3}
+        return accelerate_launch(SCRIPT, out, "--cases", *cases, stage=stage, **steps, **keys)
 
 
 def assert_same_training(
@@ -110,6 +107,40 @@ def test_a_saved_state_is_gone_on_from_exactly(launched: Found, plain: Plain) ->
         assert_same_training(report["resumed"]["before"], want["before"], 6, 2)
         for key in ("first", "again", "anew"):
             assert_same_training(report["resumed"][key], want["first"], 3, 1)
+
+
+@pytest.mark.parametrize("stage", fast((0, 2, 3), lambda stage: stage == 2))
+def test_a_classifier_goes_back_into_the_middle_of_an_epoch(
+    stage: int, plain: Plain, tmp_path: Path
+) -> None:
+    """The second step is repeated bit for bit, each row is evaluated once, the model and a sharded
+    state are saved.
+    """
+    reports = launch(tmp_path, ("classified",), stage)
+    want = plain[1]()["classified"]
+    for rank, report in enumerate(reports):
+        found = report["classified"]
+        assert_same_training(found["first"], want["first"], 6, 2)
+        assert found["again"] == {
+            "losses": found["first"]["losses"][3:],
+            "steps": found["first"]["steps"][1:],
+        }
+        assert found["labels"] == want["labels"] and len(want["labels"]) == 21
+        torch.testing.assert_close(
+            *(torch.tensor(each["logits"]) for each in (found, want)), rtol=1e-5, atol=1e-6
+        )
+        assert (found["rank"], found["world"], found["main"]) == (rank, 2, rank == 0)
+        assert (found["device"], found["unwrapped"]) == ("cpu", "BertForSequenceClassification")
+        assert (found["parameters"] == "ReleasedParameter") == (stage == 3)
+    model, info = transformers.BertForSequenceClassification.from_pretrained(
+        tmp_path / "classified" / "pretrained", output_loading_info=True
+    )
+    assert not any(info.values())
+    expected = load_file(plain[0] / "classified" / "pretrained" / "model.safetensors")
+    oracle.compare_tensors("weights", model.state_dict(), expected, floor=oracle.ADAM_ROUNDING)
+    state = tmp_path / "classified" / "state"
+    assert (state / "latest").read_text().strip() == "pytorch_model"
+    assert len(list((state / "pytorch_model").glob("rank-*-of-00002.safetensors"))) == 2
 
 
 def test_evaluating_and_generating_anywhere_changes_nothing(launched: Found, plain: Plain) -> None:
@@ -161,3 +192,18 @@ def test_trackers_hear_of_the_same(launched: Found, plain: Plain) -> None:
     assert [entry["loss"] for entry in told] == pytest.approx(
         [entry["loss"] for entry in want], rel=1e-5
     )
+
+
+@pytest.mark.long
+def test_a_bare_loop_saves_whole_weights_at_stage_3_and_ends_well(tmp_path: Path) -> None:
+    """A model made from its configuration, its embeddings grown, saved bare, nothing tidied."""
+    places = tmp_path / "alone", tmp_path / "sharded"
+    alone(SCRIPT, places[0], "--cases", "bare")
+    accelerate_launch(SCRIPT, places[1], "--cases", "bare", stage=3, gradient_clipping=1000.0)
+    want, found = (
+        transformers.GPT2LMHeadModel.from_pretrained(place / "bare", output_loading_info=True)
+        for place in places
+    )
+    assert not any(found[1].values())
+    assert found[0].get_input_embeddings().weight.shape == torch.Size((61, 16))
+    oracle.compare_tensors("weights", found[0].state_dict(), want[0].state_dict())

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from hf_zero.integrations.fused import report
 from tests.helpers.launched import KEYS
-from tests.integrations.tiny_trainer import model, rows
+from tests.helpers.trainers import model, rows
 
 pl = pytest.importorskip("lightning.pytorch")
 pytestmark = pytest.mark.usefixtures("plain_process")

@@ -17,9 +17,9 @@ from transformers import masking_utils
 
 from hf_zero.integrations.transformers import attention_masks
 from hf_zero.integrations.transformers.training_arguments import TrainingArguments
+from tests.helpers import trainers
 from tests.helpers.host_syncs import HostSyncs
 from tests.helpers.models import ARCHITECTURES, LENGTH, VOCAB
-from tests.integrations import tiny_trainer
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 
@@ -156,7 +156,7 @@ def test_batches_of_any_kind_pass() -> None:
 
 def read_back(folder: Any, steps: int, **settings: Any) -> HostSyncs:
     args = TrainingArguments(
-        **tiny_trainer.options(folder, max_steps=steps, **settings),
+        **trainers.options(folder, max_steps=steps, **settings),
         zero_config={"zero_optimization": {"stage": 2}},
     )
     run = transformers.Trainer(
@@ -165,8 +165,8 @@ def read_back(folder: Any, steps: int, **settings: Any) -> HostSyncs:
     with HostSyncs() as syncs:
         run.train()
     if run.args.logging_steps == 1:
-        assert all(isinstance(norm, float) for norm in tiny_trainer.logged(run, "grad_norm"))
-        assert len(tiny_trainer.logged(run, "grad_norm")) == steps
+        assert all(isinstance(norm, float) for norm in trainers.logged(run, "grad_norm"))
+        assert len(trainers.logged(run, "grad_norm")) == steps
     return syncs
 
 

@@ -10,16 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import yaml
-from safetensors.torch import load_file
-from transformers import GPT2LMHeadModel
 
 from tests.helpers import launched
-from tests.integrations.tiny_trainer import logged, weights
-from tests.integrations.transformers.test_trainer import assert_same_training, distance, routed
-
-BARE_LOOP = Path(__file__).parents[1] / "scripts" / "bare_loop.py"
+from tests.helpers.trainers import assert_same_training, distance, logged, routed, weights
 
 # A rank that answers fetches through the store, and reports at exit: what was registered first runs
 # last.
@@ -77,46 +70,3 @@ def test_no_thread_is_in_the_store_when_the_interpreter_ends(tmp_path: Path) -> 
     running, at_exit = (line for line in printed.splitlines() if line.startswith("["))
     assert running == "['MainThread', 'hf_zero-serve']"
     assert at_exit == "['MainThread']"
-
-
-@pytest.mark.long
-def test_a_bare_loop_saves_whole_weights_at_stage_3_and_ends_well(tmp_path: Path) -> None:
-    configuration = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "DEEPSPEED",
-        "deepspeed_config": {
-            "zero_stage": 3,
-            "gradient_clipping": 1000.0,
-            "zero3_init_flag": True,
-            "zero3_save_16bit_model": True,
-        },
-        "main_process_port": 0,
-        "mixed_precision": "no",
-        "num_machines": 1,
-        "num_processes": 2,
-        "use_cpu": True,
-    }
-    (tmp_path / "zero3.yaml").write_text(yaml.safe_dump(configuration))
-    alone = [launched.python(), str(BARE_LOOP), str(tmp_path / "alone"), "8"]
-    launched.output(alone, tmp_path, tmp_path / "alone.log")
-    launched.output(
-        [
-            "accelerate",
-            "launch",
-            "--config",
-            str(tmp_path / "zero3.yaml"),
-            str(BARE_LOOP),
-            str(tmp_path / "sharded"),
-            "4",
-        ],
-        tmp_path,
-        tmp_path / "sharded.log",
-    )
-    _, info = GPT2LMHeadModel.from_pretrained(tmp_path / "sharded", output_loading_info=True)
-    assert not any(info.values())
-    expected, found = (
-        load_file(tmp_path / name / "model.safetensors") for name in ("alone", "sharded")
-    )
-    assert found.keys() == expected.keys()
-    assert found["transformer.wte.weight"].shape == torch.Size((61, 16))
-    assert distance(found, expected) <= 1e-5 * distance(expected)

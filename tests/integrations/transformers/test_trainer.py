@@ -21,80 +21,22 @@ from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.engine_teardown import destroy_and_restore
 from hf_zero.logs import logger
+from tests.helpers.trainers import (
+    ROUTES,
+    assert_same_training,
+    distance,
+    logged,
+    model,
+    options,
+    routed,
+    rows,
+    weights,
+)
 from tests.integrations.conftest import forget
-from tests.integrations.tiny_trainer import logged, model, options, rows, trainer, weights
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 
 STAGES = (0, 1, 2, 3)
-ROUTES = ("ours", "stock", "callback")
-
-
-def routed(
-    route: str,
-    stage: int,
-    folder: Path,
-    architecture: str = "bert",
-    config: dict[str, Any] | None = None,
-    **changes: Any,
-) -> transformers.Trainer:
-    """A Trainer whose ZeRO config comes by ``route``; ``changes`` go to the arguments, those of
-    ``Trainer`` excepted.
-    """
-    to_trainer = {
-        name: changes.pop(name)
-        for name in ("optimizers", "compute_metrics", "model", "callbacks")
-        if name in changes
-    }
-    zero = {"zero_optimization": {"stage": stage}, **(config or {})}
-    chosen = options(folder, **changes)
-    if route == "plain":
-        return trainer(transformers.TrainingArguments(**chosen), architecture, **to_trainer)
-    if route == "ours":
-        return trainer(
-            hf_zero.TrainingArguments(**chosen, zero_config=zero), architecture, **to_trainer
-        )
-    if route == "stock":
-        return trainer(
-            transformers.TrainingArguments(**chosen, deepspeed=zero), architecture, **to_trainer
-        )
-    return trainer(
-        transformers.TrainingArguments(**chosen),
-        architecture,
-        callbacks=[hf_zero.ZeroCallback(zero)],
-        **to_trainer,
-    )
-
-
-def assert_same_training(
-    run: transformers.Trainer,
-    oracle: transformers.Trainer,
-    tolerance: float = 1e-5,
-    without: str = "none",
-) -> None:
-    for key in ("loss", "grad_norm", "learning_rate"):
-        assert logged(run, key) == pytest.approx(logged(oracle, key), rel=tolerance), key
-    expected, found = (
-        {name: value for name, value in weights(of).items() if without not in name}
-        for of in (oracle, run)
-    )
-    assert found.keys() == expected.keys()
-    # Over the whole model: what Adam makes of gradients that are zero in theory (a key's bias) is
-    # noise on both sides.
-    assert distance(found, expected) <= tolerance * distance(expected)
-
-
-def distance(
-    first: dict[str, torch.Tensor], second: dict[str, torch.Tensor] | None = None
-) -> float:
-    """The norm of all weights, or of their differences."""
-    return float(
-        sum(
-            (value.double() - (second[name].double() if second else 0)).square().sum()
-            for name, value in first.items()
-        )
-        ** 0.5
-    )
 
 
 @pytest.mark.parametrize("architecture", ["bert", "gpt2"])

@@ -17,9 +17,8 @@ import transformers
 
 from hf_zero.checkpoint import find
 from hf_zero.errors import CheckpointError
+from tests.helpers.trainers import logged, routed, weights
 from tests.integrations.conftest import forget
-from tests.integrations.tiny_trainer import logged, weights
-from tests.integrations.transformers.test_trainer import routed
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 

@@ -20,32 +20,9 @@ from hf_zero.engine import Engine
 from hf_zero.integrations.fused import report
 from tests.helpers import oracle
 from tests.helpers.launched import KEYS
-from tests.integrations.tiny_trainer import logged, model, options, rows, trainer, weights
+from tests.helpers.trainers import logged, model, options, routed, rows, weights
 
 pytestmark = pytest.mark.usefixtures("plain_process")
-
-
-def stock(
-    args: dict[str, Any], zero: dict[str, Any], architecture: str, **more: Any
-) -> transformers.Trainer:
-    return trainer(transformers.TrainingArguments(**args, deepspeed=zero), architecture, **more)
-
-
-def ours(
-    args: dict[str, Any], zero: dict[str, Any], architecture: str, **more: Any
-) -> transformers.Trainer:
-    return trainer(hf_zero.TrainingArguments(**args, zero_config=zero), architecture, **more)
-
-
-def callback(
-    args: dict[str, Any], zero: dict[str, Any], architecture: str, **more: Any
-) -> transformers.Trainer:
-    return trainer(
-        transformers.TrainingArguments(**args),
-        architecture,
-        callbacks=[hf_zero.ZeroCallback(zero)],
-        **more,
-    )
 
 
 def accuracy(answer: Any) -> dict[str, float]:
@@ -54,10 +31,9 @@ def accuracy(answer: Any) -> dict[str, float]:
     }
 
 
-ROUTES: list[tuple[Callable[..., transformers.Trainer], str, int, dict[str, Any]]] = [
-    (ours, "gpt2", 3, {"gradient_accumulation_steps": 2}),
-    (
-        stock,
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "ours": ("gpt2", 3, {"gradient_accumulation_steps": 2}),
+    "stock": (
         "llama",
         2,
         {
@@ -66,8 +42,8 @@ ROUTES: list[tuple[Callable[..., transformers.Trainer], str, int, dict[str, Any]
             "gradient_checkpointing": True,
         },
     ),
-    (callback, "bert", 1, {}),
-]
+    "callback": ("bert", 1, {}),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -85,43 +61,32 @@ def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> C
     return lambda start: sum(record.getMessage().startswith(start) for record in caplog.records)
 
 
-@pytest.mark.parametrize(
-    "route, architecture, stage, more", ROUTES, ids=["ours", "stock", "callback"]
-)
+@pytest.mark.parametrize("route", CASES)
 def test_a_trainer_with_the_keys_is_one_without(
-    route: Callable[..., transformers.Trainer],
-    architecture: str,
-    stage: int,
-    more: dict[str, Any],
-    tmp_path: Path,
-    told: Callable[[str], int],
+    route: str, tmp_path: Path, told: Callable[[str], int]
 ) -> None:
     """Evaluated before and on the way, with a metric of the logits; saved; the best model found;
     resumed; taken apart.
     """
+    architecture, stage, more = CASES[route]
     steps = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     chosen = {**more, **steps, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
     metrics = {
         "compute_metrics": accuracy,
         "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
     }
-    zero = {"zero_optimization": {"stage": stage}, **KEYS}
+
+    def made(name: str, route: str) -> transformers.Trainer:
+        keys = {**chosen, **metrics}
+        return routed(route, stage, tmp_path / name, architecture, KEYS, **keys)
 
     def finished(run: transformers.Trainer) -> tuple[transformers.Trainer, dict[str, float], Any]:
         before = run.evaluate()
         run.train()
         return run, before, run.predict(rows(architecture, 5))
 
-    plain, before, want = finished(
-        trainer(
-            transformers.TrainingArguments(**options(tmp_path / "plain", **chosen)),
-            architecture,
-            **metrics,
-        )
-    )
-    run, found_before, found = finished(
-        route(options(tmp_path / "keys", **chosen), zero, architecture, **metrics)
-    )
+    plain, before, want = finished(made("plain", "plain"))
+    run, found_before, found = finished(made("keys", route))
     for key in ("eval_loss", "eval_accuracy"):
         assert found_before[key] == pytest.approx(before[key], rel=1e-6)
     engine = run.model_wrapped
@@ -136,7 +101,7 @@ def test_a_trainer_with_the_keys_is_one_without(
     assert found.metrics["test_loss"] == pytest.approx(want.metrics["test_loss"], rel=1e-5)
     assert found.predictions.shape == want.predictions.shape
 
-    again = route(options(tmp_path / "again", **chosen), zero, architecture, **metrics)
+    again = made("again", route)
     again.train(resume_from_checkpoint=str(tmp_path / "keys" / "checkpoint-2"))
     assert logged(again) == pytest.approx(logged(run), rel=1e-6)
     engine.destroy()
@@ -183,11 +148,13 @@ def test_a_masked_language_model_says_that_it_divides(
     """BertForMaskedLM ignores num_items_in_batch, so that a plain Trainer logs the sum over a
     window. The fused head logs the mean.
     """
-    args = options(tmp_path, gradient_accumulation_steps=2)
-    plain = trainer(transformers.TrainingArguments(**args))
-    plain.train()
-    run = stock(args, {"zero_optimization": {"stage": 2}, "kernels": "auto"}, "bert")
-    run.train()
+
+    def trained(route: str) -> transformers.Trainer:
+        run = routed(route, 2, tmp_path, config={"kernels": "auto"}, gradient_accumulation_steps=2)
+        run.train()
+        return run
+
+    plain, run = trained("plain"), trained("stock")
     assert logged(run) == pytest.approx([loss / 2 for loss in logged(plain)], rel=1e-5)
     assert told("BertForMaskedLM is given num_items_in_batch") == 1
 

@@ -5,51 +5,17 @@ without ZeRO.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers
 
-import hf_zero
 from hf_zero.engine import Engine
 from tests.helpers import oracle
 from tests.helpers.offloads import offload
-from tests.integrations.tiny_trainer import logged, options, trainer, weights
+from tests.helpers.trainers import ROUTES, logged, routed, weights
 
 pytestmark = pytest.mark.usefixtures("plain_process")
-
-
-def stock(folder: Path, zero: dict[str, Any], **more: Any) -> transformers.Trainer:
-    return trainer(
-        transformers.TrainingArguments(
-            **options(folder, **more), deepspeed={"zero_optimization": zero}
-        )
-    )
-
-
-def ours(folder: Path, zero: dict[str, Any], **more: Any) -> transformers.Trainer:
-    return trainer(
-        hf_zero.TrainingArguments(
-            **options(folder, **more), zero_config={"zero_optimization": zero}
-        )
-    )
-
-
-def callback(folder: Path, zero: dict[str, Any], **more: Any) -> transformers.Trainer:
-    return trainer(
-        transformers.TrainingArguments(**options(folder, **more)),
-        callbacks=[hf_zero.ZeroCallback({"zero_optimization": zero})],
-    )
-
-
-ROUTES: dict[str, Callable[..., transformers.Trainer]] = {
-    "stock arguments": stock,
-    "our arguments": ours,
-    "callback": callback,
-}
 
 
 TRAINED = list(
@@ -75,10 +41,11 @@ def test_it_trains_as_without_zero(route: str, way: str, stage: int, tmp_path: P
         "eval_strategy": "steps",
         "eval_steps": 2,
     }
-    plain = trainer(transformers.TrainingArguments(**options(tmp_path / "plain", **more)))
+    plain = routed("plain", 0, tmp_path / "plain", **more)
     plain.train()
     (tmp_path / "disk").mkdir()
-    run = ROUTES[route](tmp_path / "zero", offload(way, stage, tmp_path / "disk"), **more)
+    config = {"zero_optimization": offload(way, stage, tmp_path / "disk")}
+    run = routed(route, stage, tmp_path / "zero", config=config, **more)
     run.train()
     engine = run.model_wrapped
     assert (
@@ -94,10 +61,11 @@ def test_it_trains_as_without_zero(route: str, way: str, stage: int, tmp_path: P
 @pytest.mark.parametrize("way, stage", [("optimizer in files", 1), ("all on cpu", 3)])
 def test_a_trainer_resumes(way: str, stage: int, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
-    section = offload(way, stage, tmp_path / "disk")
-    whole = stock(tmp_path / "run", section, save_strategy="steps", save_steps=2)
+    config = {"zero_optimization": offload(way, stage, tmp_path / "disk")}
+    saves = {"save_strategy": "steps", "save_steps": 2}
+    whole = routed("stock", stage, tmp_path / "run", config=config, **saves)
     whole.train()
-    again = stock(tmp_path / "again", section)
+    again = routed("stock", stage, tmp_path / "again", config=config)
     again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert logged(again) == logged(whole)
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(again).items())

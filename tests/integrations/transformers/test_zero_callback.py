@@ -22,7 +22,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.transformers import zero_callback
 from hf_zero.integrations.transformers.zero_callback import Throughput, ZeroCallback, memory
-from tests.integrations.tiny_trainer import (
+from tests.helpers.trainers import (
     LENGTH,
     ROWS_A_BATCH,
     STEPS,

@@ -7,8 +7,15 @@ import os
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration, find_executable_batch_size
+from accelerate.utils import ProjectConfiguration, find_executable_batch_size, set_seed
 from torch.utils.data import DataLoader
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    get_linear_schedule_with_warmup,
+)
 
 from tests.helpers.models import ARCHITECTURES, VOCAB
 
@@ -57,6 +64,18 @@ def train(accelerator, model, optimizer, data, schedule, between=lambda: None):
     return {"losses": losses, "steps": steps}
 
 
+def account(accelerator, model):
+    """What a script may ask of itself."""
+    return {
+        "rank": accelerator.process_index,
+        "world": accelerator.num_processes,
+        "main": accelerator.is_main_process,
+        "device": accelerator.device.type,
+        "parameters": type(next(accelerator.unwrap_model(model).parameters())).__name__,
+        "unwrapped": type(accelerator.unwrap_model(model)).__name__,
+    }
+
+
 def uneven(accelerator, out):
     """Seven micro-batches in windows of three: the last window is one.
 
@@ -103,6 +122,104 @@ def resumed(accelerator, out):
     found["anew"] = train(accelerator, model, optimizer, batches[6:], schedule)
     assert found["first"] == found["again"] == found["anew"]
     return found
+
+
+def padded(items):
+    """Lines of other lengths; the label says whether one is long."""
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids = pad([item["input_ids"][: 4 + item["label"]] for item in items], batch_first=True)
+    labels = torch.tensor([item["label"] > 2 for item in items]).long()
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
+
+
+def classified(accelerator, out):
+    """A classifier of lines with groups of weights and a warm-up, saved in the middle of an epoch,
+    where it is gone back to and gone on by skipping batches.
+    """
+    lines = [{**row, "label": at % 6} for at, row in enumerate(rows(69))]
+    data, held_out = (
+        DataLoader(part, batch_size=8 // accelerator.num_processes, collate_fn=padded)
+        for part in (lines[:48], lines[48:])
+    )
+    set_seed(7)
+    config = BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    model = BertForSequenceClassification(config)
+    plain = [p for n, p in model.named_parameters() if "bias" in n or "LayerNorm" in n]
+    decayed = [p for n, p in model.named_parameters() if not ("bias" in n or "LayerNorm" in n)]
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, eps=1e-6)
+    # Accelerate steps the scheduler once for each process.
+    schedule = get_linear_schedule_with_warmup(
+        optimizer, accelerator.num_processes, 3 * accelerator.num_processes
+    )
+    model, optimizer, data, held_out, schedule = accelerator.prepare(
+        model, optimizer, data, held_out, schedule
+    )
+    found = account(accelerator, model)
+
+    def saving():
+        saving.calls += 1
+        if saving.calls == 9:  # before the first forward of the second window
+            accelerator.save_state(f"{out}/state")
+
+    saving.calls = 0
+    found["first"] = train(accelerator, model, optimizer, data, schedule, saving)
+    model.eval()
+    guesses, truth = [], []
+    for batch in held_out:
+        with torch.no_grad():
+            logits = model(**batch).logits
+        logits, labels = accelerator.gather_for_metrics((logits, batch["labels"]))
+        guesses.append(logits)
+        truth.append(labels)
+    found["logits"], found["labels"] = torch.cat(guesses).tolist(), torch.cat(truth).tolist()
+    accelerator.wait_for_everyone()
+    accelerator.unwrap_model(model).save_pretrained(
+        f"{out}/pretrained",
+        is_main_process=accelerator.is_main_process,
+        state_dict=accelerator.get_state_dict(model),
+    )
+    accelerator.load_state(f"{out}/state")
+    model.train()
+    rest = accelerator.skip_first_batches(data, 3)
+    found["again"] = train(accelerator, model, optimizer, rest, schedule)
+    return found
+
+
+def bare(accelerator, out):
+    """As examples without a Trainer: a model from its configuration, its embeddings grown."""
+    set_seed(3)
+    sizes = {"vocab_size": 40, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    config = GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, eos_token_id=1)
+    model = AutoModelForCausalLM.from_config(config)
+    if model.get_input_embeddings().weight.shape[0] < 61:
+        model.resize_token_embeddings(61)
+    data = [{name: ids % 61 for name, ids in row.items()} for row in rows(32)]
+    # a large epsilon: gradients that are zero in theory stay small instead of giving Adam a
+    # direction
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+    model, optimizer, data = accelerator.prepare(
+        model, optimizer, DataLoader(data, batch_size=8 // accelerator.num_processes)
+    )
+    for batch in data:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.wait_for_everyone()
+    accelerator.unwrap_model(model).save_pretrained(
+        out, is_main_process=accelerator.is_main_process, save_function=accelerator.save
+    )
+    return {}
 
 
 def looked_at(accelerator, out):
@@ -218,16 +335,18 @@ def main():
     report = {}
     for case in args.cases:
         accelerator = Accelerator(
-            gradient_accumulation_steps=3,
+            gradient_accumulation_steps=1 if case == "bare" else 3,
             log_with=with_tracker(args.out) if case == "tracked" else None,
             project_config=ProjectConfiguration(project_dir=args.out),
         )
         report[case] = globals()[case](accelerator, f"{args.out}/{case}")
         report[case]["type"] = str(accelerator.distributed_type)
-        accelerator.free_memory()
+        if case != "bare":
+            accelerator.free_memory()
     with open(os.path.join(args.out, f"report-{accelerator.process_index}.json"), "w") as file:
         json.dump(report, file)
-    accelerator.end_training()
+    if "bare" not in args.cases:  # which tidies nothing
+        accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from tests.helpers.models import ARCHITECTURES, VOCAB, seeded
+from tests.helpers.trainers import options, weights
 
 LENGTH = 9
 OFFLOAD = {}  # sections of zero_optimization, from the command line
@@ -42,25 +43,15 @@ def settings(out, stage, **changes):
     side.
     """
     chosen = {
-        "output_dir": out,
         "use_cpu": stage is None,
-        "max_steps": 4,
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
         "gradient_accumulation_steps": 2 // int(os.environ.get("WORLD_SIZE", 1)),
         "learning_rate": 3e-3,
-        "adam_epsilon": 1e-6,
-        "max_grad_norm": 0.5,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "seed": 3,
+        "warmup_steps": 0,
     }
     zero = (
         {} if stage is None else {"deepspeed": {"zero_optimization": {"stage": stage, **OFFLOAD}}}
     )
-    return {**chosen, **zero, **changes}
+    return options(out, **{**chosen, **zero, **changes})
 
 
 def history(trainer):
@@ -78,10 +69,6 @@ def history(trainer):
         {key: value for key, value in entry.items() if key in kept}
         for entry in trainer.state.log_history
     ]
-
-
-def whole(trainer):
-    return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
 
 
 def without_padding(generated, pad, count):
@@ -278,9 +265,9 @@ def main():
             trainer, found = globals()[case](stage, f"{args.out}/{case}-{stage}")
             found["type"] = str(trainer.accelerator.distributed_type)
             found["stage"] = trainer.deepspeed.stage if stage is not None else None
-            weights = whole(trainer)
+            found_weights = weights(trainer)
             if rank == 0:
-                torch.save(weights, f"{args.out}/{case}-{stage}.pt")
+                torch.save(found_weights, f"{args.out}/{case}-{stage}.pt")
             report[f"{case} {stage}"] = found
     with open(f"{args.out}/report-{rank}.json", "w") as file:
         json.dump(report, file)

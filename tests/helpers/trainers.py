@@ -1,19 +1,25 @@
-"""A tiny Trainer run: real BERT and GPT-2 architectures, fixed rows, losses read from the
-Trainer's own log.
+"""Tiny Trainers by every route to ZeRO: real architectures, fixed rows, losses read from the
+log.
 """
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import nn
 
+import hf_zero
 from tests.helpers.models import ARCHITECTURES, LENGTH, VOCAB
 
 STEPS, ROWS_A_BATCH = 4, 4
+
+ROUTES = ("ours", "stock", "callback")  # "plain" is none of them
+TO_TRAINER = inspect.signature(transformers.Trainer).parameters.keys() - {"args"}
 
 Row = dict[str, torch.Tensor]
 
@@ -72,6 +78,31 @@ def trainer(args: Any, architecture: str = "bert", **changes: Any) -> transforme
     return transformers.Trainer(**chosen)
 
 
+def routed(
+    route: str,
+    stage: int,
+    folder: Path,
+    architecture: str = "bert",
+    config: dict[str, Any] | None = None,
+    **changes: Any,
+) -> transformers.Trainer:
+    """A Trainer whose ZeRO config comes by ``route``; ``changes`` go to the arguments, those of
+    ``Trainer`` excepted.
+    """
+    given = {name: changes.pop(name) for name in TO_TRAINER & changes.keys()}
+    zero = {"zero_optimization": {"stage": stage}, **(config or {})}
+    chosen = options(folder, **changes)
+    if route == "ours":
+        args = hf_zero.TrainingArguments(**chosen, zero_config=zero)
+    elif route == "stock":
+        args = transformers.TrainingArguments(**chosen, deepspeed=zero)
+    else:
+        args = transformers.TrainingArguments(**chosen)
+    if route == "callback":
+        given["callbacks"] = [*given.get("callbacks", ()), hf_zero.ZeroCallback(zero)]
+    return trainer(args, architecture, **given)
+
+
 def logged(run: transformers.Trainer, key: str = "loss") -> list[float]:
     return [entry[key] for entry in run.state.log_history if key in entry]
 
@@ -79,3 +110,34 @@ def logged(run: transformers.Trainer, key: str = "loss") -> list[float]:
 def weights(run: transformers.Trainer) -> dict[str, torch.Tensor]:
     """Whole weights after training, in the engine's compute dtype."""
     return {name: value.detach().clone() for name, value in run.model.state_dict().items()}
+
+
+def assert_same_training(
+    run: transformers.Trainer,
+    oracle: transformers.Trainer,
+    tolerance: float = 1e-5,
+    without: str = "none",
+) -> None:
+    for key in ("loss", "grad_norm", "learning_rate"):
+        assert logged(run, key) == pytest.approx(logged(oracle, key), rel=tolerance), key
+    expected, found = (
+        {name: value for name, value in weights(of).items() if without not in name}
+        for of in (oracle, run)
+    )
+    assert found.keys() == expected.keys()
+    # Over the whole model: what Adam makes of gradients that are zero in theory (a key's bias) is
+    # noise on both sides.
+    assert distance(found, expected) <= tolerance * distance(expected)
+
+
+def distance(
+    first: dict[str, torch.Tensor], second: dict[str, torch.Tensor] | None = None
+) -> float:
+    """The norm of all weights, or of their differences."""
+    return float(
+        sum(
+            (value.double() - (second[name].double() if second else 0)).square().sum()
+            for name, value in first.items()
+        )
+        ** 0.5
+    )

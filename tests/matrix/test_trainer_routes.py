@@ -1,82 +1,30 @@
-"""The Trainer on two real CPU ranks: two launches, each of which runs many Trainers in the same
-processes.
-"""
+"""The Trainer on two CPU ranks by every route to ZeRO, beside DDP in the same processes."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.launched import environment, output, python
-from tests.helpers.processes import HOST
-from tests.integrations.tiny_trainer import STEPS
+from tests.helpers.launched import accelerate_launch, torchrun
+from tests.helpers.trainers import STEPS
 
-ROOT = Path(__file__).resolve().parents[3]
-SCRIPT = Path(__file__).parents[1] / "scripts" / "trainer_ranks.py"
-TIMEOUT = 280
+SCRIPT = Path(__file__).parent / "scripts" / "trainer_routes.py"
 
 Seen = list[dict[str, Any]]
-
-ZERO3 = """
-compute_environment: LOCAL_MACHINE
-distributed_type: DEEPSPEED
-deepspeed_config:
-  zero_stage: 3
-  gradient_accumulation_steps: 2
-  zero3_save_16bit_model: true
-num_machines: 1
-num_processes: 2
-use_cpu: true
-"""
-
-
-def run(launcher: list[str], folder: Path, what: str) -> Seen:
-    """What each rank wrote. The output of the ranks is shown where they fail."""
-    command = [python(), "-m", *launcher, str(SCRIPT), str(folder), what]
-    quiet = {**environment(), "TRANSFORMERS_VERBOSITY": "error"}
-    output(command, ROOT, folder / "log.txt", TIMEOUT, quiet)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
 @pytest.fixture(scope="module")
 def routes(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return run(
-        [
-            "torch.distributed.run",
-            "--nproc-per-node",
-            "2",
-            "--rdzv-backend",
-            "c10d",
-            "--rdzv-endpoint",
-            f"{HOST}:0",
-            "--local-addr",
-            HOST,
-        ],
-        tmp_path_factory.mktemp("routes"),
-        "routes",
-    )
+    return torchrun(SCRIPT, tmp_path_factory.mktemp("routes"), "--what", "routes")
 
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    folder = tmp_path_factory.mktemp("launched")
-    (folder / "zero3.yaml").write_text(ZERO3)
-    return run(
-        [
-            "accelerate.commands.launch",
-            "--config",
-            str(folder / "zero3.yaml"),
-            "--main_process_ip",
-            HOST,
-            "--main_process_port",
-            "0",
-        ],
-        folder,
-        "launched",
-    )
+    """With an evaluation before, in a Trainer of its own."""
+    out, keys = tmp_path_factory.mktemp("launched"), {"gradient_accumulation_steps": 2}
+    return accelerate_launch(SCRIPT, out, "--what", "launched", stage=3, **keys)
 
 
 ZERO = ("ours0", "ours1", "ours2", "ours3", "callback3", "stock3")
