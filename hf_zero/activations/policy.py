@@ -137,7 +137,10 @@ class Activations:
         """The storages of parameters and buffers."""
         model = self._model()
         storages = {
-            flat.full.untyped_storage()._cdata for unit in self._units for flat in unit.flats
+            buffer.untyped_storage()._cdata
+            for unit in self._units
+            for flat in unit.flats
+            for buffer in flat.whole_buffers
         }
         if model is not None:
             storages |= {buffer.untyped_storage()._cdata for buffer in model.buffers()}

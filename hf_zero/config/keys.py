@@ -21,6 +21,7 @@ from hf_zero.config.kinds import (
     integer,
 )
 from hf_zero.config.offload import FORMER, OFFLOAD, OFFLOAD_ALIASES
+from hf_zero.config.quantization import COMPRESSIONS, SPELLINGS
 from hf_zero.config.rows import (
     Key,
     Status,
@@ -218,15 +219,12 @@ _FEATURES = (
     unbuilt("graph_harvesting", BOOLEAN, "CUDA graphs; write compile: blocks"),
     switched("data_efficiency.data_routing", "random layer-token drop; train on whole sequences"),
     switched("autotuning", "autotuning; `hf-zero propose` finds a configuration that fits"),
-    switched("compression_training", "compression; prune or quantise the trained model"),
     switched(
         "weight_quantization",
         "quantized weights; load quantised weights",
         asks=bool,
         off="null",
     ),
-    switched("quantize_training", "quantized training (MoQ); train adapters of a quantised model"),
-    switched("eigenvalue", "eigenvalues of the Hessian, which set the pace of MoQ"),
     switched(
         "progressive_layer_drop",
         "progressive layer dropping; set the model's own layerdrop",
@@ -282,6 +280,7 @@ _GROUPS = (
     _REPORTS,
     _COMPILE,
     _FEATURES,
+    COMPRESSIONS,
 )
 
 KEYS: dict[str, Key] = {key.path: key for group in _GROUPS for key in group}
@@ -289,10 +288,6 @@ KEYS: dict[str, Key] = {key.path: key for group in _GROUPS for key in group}
 # Keys for which "auto" is a value of their own, not a hole that Accelerate or the Trainer fills.
 OWN_AUTOS: frozenset[str] = frozenset(
     ("kernels", "attention_backend", "zero_optimization.offload_optimizer.ratio")
-)
-
-SECTIONS: frozenset[str] = frozenset(
-    path[:dot] for path in KEYS for dot in range(len(path)) if path[dot] == "."
 )
 
 _STAGE3_FIELDS = (
@@ -320,6 +315,11 @@ ALIASES: dict[str, str] = {
     "metric_curricula": CURRICULUM,
     **spellings(Settings),
     **OFFLOAD_ALIASES,
+    **SPELLINGS,
     "checkpoint.writer.decoupled": "checkpoint.async_save",
     "flops_profiler.step": "flops_profiler.profile_step",
 }
+
+SECTIONS: frozenset[str] = frozenset(
+    path[:dot] for path in (*KEYS, *ALIASES) for dot in range(len(path)) if path[dot] == "."
+)

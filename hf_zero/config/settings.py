@@ -31,6 +31,14 @@ from hf_zero.config.kinds import (
     number,
 )
 from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
+from hf_zero.config.quantization import (
+    EIGENVALUE,
+    QUANTIZE,
+    WEIGHTS,
+    EigenvalueSection,
+    QuantizeTraining,
+    WeightQuantization,
+)
 from hf_zero.config.rows import key, section
 from hf_zero.config.sections import (
     AutocastSection,
@@ -184,6 +192,9 @@ class Settings:
     data_efficiency: DataEfficiency = section(EFFICIENCY, DataEfficiency)
     data_sampling: DataSampling = section(SAMPLING, DataSampling)
     metric_curricula: MetricCurricula = section(CURRICULUM, MetricCurricula)
+    quantize_training: QuantizeTraining = section(QUANTIZE, QuantizeTraining)
+    eigenvalue: EigenvalueSection = section(EIGENVALUE, EigenvalueSection)
+    compression_weights: WeightQuantization = section(WEIGHTS, WeightQuantization)
     wall_clock_breakdown: bool = key(
         BOOLEAN,
         False,

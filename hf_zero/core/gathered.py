@@ -142,6 +142,7 @@ class GatheredParameters:
                 parameter.data.copy_(values)
             return
         name = name_of(parameter)
+        flat.refuse_changed(name)
         view = flat.views[name]
         if parameter.data_ptr() != view.data_ptr() and parameter.numel():
             view.copy_(parameter.data)  # another tensor was put into parameter.data

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import nn
 
@@ -25,10 +25,18 @@ from hf_zero.core.shared_shards import SharedShards
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.gradients.reduction_order import merged
+from hf_zero.units.computing import ComputedValues
 from hf_zero.units.unit import State, Unit
 
 GATHER, END = 1, 0
 AHEAD = 2  # units prefetched at most; the byte limit comes from the config
+
+
+class Limits(NamedTuple):
+    """How far ahead of its use a unit is brought."""
+
+    bytes: int  # gathered at most
+    shards: int  # read from files
 
 
 class ReductionsUnderWay(Protocol):
@@ -60,8 +68,8 @@ class Schedule:
         """
         self._units = list(units)
         self._mesh = mesh
-        self._ahead_bytes = ahead_bytes
-        self._reads_ahead = reads_ahead
+        self._limits = Limits(ahead_bytes, reads_ahead)
+        self._computed = ComputedValues()
         self.gathers = any(unit.sharded for unit in units)
         self.shards = SharedShards(self._units, mesh)
         self._plans: dict[Hashable, list[Unit]] = {}
@@ -112,6 +120,7 @@ class Schedule:
 
         ``kind`` must be the same on all ranks; with what is gathered already it selects the plan.
         """
+        self._computed.begin(backward)
         if not self.gathers:
             return
         if not backward:
@@ -156,6 +165,7 @@ class Schedule:
 
         ``keep_last``: its backward may follow.
         """
+        self._computed.end()
         under_way = self._pass
         if under_way is None:
             self._mesh.passes.end()
@@ -213,18 +223,25 @@ class Schedule:
         """Forget the pass under way, which an exception has broken, and release what no pass
         uses.
         """
+        self._computed.end()
         self._mesh.passes.broke()
         self._pass, self._kept = None, []
         self._release_unused()
 
-    def ensure_gathered(self, unit: Unit, module: nn.Module | None = None) -> None:
+    def ensure_gathered(
+        self, unit: Unit, module: nn.Module | None = None, for_script: bool = False
+    ) -> None:
         """Return when ``unit`` is whole on this rank, with the values of the last step, for
         ``module``, which is at work.
+
+        ``for_script``: no module computes with them.
         """
         if self.on_use is not None:
             self.on_use(unit)
         unit.wait_for_update()
         if not unit.sharded:
+            if not for_script:
+                self._computed.use(unit)
             return
         if unit in self._to_reshard:
             self._to_reshard.remove(unit)
@@ -236,6 +253,8 @@ class Schedule:
         if unit.state is State.RELEASED:
             self._acquire(unit)
         unit.finish_gather()
+        if not for_script:
+            self._computed.use(unit)
         unit.guard.off(module)
         if unit in self._ahead:  # what was gathered before it is not needed, or not in this order
             at = self._ahead.index(unit)
@@ -260,7 +279,7 @@ class Schedule:
                 self._agree_on_gather(GATHER, unit)
             elif unit.state is not State.RELEASED and unit.is_rounded:
                 unit.launch_gather(exact=True)
-        self.ensure_gathered(unit)
+        self.ensure_gathered(unit, for_script=True)
 
     def unpin(self, unit: Unit) -> None:
         unit.pins -= 1
@@ -347,17 +366,17 @@ class Schedule:
         if under_way is None or under_way.plan is None:
             return
         plan, cursor = under_way.plan, under_way.cursor
-        for unit in plan[cursor : cursor + self._reads_ahead]:
+        for unit in plan[cursor : cursor + self._limits.shards]:
             if unit.state is State.RELEASED:
                 for flat in unit.sharded:
                     flat.prefetch()
-        if not self._ahead_bytes:
+        if not self._limits.bytes:
             return
         waiting = sum(unit.nbytes for unit in self._ahead)
         while under_way.cursor < len(plan) and len(self._ahead) < AHEAD:
             unit = plan[under_way.cursor]
             if unit.state is not State.RELEASED or (
-                self._ahead and waiting + unit.nbytes > self._ahead_bytes
+                self._ahead and waiting + unit.nbytes > self._limits.bytes
             ):
                 return
             under_way.cursor += 1

@@ -54,6 +54,8 @@ def _held(engine: Any) -> Counter[tuple[str, str]]:
                 found["parameters", tier] += nbytes
         else:
             add("parameters", "device", flat.shard if flat.sharded else flat.full)
+        for buffer in flat.computing.memory if flat.computing is not None else ():
+            add("parameters", "device", buffer)
         add("parameters", "device", flat.secondary_shard)
         if not flat.trainable:
             continue

@@ -5,6 +5,7 @@ each state.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -68,10 +69,20 @@ class ParameterHandles:
 
     def lay(self, full: torch.Tensor) -> None:
         """Let ``views`` be those of ``full``."""
-        self.views.update(
-            (slot.name, full[slot.offset : slot.end].view(slot.shape))
+        self.views.update(self.views_of(full))
+
+    def views_of(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The parameters by name, as views of ``buffer`` [padded]."""
+        return {
+            slot.name: buffer[slot.offset : slot.end].view(slot.shape)
             for slot in self._spec.layout.slots
-        )
+        }
+
+    def point_at(self, views: Mapping[str, torch.Tensor]) -> None:
+        """Let each parameter be its view among ``views``; its class stays."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, slot in zip(self.members, self._spec.layout.slots):
+                _set_data(parameter, views[slot.name])
 
     def point_at_full(self, kind: type[OwnedParameter] = LiveParameter) -> None:
         """The values are there: each parameter is its view, in the state ``kind``."""

@@ -9,6 +9,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.curriculum import LEGACY
 from hf_zero.errors import ConfigError
 from hf_zero.techniques import curriculum
+from hf_zero.techniques.quantization import quantize_training, weight_quantization
 
 
 class Technique(Protocol):
@@ -38,6 +39,8 @@ class PreparesBatches(Protocol):
 # configuration does not ask for it.
 TECHNIQUES: Mapping[str, Callable[[ZeroConfig], Technique | None]] = {
     LEGACY: curriculum.of_config,
+    "quantize_training": quantize_training,
+    "weight_quantization": weight_quantization,
 }
 
 

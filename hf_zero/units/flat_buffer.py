@@ -11,7 +11,7 @@ crash the process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from hf_zero.parameters.writes import UserWrites
 from hf_zero.spans import span
 from hf_zero.storage.base import SHARD, Storage, numbers
 from hf_zero.storage.memory import DeviceStorage
+from hf_zero.units.computing import Change, Computing
 from hf_zero.units.gradient_buffer import GradientBuffer
 from hf_zero.units.optimizer_shard import OptimizerShard
 
@@ -95,6 +96,7 @@ class FlatBuffer:
         self._own: torch.Tensor  # this rank's part of ``full``
         self._storage: Storage = DeviceStorage({})  # where the parameter shard lives
         self._secondary: torch.Tensor | None = None
+        self.computing: Computing | None = None
         engine_flats.add(self)
 
     def __repr__(self) -> str:
@@ -235,10 +237,23 @@ class FlatBuffer:
 
     # ---- what a script writes ----
 
+    def refuse_changed(self, name: str) -> None:
+        """Raise PartitionError while modules compute with other values than those of parameter
+        ``name``, which a script has written to.
+        """
+        if self.computing is not None and self.computing.under_way:
+            self.user_writes.accept()
+            raise PartitionError(
+                f"{name} was written to in a forward or backward, where modules compute with "
+                "other values than its own (quantized ones, say), and what was written is lost; "
+                "write to it between steps, inside GatheredParameters"
+            )
+
     def adopt(self, name: str, loaded: bool = False) -> None:
         """Take the gathered values of parameter ``name`` over into this rank's shard and master
         weights; where these are rounded to them already, only if they were ``loaded``.
         """
+        self.refuse_changed(name)
         first, start, stop = self.spec.own_range(name)
         values = self.views[name].reshape(-1)[first : first + stop - start]
         self.optimizer_shard.wait_for_update()
@@ -296,6 +311,7 @@ class FlatBuffer:
         names = self.user_writes.names()
         if not names:
             return
+        self.refuse_changed(names[0])
         self.optimizer_shard.wait_for_update()
         for name in names:
             self._take_written(name)
@@ -324,6 +340,32 @@ class FlatBuffer:
         self.store_part(start, values)
 
     # ---- the whole buffer ----
+
+    def compute_with(self, change: Change | None) -> None:
+        """Let modules compute with what ``change`` makes of the values from the next pass on;
+        None: with the values. Called between passes.
+        """
+        self.computing = None if change is None else Computing(self, change)
+
+    def make_room(self, exact: bool = False) -> None:
+        """Have memory for values that are about to be gathered into ``full``; ``exact``: modules
+        are not to compute with them.
+        """
+        storage = self.full.untyped_storage()
+        if storage.size() == 0:
+            storage.resize_(self.layout.padded * self.dtype.itemsize)
+        if self.computing is not None:
+            self.computing.expect(exact)
+
+    def filled(self) -> None:
+        """``full`` has the values that it was given room for."""
+        if self.computing is not None:
+            self.computing.gathered()
+
+    @property
+    def whole_buffers(self) -> Sequence[torch.Tensor]:
+        """What the parameters may be views of."""
+        return (self.full, *(self.computing.memory if self.computing is not None else ()))
 
     def use_full(self, full: torch.Tensor) -> None:
         """Make ``full`` [padded] the whole buffer and the parameters views of it.

@@ -299,7 +299,10 @@ class Unit:
     @property
     def is_rounded(self) -> bool:
         """Whether a gather gives values that are not quite those of the shards."""
-        return any(flat.spec.gather_codec is not None for flat in self.sharded)
+        return any(
+            flat.spec.gather_codec is not None or flat.computing is not None
+            for flat in self.sharded
+        )
 
     def launch_gather(self, exact: bool = False, backward: bool = False) -> None:
         """Start the all-gather into the flats' own storage. ``exact``: of the values as they are,
@@ -313,9 +316,7 @@ class Unit:
         pairs, codecs = [], []
         with torch.inference_mode(False):
             for flat in self.sharded:
-                storage = flat.full.untyped_storage()
-                if storage.size() == 0:
-                    storage.resize_(flat.layout.padded * flat.dtype.itemsize)
+                flat.make_room(exact)
             node = self.sharded[0].mesh.node
             secondary = backward and self._secondary is Secondary.HERE
             if node is None or exact:
@@ -362,6 +363,8 @@ class Unit:
             self._handle = None
             if self._secondary is Secondary.COMING:
                 self._keep_secondary()
+            for flat in self.sharded:
+                flat.filled()
         if self.state is State.GATHERING:
             with torch.inference_mode(False), torch.no_grad():
                 for flat in self.sharded:
@@ -406,7 +409,7 @@ class Unit:
             at = 0
             for flat in self.sharded:
                 size = flat.layout.chunk * flat.dtype.itemsize
-                flat.full.untyped_storage().resize_(flat.layout.padded * flat.dtype.itemsize)
+                flat.make_room()
                 flat.bring_shard()
                 for shard, data in chunks.items():
                     values = torch.frombuffer(
@@ -417,6 +420,7 @@ class Unit:
                 codec = flat.spec.gather_codec
                 if codec is not None:  # what a gather would have given
                     codec.decode(codec.encode(flat.full, flat.layout.shards), flat.full)
+                flat.filled()
                 at += size
         self.state = State.GATHERING
         self.finish_gather()

@@ -1,0 +1,210 @@
+"""Training with weights in few bits: DeepSpeed's ``quantize_training`` (MoQ) and the part of its
+``compression_training`` that quantizes weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hf_zero.config.kinds import BOOLEAN, SECTION, TEXT, choice, integer, number
+from hf_zero.config.rows import Key, inert, key, switched, under
+
+QUANTIZE = "quantize_training"
+EIGENVALUE = f"{QUANTIZE}.eigenvalue"
+COMPRESSION = "compression_training"
+WEIGHTS = f"{COMPRESSION}.weight_quantization"
+_KERNEL = "weights are quantized by the same operations of torch on every device"
+_TYPES = choice("symmetric", "asymmetric")
+_ROUNDINGS = choice("nearest", "stochastic")
+
+
+@dataclass(frozen=True)
+class QuantizeTraining:
+    """Mixture of quantization (MoQ): the weights of blocks in bits that fall while they train."""
+
+    enabled: bool = key(
+        BOOLEAN,
+        False,
+        "blocks compute with weights of two and more dimensions in fewer bits; masters, gradients "
+        "and what is saved keep their precision",
+    )
+    start_bits: int = key(
+        integer(2, 16), 16, "bits to begin with", name="quantize_bits.start_bits", unit="bits"
+    )
+    target_bits: int = key(
+        integer(2, 16), 8, "bits to end with", name="quantize_bits.target_bits", unit="bits"
+    )
+    period: int = key(
+        integer(1),
+        1000,
+        "steps until the first bit falls; each later one falls at twice the step of the one before",
+        name="quantize_schedule.quantize_period",
+        unit="steps",
+    )
+    offset: int = key(
+        integer(0),
+        1000,
+        "steps before anything is quantized",
+        name="quantize_schedule.schedule_offset",
+        unit="steps",
+    )
+    groups: int = key(
+        integer(1), 1, "parts of a weight with a scale each", name="quantize_groups", unit="groups"
+    )
+    type: str = key(_TYPES, "symmetric", "whether zero is a level", name="quantize_type")
+    rounding: str = key(
+        _ROUNDINGS, "nearest", "stochastic: up or down by chance", name="quantize_rounding"
+    )
+    mixed: bool = key(
+        BOOLEAN,
+        False,
+        "weights are mixed with their values in full precision, whose share falls from 1 to 0 "
+        "after each bit",
+        name="fp16_mixed_quantize.enabled",
+    )
+    change_ratio: float = key(
+        number(0, 1),
+        0.001,
+        "by so much does that share fall each step",
+        name="fp16_mixed_quantize.quantize_change_ratio",
+    )
+    verbose: bool = key(BOOLEAN, False, "log each fall of a bit", name="quantize_verbose")
+    kernel: bool = key(BOOLEAN, row=inert("quantizer_kernel", BOOLEAN, _KERNEL))
+
+
+@dataclass(frozen=True)
+class EigenvalueSection:
+    """The largest eigenvalue of each layer's Hessian, which stretches its periods."""
+
+    enabled: bool = key(
+        BOOLEAN,
+        False,
+        "a layer whose loss curves more keeps its bits longer: its next step is multiplied by "
+        "1 + floor(4 × its eigenvalue / the largest of all layers)",
+    )
+    verbose: bool = key(BOOLEAN, False, "log the eigenvalues")
+    max_iter: int = key(integer(1), 100, "iterations of a layer at most", unit="iterations")
+    tol: float = key(number(above=0), 1e-2, "relative change at which an iteration ends")
+    stability: float = key(number(0), 1e-6, "added to a norm that is divided by")
+    gas_boundary_resolution: int = key(
+        integer(1), 1, "steps from one look to the next", unit="steps"
+    )
+    layer_name: str = key(
+        TEXT, "bert.encoder.layer", "where the list of layers stands in the model"
+    )
+    layer_num: int = key(integer(0), 0, "how many layers it has; 0: as many as there are")
+
+
+@dataclass(frozen=True)
+class WeightQuantization:
+    """``compression_training.weight_quantization``: groups of modules with bits of their own."""
+
+    enabled: bool = key(
+        BOOLEAN,
+        False,
+        "modules of different_groups compute with weights in fewer bits",
+        name="shared_parameters.enabled",
+    )
+    in_forward: bool = key(
+        BOOLEAN,
+        False,
+        "target_bits from schedule_offset on, without the way from start_bits",
+        name="shared_parameters.quantize_weight_in_forward",
+    )
+    offset: int = key(
+        integer(0),
+        0,
+        "steps before anything is quantized",
+        name="shared_parameters.schedule_offset",
+        unit="steps",
+    )
+    groups: int = key(
+        integer(1),
+        1,
+        "parts of a weight with a scale each",
+        name="shared_parameters.quantize_groups",
+        unit="groups",
+    )
+    type: str = key(
+        _TYPES, "symmetric", "whether zero is a level", name="shared_parameters.quantization_type"
+    )
+    rounding: str = key(
+        _ROUNDINGS,
+        "nearest",
+        "stochastic: up or down by chance",
+        name="shared_parameters.rounding",
+    )
+    mixed: bool = key(
+        BOOLEAN,
+        False,
+        "as quantize_training.fp16_mixed_quantize",
+        name="shared_parameters.fp16_mixed_quantize.enabled",
+    )
+    change_ratio: float = key(
+        number(0, 1),
+        0.001,
+        "as quantize_training.fp16_mixed_quantize",
+        name="shared_parameters.fp16_mixed_quantize.quantize_change_ratio",
+    )
+    verbose: bool = key(
+        BOOLEAN, False, "log each fall of a bit", name="shared_parameters.quantize_verbose"
+    )
+    kernel: bool = key(
+        BOOLEAN, row=inert("shared_parameters.quantizer_kernel", BOOLEAN, _KERNEL)
+    )
+    different_groups: dict[str, Any] | None = key(
+        SECTION,
+        None,
+        "by name: params (start_bits, target_bits, quantization_period) and modules, patterns of "
+        'the names of modules (["*"]: all)',
+        hash=False,
+    )
+
+
+_SPARSE = "torchao.sparsity or torch.nn.utils.prune on the model"
+
+COMPRESSIONS: tuple[Key, ...] = under(
+    COMPRESSION,
+    switched(
+        "activation_quantization",
+        "activations in fewer bits; write quantization_aware_training",
+        "shared_parameters different_groups",
+    ),
+    switched(
+        "sparse_pruning",
+        f"pruning of single weights; use {_SPARSE}",
+        "shared_parameters different_groups",
+    ),
+    switched(
+        "row_pruning",
+        f"pruning of rows; use {_SPARSE}",
+        "shared_parameters different_groups",
+    ),
+    switched(
+        "head_pruning",
+        "pruning of attention heads; train a configuration with fewer heads",
+        "shared_parameters different_groups",
+    ),
+    switched(
+        "channel_pruning",
+        f"pruning of channels; use {_SPARSE}",
+        "shared_parameters different_groups",
+    ),
+    switched(
+        "layer_reduction",
+        "a student with fewer layers; make it from a configuration with fewer and copy the "
+        "teacher's layers into it before initialize",
+        "keep_number_layer module_name_prefix teacher_layer other_module_name",
+    ),
+)
+
+# The code's spellings of the tutorial's keys.
+SPELLINGS: dict[str, str] = {
+    f"{QUANTIZE}.quantize-algo": f"{QUANTIZE}.quantize_algo",
+    f"{QUANTIZE}.quantize_algo.q_type": f"{QUANTIZE}.quantize_type",
+    f"{QUANTIZE}.quantize_algo.quantize_type": f"{QUANTIZE}.quantize_type",
+    f"{QUANTIZE}.quantize_algo.rounding": f"{QUANTIZE}.quantize_rounding",
+    f"{QUANTIZE}.quantize_algo.quantize_rounding": f"{QUANTIZE}.quantize_rounding",
+    "eigenvalue": EIGENVALUE,
+}

@@ -1,0 +1,270 @@
+"""Weights in fewer bits while they train: MoQ (``quantize_training``, Shen et al. 2020 for the
+eigenvalues), and ``compression_training.weight_quantization``.
+
+What modules compute with is rounded where a unit is whole (:mod:`hf_zero.units.computing`): in
+training, evaluation and recomputation alike. Master weights, gradients, messages and checkpoints
+are those of training without it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from hf_zero.config import ZeroConfig
+from hf_zero.config.quantization import COMPRESSION, QUANTIZE, QuantizeTraining, WeightQuantization
+from hf_zero.errors import ConfigError
+from hf_zero.logs import logger
+from hf_zero.techniques.rounding import Precision, Rounding, noise_for
+from hf_zero.units.flat_buffer import FlatBuffer
+from hf_zero.units.unit import Unit
+
+
+@dataclass(frozen=True)
+class Fall:
+    """Bits of a group of weights: from ``start`` to ``target``, the first one after ``period``
+    steps.
+    """
+
+    name: str  # where it is configured
+    start: int
+    target: int
+    period: int
+
+    def begin(self) -> Precision:
+        """Its bits before the first step."""
+        return Precision(self.start, self.period)
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """What a weight is mixed of: (1 - share) × rounded + share × as it is."""
+
+    on: bool
+    change_ratio: float
+
+    def share(self, steps: int) -> float:
+        """That of full precision, ``steps`` after the last fall of a bit."""
+        return max(0.0, 1.0 - self.change_ratio * steps) if self.on else 0.0
+
+
+class WeightsInBits:
+    """Rounds the weights that ``fall_of`` names, from step ``offset`` on."""
+
+    def __init__(
+        self,
+        section: QuantizeTraining | WeightQuantization,
+        fall_of: Callable[[Unit, str], Fall | None],
+        nothing_found: str,
+        seed: int,
+    ):
+        """``fall_of`` gives the bits of a parameter of a unit, by name, None where it stays as it
+        is; ``nothing_found`` is the error where it does so for all.
+        """
+        self._section = section
+        self._fall_of, self._nothing_found = fall_of, nothing_found
+        self._seed = seed
+        self._rounding = Rounding(
+            section.groups, section.type == "symmetric", section.rounding == "stochastic"
+        )
+        self._mixing = Mixing(section.mixed, section.change_ratio)
+        self._falls: dict[str, Fall] = {}  # by parameter
+        self._flats: list[FlatBuffer] = []
+        self._began = False
+        self._told: dict[Fall, int] = {}
+        self._engine: Any = None
+
+    def install(self, engine: Any) -> None:
+        if engine.shard_only:
+            return
+        self._engine = engine
+        for unit in engine.units:
+            for flat in unit.trainable:
+                falls = {
+                    name: fall
+                    for name, parameter in flat.parameters.items()
+                    if parameter.dim() > 1
+                    and parameter.is_floating_point()
+                    and (fall := self._fall_of(unit, name)) is not None
+                }
+                if falls:
+                    self._check_groups(flat, falls)
+                    self._falls.update(falls)
+                    self._flats.append(flat)
+        if not self._falls:
+            raise ConfigError(self._nothing_found)
+        self._begin()
+
+    def _check_groups(self, flat: FlatBuffer, falls: Mapping[str, Fall]) -> None:
+        for name, fall in falls.items():
+            numel = flat.layout.by_name[name].numel
+            if numel % self._rounding.groups:
+                raise ConfigError(
+                    f"{fall.name}: quantize_groups = {self._rounding.groups} does not divide the "
+                    f"{numel} elements of {name}; write a divisor of the elements of each weight"
+                )
+
+    @property
+    def step(self) -> int:
+        """Updates since the weights began to be rounded; negative before."""
+        engine = self._engine
+        return engine.global_steps - engine.skipped_steps - self._section.offset
+
+    def bits(self) -> dict[str, int]:
+        """The bits of each weight now, by parameter; empty before the offset."""
+        if self.step < 0:
+            return {}
+        return {name: self.precision(name).bits for name in self._falls}
+
+    def precision(self, name: str) -> Precision:
+        """The bits of parameter ``name`` now."""
+        fall = self._falls[name]
+        return fall.begin().at(self.step, fall.target)
+
+    def _begin(self) -> None:
+        """Let modules compute with rounded weights, if it is time."""
+        if self._engine is None or self._began or self.step < 0:
+            return
+        self._began = True
+        for flat in self._flats:
+            flat.compute_with(self._round)
+
+    def _round(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, value in values.items():
+            if name in self._falls:
+                precision = self.precision(name)
+                noise = None
+                if self._rounding.stochastic:
+                    noise = noise_for(value, name, self._seed, self.step)
+                rounded = self._rounding(value, precision.bits, noise)
+                share = self._mixing.share(self.step - precision.since)
+                value.copy_(rounded.lerp_(value.float(), share) if share else rounded)
+
+    def end_step(self) -> None:
+        self._begin()
+        if self._began and self._section.verbose and self._engine.global_rank == 0:
+            self._tell()
+
+    def _tell(self) -> None:
+        for fall in dict.fromkeys(self._falls.values()):
+            bits = fall.begin().at(self.step, fall.target).bits
+            if self._told.get(fall) != bits:
+                self._told[fall] = bits
+                logger.info("%s: weights in %d bits", fall.name, bits)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._began and self.step < 0:
+            self.remove()
+        self._begin()
+
+    def remove(self) -> None:
+        for flat in self._flats if self._began else ():
+            flat.compute_with(None)
+        self._began = False
+
+
+def quantize_training(config: ZeroConfig) -> WeightsInBits | None:
+    """MoQ, if ``config`` asks for it: of the weights of blocks."""
+    section = config.quantize_training
+    if not section.enabled:
+        return None
+    fall = Fall(QUANTIZE, section.start_bits, section.target_bits, section.period)
+    _check(fall)
+    nothing = (
+        f"{QUANTIZE} quantizes the weights of blocks, and this model has no block with a weight "
+        "that trains; write compression_training.weight_quantization, which names modules"
+    )
+    return WeightsInBits(
+        section, lambda unit, name: fall if unit.index else None, nothing, int(config.seed or 0)
+    )
+
+
+def weight_quantization(config: ZeroConfig) -> WeightsInBits | None:
+    """``compression_training.weight_quantization``, if ``config`` asks for it."""
+    section = config.compression_weights
+    if not section.enabled:
+        return None
+    path = f"{COMPRESSION}.weight_quantization.different_groups"
+    if not section.different_groups:
+        raise ConfigError(
+            f'{path} is empty; write for each group {{"params": {{"start_bits": 16, '
+            '"target_bits": 8, "quantization_period": 50}, "modules": ["*"]}'
+        )
+    if config.quantize_training.enabled:
+        raise ConfigError(
+            f"{QUANTIZE} and {COMPRESSION}.weight_quantization both quantize weights; keep one"
+        )
+    groups = [
+        _group(f"{path}.{name}", group, section.in_forward)
+        for name, group in section.different_groups.items()
+    ]
+    nothing = f"no weight that trains is in a module that {path} names; look at their patterns"
+    return WeightsInBits(section, partial(_first, groups), nothing, int(config.seed or 0))
+
+
+def _first(
+    groups: Sequence[tuple[Fall, Sequence[re.Pattern[str]]]], unit: Unit, name: str
+) -> Fall | None:
+    module = name.rpartition(".")[0]
+    found = (fall for fall, patterns in groups if any(each.search(module) for each in patterns))
+    return next(found, None)
+
+
+def _group(path: str, group: Any, in_forward: bool) -> tuple[Fall, list[re.Pattern[str]]]:
+    params = group.get("params") if isinstance(group, dict) else None
+    if not isinstance(params, dict) or not {"start_bits", "target_bits"} <= set(params):
+        raise ConfigError(f"{path}.params lacks start_bits or target_bits; write both")
+    unknown = {*group} - {"params", "modules", "related_modules"} | {*params} - {
+        "start_bits",
+        "target_bits",
+        "quantization_period",
+    }
+    if unknown or group.get("related_modules"):
+        name = min(unknown, default="related_modules")
+        raise ConfigError(
+            f"{path}: {name} is no key of weight quantization; remove it (params: start_bits, "
+            "target_bits, quantization_period; modules)"
+        )
+    start, target = params["start_bits"], params["target_bits"]
+    fall = Fall(
+        path, target if in_forward else start, target, params.get("quantization_period", 1)
+    )
+    _check(fall)
+    patterns = group.get("modules", ["*"])
+    try:
+        return fall, [
+            re.compile("" if each == "*" else each)
+            for each in ([patterns] if isinstance(patterns, str) else patterns)
+        ]
+    except (re.error, TypeError) as error:
+        raise ConfigError(
+            f"{path}.modules = {patterns!r} are no patterns of names of modules ({error}); write "
+            'a list of regular expressions, or ["*"]'
+        ) from None
+
+
+def _check(fall: Fall) -> None:
+    numbers = (fall.start, fall.target, fall.period)
+    if not all(isinstance(each, int) and each > 0 for each in numbers) or fall.start > 16:
+        raise ConfigError(
+            f"{fall.name}: start_bits {fall.start!r}, target_bits {fall.target!r} and period "
+            f"{fall.period!r} must be integers, bits of 2 to 16"
+        )
+    if fall.target > fall.start:
+        raise ConfigError(
+            f"{fall.name}: target_bits = {fall.target} is more than start_bits = {fall.start}, "
+            "but bits fall; exchange them"
+        )
+    if fall.target < 2:
+        raise ConfigError(
+            f"{fall.name}: target_bits = 1 leaves a sign, which is binarisation and not built; "
+            "write 2 or more"
+        )

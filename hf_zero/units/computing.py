@@ -1,0 +1,125 @@
+"""What modules compute with in place of the values of a flat buffer: the same, changed by a
+function (weights in fewer bits, say).
+
+[Note: changed values]
+Shards, master weights and what a script reads between forward and backward are the values as they
+are; changed are those that a forward reads, the backward over its graph, and recomputation there.
+Gradients are taken with respect to the changed values and given to the parameters as they are:
+straight through the function. Sharded values are changed in place where they have been gathered,
+so that neither memory nor messages are added. Where the parameters are whole between passes, they
+point at a second buffer during a pass, which keeps its storage as ``FlatBuffer.full`` does. Values
+that a script has gathered (GatheredParameters) are changed for the pass and restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+# Changes the parameters of one flat buffer, by name, in place. Called with the same values it must
+# make the same of them, on all ranks, from a forward to the end of its backward.
+Change = Callable[[Mapping[str, torch.Tensor]], None]
+
+
+class Computing:
+    """What modules compute with in place of the values of ``flat``."""
+
+    def __init__(self, flat: Any, change: Change):
+        self._flat = flat
+        self._change = change
+        self._exact = True  # the parameters have the values as they are
+        self._for_script = False  # so have those that are being gathered
+        # of whole parameters the second buffer, of those a script has gathered the values as they
+        # are
+        self._other = None if flat.sharded else torch.empty_like(flat.full)
+        self._views = {} if flat.sharded else flat.handles.views_of(self._other)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a pass sees changed values that are not to be written to."""
+        return not self._exact
+
+    @property
+    def memory(self) -> Sequence[torch.Tensor]:
+        """The second buffer, if there is one."""
+        return () if self._other is None else (self._other,)
+
+    def expect(self, exact: bool) -> None:
+        """``full`` is about to be gathered; ``exact``: for a script."""
+        self._exact, self._for_script = True, exact
+
+    def gathered(self) -> None:
+        """``full`` has been gathered."""
+        if not self._for_script:
+            self._change_in_place()
+
+    def use(self, renew: bool) -> None:
+        """Modules read the values now; ``renew``: for a forward, whose backward sees the same."""
+        if not self._exact:
+            return
+        flat = self._flat
+        flat.take_user_writes()
+        if flat.sharded:
+            if flat.unit.pins:
+                with torch.inference_mode(False), torch.no_grad():
+                    self._other = flat.full.clone()
+            self._change_in_place()
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            assert self._other is not None
+            if renew:
+                self._other.copy_(flat.full)
+                self._change(self._views)
+            flat.handles.point_at(self._views)
+        self._exact = False
+
+    def end(self) -> None:
+        """The pass is over: parameters that stay here have their values as they are again. Raises
+        PartitionError where a module has written to them.
+        """
+        flat = self._flat
+        if self._exact or (flat.sharded and self._other is None):
+            return
+        try:
+            flat.take_user_writes()
+        finally:
+            with torch.inference_mode(False), torch.no_grad():
+                if flat.sharded:
+                    flat.full.copy_(self._other)
+                    self._other = None
+                else:
+                    flat.handles.point_at(flat.views)
+            self._exact = True
+
+    def _change_in_place(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            self._change(self._flat.views)
+        self._exact = False
+
+
+class ComputedValues:
+    """The flat buffers of an engine whose modules compute with changed values, pass by pass."""
+
+    def __init__(self) -> None:
+        self._forward = True  # the pass under way is one
+        self._used: list[Computing] = []
+
+    def begin(self, backward: bool) -> None:
+        """A pass begins."""
+        self._forward = not backward
+
+    def use(self, unit: Any) -> None:
+        """A module of ``unit``, which is whole, is about to read it."""
+        for flat in unit.flats:
+            computing = flat.computing
+            if computing is not None and not computing.under_way:
+                computing.use(self._forward)
+                self._used.append(computing)
+
+    def end(self) -> None:
+        """The pass is over, or an exception has broken it."""
+        used, self._used = self._used, []
+        for computing in used:
+            computing.end()

@@ -1,0 +1,396 @@
+"""Weights in bits that fall (MoQ): what ranks that are threads train is what a plain loop trains
+that rounds the fp32 weights before each forward and gives the gradients to them as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import hf_zero
+from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.techniques.rounding import noise_for
+from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.models import Stack, features, gpt2, seeded, tokens
+from tests.helpers.stacks import on_ranks, squared, stack
+from tests.helpers.training import At, Plan, sgd
+
+STEPS = 6
+SECTION: dict[str, Any] = {
+    "enabled": True,
+    "quantize_bits": {"start_bits": 6, "target_bits": 4},
+    "quantize_schedule": {"quantize_period": 1, "schedule_offset": 1},
+    "quantize_groups": 2,
+}
+BITS = [None, 6, 5, 4, 4, 4]  # of each step's forwards
+
+
+def rounded(name: str, weight: torch.Tensor, step: int, section: dict[str, Any]) -> torch.Tensor:
+    """The definition, group by group."""
+    bits = BITS[step]
+    if bits is None:
+        return weight
+    levels, found = 2**bits, []
+    stochastic = section.get("quantize_rounding") == "stochastic"
+    noise = noise_for(weight, name, 0, step - 1).flatten()
+    parts = weight.flatten().chunk(section["quantize_groups"])
+    for part, drawn in zip(parts, noise.chunk(section["quantize_groups"])):
+        symmetric = section.get("quantize_type", "symmetric") == "symmetric"
+        shift = 0.0 if symmetric else part.min()
+        span = 2 * part.abs().max() if symmetric else part.max() - part.min()
+        low = -levels // 2 if symmetric else 0
+        scaled = (part - shift) * (levels / span)
+        whole = torch.floor(scaled + drawn) if stochastic else torch.round(scaled)
+        found.append(whole.clamp(low, low + levels - 1) * (span / levels) + shift)
+    value = torch.cat(found).view(weight.shape)
+    mixed = section.get("fp16_mixed_quantize", {"enabled": False})
+    if mixed["enabled"]:
+        since = step - BITS.index(bits)
+        share = max(0.0, 1 - mixed["quantize_change_ratio"] * since)
+        value = share * weight + (1 - share) * value
+    return value
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm().clamp_min(1e-12))
+
+
+def in_blocks(name: str) -> bool:
+    return name.startswith(("blocks.", "transformer.h."))
+
+
+def by_hand(
+    build: Callable[[], nn.Module],
+    loss_of: Callable[..., torch.Tensor],
+    section: dict[str, Any],
+    ranks: int = 1,
+    accumulation: int = 1,
+    chosen: Callable[[str], bool] = in_blocks,
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    model = build()
+    optimizer, losses = sgd(model), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for rank in range(ranks):
+            for micro in range(accumulation):
+                weights = {
+                    name: p + (rounded(name, p.detach(), step, section) - p.detach())
+                    if chosen(name) and p.dim() > 1
+                    else p
+                    for name, p in model.named_parameters()
+                }
+                loss = loss_of(
+                    lambda *a, _w=weights, **k: functional_call(model, _w, a, k),
+                    At(step, micro, rank),
+                ) / (ranks * accumulation)
+                loss.backward()
+                total += loss.item()
+        optimizer.step()
+        losses.append(total)
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, losses
+
+
+def trained(
+    rank: int,
+    model: nn.Module,
+    config: dict[str, Any],
+    loss_of: Callable[..., torch.Tensor],
+    accumulation: int = 1,
+    steps: range = range(STEPS),
+    folder: Any = None,
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    engine = start(model, sgd(model), config)
+    if folder is not None and steps.start:
+        engine.load_checkpoint(str(folder))
+    losses = []
+    for step in steps:
+        total = 0.0
+        for micro in range(accumulation):
+            loss = loss_of(engine, At(step, micro, rank))
+            engine.backward(loss)
+            engine.step()
+            total += loss.item() / accumulation
+        losses.append(total)
+    weights = full_weights(engine)
+    if folder is not None and not steps.start:
+        engine.save_checkpoint(str(folder))
+    engine.destroy()
+    return weights, losses
+
+
+def causal(net: Any, at: At) -> torch.Tensor:
+    ids = tokens(at.step, at.micro, at.rank)
+    return net(input_ids=ids, labels=ids).loss
+
+
+def check(answers: list[Any], wanted: tuple[dict[str, torch.Tensor], list[float]]) -> None:
+    weights, losses = wanted
+    for name, value in weights.items():
+        assert distance(answers[0][0][name], value) < 1e-5, name
+    for step, loss in enumerate(losses):
+        mean = sum(answer[1][step] for answer in answers) / len(answers)
+        assert math.isclose(mean, loss, rel_tol=1e-5), step
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 2), (2, 1), (4, 2)])
+def test_trains_as_the_plain_loop(stage, ranks, accumulation):
+    config = config_of(stage, Plan(accumulation=accumulation), quantize_training=SECTION)
+    answers = on_ranks(ranks, trained, config, squared, accumulation)
+    check(answers, by_hand(stack, squared, SECTION, ranks, accumulation))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"quantize_type": "asymmetric"},
+        {"quantize_rounding": "stochastic"},
+        {"quantize_type": "asymmetric", "quantize_rounding": "stochastic", "quantize_groups": 8},
+        {"fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.3}},
+    ],
+    ids=str,
+)
+def test_kinds_of_rounding(stage, more):
+    section = {**SECTION, **more}
+    config = config_of(stage, quantize_training=section)
+    check(on_ranks(2, trained, config, squared), by_hand(stack, squared, section, 2))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"offload_optimizer": "cpu"},
+        {"activation_checkpointing": {"blocks": True}},
+        {"compile": {"blocks": True, "backend": "eager"}},
+    ],
+    ids=str,
+)
+def test_trains_a_model_of_transformers(stage, more):
+    """Blocks that are recomputed see what their forward saw."""
+    build = lambda: seeded(gpt2)  # noqa: E731
+    config = config_of(stage, quantize_training=SECTION, **more)
+    answers = on_ranks(2, trained, config, causal, build=build)
+    check(answers, by_hand(build, causal, SECTION, 2))
+
+
+@pytest.mark.parametrize(("stage", "ranks", "later"), [(1, 2, 1), (3, 2, 3), (2, 1, 2)])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_goes_on_from_a_checkpoint(stage, ranks, later, rounding, tmp_path):
+    """After a save in the middle, on another number of ranks, each of which sees all batches."""
+    section = {**SECTION, "quantize_rounding": rounding}
+    config = config_of(stage, quantize_training=section)
+    same = lambda net, at: squared(net, At(at.step, 0, 0))  # noqa: E731
+    on_ranks(ranks, trained, config, same, 1, range(3), tmp_path)
+    answers = on_ranks(later, trained, config, same, 1, range(3, STEPS), tmp_path)
+    weights, losses = by_hand(stack, same, section)
+    check([(found, losses[:3] + rest) for found, rest in answers], (weights, losses))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_sends_the_bytes_of_training_without(stage):
+    def sent(rank, model, config):
+        engine = start(model, sgd(model), config)
+        engine.mesh.stats.keep_log = True
+        for step in range(STEPS):
+            engine.backward(squared(engine, At(step, 0, rank)))
+            engine.step()
+        return list(engine.mesh.stats.log)
+
+    plain = on_ranks(2, sent, config_of(stage))
+    assert on_ranks(2, sent, config_of(stage, quantize_training=SECTION)) == plain
+    assert plain[0]
+
+
+def at_once(**more: Any) -> dict[str, Any]:
+    """Three bits from the first step on."""
+    return {
+        "enabled": True,
+        "quantize_bits": {"start_bits": 3, "target_bits": 3},
+        "quantize_schedule": {"schedule_offset": 0},
+        **more,
+    }
+
+
+def levels(weight: torch.Tensor) -> int:
+    return len(weight.unique())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_only_modules_see_few_bits(stage, precision):
+    """State dicts, scripts between passes and GatheredParameters have the values as they are."""
+    name = "blocks.1.up.weight"
+
+    def run(rank, model):
+        config = config_of(stage, Plan(precision=precision), quantize_training=at_once())
+        engine = start(model, sgd(model), config)
+        seen = []
+        linear = engine.module.get_submodule("blocks.1.up")
+        linear.register_forward_hook(lambda *_: seen.append(linear.weight.detach().clone()))
+        x = features(0, 0, rank).to(Plan(precision=precision).dtype)
+        wanted = stack().state_dict()[name]
+        with torch.no_grad():
+            engine(x)
+        loss = engine(x).float().pow(2).mean()
+        assert levels(seen[0]) <= 8 and torch.equal(seen[0], seen[1])
+        between = engine.state_dict()[name].float().clone()
+        assert distance(between, wanted) < 1e-2 and levels(between) > 100
+        with hf_zero.GatheredParameters([linear.weight]):
+            assert torch.equal(linear.weight.detach().float().cpu(), between)
+            with torch.no_grad():
+                engine(x)
+            assert torch.equal(seen[-1], seen[0])
+            assert torch.equal(linear.weight.detach().float().cpu(), between)
+        engine.backward(loss)
+        with hf_zero.GatheredParameters([linear.weight], modifier_rank=0):
+            linear.weight.data.mul_(2.0)
+        with torch.no_grad():
+            engine(x)
+        assert torch.equal(seen[-1], 2 * seen[0])
+        assert torch.equal(engine.state_dict()[name].float(), 2 * between)
+        if stage < 3:
+            linear.weight.data.mul_(0.5)
+            with torch.no_grad():
+                engine(x)
+            assert torch.equal(seen[-1], seen[0])
+        engine.destroy(gather=True)
+        assert levels(linear.weight) > 100
+
+    on_ranks(2, run)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_module_that_writes_to_its_weight_is_refused(stage):
+    class Writes(Stack):
+        def forward(self, x):
+            y = super().forward(x)
+            return y
+
+    def run(rank, model):
+        engine = start(model, sgd(model), config_of(stage, quantize_training=at_once()))
+        linear = engine.module.get_submodule("blocks.0.up")
+
+        def clamp(*_):
+            with torch.no_grad():
+                linear.weight.clamp_(-0.1, 0.1)
+
+        linear.register_forward_pre_hook(clamp)
+        with pytest.raises(PartitionError, match="blocks.0.up.weight was written to in a forward"):
+            with torch.no_grad():
+                engine(features(0, 0, rank))
+
+    on_ranks(1, run, build=lambda: seeded(Writes))
+
+
+def groups(**each: Any) -> dict[str, Any]:
+    return {
+        "weight_quantization": {
+            "shared_parameters": {"enabled": True, "schedule_offset": 1, "quantize_groups": 2},
+            "different_groups": each,
+        }
+    }
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_groups_of_modules(stage):
+    """``compression_training``: what its patterns name, in blocks or not."""
+    params = {"start_bits": 6, "target_bits": 4, "quantization_period": 1}
+    section = groups(
+        one={"params": params, "modules": [r"blocks\.1", "head"]},
+        two={"params": params, "modules": ["up"]},
+    )
+    config = config_of(stage, compression_training=section)
+
+    def chosen(name):
+        return name.startswith(("blocks.1", "head")) or "up" in name
+
+    wanted = by_hand(stack, squared, SECTION, 2, chosen=chosen)
+    check(on_ranks(2, trained, config, squared), wanted)
+
+
+def test_bits_in_the_forward():
+    params = {"start_bits": 8, "target_bits": 3}
+    section = groups(one={"params": params, "modules": "*"})
+    section["weight_quantization"]["shared_parameters"]["quantize_weight_in_forward"] = True
+    section["weight_quantization"]["shared_parameters"]["schedule_offset"] = 0
+    model = stack()
+    engine = start(model, sgd(model), config_of(0, compression_training=section))
+    technique = engine.techniques.by_key["weight_quantization"]
+    assert set(technique.bits().values()) == {3}
+    assert "head.weight" in technique.bits() and "head.bias" not in technique.bits()
+    engine.destroy()
+
+
+PARAMS = {"start_bits": 8, "target_bits": 4}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"quantize_training": at_once(quantize_groups=7)}, "quantize_groups = 7 does not divide"),
+        (
+            {"quantize_training": at_once(quantize_bits={"start_bits": 4, "target_bits": 8})},
+            "target_bits = 8 is more than start_bits = 4",
+        ),
+        ({"compression_training": groups()}, "different_groups is empty"),
+        (
+            {"compression_training": groups(a={"params": {"start_bits": 8}})},
+            "different_groups.a.params lacks",
+        ),
+        (
+            {"compression_training": groups(a={"params": {"start_bits": 8, "target_bits": 1}})},
+            "target_bits = 1 leaves a sign",
+        ),
+        (
+            {"compression_training": groups(a={"params": {"start_bits": "8", "target_bits": 1}})},
+            "must be integers",
+        ),
+        (
+            {"compression_training": groups(a={"params": PARAMS, "modules": ["attention"]})},
+            "no weight that trains is in a module",
+        ),
+        (
+            {"compression_training": groups(a={"params": PARAMS, "modules": ["("]})},
+            "are no patterns of names",
+        ),
+        (
+            {"compression_training": groups(a={"params": PARAMS, "module": ["*"]})},
+            "module is no key of weight quantization",
+        ),
+        (
+            {
+                "quantize_training": at_once(),
+                "compression_training": groups(a={"params": PARAMS}),
+            },
+            "both quantize weights; keep one",
+        ),
+    ],
+)
+def test_refuses(more, said):
+    model = stack()
+    with pytest.raises(ConfigError, match=said):
+        start(model, sgd(model), config_of(1, **more))
+
+
+def test_a_model_without_blocks_is_refused():
+    model = nn.Sequential(nn.Linear(7, 5))
+    with pytest.raises(ConfigError, match="this model has no block with a weight that trains"):
+        start(model, sgd(model), config_of(1, quantize_training=at_once()))
+
+
+def test_logs_each_fall_of_a_bit(caplog):
+    section = {**SECTION, "quantize_verbose": True}
+    model = stack()
+    with caplog.at_level("INFO", logger="hf_zero"):
+        trained(0, model, config_of(1, quantize_training=section), squared)
+    said = [line for line in caplog.messages if "weights in" in line]
+    assert said == [f"quantize_training: weights in {bits} bits" for bits in (6, 5, 4)]
