@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hf_zero.config.kinds import BOOLEAN, SECTION, TEXT, choice, integer, number
@@ -19,6 +21,16 @@ _TYPES = choice("symmetric", "asymmetric")
 _ROUNDINGS = choice("nearest", "stochastic")
 
 
+def _without(switch: str) -> Callable[[Mapping[str, Any]], str]:
+    """Why the keys beside ``switch`` have no effect."""
+    return lambda values: "" if values.get(switch) else f"{switch} is false"
+
+
+_moq = partial(key, idle=_without(f"{QUANTIZE}.enabled"))
+_eigenvalue = partial(key, idle=_without(f"{EIGENVALUE}.enabled"))
+_weights = partial(key, idle=_without(f"{WEIGHTS}.shared_parameters.enabled"))
+
+
 @dataclass(frozen=True)
 class QuantizeTraining:
     """Mixture of quantization (MoQ): the weights of blocks in bits that fall while they train."""
@@ -29,47 +41,47 @@ class QuantizeTraining:
         "blocks compute with weights of two and more dimensions in fewer bits; masters, gradients "
         "and what is saved keep their precision",
     )
-    start_bits: int = key(
+    start_bits: int = _moq(
         integer(2, 16), 16, "bits to begin with", name="quantize_bits.start_bits", unit="bits"
     )
-    target_bits: int = key(
+    target_bits: int = _moq(
         integer(2, 16), 8, "bits to end with", name="quantize_bits.target_bits", unit="bits"
     )
-    period: int = key(
+    period: int = _moq(
         integer(1),
         1000,
         "steps until the first bit falls; each later one falls at twice the step of the one before",
         name="quantize_schedule.quantize_period",
         unit="steps",
     )
-    offset: int = key(
+    offset: int = _moq(
         integer(0),
         1000,
         "steps before anything is quantized",
         name="quantize_schedule.schedule_offset",
         unit="steps",
     )
-    groups: int = key(
+    groups: int = _moq(
         integer(1), 1, "parts of a weight with a scale each", name="quantize_groups", unit="groups"
     )
-    type: str = key(_TYPES, "symmetric", "whether zero is a level", name="quantize_type")
-    rounding: str = key(
+    type: str = _moq(_TYPES, "symmetric", "whether zero is a level", name="quantize_type")
+    rounding: str = _moq(
         _ROUNDINGS, "nearest", "stochastic: up or down by chance", name="quantize_rounding"
     )
-    mixed: bool = key(
+    mixed: bool = _moq(
         BOOLEAN,
         False,
         "weights are mixed with their values in full precision, whose share falls from 1 to 0 "
         "after each bit",
         name="fp16_mixed_quantize.enabled",
     )
-    change_ratio: float = key(
+    change_ratio: float = _moq(
         number(0, 1),
         0.001,
         "by so much does that share fall each step",
         name="fp16_mixed_quantize.quantize_change_ratio",
     )
-    verbose: bool = key(BOOLEAN, False, "log each fall of a bit", name="quantize_verbose")
+    verbose: bool = _moq(BOOLEAN, False, "log each fall of a bit", name="quantize_verbose")
     kernel: bool = key(BOOLEAN, row=inert("quantizer_kernel", BOOLEAN, _KERNEL))
 
 
@@ -77,23 +89,23 @@ class QuantizeTraining:
 class EigenvalueSection:
     """The largest eigenvalue of each layer's Hessian, which stretches its periods."""
 
-    enabled: bool = key(
+    enabled: bool = _moq(
         BOOLEAN,
         False,
         "a layer whose loss curves more keeps its bits longer: its next step is multiplied by "
         "1 + floor(4 × its eigenvalue / the largest of all layers)",
     )
-    verbose: bool = key(BOOLEAN, False, "log the eigenvalues")
-    max_iter: int = key(integer(1), 100, "iterations of a layer at most", unit="iterations")
-    tol: float = key(number(above=0), 1e-2, "relative change at which an iteration ends")
-    stability: float = key(number(0), 1e-6, "added to a norm that is divided by")
-    gas_boundary_resolution: int = key(
+    verbose: bool = _eigenvalue(BOOLEAN, False, "log the eigenvalues")
+    max_iter: int = _eigenvalue(integer(1), 100, "iterations of a layer at most", unit="iterations")
+    tol: float = _eigenvalue(number(above=0), 1e-2, "relative change at which an iteration ends")
+    stability: float = _eigenvalue(number(0), 1e-6, "added to a norm that is divided by")
+    gas_boundary_resolution: int = _eigenvalue(
         integer(1), 1, "steps from one look to the next", unit="steps"
     )
-    layer_name: str = key(
+    layer_name: str = _eigenvalue(
         TEXT, "bert.encoder.layer", "where the list of layers stands in the model"
     )
-    layer_num: int = key(integer(0), 0, "how many layers it has; 0: as many as there are")
+    layer_num: int = _eigenvalue(integer(0), 0, "how many layers it has; 0: as many as there are")
 
 
 @dataclass(frozen=True)
@@ -106,58 +118,57 @@ class WeightQuantization:
         "modules of different_groups compute with weights in fewer bits",
         name="shared_parameters.enabled",
     )
-    in_forward: bool = key(
+    in_forward: bool = _weights(
         BOOLEAN,
         False,
         "target_bits from schedule_offset on, without the way from start_bits",
         name="shared_parameters.quantize_weight_in_forward",
     )
-    offset: int = key(
+    offset: int = _weights(
         integer(0),
         0,
         "steps before anything is quantized",
         name="shared_parameters.schedule_offset",
         unit="steps",
     )
-    groups: int = key(
+    groups: int = _weights(
         integer(1),
         1,
         "parts of a weight with a scale each",
         name="shared_parameters.quantize_groups",
         unit="groups",
     )
-    type: str = key(
+    type: str = _weights(
         _TYPES, "symmetric", "whether zero is a level", name="shared_parameters.quantization_type"
     )
-    rounding: str = key(
+    rounding: str = _weights(
         _ROUNDINGS,
         "nearest",
         "stochastic: up or down by chance",
         name="shared_parameters.rounding",
     )
-    mixed: bool = key(
+    mixed: bool = _weights(
         BOOLEAN,
         False,
         "as quantize_training.fp16_mixed_quantize",
         name="shared_parameters.fp16_mixed_quantize.enabled",
     )
-    change_ratio: float = key(
+    change_ratio: float = _weights(
         number(0, 1),
         0.001,
         "as quantize_training.fp16_mixed_quantize",
         name="shared_parameters.fp16_mixed_quantize.quantize_change_ratio",
     )
-    verbose: bool = key(
+    verbose: bool = _weights(
         BOOLEAN, False, "log each fall of a bit", name="shared_parameters.quantize_verbose"
     )
-    kernel: bool = key(
-        BOOLEAN, row=inert("shared_parameters.quantizer_kernel", BOOLEAN, _KERNEL)
-    )
+    kernel: bool = key(BOOLEAN, row=inert("shared_parameters.quantizer_kernel", BOOLEAN, _KERNEL))
     different_groups: dict[str, Any] | None = key(
         SECTION,
         None,
         "by name: params (start_bits, target_bits, quantization_period) and modules, patterns of "
         'the names of modules (["*"]: all)',
+        idle=_without(f"{WEIGHTS}.shared_parameters.enabled"),
         hash=False,
     )
 
@@ -207,4 +218,5 @@ SPELLINGS: dict[str, str] = {
     f"{QUANTIZE}.quantize_algo.rounding": f"{QUANTIZE}.quantize_rounding",
     f"{QUANTIZE}.quantize_algo.quantize_rounding": f"{QUANTIZE}.quantize_rounding",
     "eigenvalue": EIGENVALUE,
+    "compression_weights": WEIGHTS,
 }

@@ -18,7 +18,7 @@ import torch
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.quantization import COMPRESSION, QUANTIZE, QuantizeTraining, WeightQuantization
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.logs import logger
 from hf_zero.techniques.rounding import Precision, Rounding, noise_for
 from hf_zero.units.flat_buffer import FlatBuffer
@@ -178,6 +178,10 @@ def quantize_training(config: ZeroConfig) -> WeightsInBits | None:
         return None
     fall = Fall(QUANTIZE, section.start_bits, section.target_bits, section.period)
     _check(fall)
+    if config.eigenvalue.enabled:
+        raise NotBuiltError(
+            "quantize_training.eigenvalue is not built; remove it, or write enabled: false"
+        )
     nothing = (
         f"{QUANTIZE} quantizes the weights of blocks, and this model has no block with a weight "
         "that trains; write compression_training.weight_quantization, which names modules"
@@ -234,9 +238,7 @@ def _group(path: str, group: Any, in_forward: bool) -> tuple[Fall, list[re.Patte
             "target_bits, quantization_period; modules)"
         )
     start, target = params["start_bits"], params["target_bits"]
-    fall = Fall(
-        path, target if in_forward else start, target, params.get("quantization_period", 1)
-    )
+    fall = Fall(path, target if in_forward else start, target, params.get("quantization_period", 1))
     _check(fall)
     patterns = group.get("modules", ["*"])
     try:

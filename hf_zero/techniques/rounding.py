@@ -33,7 +33,7 @@ class Rounding:
         levels = 2.0**bits
         if self.symmetric:
             largest = parts.abs().amax(1, keepdim=True)
-            step, lowest = largest * 2 / levels, 0.0
+            step, lowest = largest * 2 / levels, torch.zeros_like(largest)
             low, high = -levels / 2, levels / 2 - 1
         else:
             lowest = parts.amin(1, keepdim=True)

@@ -38,6 +38,9 @@ SAMPLES: dict[str, Any] = {
     "one of 'ignore', 'warn', 'fail'": "Warn",
     "one of 'fp16', 'float16', 'bf16', 'bfloat16'": "fp16",
     "an integer from 0 to 3": 2,
+    "an integer from 2 to 16": 6,
+    "one of 'symmetric', 'asymmetric'": "asymmetric",
+    "one of 'nearest', 'stochastic'": "Stochastic",
     "one of 4, 1": 4,
     "one of 'seqlen'": "seqlen",
     "one of 'fixed_linear', 'fixed_root', 'fixed_discrete', 'custom'": "fixed_root",
@@ -75,7 +78,6 @@ ASKING: dict[str, Any] = {
     "compile.enabled": True,
     "weight_quantization": {"post_init_quant": {}},
     "datastates_ckpt": {"host_cache_size": 16},
-    "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}},
     "monitor": {"wandb": {"enabled": True}},
 }
 
