@@ -42,6 +42,7 @@ PASSED_ON = (
     "activation_offload",
     "curriculum_learning",
     "data_efficiency",
+    "training_phases",
 )
 
 _LAUNCHER = "read by accelerate launch, which starts the ranks"

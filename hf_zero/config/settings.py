@@ -54,6 +54,7 @@ from hf_zero.config.sections import (
     SchedulerConfig,
     ZeroSection,
 )
+from hf_zero.config.training_phases import PHASES, TrainingPhasesSection
 
 ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
 
@@ -195,6 +196,7 @@ class Settings:
     quantize_training: QuantizeTraining = section(QUANTIZE, QuantizeTraining)
     eigenvalue: EigenvalueSection = section(EIGENVALUE, EigenvalueSection)
     compression_weights: WeightQuantization = section(WEIGHTS, WeightQuantization)
+    training_phases: TrainingPhasesSection = section(PHASES, TrainingPhasesSection)
     wall_clock_breakdown: bool = key(
         BOOLEAN,
         False,

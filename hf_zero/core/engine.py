@@ -14,7 +14,7 @@ from hf_zero.core.consolidate import consolidated, whole_state_dict
 from hf_zero.core.engine_parts import EngineParts
 from hf_zero.core.optimizer_step import refuse_half_done
 from hf_zero.core.sharded_model import DTYPES
-from hf_zero.errors import PartitionError
+from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.logs import logger
 from hf_zero.parameters.tree import map_tensors
 from hf_zero.units.flat_buffer import FlatBuffer
@@ -119,6 +119,43 @@ class TrainingEngine(EngineParts):
         left as it is by the step.
         """
         self.backward_pass.write(flat, name, value)
+
+    # ---- batches ----
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Take another number of micro-batches for a step, from the next window on. Raises
+        ConfigError if it is no whole number, and PartitionError inside a window.
+        """
+        micro = self.train_micro_batch_size_per_gpu() * self.world_size
+        if train_batch_size < 1 or train_batch_size % micro:
+            raise ConfigError(
+                f"a train batch of {train_batch_size} samples is no multiple of the "
+                f"{micro} that all ranks' micro-batches have; choose one"
+            )
+        if self.window_is_open:
+            raise PartitionError(
+                "set_train_batch_size() inside an accumulation window would weigh its "
+                "micro-batches differently; call it after the step that ends the window"
+            )
+        self.set_batches(self.train_micro_batch_size_per_gpu(), train_batch_size // micro)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Say that micro-batches have another number of samples from now on: the loop brings them,
+        the number of micro-batches of a step stays.
+        """
+        self.set_batches(micro_batch_size, self.gradient_accumulation_steps())
+
+    def set_batches(self, micro: int, steps: int) -> None:
+        """Micro-batches of ``micro`` samples, ``steps`` of them in a step, from the next window
+        on.
+        """
+        self.accumulation.steps = steps
+        sizes = {
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": steps,
+            "train_batch_size": micro * steps * self.world_size,
+        }
+        self.config = self.config.override(sizes, "set by the script").resolve(self.world_size)
 
     # ---- parameters ----
 

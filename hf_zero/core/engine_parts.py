@@ -197,11 +197,12 @@ class EngineParts(nn.Module):
         return torch.zeros((), dtype=torch.float64, device=self.device) if norm is None else norm
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each group of the optimizer, 0.0 where that makes its own
-        (Adafactor's ``relative_step``); empty without one.
+        """The learning rate of each group of the optimizer in the next step, 0.0 where that makes
+        its own (Adafactor's ``relative_step``); empty without one. Where training phases scale it,
+        the groups and the scheduler hold the schedule's.
         """
         groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return [float(group["lr"] or 0.0) for group in groups]
+        return [float(group["lr"] or 0.0) * self.optimizer_step.lr_scale for group in groups]
 
     def was_step_applied(self) -> bool:
         """Whether the last step() changed the weights: False between boundaries and after an

@@ -22,6 +22,7 @@ from hf_zero.gradients.norm import squared_norm
 from hf_zero.gradients.usage import Usage
 from hf_zero.logs import logger
 from hf_zero.one_bit.steps import OneBitSteps
+from hf_zero.optim.hyperparameters import scaled_rates
 from hf_zero.spans import span
 from hf_zero.storage.base import MASTER
 from hf_zero.storage.placement import ShardSpec, room_beside_a_step
@@ -60,6 +61,7 @@ class OptimizerStep:
         self.usage = Usage(model.trainable, mesh, mesh.device)
         # to which the gradient is clipped; 0.0: not
         self.max_norm = float(config.gradient_clipping or 0.0)
+        self.lr_scale = 1.0  # what an update multiplies the learning rates of the groups by
         # where the momentum travels in one bit
         self.one_bit = (
             None
@@ -122,7 +124,7 @@ class OptimizerStep:
         """
         if unit.offloaded:
             unit.take_user_writes()
-            with self._updating_state():
+            with self._updating_state(), scaled_rates(self.bound.groups, self.lr_scale):
                 self.updater.start_early(self.updater.early or self.bound.begin(1.0, steps), unit)
 
     @torch.no_grad()
@@ -172,6 +174,7 @@ class OptimizerStep:
         with (
             model.schedule.shards.writing(),
             self._updating_state(),
+            scaled_rates(self.bound.groups, self.lr_scale),
         ):  # in fp32 the masters are the shards
             self.take_user_writes()
             if one_bit is not None:

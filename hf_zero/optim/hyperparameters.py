@@ -8,7 +8,8 @@ stays with the running object.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +27,22 @@ def current(group: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in group.items()
         if name != "params"
     }
+
+
+@contextmanager
+def scaled_rates(groups: Sequence[MutableMapping[str, Any]], factor: float) -> Iterator[None]:
+    """Within it the learning rate of each group is ``factor`` times its own. Schedules, which
+    compute rates from those they find, never see it.
+    """
+    rates = [] if factor == 1.0 else [group["lr"] for group in groups]
+    kept = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
+    for group, rate in zip(groups, rates):
+        restore(group, {"lr": rate * factor})
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, kept):
+            restore(group, {"lr": rate})
 
 
 def plain(group: Mapping[str, Any]) -> dict[str, Any]:

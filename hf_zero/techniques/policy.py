@@ -7,8 +7,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.curriculum import LEGACY
+from hf_zero.config.training_phases import PHASES
 from hf_zero.errors import ConfigError
-from hf_zero.techniques import curriculum
+from hf_zero.techniques import curriculum, training_phases
 from hf_zero.techniques.quantization import quantize_training, weight_quantization
 
 
@@ -41,6 +42,7 @@ TECHNIQUES: Mapping[str, Callable[[ZeroConfig], Technique | None]] = {
     LEGACY: curriculum.of_config,
     "quantize_training": quantize_training,
     "weight_quantization": weight_quantization,
+    PHASES: training_phases.of_config,
 }
 
 

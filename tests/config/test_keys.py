@@ -15,6 +15,7 @@ from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
 from hf_zero.config.kinds import KERNELS
 from hf_zero.config.offload import FORMER
 from hf_zero.config.rows import Key, Status
+from hf_zero.config.training_phases import PHASE_LIST, RAMPUP
 from hf_zero.errors import ConfigError, NotBuiltError
 from tests.helpers.commands import completed
 
@@ -43,6 +44,9 @@ SAMPLES: dict[str, Any] = {
     "one of 'nearest', 'stochastic'": "Stochastic",
     "one of 4, 1": 4,
     "one of 'seqlen'": "seqlen",
+    "one of 'none', 'linear', 'sqrt'": "sqrt",
+    PHASE_LIST.expected: [{"steps": 2}, {}],
+    RAMPUP.expected: [1, 1, 8],
     "one of 'fixed_linear', 'fixed_root', 'fixed_discrete', 'custom'": "fixed_root",
     "one of 32, 64, 128, 256, 512, 1024, 2048": 64,
     "an integer of at least -1": 2,

@@ -20,6 +20,7 @@ from hf_zero.config.keys import KEYS, SECTIONS
 from hf_zero.config.kinds import KERNELS
 from hf_zero.config.offload import FORMER
 from hf_zero.config.rows import Status
+from hf_zero.config.training_phases import PHASE_LIST, RAMPUP
 from hf_zero.errors import ConfigError, NotBuiltError
 
 NUMBERS = st.floats(0.125, 1e6, allow_nan=False)
@@ -69,6 +70,9 @@ STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
     "one of 'nearest', 'stochastic'": st.sampled_from(["nearest", "STOCHASTIC"]),
     "one of 4, 1": st.sampled_from([4, 1]),
     "one of 'seqlen'": st.just("seqlen"),
+    "one of 'none', 'linear', 'sqrt'": st.just("sqrt"),
+    PHASE_LIST.expected: st.just([{"steps": 2}, {}]),
+    RAMPUP.expected: st.just([1, 1, 8]),
     "one of 'fixed_linear', 'fixed_root', 'fixed_discrete', 'custom'": st.just("fixed_root"),
     "one of 32, 64, 128, 256, 512, 1024, 2048": st.sampled_from([32, 256]),
     "an integer of at least -1": st.integers(1, 9),

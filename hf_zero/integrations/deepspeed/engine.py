@@ -17,7 +17,6 @@ from hf_zero.core.gathered import GatheredParameters
 from hf_zero.device import kinds
 from hf_zero.errors import (
     ConfigError,
-    PartitionError,
     UnreducedGradientsError,
     UnscalableLossError,
 )
@@ -163,34 +162,6 @@ class DeepSpeedEngine(ReportingEngine):
         self.reduce_gradients()
 
     # ---- batches ----
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Take another number of micro-batches for a step, from the next window on. Raises
-        ConfigError if it is no whole number, and PartitionError inside a window.
-        """
-        micro = self.train_micro_batch_size_per_gpu() * self.world_size
-        if train_batch_size < 1 or train_batch_size % micro:
-            raise ConfigError(
-                f"a train batch of {train_batch_size} samples is no multiple of the "
-                f"{micro} that all ranks' micro-batches have; choose one"
-            )
-        if self.window_is_open:
-            raise PartitionError(
-                "set_train_batch_size() inside an accumulation window would weigh its "
-                "micro-batches differently; call it after the step that ends the window"
-            )
-        self._set_batches(self.train_micro_batch_size_per_gpu(), train_batch_size // micro)
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Say that micro-batches have another number of samples from now on: the loop brings them,
-        the number of micro-batches of a step stays.
-        """
-        self._set_batches(micro_batch_size, self.gradient_accumulation_steps())
-
-    def _set_batches(self, micro: int, steps: int) -> None:
-        self.accumulation.steps = steps
-        config = self.config.override(self._batches(micro, steps), "set by the script")
-        self.config = config.resolve(self.world_size)
 
     def _batches(self, micro: int, steps: int) -> dict[str, int]:
         return {

@@ -1,0 +1,267 @@
+"""Phases of one training: sequences, batches and the learning rate change at given steps, in one
+run and one series of checkpoints.
+
+BERT trains on 128 tokens, then on 512 (Devlin et al., 2019); LAMB warms up again where they grow
+(You et al., 2020). Batches that grow, with the learning rate in proportion to them or to their
+square root: Smith et al., "Don't Decay the Learning Rate, Increase the Batch Size", 2018.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from typing import Any
+
+from hf_zero.config import ZeroConfig
+from hf_zero.config.kinds import COUNT, integer, number
+from hf_zero.config.spelling import did_you_mean
+from hf_zero.config.training_phases import PHASES
+from hf_zero.core.backward import Counters
+from hf_zero.errors import ConfigError
+from hf_zero.techniques.sequence_length import SequenceLength
+
+_SCALING = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
+MICRO, TOTAL = "train_micro_batch_size_per_gpu", "train_batch_size"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """``steps`` optimizer steps; None: all that follow, or as the configuration says."""
+
+    steps: int | None = None
+    sequence_length: int | None = None
+    train_batch_size: int | None = None
+    train_micro_batch_size_per_gpu: int | None = None
+    lr_scale: float = 1.0
+    warmup_steps: int = 0
+    lr_decay_power: float = 0.0
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], section: str) -> Phase:
+        kinds = {item.name: integer(1) for item in fields(cls)} | {
+            "lr_scale": number(above=0),
+            "warmup_steps": COUNT,
+            "lr_decay_power": number(0),
+        }
+        read = {}
+        for name, value in values.items():
+            if name not in kinds:
+                raise ConfigError(f"unknown key '{section}.{name}'{did_you_mean(name, kinds)}")
+            try:
+                read[name] = None if value is None else kinds[name].convert(value)
+            except ValueError:
+                raise ConfigError(
+                    f"{section}.{name} = {value!r} is not {kinds[name].expected}; write "
+                    f"{kinds[name].expected}"
+                ) from None
+        phase = cls(**{name: value for name, value in read.items() if value is not None})
+        if phase.lr_decay_power and phase.steps is None:
+            raise ConfigError(
+                f"{section}.lr_decay_power lets the learning rate end at 0 with the phase, which "
+                f"has no end; write {section}.steps"
+            )
+        return phase
+
+    def lr_factor(self, step: int) -> float:
+        """What the learning rate of step ``step`` of this phase, counted from 1, is multiplied by:
+        a rise of ``warmup_steps`` steps, then (1 - t / T) ** lr_decay_power over the others.
+        """
+        if step <= self.warmup_steps:
+            return self.lr_scale * step / self.warmup_steps
+        if not self.lr_decay_power or self.steps is None:
+            return self.lr_scale
+        left = (self.steps - step + 1) / (self.steps - self.warmup_steps)
+        return self.lr_scale * max(0.0, left) ** self.lr_decay_power
+
+
+def rampup(start: int, increment: int, samples: int, end: int) -> list[tuple[int, int]]:
+    """(samples of a step, steps) of a batch that grows from ``start`` to ``end``, one increment
+    after each equal share of ``samples``; ``end`` itself is what follows. The batch of a step goes
+    by the samples before it, as in Megatron.
+    """
+    grows, rest = divmod(end - start, increment)
+    if rest or grows < 0:
+        raise ConfigError(
+            f"{PHASES}.rampup_batch_size goes from {start} by {increment} past {TOTAL} = {end}; "
+            "write an increment that divides the difference"
+        )
+    done, found = 0, []
+    for grown in range(grows):
+        size = start + grown * increment
+        steps = max(0, math.ceil((samples * (grown + 1) / grows - done) / size))
+        done += steps * size
+        found.append((size, steps))
+    return found
+
+
+class TrainingPhases:
+    """The phases of one engine; a :class:`hf_zero.techniques.policy.Technique`. All of it is a
+    function of ``global_steps``.
+    """
+
+    def __init__(self, config: ZeroConfig):
+        section = config.training_phases
+        self.phases = [
+            Phase.read(phase, f"{PHASES}.phases[{at}]")
+            for at, phase in enumerate(section.phases or [{}])
+        ]
+        for at, phase in enumerate(self.phases[:-1]):
+            if phase.steps is None:
+                raise ConfigError(
+                    f"{PHASES}.phases[{at}] has no steps, and others follow; write its steps"
+                )
+        # the last step of each phase but the last
+        self._ends = list(accumulate(phase.steps or 0 for phase in self.phases[:-1]))
+        self._rampup = section.rampup_batch_size
+        if self._rampup and any(phase.train_batch_size for phase in self.phases):
+            raise ConfigError(
+                f"{PHASES}.rampup_batch_size and {TOTAL} of a phase both say how many samples a "
+                "step has; keep one"
+            )
+        self._grown: list[tuple[int, int]] = []
+        self._power = _SCALING[section.lr_scaling_method]
+        cuts = any(phase.sequence_length for phase in self.phases)
+        self.sequences = (
+            SequenceLength(self._length, PHASES, section.sequence_reshape) if cuts else None
+        )
+        self._counters = Counters()
+        self._sizes = (1, 1)  # the batch and the micro-batch of the configuration
+        self._engine: weakref.ref[Any] | None = None
+
+    @property
+    def changes_micro_batches(self) -> bool:
+        return any(phase.train_micro_batch_size_per_gpu for phase in self.phases)
+
+    @property
+    def changes_batches(self) -> bool:
+        return bool(self._rampup) or any(phase.train_batch_size for phase in self.phases)
+
+    def at(self, step: int) -> tuple[Phase, int]:
+        """The phase of optimizer step ``step``, counted from 1, and its number within it."""
+        before = 0
+        for phase, end in zip(self.phases, self._ends):
+            if step <= end:
+                return phase, step - before
+            before = end
+        return self.phases[-1], step - before
+
+    def batch_size(self, step: int) -> int:
+        """Samples of optimizer step ``step`` on all ranks."""
+        for size, steps in self._grown:
+            if step <= steps:
+                return size
+            step -= steps
+        return (
+            self._sizes[0] if self._grown else self.at(step)[0].train_batch_size or self._sizes[0]
+        )
+
+    def lr_scale(self, step: int) -> float:
+        """What the schedule's learning rate is multiplied by in optimizer step ``step``."""
+        phase, within = self.at(step)
+        return phase.lr_factor(within) * (self.batch_size(step) / self._sizes[0]) ** self._power
+
+    def install(self, engine: Any) -> None:
+        if engine.optimizer is None:
+            return
+        self._engine = weakref.ref(engine)
+        self._counters = engine.counters
+        self._sizes = (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu())
+        if self._rampup:
+            start, increment, samples = self._rampup
+            self._grown = rampup(start, increment, samples, self._sizes[0])
+        self._check(engine)
+        if self.sequences is not None:
+            self.sequences.install(engine.module)
+        self._begin(engine)
+
+    def _check(self, engine: Any) -> None:
+        """Raise ConfigError for batches that micro-batches do not divide, and for learning rates
+        that there are not.
+        """
+        sizes = {(size, self._sizes[1]) for size, _ in self._grown} or {
+            (
+                phase.train_batch_size or self._sizes[0],
+                phase.train_micro_batch_size_per_gpu or self._sizes[1],
+            )
+            for phase in self.phases
+        }
+        for size, micro in sorted(sizes):
+            if size % (micro * engine.world_size):
+                raise ConfigError(
+                    f"{PHASES} makes steps of {size} samples, no multiple of the "
+                    f"{micro * engine.world_size} that the micro-batches of all ranks have; choose "
+                    "one"
+                )
+        if self.phases[0].train_micro_batch_size_per_gpu not in (None, self._sizes[1]):
+            raise ConfigError(
+                f"{PHASES}.phases[0].{MICRO} is {self.phases[0].train_micro_batch_size_per_gpu}, "
+                f"and {MICRO}, by which the loader is made, is {self._sizes[1]}; write that of the "
+                "first phase there"
+            )
+        if any(group["lr"] is None for group in engine.optimizer.param_groups):
+            raise ConfigError(
+                f"{PHASES} changes the learning rate, and {type(engine.optimizer).__name__} makes "
+                "its own; give it an lr"
+            )
+        if self.changes_batches and not engine.accumulation.managed:
+            raise ConfigError(
+                f"{PHASES} changes how many micro-batches a step has, and "
+                "managed_gradient_accumulation is false; remove that key"
+            )
+
+    def _begin(self, engine: Any) -> None:
+        """Make the engine ready for the step that comes."""
+        step = self._counters.global_steps + 1
+        phase, _ = self.at(step)
+        micro = phase.train_micro_batch_size_per_gpu or self._sizes[1]
+        steps = self.batch_size(step) // (micro * engine.world_size)
+        now = (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps())
+        if now != (micro, steps):
+            engine.set_batches(micro, steps)
+            _set_rows(engine.training_dataloader, micro)
+        engine.optimizer_step.lr_scale = self.lr_scale(step)
+
+    def end_step(self) -> None:
+        engine = self._engine() if self._engine is not None else None
+        if engine is not None:
+            self._begin(engine)
+
+    def prepare_batch(self, batch: Any) -> Any:
+        return batch if self.sequences is None else self.sequences.cut(batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.end_step()  # of the last step before the save
+
+    def remove(self) -> None:
+        if self.sequences is not None:
+            self.sequences.remove()
+
+    def _length(self) -> int | None:
+        return self.at(self._counters.global_steps + 1)[0].sequence_length
+
+
+def _set_rows(loader: Any, rows: int) -> None:
+    """Micro-batches of ``rows`` samples from the engine's own loader, from the next one on."""
+    sampler: Any = getattr(loader, "batch_sampler", None)
+    if getattr(sampler, "batch_size", rows) == rows:
+        return
+    if sampler.drop_last:
+        raise ConfigError(
+            f"{PHASES} changes {MICRO}, and a loader that drops incomplete batches has fixed its "
+            "own for the epoch; remove dataloader_drop_last"
+        )
+    sampler.batch_size = rows
+
+
+def of_config(config: ZeroConfig) -> TrainingPhases | None:
+    """The phases of ``config``; None where it has none."""
+    section = config.training_phases
+    if section.phases is None and section.rampup_batch_size is None:
+        return None
+    return TrainingPhases(config)

@@ -1,0 +1,291 @@
+"""Phases of one training, against plain loops that do the same by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from hf_zero.config import ZeroConfig
+from hf_zero.errors import ConfigError
+from hf_zero.optim.adafactor import Adafactor
+from hf_zero.optim.warmup import WarmupDecayLR
+from hf_zero.techniques.training_phases import TrainingPhases, rampup
+from tests.helpers import oracle
+from tests.helpers.engines import STAGES, config_of, full_weights, start
+from tests.helpers.models import ARCHITECTURES, ROWS
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import adamw
+
+# By step: micro-batches of a rank, tokens of a row, and what multiplies the learning rate.
+BY_HAND = [
+    (1, 4, 0.5), (1, 4, 1.0),
+    (2, 9, 2.0**0.5 * 0.5 * 1 / 3), (2, 9, 2.0**0.5 * 0.5 * 2 / 3), (2, 9, 2.0**0.5 * 0.5),
+    (4, 6, 2.0 * (4 / 4) ** 2), (4, 6, 2.0 * (3 / 4) ** 2),
+]  # fmt: skip
+ARCHITECTURE = ARCHITECTURES["gpt2"]
+
+
+def phases(ranks: int) -> dict[str, Any]:
+    rows = ROWS * ranks
+    return {
+        "lr_scaling_method": "sqrt",
+        "phases": [
+            {"steps": 2, "sequence_length": 4, "warmup_steps": 2},
+            {"steps": 3, "train_batch_size": 2 * rows, "lr_scale": 0.5, "warmup_steps": 3},
+            {"steps": 4, "train_batch_size": 4 * rows, "sequence_length": 6, "lr_decay_power": 2},
+        ],
+    }
+
+
+def exponential(optimizer: Any) -> Any:
+    return lr_scheduler.ExponentialLR(optimizer, 0.8)  # computes from what it finds in the groups
+
+
+def closed(optimizer: Any) -> Any:
+    return WarmupDecayLR(optimizer, 9, 0.0, 2e-3, 2, "linear")
+
+
+def plain(ranks: int, schedule: Any) -> dict[str, torch.Tensor]:
+    model = ARCHITECTURE.build()
+    optimizer = adamw(model)
+    scheduler = schedule(optimizer)
+    for step, (micros, length, factor) in enumerate(BY_HAND):
+        for micro in range(micros):
+            for rank in range(ranks):
+                batch = ARCHITECTURE.batch(step, micro, rank)
+                short = {name: value[:, :length].contiguous() for name, value in batch.items()}
+                (model(**short).loss / (micros * ranks)).backward()
+        rate = optimizer.param_groups[0]["lr"]
+        optimizer.param_groups[0]["lr"] = rate * factor
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        scheduler.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def trained(
+    engine: Any, rank: int, steps: range, micros: list[int], rates: list[float]
+) -> dict[str, torch.Tensor]:
+    for step in steps:
+        micros.append(engine.gradient_accumulation_steps())
+        rates.append(engine.get_lr()[0])
+        for micro in range(micros[-1]):
+            engine.backward(engine(**ARCHITECTURE.batch(step, micro, rank)).loss)
+            engine.step()
+        assert engine.global_steps == step + 1
+    return full_weights(engine)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("schedule", [exponential, closed])
+def test_a_plain_loop_that_does_the_same(stage, ranks, schedule):
+    models = [ARCHITECTURE.build() for _ in range(ranks)]
+
+    def run(rank: int) -> dict[str, torch.Tensor]:
+        config = config_of(stage, training_phases=phases(ranks))
+        engine = start(models[rank], adamw(models[rank]), config, lr_scheduler=schedule)
+        micros: list[int] = []
+        weights = trained(engine, rank, range(len(BY_HAND)), micros, [])
+        assert micros == [each[0] for each in BY_HAND]
+        assert engine.train_batch_size() == 4 * ROWS * ranks
+        engine.destroy()
+        return weights
+
+    wanted = plain(ranks, schedule)
+    for weights in run_ranks(ranks, run):
+        oracle.compare_tensors("weights", weights, wanted, floor=oracle.ADAM_ROUNDING)
+
+
+@pytest.mark.parametrize("offload", [{}, {"offload_optimizer": {"device": "cpu"}}])
+def test_resumed_in_a_phase(offload, tmp_path: Path):
+    """On another number of ranks: the samples of a step stay, not its micro-batches."""
+
+    def run(rank: int, steps: range, load: bool) -> Any:
+        model = ARCHITECTURE.build()
+        section = phases(2)
+        section["phases"][2].pop("train_batch_size")
+        section["phases"][0]["train_batch_size"] = 2 * ROWS
+        config = config_of(
+            2,
+            train_batch_size=4 * ROWS,
+            gradient_accumulation_steps=None,
+            training_phases=section,
+            zero_optimization={"stage": 2, **offload},
+        )
+        engine = start(model, adamw(model), config, lr_scheduler=exponential)
+        if load:
+            engine.load_checkpoint(str(tmp_path))
+        micros: list[int] = []
+        rates: list[float] = []
+        trained(engine, rank, steps, micros, rates)
+        if not load:
+            engine.save_checkpoint(str(tmp_path))
+        engine.destroy()
+        return micros, rates
+
+    (whole, rates), _ = run_ranks(2, run, range(7), False)
+    assert whole == [1, 1, 2, 2, 2, 2, 2]
+    run_ranks(2, run, range(4), False)
+    rest = run_ranks(1, run, range(4, 7), True)[0]
+    assert rest[0] == [4, 4, 4]
+    assert rest[1] == pytest.approx(rates[4:])
+
+
+def test_a_step_that_overflows_counts():
+    def run(rank: int) -> list[int]:
+        model = ARCHITECTURE.build()
+        config = config_of(
+            1, training_phases=phases(1), fp16={"enabled": True, "initial_scale_power": 30}
+        )
+        engine = start(model, adamw(model), config)
+        micros: list[int] = []
+        trained(engine, rank, range(5), micros, [])
+        assert engine.skipped_steps > 0
+        return micros
+
+    assert run_ranks(1, run) == [[1, 1, 2, 2, 2]]
+
+
+class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, at: int) -> torch.Tensor:
+        return torch.full((9,), at % 60 + 3)
+
+
+def test_micro_batches_of_the_engines_own_loader():
+    """They shrink where sequences grow, in the middle of an epoch."""
+    section = {
+        "phases": [
+            {"steps": 3, "sequence_length": 4, "train_micro_batch_size_per_gpu": 8},
+            {"train_micro_batch_size_per_gpu": 4},
+        ]
+    }
+
+    def run(rank: int, drop: bool) -> list[tuple[int, ...]]:
+        import hf_zero
+
+        model = ARCHITECTURE.build()
+        config = config_of(
+            0,
+            training_phases=section,
+            train_micro_batch_size_per_gpu=8,
+            gradient_accumulation_steps=1,
+            dataloader_drop_last=drop,
+        )
+        engine, _, loader, _ = hf_zero.initialize(
+            model=model, optimizer=adamw(model), config=config, training_data=Rows()
+        )
+        assert loader is not None
+        seen, samples = [], []
+        for batch in loader:
+            loss = engine(batch, labels=batch).loss
+            seen.append(tuple(engine.prepare_batch({"input_ids": batch})["input_ids"].shape))
+            samples += batch[:, 0].tolist()
+            engine.backward(loss)
+            engine.step()
+        assert sorted(samples) == sorted(at % 60 + 3 for at in range(64))
+        assert engine.global_samples == 64
+        return seen
+
+    # of 8 rows a step each micro-batch of 4 is half
+    assert run_ranks(1, run, False) == [[(8, 4)] * 3 + [(4, 9)] * 10]
+    with pytest.raises(Exception, match="remove dataloader_drop_last"):
+        run_ranks(1, run, True)
+
+
+def test_a_batch_that_grows_as_megatrons():
+    """The numbers are those of Megatron's rule: start + increment · floor(samples / share)."""
+
+    def rule(start: int, increment: int, samples: int, end: int, steps: int) -> list[int]:
+        sizes, done = [], 0
+        for _ in range(steps):
+            share = samples / ((end - start) // increment)
+            grown = min(start + int(done / share) * increment, end) if done <= samples else end
+            sizes.append(grown)
+            done += grown
+        return sizes
+
+    for settings in ((4, 4, 64, 16), (2, 2, 100, 12), (8, 8, 3, 32)):
+        *own, end = settings
+        config = {"train_batch_size": end, "training_phases": {"rampup_batch_size": own}}
+        made = TrainingPhases(ZeroConfig.from_dict(config))
+        made._sizes, made._grown = (end, 1), rampup(*settings)
+        assert [made.batch_size(step) for step in range(1, 41)] == rule(*settings, 40)
+
+    assert rampup(16, 4, 50, 16) == []
+
+    def run(rank: int) -> list[int]:
+        model = ARCHITECTURE.build()
+        section = {"rampup_batch_size": [ROWS, ROWS, 3 * ROWS], "lr_scaling_method": "linear"}
+        config = config_of(0, training_phases=section, gradient_accumulation_steps=3)
+        engine = start(model, adamw(model), config)
+        micros: list[int] = []
+        rates: list[float] = []
+        trained(engine, rank, range(4), micros, rates)
+        assert rates == pytest.approx([1e-3 * micro / 3 for micro in micros])
+        return micros
+
+    assert run_ranks(1, run) == [[1, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"phases": [{"step": 3}]}, r"'training_phases\.phases\[0\]\.step'; did you mean 'steps'"),
+        ({"phases": [{"steps": 0}]}, "steps = 0 is not an integer of at least 1"),
+        ({"phases": [{}, {"steps": 1}]}, r"phases\[0\] has no steps, and others follow"),
+        ({"phases": [{"lr_decay_power": 1}]}, r"write training_phases\.phases\[0\]\.steps"),
+        ({"phases": []}, "is not a list of phases"),
+        ({"rampup_batch_size": [1, 2]}, "is not a list of three numbers"),
+        ({"rampup_batch_size": [2, 3, 9]}, "from 2 by 3 past train_batch_size = 4"),
+        (
+            {"rampup_batch_size": [2, 2, 9], "phases": [{"train_batch_size": 4}]},
+            "both say how many samples",
+        ),
+        ({"phases": [{"train_batch_size": 3}]}, "steps of 3 samples, no multiple of the 2 that"),
+        ({"phases": [{"train_micro_batch_size_per_gpu": 1}]}, "by which the loader is made, is 2"),
+    ],
+)
+def test_phases_that_are_refused(section, said):
+    def run(rank: int) -> None:
+        model = nn.Linear(2, 2)
+        config = config_of(0, training_phases=section, gradient_accumulation_steps=2)
+        start(model, adamw(model), config)
+
+    with pytest.raises(Exception, match=said):
+        run_ranks(1, run)
+
+
+def test_what_cannot_be_changed():
+    def run(rank: int) -> None:
+        model = nn.Linear(2, 2)
+        section = {"phases": [{"train_batch_size": 4}]}
+        config = config_of(0, training_phases=section, managed_gradient_accumulation=False)
+        with pytest.raises(ConfigError, match="managed_gradient_accumulation is false; remove"):
+            start(model, adamw(model), config)
+        model = nn.Linear(2, 2)
+        optimizer = Adafactor(model.parameters(), lr=None, relative_step=True)
+        with pytest.raises(ConfigError, match="Adafactor makes its own; give it an lr"):
+            start(model, optimizer, config_of(0, training_phases=section))
+
+    run_ranks(1, run)
+
+
+def test_nothing_is_installed_without_phases():
+    def run(rank: int) -> None:
+        model = nn.Linear(2, 2)
+        config = config_of(0, training_phases={"lr_scaling_method": "sqrt"})
+        engine = start(model, adamw(model), config)
+        assert engine.techniques.by_key == {} and engine.get_lr() == [1e-3]
+
+    run_ranks(1, run)
