@@ -163,15 +163,19 @@ class TrainingPhases:
         phase, within = self.at(step)
         return phase.lr_factor(within) * (self.batch_size(step) / self._sizes[0]) ** self._power
 
+    def resize(self, batch: int, micro: int) -> None:
+        """Take the configuration's own numbers of samples, of a step and of a micro-batch."""
+        self._sizes = (batch, micro)
+        if self._rampup:
+            start, increment, samples = self._rampup
+            self._grown = rampup(start, increment, samples, batch)
+
     def install(self, engine: Any) -> None:
         if engine.optimizer is None:
             return
         self._engine = weakref.ref(engine)
         self._counters = engine.counters
-        self._sizes = (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu())
-        if self._rampup:
-            start, increment, samples = self._rampup
-            self._grown = rampup(start, increment, samples, self._sizes[0])
+        self.resize(engine.train_batch_size(), engine.train_micro_batch_size_per_gpu())
         self._check(engine)
         if self.sequences is not None:
             self.sequences.install(engine.module)

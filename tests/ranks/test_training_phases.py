@@ -219,7 +219,7 @@ def test_a_batch_that_grows_as_megatrons():
         *own, end = settings
         config = {"train_batch_size": end, "training_phases": {"rampup_batch_size": own}}
         made = TrainingPhases(ZeroConfig.from_dict(config))
-        made._sizes, made._grown = (end, 1), rampup(*settings)
+        made.resize(end, 1)
         assert [made.batch_size(step) for step in range(1, 41)] == rule(*settings, 40)
 
     assert rampup(16, 4, 50, 16) == []

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from hf_zero.errors import PartitionError
+from hf_zero.config.training_phases import PHASES
+from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations import finder
 from hf_zero.parameters.parameter import owner_of
 
@@ -50,10 +51,45 @@ def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
         for engine in result:
             if isinstance(engine, Engine) and engine.optimizer is not None:
                 offer_offload_names(engine)
+                _refuse_other_micro_batches(engine)
         register_engines(self)
         return result
 
     return _prepare_deepspeed
+
+
+def follow_the_phases(original: Callable[..., None]) -> Callable[..., None]:
+    """Wraps ``Accelerator._do_sync``: windows of ``accumulate`` have as many micro-batches as the
+    phase of the engine's training says.
+    """
+
+    def _do_sync(self: Any) -> None:
+        phases = _phases_of(self)
+        if phases is not None and phases.changes_batches:
+            steps = self.deepspeed_engine_wrapped.engine.gradient_accumulation_steps()
+            if steps != self.gradient_accumulation_steps:
+                self.gradient_accumulation_steps, self.step = steps, 0
+        original(self)
+
+    return _do_sync
+
+
+def _phases_of(accelerator: Any) -> Any:
+    wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
+    techniques = getattr(getattr(wrapped, "engine", None), "techniques", None)
+    return None if techniques is None else techniques.by_key.get(PHASES)
+
+
+def _refuse_other_micro_batches(engine: Any) -> None:
+    """Raise ConfigError for phases with micro-batches of another size than the loader's."""
+    phases = engine.techniques.by_key.get(PHASES)
+    if phases is not None and phases.changes_micro_batches:
+        engine.destroy()
+        raise ConfigError(
+            f"{PHASES} changes {MICRO}, and the data loader that was prepared brings batches of "
+            "one size; leave the key out of the phases and change train_batch_size: the number of "
+            "micro-batches follows"
+        )
 
 
 def refuse_optimizer_apart(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.objects import split
+from hf_zero.config.training_phases import PHASES
 from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.distributed import init, process_group
 from hf_zero.engine import Engine
@@ -217,6 +218,15 @@ class StrategyMethods:
                 f"{settings.scheduler.type!r}; keep one"
             )
         engine, made, _, scheduler = initialize(model=module, optimizer=optimizer, config=settings)
+        techniques: Any = engine.techniques
+        phases = techniques.by_key.get(PHASES)
+        if phases is not None and (phases.changes_batches or phases.changes_micro_batches):
+            engine.destroy()
+            raise ConfigError(
+                f"{PHASES} changes the batch, and Lightning's loop has windows of one size; keep "
+                "sequence_length and the learning rate in it, and let a "
+                "GradientAccumulationScheduler change accumulate_grad_batches"
+            )
         engine.lr_scheduler = None  # Lightning steps it
         engine.set_gradient_accumulation_boundary(True)
         this.optimizers = [core._MockOptimizer() if made is None else made]

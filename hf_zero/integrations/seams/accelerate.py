@@ -127,6 +127,13 @@ SEAMS: tuple[Seam, ...] = (
         "trains apart without a word",
     ),
     Seam(
+        target="accelerate.accelerator:Accelerator._do_sync",
+        signature="(self)",
+        wrapper="hf_zero.integrations.accelerate.accelerator:follow_the_phases",
+        versions=ACCELERATE,
+        why="windows of `accumulate` have one size, which training_phases change",
+    ),
+    Seam(
         target="accelerate.accelerator:Accelerator.no_sync",
         signature="(self, model)",
         wrapper="hf_zero.integrations.accelerate.multiple_models:add_up_in_no_sync",

@@ -201,10 +201,41 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="transformers.trainer:Trainer.get_batch_samples",
         signature="(self, epoch_iterator, num_batches, device)",
-        wrapper="hf_zero.integrations.transformers.trainer:take_prepared_batches",
+        wrapper="hf_zero.integrations.transformers.trainer_phases:take_prepared_batches",
         versions=TRANSFORMERS,
         why="counts the labels of whole sequences, by which the loss of sequences that the engine "
         "cuts would be divided",
+    ),
+    *(
+        Seam(
+            f"transformers.trainer:Trainer.{name}",
+            signature,
+            f"hf_zero.integrations.transformers.trainer_phases:{wrapper}",
+            TRANSFORMERS,
+            why,
+        )
+        for name, signature, wrapper, why in (
+            (
+                "training_step",
+                "(self, model, inputs, num_items_in_batch=None)",
+                "train_on_windows",
+                "windows of one size are all that the inner loop knows; training_phases make "
+                "them grow",
+            ),
+            (
+                "set_initial_training_values",
+                "(self, args, dataloader)",
+                "count_windows",
+                "counts the epochs of max_steps, and the steps of epochs, by windows of one size",
+            ),
+            (
+                "_init_training_state",
+                "(self, max_steps, num_update_steps_per_epoch, num_train_epochs, "
+                "resume_from_checkpoint, trial)",
+                "resume_windows",
+                "skips the data of a resumed run by windows of one size",
+            ),
+        )
     ),
     Seam(
         target="transformers.trainer:Trainer._get_grad_norm",

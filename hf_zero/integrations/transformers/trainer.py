@@ -130,19 +130,6 @@ def prepare_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     return _prepare_for_training
 
 
-def take_prepared_batches(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``Trainer.get_batch_samples``: the batches of an accumulation window are changed by
-    training techniques before their labels are counted.
-    """
-
-    def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        if under_zero(self) and self.deepspeed is not None:
-            epoch_iterator = map(self.deepspeed.prepare_batch, epoch_iterator)
-        return original(self, epoch_iterator, num_batches, device)
-
-    return get_batch_samples
-
-
 def leave_norm_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``Trainer._get_grad_norm``: returns the norm as a tensor, which the Trainer reads when
     it logs.

@@ -1,0 +1,151 @@
+"""The wrappers of ``transformers.trainer`` for training techniques: batches that they change, and
+accumulation windows that grow.
+
+[Note: windows that grow]
+The Trainer counts epochs, steps and the data that a resumed run skips in accumulation windows of
+one size. Where ``training_phases`` change the batch, an item of its inner loop is a whole window:
+``get_batch_samples`` takes as many batches as the phase asks for, and hands them on as one, whose
+``training_step`` trains on each in turn. An epoch ends with a window of what is left, as ever.
+
+Imported in the middle of ``import transformers``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+from hf_zero.config import ZeroConfig
+from hf_zero.errors import ConfigError
+from hf_zero.integrations.transformers.trainer_route import under_zero
+from hf_zero.techniques import training_phases
+
+
+class Window(dict[str, Any]):
+    """The batches of one accumulation window; as a mapping, the first of them."""
+
+    def __init__(self, batches: list[Any]):
+        super().__init__(batches[0])
+        self.batches = batches
+
+
+def windows_of(trainer: Any) -> Callable[[int], int] | None:
+    """The micro-batches of each optimizer step, counted from 1, on one rank; None where the batch
+    does not change.
+    """
+    if not under_zero(trainer):
+        return None
+    written = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
+    phases = training_phases.of_config(ZeroConfig.from_dict(written, allow_auto=True))
+    if phases is None or not phases.changes_batches:
+        return None
+    args = trainer.args
+    if args.gradient_accumulation_steps != 1:
+        raise ConfigError(
+            f"{training_phases.PHASES} say how many micro-batches a step has, and so does "
+            f"gradient_accumulation_steps = {args.gradient_accumulation_steps} of the training "
+            "arguments; write 1 there, and train_batch_size in the first phase"
+        )
+    micro = args.per_device_train_batch_size * args.world_size
+    phases.resize(micro, args.per_device_train_batch_size)
+    return lambda step: phases.batch_size(step) // micro
+
+
+def epochs(windows: Callable[[int], int], length: int) -> Iterator[tuple[int, int]]:
+    """After each optimizer step: the epochs that have ended, and the batches of the one that goes
+    on; an epoch has ``length`` batches.
+    """
+    ended, used = 0, 0
+    for step in count(1):
+        used += windows(step)
+        if used >= length:
+            ended, used = ended + 1, 0
+        yield ended, used
+
+
+def take_prepared_batches(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``Trainer.get_batch_samples``: the batches of an accumulation window are changed by
+    training techniques before their labels are counted.
+    """
+
+    def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        if not under_zero(self) or self.deepspeed is None:
+            return original(self, epoch_iterator, num_batches, device)
+        prepared = map(self.deepspeed.prepare_batch, epoch_iterator)
+        windows = windows_of(self)
+        if windows is None:
+            return original(self, prepared, num_batches, device)
+        batches, items = original(self, prepared, windows(self.state.global_step + 1), device)
+        return [Window(batches)] if batches else [], items
+
+    return get_batch_samples
+
+
+def train_on_windows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``Trainer.training_step``: trains on each batch of a window, and ends it with the
+    last.
+    """
+
+    def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        if not isinstance(inputs, Window):
+            return original(self, model, inputs, num_items_in_batch)
+        self.current_gradient_accumulation_steps = len(inputs.batches)
+        state, losses = self.accelerator.gradient_state, []
+        for left, batch in reversed(list(enumerate(reversed(inputs.batches)))):
+            state._set_sync_gradients(left == 0)
+            losses.append(original(self, model, batch, num_items_in_batch))
+        return sum(losses)
+
+    return training_step
+
+
+def count_windows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``Trainer.set_initial_training_values``: epochs and steps of windows that grow."""
+
+    def set_initial_training_values(self: Any, args: Any, dataloader: Any) -> Any:
+        values = original(self, args, dataloader)
+        windows = windows_of(self)
+        if windows is None:
+            return values
+        length, last = values[5], values[6]
+        if args.max_steps <= 0:
+            wanted = math.ceil(args.num_train_epochs * length)
+            passed = (ended * length + used for ended, used in epochs(windows, length))
+            last = next(step for step, batches in enumerate(passed, 1) if batches >= wanted)
+        ended, used = next(place for step, place in enumerate(epochs(windows, length), 1)
+                           if step == last)  # fmt: skip
+        return ended + (used > 0), *values[1:6], last
+
+    return set_initial_training_values
+
+
+def resume_windows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``Trainer._init_training_state``: what a resumed run has trained on."""
+
+    def _init_training_state(
+        self: Any,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: Any,
+        trial: Any,
+    ) -> tuple[int, int]:
+        trained: tuple[int, int] = original(
+            self,
+            max_steps,
+            num_update_steps_per_epoch,
+            num_train_epochs,
+            resume_from_checkpoint,
+            trial,
+        )
+        windows, steps = windows_of(self), self.state.global_step
+        if windows is None or not steps:
+            return trained
+        # one batch a window is what the Trainer takes for its steps
+        places = enumerate(epochs(windows, num_update_steps_per_epoch), 1)
+        ended, used = next(place for step, place in places if step == steps)
+        return ended, 0 if self.args.ignore_data_skip else used
+
+    return _init_training_state
