@@ -19,6 +19,7 @@ from hf_zero.integrations.deepspeed.engine import DeepSpeedEngine
 from hf_zero.integrations.deepspeed.optimizers import name_made
 from hf_zero.integrations.deepspeed.zero_config import clipped_by_default
 from hf_zero.logs import log_rank0
+from hf_zero.units.precision import is_raw
 
 _SIGNATURE = inspect.signature(_initialize)
 
@@ -84,5 +85,25 @@ def _as_deepspeed(arguments: dict[str, Any]) -> None:
                 "write gradient_clipping, 0 for none",
                 logging.WARNING,
             )
-        config = clipped
+        config = _in_precision_of(arguments["model"], clipped)
     arguments.update(args=None, config=config, config_params=None)
+
+
+def _in_precision_of(model: Any, config: ZeroConfig) -> ZeroConfig:
+    """``config`` with bf16 or fp16 where none is enabled and all that is trained is in it: like
+    DeepSpeed's ZeRO, the engine keeps fp32 master weights of such a model all the same.
+    """
+    if config.precision != "fp32" or not isinstance(model, torch.nn.Module):
+        return config
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad and not is_raw(p)}
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(*dtypes) if len(dtypes) == 1 else ""
+    if not name:
+        return config
+    log_rank0(
+        f"the model is in {name} and neither bf16 nor fp16 is enabled: it trains as with {name}, "
+        'from fp32 master weights, without a loss scale; write "'
+        f'{name}": {{"enabled": true}}',
+        logging.WARNING,
+    )
+    scale = {"loss_scale": 1.0} if name == "fp16" else {}
+    return config.override({name: {"enabled": True, **scale}}, "computed: the model's dtype")

@@ -444,6 +444,39 @@ def test_gradients_are_clipped_at_one_where_nothing_is_written(
     assert deepspeed.runtime.config.DeepSpeedConfig(config).gradient_clipping == limit
 
 
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_16_bits_trains_from_master_weights(caplog, dtype, written):
+    """With and without the section; steps that 16 bits cannot show are not lost."""
+    name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    section = {"enabled": True, "loss_scale": 1.0} if name == "fp16" else {"enabled": True}
+    config = config_of(1, gradient_clipping=0, **({name: section} if written else {}))
+
+    def run(rank: int, model: Any) -> tuple[float, dict[str, torch.Tensor]]:
+        model = model.to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        assert {p.dtype for p in engine.module.parameters()} == {dtype}
+        before = full_weights(engine)
+        for step in range(3):
+            engine.backward(squared(engine, At(step, 0, rank), dtype))
+            engine.step()
+        after = full_weights(engine)
+        engine.destroy()
+        return engine.loss_scale(), {key: after[key] - before[key] for key in after}
+
+    for scale, moved in on_ranks(RANKS, run):
+        assert scale == 1.0 and all(value.abs().max() > 0 for value in moved.values())
+    assert (f"the model is in {name} and neither" in caplog.text) == (not written)
+
+
+def test_a_model_of_several_dtypes_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2).half(), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(hf_zero.errors.ConfigError, match="neither bf16 nor fp16 is enabled"):
+        deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(1))
+
+
 def test_the_configuration_sets_the_level_of_the_log() -> None:
     logger = deepspeed.utils.logger
     before, levels = logger.level, [handler.level for handler in logger.handlers]
