@@ -204,7 +204,7 @@ class MeshRanks:
     """The ranks of the shard axis of ``mesh``, as optimizers ask them for what they hold."""
 
     def __init__(self, mesh: Mesh):
-        self._device, self._axis = mesh.device, mesh.shard
+        self._mesh, self._device, self._axis = mesh, mesh.device, mesh.shard
         self.rank, self.size = mesh.shard.rank, mesh.shard.size
 
     def add_up(self, sums: torch.Tensor) -> torch.Tensor:
@@ -224,6 +224,11 @@ class MeshRanks:
         )
         handle.wait()
         return received
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """``value`` of each rank (collective over all ranks)."""
+        every = self._mesh.all_gather_object(value, "what optimizers keep")
+        return [every[rank] for rank in self._axis.ranks]
 
 
 def _groups(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import UnsupportedOptimizerError
-from hf_zero.optim import hyperparameters, snapshots, state, torch_fused
+from hf_zero.optim import hyperparameters, snapshot_exchange, snapshots, state, torch_fused
 from hf_zero.optim.device_state import StateEntries
 from hf_zero.optim.elementwise import update_base
 from hf_zero.optim.fused import FusedStep
@@ -84,14 +84,14 @@ class BoundOptimizer:
         self._steps = SegmentSteps(optimizer, self._base)
         self.numbers = GroupNumbers(self._entries, self._table)
         self.factors = TensorFactors(self._entries, self._table)
-        self._flats = [flat for flat in flats if flat.trainable]
+        self._flats, self._ranks = [flat for flat in flats if flat.trainable], ranks or OneRank()
         if any(flat.offloaded for flat in self._flats):
             refuse_offload(optimizer)
         self.sums: ShardedTensors | None = None  # for an update that needs them
         if isinstance(optimizer, WholeTensorOptimizer):
             table, flats = self._table, self._flats
             self.sums = ShardedTensors(
-                optimizer, flats, group_of, lambda: table.segments, ranks or OneRank(), kernels
+                optimizer, flats, group_of, lambda: table.segments, self._ranks, kernels
             )
         slots: dict[str, Slot] = {
             slot.name: slot for flat in self._flats for slot in flat.layout.slots
@@ -396,21 +396,22 @@ class BoundOptimizer:
         """The optimizer's own state dict ``packed``, over the segments of this rank, with where
         each of them lies and with what is offloaded, read into memory.
         """
-        in_order = sorted(self._table.segments, key=lambda segment: segment.group)
-        packed = self._table.offloaded.packed(packed, in_order)
-        return snapshots.described(packed, self._table.segments, self._table.parted)
+        packed = self._table.offloaded.packed(packed, snapshots.in_order(self._table.segments))
+        table = self._table
+        return snapshots.described(packed, table.segments, table.parted, self._flats)
 
     def fitted(self, packed: dict[str, Any]) -> dict[str, Any]:
-        """``packed``, a state dict of these elements, for the optimizer's own
-        ``load_state_dict``: segments are cut where those of ``packed`` begin, and its entries
-        where segments of this optimizer do. One that does not say where its segments lie is
-        returned as it is.
+        """``packed``, a state dict of this model, for the optimizer's own ``load_state_dict``:
+        segments are cut where those of ``packed`` begin, and its entries where segments here do.
+        One that does not say where they lie is returned as it is. Collective for other flats.
 
         Raises:
-            UnsupportedOptimizerError: other groups, or not the elements of this rank.
+            UnsupportedOptimizerError: other groups, or elements are missing.
         """
         self._same_groups(packed["param_groups"], "a state dict")
-        saved = snapshots.read(packed, type(self.optimizer).__name__)
+        kind, cut = type(self.optimizer).__name__, self._table.segments
+        packed = snapshot_exchange.over_flats(packed, self._flats, cut, self._ranks, kind)
+        saved = snapshots.read(packed, kind)
         if saved is None:
             return packed
         self._table.replace(

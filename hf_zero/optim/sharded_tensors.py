@@ -38,6 +38,9 @@ class ShardRanks(Protocol):
         (collective).
         """
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """``value`` of each rank (collective over all ranks)."""
+
 
 class OneRank:
     """All of the flats are here."""
@@ -51,6 +54,9 @@ class OneRank:
         self, sent: Tensor, sizes: Sequence[int], counts: Sequence[int]
     ) -> Sequence[Tensor]:
         return [sent]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
 
 
 class ShardedTensors(Tensors):

@@ -15,30 +15,43 @@ from typing import Any
 
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim import state
-from hf_zero.optim.table import Segment, SegmentPart
+from hf_zero.optim.table import Flat, Segment, SegmentPart
 
 KEY = "segments"  # of a state dict
+Layout = dict[str, list[list[Any]]]
 
 
-def _in_order(segments: Sequence[Segment]) -> list[Segment]:
+def layout_of(flats: Iterable[Flat]) -> Layout:
+    """[name, offset, elements] of each parameter, by flat: the same on every rank."""
+    return {
+        flat.key: [[slot.name, slot.offset, slot.numel] for slot in flat.layout.slots]
+        for flat in flats
+    }
+
+
+def in_order(segments: Sequence[Segment]) -> list[Segment]:
     """As a state dict numbers them: group by group."""
     return sorted(segments, key=lambda segment: segment.group)
 
 
 def described(
-    packed: Mapping[str, Any], segments: Sequence[Segment], parted: Iterable[int]
+    packed: Mapping[str, Any],
+    segments: Sequence[Segment],
+    parted: Iterable[int],
+    flats: Iterable[Flat],
 ) -> dict[str, Any]:
-    """``packed``, a state dict over ``segments``, with where they lie; ``parted``: the groups
-    whose parameters have not all made the same steps.
+    """``packed``, a state dict over ``segments`` of ``flats``, with where they lie; ``parted``:
+    the groups whose parameters have not all made the same steps.
     """
     places = [
         [
             [part.flat.key, part.flat.owned[0] + part.start, part.flat.owned[0] + part.stop]
             for part in segment.parts
         ]
-        for segment in _in_order(segments)
+        for segment in in_order(segments)
     ]
-    return {**packed, KEY: {"places": places, "parted": sorted(parted)}}
+    told = {"places": places, "parted": sorted(parted), "layout": layout_of(flats)}
+    return {**packed, KEY: told}
 
 
 @dataclass(frozen=True)
@@ -72,7 +85,7 @@ class Saved:
 
     def over(self, segments: Sequence[Segment]) -> dict[str, Any]:
         """The state dict for ``segments``, each of which lies in one entry."""
-        ordered = _in_order(segments)
+        ordered = in_order(segments)
         entries = {}
         for number, segment in enumerate(ordered):
             entry = self._of(segment) if segment.parts else self._stand_in(segment.group)
@@ -131,9 +144,8 @@ class Saved:
                 raise UnsupportedOptimizerError(
                     f"a state dict of optimizer {self.kind} has nothing for element {start} of "
                     f"{key!r}, which this rank keeps: it was saved by another rank, with another "
-                    "number of ranks, at stage 0, with other parameters that stay whole, or for "
-                    "another model. load_checkpoint takes what save_checkpoint wrote on any ranks "
-                    "and at any stage."
+                    "number of ranks, at stage 0, or for another model. load_checkpoint takes what "
+                    "save_checkpoint wrote on any ranks and at any stage."
                 )
             if self.groups[extent.entry] != group:
                 raise UnsupportedOptimizerError(

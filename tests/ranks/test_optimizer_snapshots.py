@@ -173,3 +173,63 @@ def test_elements_of_another_rank_and_other_groups_are_refused() -> None:
         run.close()
 
     run_ranks(RANKS, on_rank)
+
+
+def keeping(threshold: int) -> dict[str, Any]:
+    """Stage 3, at which smaller parameters stay whole."""
+    return {"stage": 3, "stage3_param_persistence_threshold": threshold}
+
+
+NONE, SOME, ALL = map(keeping, (0, 40, 10**6))
+
+
+@pytest.mark.parametrize(
+    "kind, sections",
+    [
+        ("adamw", (SOME, NONE)),
+        ("adamw", (NONE, ALL)),
+        ("unfused", (ALL, {"stage": 2})),
+        ("sgd", ({"stage": 1}, SOME)),
+        ("lamb", (NONE, ALL)),
+    ],
+)
+def test_other_parameters_stay_whole(kind: str, sections: tuple[dict[str, Any], ...]) -> None:
+    """Ranks exchange what they keep; parameters that had made other steps keep their counts."""
+    check(kind, *sections)
+
+
+@pytest.mark.parametrize("ways", [(None, "optimizer on cpu"), ("optimizer in files", None)])
+def test_other_parameters_stay_whole_offloaded(
+    ways: tuple[str | None, str | None], tmp_path: Path
+) -> None:
+    sections = [
+        (keeping(0) if way is None else offload(way, 3, tmp_path, buffer_size=512))
+        | {"stage3_param_persistence_threshold": threshold}
+        for way, threshold in zip(ways, (0, 10**6))
+    ]
+    check("adamw", *sections)
+
+
+def test_other_parameters_stay_whole_of_another_number_of_ranks() -> None:
+    """A rank's dict alone: elements are missing, or their state is of whole tensors."""
+    job = HeadsJob("adamw", RANKS)
+    models = [job.build() for _ in range(RANKS)]
+    dicts: list[dict[str, Any]] = [{}] * RANKS
+
+    def saved(rank: int) -> None:
+        run = Sharded(job, models[rank], NONE, rank)
+        run.step(0)
+        dicts[rank] = copy.deepcopy(run.optimizer.state_dict())
+        run.close()
+
+    def loaded(rank: int, given: dict[str, Any], message: str) -> None:
+        run = Sharded(job, job.build(), ALL, rank)
+        with pytest.raises(UnsupportedOptimizerError, match=message):
+            run.optimizer.load_state_dict(copy.deepcopy(given))
+        run.close()
+
+    run_ranks(RANKS, saved)
+    run_ranks(RANKS, lambda rank: loaded(rank, dicts[0], "saved on another number of ranks"))
+    for entry in dicts[1]["state"].values():
+        entry["rows"] = torch.ones(2)
+    run_ranks(RANKS, lambda rank: loaded(rank, dicts[rank], "'rows' is of whole tensors"))

@@ -96,14 +96,17 @@ def _in_precision_of(model: Any, config: ZeroConfig) -> ZeroConfig:
     if config.precision != "fp32" or not isinstance(model, torch.nn.Module):
         return config
     dtypes = {p.dtype for p in model.parameters() if p.requires_grad and not is_raw(p)}
-    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(*dtypes) if len(dtypes) == 1 else ""
-    if not name:
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    if len(dtypes) != 1 or not dtypes <= names.keys():
         return config
+    name = names[dtypes.pop()]
     log_rank0(
         f"the model is in {name} and neither bf16 nor fp16 is enabled: it trains as with {name}, "
         'from fp32 master weights, without a loss scale; write "'
         f'{name}": {{"enabled": true}}',
         logging.WARNING,
     )
-    scale = {"loss_scale": 1.0} if name == "fp16" else {}
-    return config.override({name: {"enabled": True, **scale}}, "computed: the model's dtype")
+    section: dict[str, Any] = {"enabled": True}
+    if name == "fp16":
+        section["loss_scale"] = 1.0
+    return config.override({name: section}, "computed: the model's dtype")
