@@ -47,6 +47,22 @@ def test_a_failure_that_stays_says_why(script: ModuleType) -> None:
     assert f"| {file} | public | 2 of 2 | on purpose: {why} |" in text
     assert "| b.py | public | 1 of 1 | NotBuiltError: no |" in text
     assert "| public | 2 of 1 | 3 | 3 | 0 (0%) | 3 | 2 | 3 |" in text
+    assert "| on purpose: reads what DeepSpeed's implementation keeps | 2 | 0 |" in text
+    assert "| a feature that is not built | 1 | 0 |" in text
+
+
+@pytest.mark.parametrize(
+    "said, why",
+    [
+        ("on purpose: it may stand inside another one, where DeepSpeed refuses it", "works here"),
+        ("on purpose: refused by a ValueError with a text of its own", "otherwise here"),
+        ("ImportError: cannot import name '_x'", "imports a module or name"),
+        ("AttributeError: 'Linear' object has no attribute '_external_params'", "an attribute of"),
+        ("AssertionError: 1 == 2", "something else"),
+    ],
+)
+def test_what_a_failure_is_about(script: ModuleType, said: str, why: str) -> None:
+    assert why in script.about_what(said)
 
 
 def read(script: ModuleType, folder: Path, events: list[dict[str, str]], **how: bool) -> Any:
