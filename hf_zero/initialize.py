@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from hf_zero.activations.compile import to_be_compiled
 from hf_zero.activations.policy import ActivationPatches
 from hf_zero.config import ZeroConfig, explaining
+from hf_zero.config.curriculum import METRICS
 from hf_zero.device.kinds import device_count
 from hf_zero.distributed import init, process_group, world_group
 from hf_zero.distributed.mpu import check_mpu
@@ -35,7 +36,9 @@ from hf_zero.optim.one_bit import as_sent, one_bit_of
 from hf_zero.optim.schedules import build_scheduler
 from hf_zero.parameters.leaf_modules import mark_configured
 from hf_zero.preflight import check, moments_of, room_for
-from hf_zero.techniques.policy import TrainingTechniques
+from hf_zero.techniques.curriculum_sampler import CurriculumSampler, RankBatches
+from hf_zero.techniques.data_sampling import sampled_metrics
+from hf_zero.techniques.policy import TrainingTechniques, follow
 
 E = TypeVar("E", bound=Engine)
 
@@ -68,7 +71,8 @@ def initialize(
         training_data: a dataset; the loader gives each rank its share in micro-batches (an
             IterableDataset must split itself: it is iterated whole on every rank). Its order is
             that of the epoch given to ``loader.data_sampler.set_epoch``, as with any
-            DistributedSampler.
+            DistributedSampler; where the configuration chooses samples by their difficulty, an
+            iteration goes on with the engine's next step.
         lr_scheduler: a scheduler, or a callable that makes one from the optimizer; None takes the
             config's. The engine steps it.
         distributed_port: where the ranks meet, if MASTER_PORT is not set and the launcher tells no
@@ -173,6 +177,7 @@ def initialize_as(
     _preflight(model, settings, made)
     release_holders(model)
     patches, techniques = ActivationPatches(settings), TrainingTechniques(settings)
+    follow(techniques, getattr(loader, "data_sampler", None))
     engine = engine_class(model, settings, patches, techniques, made)
     engine.training_dataloader = loader
     try:
@@ -368,9 +373,16 @@ def data_loader(
         return None
     micro = config.train_micro_batch_size_per_gpu or 1
     if isinstance(data, IterableDataset):
+        if sampled_metrics(config):
+            raise ConfigError(
+                f"training_data is a {type(data).__name__}, which is iterated, and {METRICS} "
+                "chooses samples by their numbers; pass a map-style Dataset"
+            )
         return DataLoader(data, batch_size=micro, collate_fn=collate_fn)
     if not isinstance(data, Dataset) and not hasattr(data, "__getitem__"):
         raise ConfigError(f"training_data is a {type(data).__name__}; pass a torch Dataset")
+    if sampled_metrics(config):
+        return _curriculum_loader(data, collate_fn, config, micro)
     sampler: DistributedSampler[Any] = DistributedSampler(
         data, process_group.get_world_size(), process_group.get_rank(), seed=int(config.seed or 0)
     )
@@ -382,4 +394,21 @@ def data_loader(
         drop_last=bool(config.dataloader_drop_last),
     )
     loader.data_sampler = sampler  # type: ignore[attr-defined]  # DeepSpeed's name for it
+    return loader
+
+
+def _curriculum_loader(
+    data: Any, collate_fn: Callable[[Any], Any] | None, config: ZeroConfig, micro: int
+) -> DataLoader[Any]:
+    ranks, rank = process_group.get_world_size(), process_group.get_rank()
+    batch_size = config.train_batch_size or micro * ranks
+    sampler = CurriculumSampler(data, batch_size, bool(config.dataloader_drop_last))
+    loader: DataLoader[Any] = DataLoader(
+        data,
+        batch_sampler=RankBatches(sampler, micro, ranks, rank),
+        collate_fn=collate_fn,
+        num_workers=config.data_sampling.num_workers,
+        pin_memory=config.data_sampling.pin_memory,
+    )
+    loader.data_sampler = sampler  # type: ignore[attr-defined]
     return loader

@@ -22,8 +22,6 @@ METRICS = f"{CURRICULUM}.curriculum_metrics"
 LENGTHS: Mapping[str, bool] = {"seqlen_truncate": False, "seqlen_reshape": True}
 SCHEDULES = ("fixed_linear", "fixed_root", "fixed_discrete", "custom")
 
-_SAMPLED = "concerns metrics that choose samples"
-
 
 def _idle_legacy(values: Mapping[str, Any]) -> str:
     return "" if values.get(f"{LEGACY}.enabled") else f"{LEGACY}.enabled is false"
@@ -79,8 +77,13 @@ class DataSampling:
     """The switch above curricula; None: theirs alone decide."""
 
     enabled: bool | None = key(BOOLEAN, None, "false: no curriculum of this section acts")
-    num_epochs: int | None = key(integer(1), row=inert("num_epochs", integer(1), _SAMPLED))
-    num_workers: int | None = key(COUNT, row=inert("num_workers", COUNT, _SAMPLED))
+    num_epochs: int | None = key(
+        integer(1), row=inert("num_epochs", integer(1), "the draws have no end; the loop has")
+    )
+    num_workers: int = key(
+        COUNT, 0, "processes that load what initialize(training_data=…) draws by difficulty"
+    )
+    pin_memory: bool = key(BOOLEAN, False, "whether its batches lie in pinned memory")
 
 
 @dataclass(frozen=True)
@@ -88,12 +91,16 @@ class MetricCurricula:
     """Schedules of difficulty by metric."""
 
     enabled: bool = key(BOOLEAN, False, "curriculum learning by the schedules of metrics")
-    data_cluster_path: str | None = key(TEXT, row=inert("data_cluster_path", TEXT, _SAMPLED))
+    data_cluster_path: str | None = key(
+        TEXT, row=inert("data_cluster_path", TEXT, "draws are computed; no file keeps them")
+    )
     curriculum_metrics: dict[str, Any] | None = key(
         SECTION,
         None,
         "by metric: min_difficulty, max_difficulty, schedule_type, schedule_config; "
-        "seqlen_truncate cuts sequences to that length, seqlen_reshape makes the rest further rows",
+        "seqlen_truncate cuts sequences to that length, seqlen_reshape makes the rest further "
+        "rows; by any other samples are chosen: index_to_metric_path, difficulty_type (value or "
+        "percentile), clustering_type",
         idle=_idle_metrics,
         hash=False,
     )

@@ -4,14 +4,14 @@ schedule says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.curriculum import LEGACY, LENGTHS, METRICS
 from hf_zero.core.backward import Counters
-from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.errors import ConfigError
 from hf_zero.techniques.difficulty import DifficultySchedule
 from hf_zero.techniques.sequence_length import SequenceLength
 
@@ -40,20 +40,10 @@ class CurriculumLearning:
             )
         return length
 
-    def set_schedule(
-        self, schedule: Callable[[int], float] | Mapping[str, Callable[[int], float]]
-    ) -> None:
-        """Take a function of the step, or functions by the names of metrics."""
-        if isinstance(schedule, Mapping):
-            name = self._section.rpartition(".")[2]
-            if schedule.keys() != {name}:
-                raise ConfigError(
-                    f"functions were given as the schedules of {', '.join(schedule) or 'nothing'}, "
-                    f"and {self._section} is what is scheduled; name that, or pass the function "
-                    "alone"
-                )
-            schedule = schedule[name]
-        self.schedule.set_function(schedule)
+    @property
+    def schedules(self) -> Mapping[str, DifficultySchedule]:
+        """The schedule, by the name of what it schedules."""
+        return {self._section.rpartition(".")[2]: self.schedule}
 
     def install(self, engine: Any) -> None:
         self._counters = engine.counters
@@ -94,13 +84,6 @@ def of_config(config: ZeroConfig) -> CurriculumLearning | None:
         raise ConfigError(
             f"{' and '.join(lengths)} each cut sequences to a length of their own; keep one"
         )
-    for name in metrics:
-        if name not in LENGTHS:
-            raise NotBuiltError(
-                f"{METRICS}.{name} asks for samples that are chosen by a metric, which this "
-                "version of hf-zero does not provide; sort the data in its Dataset, or write one "
-                f"of {', '.join(LENGTHS)}"
-            )
     if not lengths:
         return None
     if lengths == [LEGACY]:

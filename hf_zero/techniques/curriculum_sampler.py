@@ -4,52 +4,68 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from torch.utils.data import BatchSampler, Sampler
 
+from hf_zero.errors import ConfigError
 from hf_zero.techniques.sample_order import SampleOrder
 
 
+@dataclass
+class _Training:
+    """What a sampler and its copies follow."""
+
+    order: SampleOrder | None = None
+    steps_done: Callable[[], int] = int
+
+
 class CurriculumSampler(Sampler[int]):
-    """The samples of all ranks in the order of ``order``: a step takes the next ``batch_size`` of
-    them, however they are cut into micro-batches and shared out among ranks.
+    """The samples of all ranks in the order of the training that it follows: a step takes the next
+    ``batch_size`` of them, however they are cut into micro-batches and shared out among ranks.
 
     Its length, an epoch of the loader, is as many samples as the dataset has, in whole batches;
-    which samples these are is the order's business. An iteration begins with the sample that is
-    first in the next step of the training that it follows, which a resumed run knows from its
-    checkpoint. Without a training it begins where the epochs before it have ended (`set_epoch`).
+    which samples these are is the order's business. An iteration begins with the first sample of
+    the step that the training does next, so a resumed run goes on where it was, and samples of an
+    accumulation window that was not stepped are drawn anew.
     """
 
-    def __init__(self, order: SampleOrder, drop_last: bool = False):
-        self.order = order
-        self.epoch = 0
-        self.steps_done: Callable[[], int] | None = None  # of the training that it follows
-        self.skipped = 0
-        batches = order.rows / order.batch_size
-        whole = int(batches) if drop_last else -int(-batches // 1)
-        self._length = max(1, whole) * order.batch_size
+    def __init__(self, dataset: Any, batch_size: int, drop_last: bool = False):
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self._skipped = 0
+        self._training = _Training()
+        whole, rest = divmod(len(dataset), batch_size)
+        self._length = max(1, whole + bool(rest and not drop_last)) * batch_size
+
+    def follow(self, order: SampleOrder, steps_done: Callable[[], int]) -> None:
+        """Draw in ``order``, for a training that has done so many steps."""
+        self._training.order, self._training.steps_done = order, steps_done
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[int]:
-        consumed = (
-            self.epoch * self._length
-            if self.steps_done is None
-            else max(0, self.steps_done() * self.order.batch_size - self.skipped)
-        )
-        return islice(self.order.after(consumed), self._length)
+        order = self._training.order
+        if order is None:
+            raise ConfigError(
+                "a loader that draws by difficulty was iterated before there was an engine; "
+                "prepare the model that it trains first"
+            )
+        consumed = self._training.steps_done() * self.batch_size - self._skipped
+        return islice(order.after(max(0, consumed)), self._length)
 
     def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+        """Nothing: the step says where an iteration begins."""
 
     def before_skipping(self, samples: int) -> CurriculumSampler:
         """The same sampler for a loader that drops its first ``samples``, which a resumed training
         has consumed: what comes after them is the training's next step.
         """
         other = copy.copy(self)
-        other.skipped = samples
+        other._skipped += samples
         return other
 
 

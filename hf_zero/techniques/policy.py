@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.curriculum import LEGACY
+from hf_zero.config.curriculum import LEGACY, METRICS, SAMPLING
 from hf_zero.config.training_phases import PHASES
 from hf_zero.errors import ConfigError
-from hf_zero.techniques import curriculum, training_phases
+from hf_zero.techniques import curriculum, data_sampling, training_phases
+from hf_zero.techniques.curriculum_sampler import CurriculumSampler
+from hf_zero.techniques.difficulty import DifficultySchedule
 from hf_zero.techniques.quantization import quantize_training, weight_quantization
 
 
@@ -40,6 +42,7 @@ class PreparesBatches(Protocol):
 # configuration does not ask for it.
 TECHNIQUES: Mapping[str, Callable[[ZeroConfig], Technique | None]] = {
     LEGACY: curriculum.of_config,
+    SAMPLING: data_sampling.of_config,
     "quantize_training": quantize_training,
     "weight_quantization": weight_quantization,
     PHASES: training_phases.of_config,
@@ -52,6 +55,16 @@ class TrainingTechniques:
     def __init__(self, config: ZeroConfig):
         made = {key: make(config) for key, make in TECHNIQUES.items()}
         self.by_key = {key: each for key, each in made.items() if each is not None}
+        phases = made[PHASES]
+        if (
+            SAMPLING in self.by_key
+            and isinstance(phases, training_phases.TrainingPhases)
+            and (phases.changes_batches or phases.changes_micro_batches)
+        ):
+            raise ConfigError(
+                f"{PHASES} changes how many samples a step has, and {METRICS} draws equally many "
+                "for each step; leave one of them out"
+            )
 
     def install(self, engine: Any) -> None:
         for technique in self.by_key.values():
@@ -80,14 +93,42 @@ class TrainingTechniques:
             technique.remove()
 
 
+def follow(techniques: Any, sampler: Any) -> None:
+    """A ``sampler`` that draws by difficulty draws as the training of an engine goes; any other is
+    left alone.
+    """
+    sampling = techniques.by_key.get(SAMPLING)
+    if isinstance(sampler, CurriculumSampler) and sampling is not None:
+        sampling.follow(sampler)
+
+
 def set_custom_schedule(
     techniques: Any, schedule: Callable[[int], float] | Mapping[str, Callable[[int], float]]
 ) -> None:
-    """Give ``schedule`` to the curriculum of an engine. Raises ConfigError where there is none."""
-    technique = techniques.by_key.get(LEGACY)
-    if technique is None:
+    """Give functions to the curricula of an engine, by name, or one to the only curriculum.
+    Raises ConfigError where there is none.
+    """
+    schedules: dict[str, DifficultySchedule] = {}
+    for technique in techniques.by_key.values():
+        schedules |= getattr(technique, "schedules", {})
+    if not schedules:
         raise ConfigError(
             "a function was given as the schedule of curriculum learning, which is off; write "
             f"{LEGACY}: {{enabled: true, schedule_type: custom, …}}, or leave the call out"
         )
-    technique.set_schedule(schedule)
+    if not isinstance(schedule, Mapping):
+        custom = [name for name, held in schedules.items() if held.schedule_type == "custom"]
+        schedule = dict.fromkeys(custom or schedules, schedule)
+        if len(schedule) > 1:
+            raise ConfigError(
+                f"one function was given as the schedule of {' and '.join(schedule)}; pass "
+                "functions by these names"
+            )
+    for name, function in schedule.items():
+        if name not in schedules:
+            raise ConfigError(
+                f"a function was given as the schedule of {name}, and "
+                f"{' and '.join(schedules)} is what is scheduled; name that, or pass the function "
+                "alone"
+            )
+        schedules[name].set_function(function)

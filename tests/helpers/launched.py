@@ -146,9 +146,7 @@ def accelerate_command(
     top: dict[str, Any] | None = None,
     **keys: Any,
 ) -> list[str]:
-    """``accelerate launch``, by the module of that program. Writes the configuration below ``out``,
-    too.
-    """
+    """Writes the configuration below ``out``, too."""
     out.mkdir(parents=True, exist_ok=True)
     file = out / "zero.yaml"
     content = {
@@ -168,8 +166,7 @@ def accelerate_command(
         **(top or {}),
     }
     file.write_text(yaml.safe_dump(content))
-    program = [python(), "-m", "accelerate.commands.accelerate_cli", "launch"]
-    return [*program, "--config", str(file), str(script)]
+    return [python(), "-m", "accelerate.commands.launch", "--config", str(file), str(script)]
 
 
 def environment() -> dict[str, str]:

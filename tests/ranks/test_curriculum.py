@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.errors import ConfigError
 from tests.helpers import oracle
 from tests.helpers.engines import (
     STAGES,
@@ -325,7 +325,6 @@ SHORT = {"total_curriculum_step": 90, "difficulty_step": 8}
     [
         ({**LEGACY, **by_metric("seqlen_truncate")}, ConfigError, "each cut sequences to a length"),
         (by_metric("seqlen_reshape", difficulty_type="percentile"), ConfigError, "write value"),
-        (by_metric("vocabularyrarity"), NotBuiltError, "samples that are chosen by a metric"),
         ({"curriculum_learning": {"enabled": True}}, ConfigError, "no min_difficulty; write"),
         (
             by_metric("seqlen_reshape", schedule_type="fixed_linear", schedule_config=SHORT),

@@ -132,23 +132,23 @@ def test_a_step_that_admits_nothing_is_an_error(index: DifficultyIndex) -> None:
         list(itertools.islice(order.after(0), 8))
 
 
+def sampler_over(order: SampleOrder, drop_last: bool = False) -> CurriculumSampler:
+    return CurriculumSampler(range(order.rows), order.batch_size, drop_last)
+
+
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 8), (2, 4), (4, 2), (4, 1), (2, 2), (1, 3)])
 def test_ranks_share_one_order(index: DifficultyIndex, ranks: int, micro: int) -> None:
-    """The micro-batches of all ranks, put together, are the order; so are those of a run that
-    goes on at another number of ranks.
-    """
+    """The micro-batches of all ranks, put together, are the order, on any number of ranks."""
     batch = 24
-    schedule = SCHEDULES["grows in stages"]
+    order = SampleOrder(ROWS, [Criterion("m", index, SCHEDULES["grows in stages"], 100)], batch, 5)
 
     def sampler() -> CurriculumSampler:
-        made = CurriculumSampler(
-            SampleOrder(ROWS, [Criterion("m", index, schedule, 100)], batch, 5)
-        )
-        made.steps_done = lambda: 1
+        made = sampler_over(order)
+        made.follow(order, lambda: 1)
         return made
 
     whole = list(sampler())
-    assert len(whole) == len(sampler()) == 2 * batch
+    assert whole == list(itertools.islice(order.after(batch), 2 * batch))
     shares = [list(RankBatches(sampler(), micro, ranks, rank)) for rank in range(ranks)]
     assert {len(share) for share in shares} == {2 * batch // (micro * ranks)}
     together = [sample for batches in zip(*shares) for each in batches for sample in each]
@@ -159,22 +159,26 @@ def test_ranks_share_one_order(index: DifficultyIndex, ranks: int, micro: int) -
 
 def test_an_epoch_of_the_loader_is_whole_batches() -> None:
     order = SampleOrder(10, [], 4, 0)
-    assert len(CurriculumSampler(order)) == 12
-    assert len(CurriculumSampler(order, drop_last=True)) == 8
-    assert len(CurriculumSampler(SampleOrder(3, [], 4, 0), drop_last=True)) == 4
+    assert len(sampler_over(order)) == 12
+    assert len(sampler_over(order, drop_last=True)) == 8
+    assert len(sampler_over(SampleOrder(3, [], 4, 0), drop_last=True)) == 4
 
 
 def test_an_iteration_begins_at_the_next_step(index: DifficultyIndex) -> None:
     order = SampleOrder(ROWS, [Criterion("m", index, SCHEDULES["grows each step"], 100)], 8, 5)
     drawn = list(itertools.islice(order.after(0), 500))
-    sampler = CurriculumSampler(order)
-    sampler.set_epoch(2)
-    assert list(sampler) == drawn[80:120]
+    sampler = sampler_over(order)
+    early = sampler.before_skipping(16)
+    with pytest.raises(ConfigError, match="iterated before there was an engine; prepare the model"):
+        iter(sampler)
     steps = 7
-    sampler.steps_done = lambda: steps
+    sampler.follow(order, lambda: steps)
+    sampler.set_epoch(2)
     assert list(sampler) == drawn[56:96]
     # the first 16 are dropped by the loader, because steps 6 and 7 have used them
-    assert list(sampler.before_skipping(16))[16:] == drawn[56:80]
+    for skipping in (early, sampler.before_skipping(16), early.before_skipping(0)):
+        assert list(skipping)[16:] == drawn[56:80]
+    assert list(early.before_skipping(8))[24:] == drawn[56:72]
     assert list(sampler) == drawn[56:96]
     steps = 1  # skipped although the training has not used them
     assert list(sampler.before_skipping(16)) == drawn[:40]

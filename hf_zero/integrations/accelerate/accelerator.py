@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from hf_zero.config.training_phases import PHASES
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations import finder
+from hf_zero.integrations.accelerate.sampling import follow_engines
 from hf_zero.parameters.parameter import owner_of
 
 AUTO = "auto"
@@ -53,6 +54,7 @@ def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
                 offer_offload_names(engine)
                 _refuse_other_micro_batches(engine)
         register_engines(self)
+        follow_engines(self)
         return result
 
     return _prepare_deepspeed

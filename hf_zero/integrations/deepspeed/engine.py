@@ -30,6 +30,7 @@ from hf_zero.integrations.deepspeed.placeholders import refuse
 from hf_zero.integrations.deepspeed.reporting_engine import ReportingEngine
 from hf_zero.integrations.deepspeed.states_away import StatesAway, checked
 from hf_zero.integrations.deepspeed.step_profile import StepProfile
+from hf_zero.techniques.policy import follow
 from hf_zero.units.precision import Fp16LossScaler
 
 
@@ -194,9 +195,11 @@ class DeepSpeedEngine(ReportingEngine):
         micro = batch_size or self.train_micro_batch_size_per_gpu()
         collate = collate_fn or self.collate_fn
         if data_sampler is None and route == "train":
-            config = self.config.override(self._batches(micro, 1), "set by the script")
+            batches = self._batches(micro, self.gradient_accumulation_steps())
+            config = self.config.override(batches, "set by the script")
             loader = data_loader(dataset, collate, config.resolve(self.world_size))
             assert loader is not None
+            follow(self.techniques, getattr(loader, "data_sampler", None))
             return loader
         if not hasattr(dataset, "__getitem__"):
             raise ConfigError(f"dataset is a {type(dataset).__name__}; pass a torch Dataset")

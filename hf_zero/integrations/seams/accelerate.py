@@ -111,6 +111,22 @@ SEAMS: tuple[Seam, ...] = (
         "Accelerator steps the first whatever the loss is",
     ),
     Seam(
+        target="accelerate.accelerator:Accelerator.prepare_data_loader",
+        signature="(self, data_loader, device_placement=None, slice_fn_for_dispatch=None)",
+        wrapper="hf_zero.integrations.accelerate.sampling:draw_by_difficulty",
+        versions=ACCELERATE,
+        why="the one place that the loaders of scripts and of the Trainer come through, which "
+        "draw by difficulty where the configuration says so",
+    ),
+    Seam(
+        target="accelerate.data_loader:skip_first_batches",
+        signature="(dataloader, num_batches=0)",
+        wrapper="hf_zero.integrations.accelerate.sampling:skip_what_was_trained",
+        versions=ACCELERATE,
+        why="counts from the beginning of an epoch, and a loader that draws by difficulty begins "
+        "with the training's next step",
+    ),
+    Seam(
         target="accelerate.accelerator:Accelerator.clip_grad_norm_",
         signature="(self, parameters, max_norm, norm_type=2)",
         wrapper="hf_zero.integrations.accelerate.multiple_models:clip_by_the_engine",

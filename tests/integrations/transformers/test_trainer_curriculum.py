@@ -12,7 +12,7 @@ import transformers
 import hf_zero
 from tests.helpers import oracle
 from tests.helpers.models import LENGTH
-from tests.integrations.tiny_trainer import logged, model, options, rows, weights
+from tests.helpers.trainers import logged, model, options, rows, weights
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 

@@ -1,0 +1,121 @@
+"""Loaders of Accelerate that draw by difficulty.
+
+Accelerate shares out the batches of one sampler that all ranks have alike, so that nothing but the
+sampler is replaced, as Accelerate itself does with ``use_seedable_sampler``; the Trainer prepares
+its loaders here, too. Imported in the middle of ``import accelerate``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import RandomSampler
+
+from hf_zero.config import ZeroConfig
+from hf_zero.config.curriculum import EFFICIENCY
+from hf_zero.integrations import finder
+
+STEPS = "gradient_accumulation_steps"
+
+
+def draw_by_difficulty(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``Accelerator.prepare_data_loader``: a loader that shuffles a map-style dataset draws
+    by difficulty, where the configuration says so.
+    """
+
+    def prepare_data_loader(
+        self: Any, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        chosen = finder.chosen() and _chooses_samples(self) and _shuffles(data_loader)
+        prepared = original(self, data_loader, device_placement, slice_fn_for_dispatch)
+        if chosen:
+            from hf_zero.techniques.curriculum_sampler import CurriculumSampler
+
+            batches = data_loader.batch_sampler
+            ranks = 1 if self.split_batches else self.num_processes
+            written = self.deepspeed_plugin.deepspeed_config.get(STEPS)
+            steps = written if isinstance(written, int) else self.gradient_accumulation_steps
+            prepared.set_sampler(
+                CurriculumSampler(
+                    data_loader.dataset, batches.batch_size * ranks * steps, batches.drop_last
+                )
+            )
+        if finder.chosen():
+            follow_engines(self)
+        return prepared
+
+    return prepare_data_loader
+
+
+def follow_engines(accelerator: Any) -> None:
+    """The loaders of ``accelerator`` that draw by difficulty draw as its engine trains."""
+    from hf_zero.engine import Engine
+    from hf_zero.techniques.policy import follow
+
+    for engine in (each for each in accelerator._models if isinstance(each, Engine)):
+        for loader in accelerator._dataloaders:
+            follow(engine.techniques, _sampler_of(loader))
+
+
+def skip_what_was_trained(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``skip_first_batches``: the batches that are skipped are those before the training's
+    next step, at which a loader that draws by difficulty begins by itself.
+    """
+
+    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        skipping = original(dataloader, num_batches)
+        from hf_zero.techniques.curriculum_sampler import CurriculumSampler
+
+        sampler = _sampler_of(dataloader)
+        if isinstance(sampler, CurriculumSampler):
+            batches = dataloader.batch_sampler
+            sampler = sampler.before_skipping(num_batches * _samples_of_a_batch(batches))
+            skipping.batch_sampler.batch_sampler = _with_sampler(batches, sampler)
+        return skipping
+
+    return skip_first_batches
+
+
+def _chooses_samples(accelerator: Any) -> bool:
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    config = getattr(plugin, "deepspeed_config", None) or {}
+    if EFFICIENCY not in config:
+        return False
+    from hf_zero.techniques.data_sampling import sampled_metrics
+
+    return bool(sampled_metrics(ZeroConfig.coerce(config, allow_auto=True)))
+
+
+def _shuffles(loader: Any) -> bool:
+    prepared = getattr(loader, "_is_accelerate_prepared", False)
+    return not prepared and isinstance(
+        getattr(loader.batch_sampler, "sampler", None), RandomSampler
+    )
+
+
+def _sampler_of(loader: Any) -> Any:
+    """What the batches of ``loader`` are drawn by, below what shares them out and skips some."""
+    batches: Any = getattr(loader, "batch_sampler", None)
+    while hasattr(batches, "batch_sampler"):
+        batches = batches.batch_sampler
+    return getattr(batches, "sampler", None)
+
+
+def _samples_of_a_batch(batches: Any) -> int:
+    """How many samples of all ranks' one batch of this rank stands for."""
+    if not hasattr(batches, "batch_size"):  # it skips some
+        return _samples_of_a_batch(batches.batch_sampler)
+    ranks = 1 if getattr(batches, "split_batches", True) else batches.num_processes
+    return int(batches.batch_size * ranks)
+
+
+def _with_sampler(batches: Any, sampler: Any) -> Any:
+    """A copy of ``batches`` over ``sampler``."""
+    other = copy.copy(batches)
+    if hasattr(batches, "batch_sampler"):
+        other.batch_sampler = _with_sampler(batches.batch_sampler, sampler)
+    else:
+        other.sampler = sampler
+    return other

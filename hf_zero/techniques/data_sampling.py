@@ -1,0 +1,144 @@
+"""Data efficiency by sampling: each step draws from the samples that the metrics of difficulty
+admit at it (arXiv 2212.03597). Sections and names are DeepSpeed's, the order of the draws is that
+of :mod:`hf_zero.techniques.sample_order`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hf_zero.config import ZeroConfig
+from hf_zero.config.curriculum import LENGTHS, METRICS
+from hf_zero.config.spelling import did_you_mean
+from hf_zero.core.backward import Counters
+from hf_zero.errors import ConfigError
+from hf_zero.techniques.curriculum import metrics_of
+from hf_zero.techniques.curriculum_sampler import CurriculumSampler
+from hf_zero.techniques.difficulty import DifficultySchedule, Number
+from hf_zero.techniques.difficulty_index import DifficultyIndex
+from hf_zero.techniques.sample_order import Criterion, SampleOrder
+
+_DIFFICULTY = ("value", "percentile")
+_CLUSTERING = ("schedule_based", "single_cluster")
+_KEYS = (
+    "index_to_metric_path",
+    "index_to_sample_path",
+    "difficulty_type",
+    "clustering_type",
+    "min_difficulty",
+    "max_difficulty",
+    "schedule_type",
+    "schedule_config",
+)
+
+
+class DifficultySampling:
+    """Gives samplers their order and tells them which step comes next; a
+    :class:`hf_zero.techniques.policy.Technique`.
+    """
+
+    def __init__(self, metrics: Mapping[str, Mapping[str, Any]], seed: int):
+        self.schedules: dict[str, DifficultySchedule] = {}
+        self._criteria: list[Criterion] = []
+        self._seed = seed
+        self._counters = Counters()
+        self._followed = False
+        for name, settings in metrics.items():
+            section = f"{METRICS}.{name}"
+            _check(settings, section)
+            schedule = self.schedules[name] = DifficultySchedule(settings, section)
+            by_value = settings.get("difficulty_type", "value") == "value"
+            self._criteria.append(
+                Criterion(
+                    name,
+                    DifficultyIndex(settings["index_to_metric_path"]),
+                    _by_step(schedule),
+                    None if by_value else schedule.max_difficulty,
+                )
+            )
+
+    def follow(self, sampler: CurriculumSampler) -> None:
+        """From now on ``sampler`` begins where the engine's training is. Raises
+        DifficultyIndexError if its dataset is not the one that was analysed.
+        """
+        for criterion in self._criteria:
+            criterion.index.check(sampler.dataset)
+        rows = len(sampler.dataset)
+        order = SampleOrder(rows, self._criteria, sampler.batch_size, self._seed)
+        sampler.follow(order, lambda: self._counters.global_steps)
+        self._followed = True
+
+    def install(self, engine: Any) -> None:
+        self._counters = engine.counters
+
+    def end_step(self) -> None:
+        if not self._followed:
+            raise ConfigError(
+                f"{METRICS} names {', '.join(self.schedules)}, and no loader draws by "
+                "difficulty: pass training_data= to initialize, or prepare a DataLoader over a "
+                "map-style dataset with shuffle=True (the Trainer's default sampling) with the "
+                "model's Accelerator"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}  # the step, the seed and the schedules say it all
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def remove(self) -> None: ...
+
+
+def _check(settings: Mapping[str, Any], section: str) -> None:
+    for key in settings:
+        if key not in _KEYS:
+            raise ConfigError(f"{section} has no key {key!r}{did_you_mean(key, _KEYS)}")
+    for key, known in (("difficulty_type", _DIFFICULTY), ("clustering_type", _CLUSTERING)):
+        value = settings.get(key, known[0])
+        if value not in known:
+            raise ConfigError(
+                f"{section}.{key} = {value!r} is none of {', '.join(known)}"
+                f"{did_you_mean(str(value), known)}"
+            )
+    if settings.get("clustering_type") == "single_cluster":
+        raise ConfigError(
+            f"{section}.clustering_type is 'single_cluster', which admits every sample at every "
+            f"step; write schedule_based, or {' or '.join(LENGTHS)} for a metric that cuts "
+            "sequences"
+        )
+    if not settings.get("index_to_metric_path"):
+        raise ConfigError(
+            f"{section} has no index_to_metric_path; `hf-zero analyze DATASET` writes an index and "
+            "says which to name"
+        )
+    samples = settings.get("index_to_sample_path")
+    if samples not in (None, settings["index_to_metric_path"]):
+        raise ConfigError(
+            f"{section}.index_to_sample_path = {samples!r} is another folder than "
+            "index_to_metric_path, and an index of `hf-zero analyze` holds both; leave it out"
+        )
+
+
+def _by_step(schedule: DifficultySchedule) -> Callable[[int], Number]:
+    """The difficulty by step, in any order of steps: a function of the script is asked for each
+    step once, in theirs.
+    """
+    if schedule.schedule_type != "custom":
+        return schedule.at
+    known: list[Number] = []
+
+    def difficulty(step: int) -> Number:
+        known.extend(schedule.at(number) for number in range(len(known) + 1, step + 1))
+        return known[step - 1]
+
+    return difficulty
+
+
+def sampled_metrics(config: ZeroConfig) -> dict[str, dict[str, Any]]:
+    """The settings of the metrics by which ``config`` has samples chosen."""
+    return {name: held for name, held in metrics_of(config).items() if name not in LENGTHS}
+
+
+def of_config(config: ZeroConfig) -> DifficultySampling | None:
+    metrics = sampled_metrics(config)
+    return DifficultySampling(metrics, config.data_efficiency.seed) if metrics else None

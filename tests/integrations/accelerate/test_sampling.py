@@ -1,0 +1,206 @@
+"""Loaders of Accelerate that draw by difficulty: prepared in any order, shared out in every way,
+resumed in the middle of an epoch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate.data_loader
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, DeepSpeedPlugin
+from torch import nn
+from torch.utils.data import DataLoader, SequentialSampler
+
+from hf_zero.errors import ConfigError
+from hf_zero.integrations.accelerate.sampling import skip_what_was_trained
+from hf_zero.techniques.curriculum_sampler import CurriculumSampler
+from tests.helpers import launched, sampled
+from tests.helpers.sampled import BATCH, ROWS, index_in, metric, section
+from tests.integrations.conftest import forget
+
+pytestmark = pytest.mark.usefixtures("plain_process")
+
+SCRIPT = Path(__file__).parents[2] / "matrix" / "scripts" / "curriculum_loop.py"
+WINDOW = 2
+BATCHES = 10  # of an epoch
+
+
+def accelerator_with(folder: Path, **options: Any) -> Accelerator:
+    config = {
+        "zero_optimization": {"stage": 2},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": WINDOW,
+        **section(hard=metric(index_in(folder))),
+    }
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    return Accelerator(
+        cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=WINDOW, **options
+    )
+
+
+def loader(shuffle: bool = True, data: Any = None, **options: Any) -> Any:
+    data = sampled.data() if data is None else data
+    return DataLoader(data, batch_size=BATCH // WINDOW, shuffle=shuffle, **options)
+
+
+def parts() -> tuple[Any, Any]:
+    model = nn.Linear(4, 1)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def together(accelerator: Accelerator) -> tuple[Any, Any, Any]:
+    return accelerator.prepare(*parts(), loader())
+
+
+def loader_first(accelerator: Accelerator) -> tuple[Any, Any, Any]:
+    data = accelerator.prepare(loader())
+    return (*accelerator.prepare(*parts()), data)
+
+
+def loader_last(accelerator: Accelerator) -> tuple[Any, Any, Any]:
+    accelerator.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 4
+    model, optimizer = accelerator.prepare(*parts())
+    return model, optimizer, accelerator.prepare_data_loader(loader(num_workers=1))
+
+
+def train(accelerator: Accelerator, model: Any, optimizer: Any, batches: Any) -> list[list[int]]:
+    """The samples of each step of one iteration over ``batches``."""
+    seen: list[list[int]] = [[]]
+    for batch in batches:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch["x"]).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        seen[-1] += batch["id"].tolist()
+        if accelerator.sync_gradients:
+            seen.append([])
+    return seen[:-1]
+
+
+@pytest.mark.parametrize("prepare", [together, loader_first, loader_last])
+def test_a_loader_that_shuffles_draws_by_difficulty(
+    tmp_path: Path, prepare: Callable[[Accelerator], Any]
+) -> None:
+    """Over epochs without ``set_epoch``, and after one that was broken off."""
+    accelerator = accelerator_with(tmp_path)
+    model, optimizer, data = prepare(accelerator)
+    assert len(data) == BATCHES
+    expected = sampled.drawn(index_in(tmp_path), 20)
+    got = train(accelerator, model, optimizer, data) + train(accelerator, model, optimizer, data)
+    got += train(accelerator, model, optimizer, itertools.islice(data, 2 * WINDOW))
+    got += train(accelerator, model, optimizer, data)
+    assert got == expected[: len(got)] and len(got) == 17
+
+
+@pytest.mark.parametrize("seedable", [False, True])
+def test_a_state_goes_on_in_the_middle_of_an_epoch(tmp_path: Path, seedable: bool) -> None:
+    options = {"dataloader_config": DataLoaderConfiguration(use_seedable_sampler=seedable)}
+
+    def run(resume: bool) -> list[list[int]]:
+        accelerator = accelerator_with(tmp_path, **options)
+        model, optimizer, data = together(accelerator)
+        if not resume:
+            train(accelerator, model, optimizer, data)
+            train(accelerator, model, optimizer, itertools.islice(data, 3 * WINDOW))
+            accelerator.save_state(str(tmp_path / "state"))
+            return []
+        accelerator.load_state(str(tmp_path / "state"))
+        rest = accelerator.skip_first_batches(data, 3 * WINDOW)
+        return train(accelerator, model, optimizer, rest) + train(
+            accelerator, model, optimizer, data
+        )
+
+    run(resume=False)
+    forget()
+    assert run(resume=True) == sampled.drawn(index_in(tmp_path), 15)[8:]
+
+
+def test_other_loaders_are_left_alone(tmp_path: Path) -> None:
+    accelerator = accelerator_with(tmp_path)
+    evaluated = accelerator.prepare(loader(shuffle=False))
+    assert isinstance(evaluated.batch_sampler.sampler, SequentialSampler)
+    assert next(iter(evaluated))["id"].tolist() == [0, 1, 2, 3]
+    mine = accelerator.prepare(loader())
+    assert accelerator.prepare(mine) is mine  # once is enough
+    with pytest.raises(ConfigError, match="iterated before there was an engine"):
+        next(iter(mine))
+
+
+@pytest.mark.parametrize(("ranks", "split"), [(2, False), (2, True), (4, False), (4, True)])
+@pytest.mark.parametrize("skipped", [0, 1, 3])
+def test_ranks_of_accelerate_share_one_order(
+    tmp_path: Path, ranks: int, split: bool, skipped: int
+) -> None:
+    """Each rank's loader as Accelerate cuts it, resumed at a micro-batch of the second epoch."""
+    index = index_in(tmp_path)
+    micro = BATCH if split else BATCH // ranks
+    done = 5 + skipped  # a batch of all ranks is a step
+
+    def seen(rank: int) -> list[list[int]]:
+        prepared = accelerate.data_loader.prepare_data_loader(
+            DataLoader(sampled.data(), batch_size=micro, shuffle=True),  # type: ignore[arg-type]
+            num_processes=ranks,
+            process_index=rank,
+            split_batches=split,
+        )
+        sampler = CurriculumSampler(sampled.data(), BATCH)
+        sampler.follow(sampled.order(index), lambda: done)
+        prepared.set_sampler(sampler)
+        if skipped:
+            skip = skip_what_was_trained(accelerate.data_loader.skip_first_batches.__wrapped__)
+            prepared = skip(skip(prepared, 1), skipped - 1)
+        return [batch["id"].tolist() for batch in prepared]
+
+    shares = [seen(rank) for rank in range(ranks)]
+    got = [list(itertools.chain(*step)) for step in zip(*shares)]
+    assert got == sampled.drawn(index, 20)[done : done + 5 - skipped]
+
+
+@pytest.mark.long
+def test_two_ranks_under_accelerate_launch(tmp_path: Path) -> None:
+    """One run through, and one that is resumed on two ranks after it was saved."""
+    index = index_in(tmp_path)
+    (tmp_path / "zero.json").write_text(
+        json.dumps(
+            {
+                "zero_optimization": {"stage": 2},
+                "train_micro_batch_size_per_gpu": BATCH // WINDOW // 2,
+                "gradient_accumulation_steps": WINDOW,
+                **section(hard=metric(index)),
+            }
+        )
+    )
+    (tmp_path / "launch.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "compute_environment": "LOCAL_MACHINE",
+                "distributed_type": "DEEPSPEED",
+                "deepspeed_config": {"deepspeed_config_file": str(tmp_path / "zero.json")},
+                "machine_rank": 0,
+                "main_process_port": 0,
+                "num_machines": 1,
+                "num_processes": 2,
+                "use_cpu": True,
+            }
+        )
+    )
+    command = ["accelerate", "launch", "--config", str(tmp_path / "launch.yaml"), str(SCRIPT)]
+    command += [str(ROWS), str(BATCH // WINDOW // 2), str(tmp_path)]
+    expected = sampled.drawn(index, 9)
+    for more, first in ((), 0), (("resume",), 6):
+        launched.output([*command, *more], tmp_path, tmp_path / f"log{first}.txt")
+        ends = "-resumed.json" if more else ".json"
+        ranks = [json.loads((tmp_path / f"seen-{rank}{ends}").read_text()) for rank in range(2)]
+        got = [
+            [sample for at in (0, 2) for share in step for sample in share[at : at + 2]]
+            for step in zip(*ranks)
+        ]
+        assert got[first:] == expected[first:]

@@ -1,0 +1,211 @@
+"""Samples that are chosen by their difficulty: the engine's own loader on ranks that are threads,
+resumed on others, and what is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+import hf_zero
+from hf_zero.errors import ConfigError, DifficultyIndexError
+from tests.helpers import sampled
+from tests.helpers.engines import config_of
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sampled import BATCH, ROWS, index_in, metric, section
+from tests.helpers.training import adamw
+
+
+def started(config: dict[str, Any], data: Any = None) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    data = sampled.data() if data is None else data
+    made = hf_zero.initialize(
+        model=model, optimizer=adamw(model), training_data=data, config=config
+    )
+    return made[0], made[2]
+
+
+def train(engine: Any, loader: Any, steps: int) -> list[list[int]]:
+    """The samples that this rank sees in each of ``steps`` steps, over as many epochs of the
+    loader as that takes.
+    """
+    seen: list[list[int]] = [[] for _ in range(steps)]
+    end = engine.global_steps + steps
+    while True:
+        for batch in loader:
+            engine.backward(engine(batch["x"]).mean())
+            seen[engine.global_steps - end + steps] += batch["id"].tolist()
+            engine.step()
+            if engine.global_steps == end:
+                engine.destroy()
+                return seen
+
+
+def configured(index: Any, ranks: int, accumulation: int, **more: Any) -> dict[str, Any]:
+    micro = BATCH // ranks // accumulation
+    return config_of(
+        2,
+        train_micro_batch_size_per_gpu=micro,
+        gradient_accumulation_steps=accumulation,
+        **section(hard=metric(index, **more)),
+    )
+
+
+def together(shares: list[list[list[int]]], accumulation: int) -> list[list[int]]:
+    """The samples of each step in the order of micro-batches, ranks within them."""
+    micro = BATCH // len(shares) // accumulation
+    return [
+        [
+            sample
+            for start in range(0, micro * accumulation, micro)
+            for share in step
+            for sample in share[start : start + micro]
+        ]
+        for step in zip(*shares)
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (1, 4), (2, 2), (4, 1), (4, 2)])
+def test_ranks_draw_the_one_order(tmp_path: Path, ranks: int, accumulation: int) -> None:
+    """Across the ends of epochs, with windows of several micro-batches."""
+    index = index_in(tmp_path)
+    config = configured(index, ranks, accumulation)
+    shares = run_ranks(ranks, lambda rank: train(*started(config), 12))
+    expected = sampled.drawn(index, 12)
+    assert together(shares, accumulation) == expected
+    for step, samples in enumerate(expected, start=1):
+        hardest = ROWS * sampled.at(step) // 100
+        assert max(sampled.VALUES[samples]) < hardest
+
+
+@pytest.mark.parametrize("saved", [1, 3, 7])
+def test_a_run_goes_on_on_other_ranks(tmp_path: Path, saved: int) -> None:
+    index = index_in(tmp_path)
+
+    def first(rank: int) -> None:
+        engine, loader = started(configured(index, 2, 2))
+        batches = iter(loader)
+        for number in range(2 * saved + 1):  # the last one begins a window that is lost
+            batch = next(batches, None) or next(batches := iter(loader))
+            engine.backward(engine(batch["x"]).mean())
+            engine.step()
+            if number == 2 * saved - 1:
+                engine.save_checkpoint(str(tmp_path / "saved"))
+        engine.destroy()
+
+    def second(ranks: int, accumulation: int) -> list[list[int]]:
+        def go_on(rank: int) -> list[list[int]]:
+            engine, loader = started(configured(index, ranks, accumulation))
+            engine.load_checkpoint(str(tmp_path / "saved"))
+            return train(engine, loader, 12 - saved)
+
+        return together(run_ranks(ranks, go_on), accumulation)
+
+    run_ranks(2, first)
+    expected = sampled.drawn(index, 12)[saved:]
+    assert second(4, 1) == second(1, 2) == expected
+
+
+def test_a_function_as_the_schedule(tmp_path: Path) -> None:
+    """The same draws as the schedule whose numbers it returns, over two iterations of the
+    loader.
+    """
+    index = index_in(tmp_path)
+
+    def run(rank: int) -> list[list[int]]:
+        engine, loader = started(configured(index, 1, 1, schedule_type="custom"))
+        engine.set_custom_curriculum_learning_schedule({"hard": sampled.at})
+        return train(engine, loader, 12)
+
+    assert run_ranks(1, run)[0] == sampled.drawn(index, 12)
+
+
+def test_workers_that_load_ahead_change_nothing(tmp_path: Path) -> None:
+    index = index_in(tmp_path)
+    config = configured(index, 1, 2)
+    config["data_efficiency"]["data_sampling"]["num_workers"] = 2
+
+    def run(rank: int) -> list[list[int]]:
+        engine, loader = started(config)
+        assert loader.num_workers == 2
+        return train(engine, loader, 6)
+
+    assert run_ranks(1, run)[0] == sampled.drawn(index, 6)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(sampled.data())
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"dificulty_type": "value"}, ConfigError, "no key 'dificulty_type'.*'difficulty_type'"),
+        ({"difficulty_type": "values"}, ConfigError, "'values' is none of value, percentile"),
+        ({"clustering_type": "clusters"}, ConfigError, "none of schedule_based, single_cluster"),
+        ({"clustering_type": "single_cluster"}, ConfigError, "admits every sample at every step"),
+        ({"index_to_metric_path": None}, ConfigError, "no index_to_metric_path; `hf-zero analyze"),
+        ({"index_to_sample_path": "/b"}, ConfigError, "is another folder than index_to_metric"),
+        ({"index_to_metric_path": "/no"}, DifficultyIndexError, "/no holds no difficulty index"),
+        ({"min_difficulty": None}, ConfigError, "metrics.hard has no min_difficulty"),
+        (
+            {"min_difficulty": 0, "schedule_config": {"difficulty": [0, 9], "max_step": [9]}},
+            ConfigError,
+            "no sample is admitted at step 1, which asks for percentile 0 of 100 of hard",
+        ),
+    ],
+)
+def test_configurations_that_are_refused(
+    tmp_path: Path, changes: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    index = index_in(tmp_path)
+
+    def run(rank: int) -> None:
+        engine, loader = started(configured(index, 1, 1, **changes))
+        try:
+            next(iter(loader))
+        finally:
+            engine.destroy()
+
+    with pytest.raises(AssertionError) as failed:
+        run_ranks(1, run)
+    assert isinstance(failed.value.__cause__, error)
+    with pytest.raises(error, match=said):
+        raise failed.value.__cause__
+
+
+def test_data_that_cannot_be_drawn_from_is_refused(tmp_path: Path) -> None:
+    config = configured(index_in(tmp_path), 1, 1)
+
+    def run(rank: int) -> None:
+        with pytest.raises(DifficultyIndexError, match="row 0 of the dataset has another 'id'"):
+            started(config, sampled.data()[::-1])
+        grows = {"training_phases": {"phases": [{"steps": 2}, {"train_batch_size": 16}]}}
+        with pytest.raises(ConfigError, match="training_phases changes how many samples a step"):
+            started(config | grows)
+        with pytest.raises(ConfigError, match=r"a Stream, which is iterated.*pass a map-style"):
+            started(config, Stream())
+
+    run_ranks(1, run)
+
+
+def test_training_that_draws_otherwise_is_refused(tmp_path: Path) -> None:
+    config = configured(index_in(tmp_path), 1, 1)
+
+    def run(rank: int) -> None:
+        model = nn.Linear(4, 1)
+        engine = hf_zero.initialize(model=model, optimizer=adamw(model), config=config)[0]
+        engine.backward(engine(torch.ones(8, 4)).mean())
+        with pytest.raises(ConfigError, match="names hard, and no loader draws by difficulty"):
+            engine.step()
+        engine.destroy()
+
+    run_ranks(1, run)
