@@ -18,8 +18,9 @@ import torch
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.quantization import COMPRESSION, QUANTIZE, QuantizeTraining, WeightQuantization
-from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.errors import ConfigError
 from hf_zero.logs import logger
+from hf_zero.techniques.eigenvalue import StretchedPeriods
 from hf_zero.techniques.rounding import Precision, Rounding, noise_for
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.unit import Unit
@@ -62,9 +63,11 @@ class WeightsInBits:
         fall_of: Callable[[Unit, str], Fall | None],
         nothing_found: str,
         seed: int,
+        stretched: StretchedPeriods | None = None,
     ):
         """``fall_of`` gives the bits of a parameter of a unit, by name, None where it stays as it
-        is; ``nothing_found`` is the error where it does so for all.
+        is; ``nothing_found`` is the error where it does so for all. ``stretched`` has the bits of
+        layers whose eigenvalues set their pace.
         """
         self._section = section
         self._fall_of, self._nothing_found = fall_of, nothing_found
@@ -76,7 +79,8 @@ class WeightsInBits:
         self._falls: dict[str, Fall] = {}  # by parameter
         self._flats: list[FlatBuffer] = []
         self._began = False
-        self._told: dict[Fall, int] = {}
+        self._told: dict[str, set[int]] = {}
+        self._stretched = stretched
         self._engine: Any = None
 
     def install(self, engine: Any) -> None:
@@ -98,6 +102,8 @@ class WeightsInBits:
                     self._flats.append(flat)
         if not self._falls:
             raise ConfigError(self._nothing_found)
+        if self._stretched is not None:
+            self._stretched.install(engine)
         self._begin()
 
     def _check_groups(self, flat: FlatBuffer, falls: Mapping[str, Fall]) -> None:
@@ -123,8 +129,9 @@ class WeightsInBits:
 
     def precision(self, name: str) -> Precision:
         """The bits of parameter ``name`` now."""
+        stretched = self._stretched.precision(name) if self._stretched is not None else None
         fall = self._falls[name]
-        return fall.begin().at(self.step, fall.target)
+        return stretched or fall.begin().at(self.step, fall.target)
 
     def _begin(self) -> None:
         """Let modules compute with rounded weights, if it is time."""
@@ -135,6 +142,8 @@ class WeightsInBits:
             flat.compute_with(self._round)
 
     def _round(self, values: Mapping[str, torch.Tensor]) -> None:
+        if self._stretched is not None and self._stretched.measuring:
+            return
         for name, value in values.items():
             if name in self._falls:
                 precision = self.precision(name)
@@ -146,28 +155,37 @@ class WeightsInBits:
                 value.copy_(rounded.lerp_(value.float(), share) if share else rounded)
 
     def end_step(self) -> None:
+        if self._engine is None:
+            return
         self._begin()
+        if self._began and self._stretched is not None:
+            self._stretched.end_step(self.step)
         if self._began and self._section.verbose and self._engine.global_rank == 0:
             self._tell()
 
     def _tell(self) -> None:
-        for fall in dict.fromkeys(self._falls.values()):
-            bits = fall.begin().at(self.step, fall.target).bits
-            if self._told.get(fall) != bits:
-                self._told[fall] = bits
-                logger.info("%s: weights in %d bits", fall.name, bits)
+        bits: dict[str, set[int]] = {}
+        for name, now in self.bits().items():
+            bits.setdefault(self._falls[name].name, set()).add(now)
+        if bits != self._told:
+            self._told = bits
+            for where, several in bits.items():
+                numbers = " and ".join(map(str, sorted(several, reverse=True)))
+                logger.info("%s: weights in %s bits", where, numbers)
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return self._stretched.state_dict() if self._stretched is not None else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._began and self.step < 0:
-            self.remove()
+        if self._stretched is not None:
+            self._stretched.load_state_dict(state)
         self._begin()
 
     def remove(self) -> None:
         for flat in self._flats if self._began else ():
             flat.compute_with(None)
+        if self._stretched is not None:
+            self._stretched.remove()
         self._began = False
 
 
@@ -178,16 +196,19 @@ def quantize_training(config: ZeroConfig) -> WeightsInBits | None:
         return None
     fall = Fall(QUANTIZE, section.start_bits, section.target_bits, section.period)
     _check(fall)
+    stretched = None
     if config.eigenvalue.enabled:
-        raise NotBuiltError(
-            "quantize_training.eigenvalue is not built; remove it, or write enabled: false"
-        )
+        stretched = StretchedPeriods(config.eigenvalue, fall.begin(), fall.target)
     nothing = (
         f"{QUANTIZE} quantizes the weights of blocks, and this model has no block with a weight "
         "that trains; write compression_training.weight_quantization, which names modules"
     )
     return WeightsInBits(
-        section, lambda unit, name: fall if unit.index else None, nothing, int(config.seed or 0)
+        section,
+        lambda unit, name: fall if unit.index else None,
+        nothing,
+        int(config.seed or 0),
+        stretched,
     )
 
 

@@ -1,0 +1,273 @@
+"""The largest eigenvalue of the Hessian of each layer, by power iteration (Shen et al. 2020,
+Q-BERT).
+
+[Note: products with the Hessian]
+H v is the difference of two gradients, at w + εv and w - εv, over 2ε: no graph of a gradient is
+kept, so that parameters may be sharded and offloaded, and v is sharded as they are. With
+ε = sqrt(machine epsilon of the weights) (1 + |w|) and |v| = 1 neither rounding nor truncation
+shows in fp32. The loss is that of the last micro-batch of every rank, averaged, in evaluation mode,
+so that dropout draws nothing and no buffer changes. Eigenvalues are compared with each other alone:
+what gradients are multiples of drops out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.config.quantization import EIGENVALUE, EigenvalueSection
+from hf_zero.core.guards import Attached
+from hf_zero.core.sharded_model import MeshRanks
+from hf_zero.errors import ConfigError
+from hf_zero.logs import logger
+from hf_zero.parameters.parameter import name_of, owner_of
+from hf_zero.techniques.rounding import Precision
+from hf_zero.units.flat_buffer import FlatBuffer
+
+Vector = list[torch.Tensor]  # this rank's part of the parameters of a layer, in fp64
+
+
+def layers_of(model: nn.Module, section: EigenvalueSection) -> list[nn.Module]:
+    """The layers that ``section`` names. Raises ConfigError where ``model`` has none there, or
+    fewer.
+    """
+    try:
+        found = list(model.get_submodule(section.layer_name).children())
+    except AttributeError:
+        found = []
+    if not found or len(found) < section.layer_num:
+        raise ConfigError(
+            f"{EIGENVALUE}: layer_name = {section.layer_name!r}, layer_num = {section.layer_num} "
+            f"name layers that {type(model).__name__} does not have; write where its list of "
+            "layers stands, such as model.layers, and their number or 0"
+        )
+    return found[: section.layer_num or None]
+
+
+def _scalar_loss(output: Any) -> torch.Tensor:
+    """The loss that a model has returned: alone, first, or by that name."""
+    if isinstance(output, Mapping):
+        output = output.get("loss")
+    elif isinstance(output, (tuple, list)):
+        output = output[0] if output else None
+    if not isinstance(output, torch.Tensor) or output.numel() != 1 or not output.requires_grad:
+        raise ConfigError(
+            f'{EIGENVALUE} needs a model that returns its loss (alone, first, or as "loss"), to '
+            "compute it again; pass labels to the model, or switch eigenvalue off"
+        )
+    return output
+
+
+def direction_of(name: str, numel: int) -> torch.Tensor:
+    """Where the iteration of a layer begins, in the elements of its parameter ``name``: normal
+    numbers, [numel], fp32.
+    """
+    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+class HessianEigenvalues:
+    """Measures the layers of the model of ``engine``, between steps (collective)."""
+
+    def __init__(self, engine: Any, section: EigenvalueSection, layers: Sequence[nn.Module]):
+        self._engine = engine
+        self._section = section
+        # by layer: a flat buffer, and the range of this rank's part of it, of each parameter
+        self._places: list[list[tuple[str, FlatBuffer, int, int]]] = [
+            [
+                (name_of(p), flat, start, stop)
+                for p in layer.parameters()
+                if p.requires_grad and (flat := owner_of(p)) is not None
+                for _, start, stop in [flat.spec.own_range(name_of(p))]
+            ]
+            for layer in layers
+        ]
+        self._call: tuple[Any, Any] | None = None  # of the last micro-batch
+        self._watching = engine.module.register_forward_pre_hook(
+            Attached(self._watch), with_kwargs=True
+        )
+
+    def _watch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self._call = args, kwargs
+
+    def remove(self) -> None:
+        self._watching.remove()
+        self._call = None
+
+    @torch.no_grad()
+    def measure(self) -> list[float]:
+        """The eigenvalue of each layer over the largest of all, in magnitude, from 0 to 1; 1 where
+        the curvature is 0 or not finite.
+        """
+        with self._evaluating():
+            found = [self._of_layer(number) for number in range(len(self._places))]
+        largest = max((abs(value) for value in found), default=0.0)
+        return [abs(value) / largest if value else 1.0 for value in found]
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        modes = {module: module.training for module in self._engine.module.modules()}
+        self._engine.module.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes.items():
+                module.training = training
+
+    def _of_layer(self, number: int) -> float:
+        section, places = self._section, self._places[number]
+        flats = list(dict.fromkeys(flat for _, flat, _, _ in places))
+        masters = [flat.optimizer_shard.master for flat in flats]
+        kept = {flat: each.clone() for flat, each in zip(flats, masters) if each is not None}
+        weights = [kept[flat][start:stop].double() for _, flat, start, stop in places]
+        epsilon = min((torch.finfo(flat.dtype).eps for flat in flats), default=1.0)
+        length = epsilon**0.5 * (1 + self._dot(weights, weights) ** 0.5)
+        vector = self._normalized(self._start(number))
+        value, before, iteration = 1.0, 0.0, 0
+        try:
+            while iteration < section.max_iter and abs(value - before) >= section.tol * abs(value):
+                before = value
+                ahead = self._gradient(number, kept, length, vector)
+                behind = self._gradient(number, kept, -length, vector)
+                product = [
+                    torch.nan_to_num((a - b) / (2 * length), 0.0, 0.0, 0.0)
+                    for a, b in zip(ahead, behind)
+                ]
+                value = self._dot(product, vector)
+                if value == 0.0:
+                    break
+                vector = self._normalized(product)
+                iteration += 1
+        finally:
+            self._put(kept)
+        if section.verbose and self._engine.global_rank == 0:
+            logger.info("layer %d: eigenvalue %g after %d iterations", number, value, iteration)
+        return value
+
+    def _start(self, number: int) -> Vector:
+        """The same vector whatever the number of ranks."""
+        found = []
+        for name, flat, start, stop in self._places[number]:
+            drawn = direction_of(name, flat.layout.by_name[name].numel)
+            first, _, _ = flat.spec.own_range(name)
+            found.append(drawn[first : first + stop - start].double())
+        return found
+
+    def _gradient(
+        self, number: int, kept: Mapping[FlatBuffer, torch.Tensor], length: float, vector: Vector
+    ) -> Vector:
+        """This rank's part of the averaged gradient at the weights ``kept`` + ``length`` ×
+        ``vector``, a multiple of it.
+        """
+        moved = {flat: values.clone() for flat, values in kept.items()}
+        for (_, flat, start, stop), part in zip(self._places[number], vector):
+            moved[flat][start:stop] += (length * part).to(moved[flat])
+        self._put(moved)
+        assert self._call is not None
+        args, kwargs = self._call
+        engine = self._engine
+        with torch.enable_grad(), engine.no_sync():  # no update begins in the backward
+            engine.backward(_scalar_loss(engine(*args, **kwargs)))
+        engine.reduce_gradients()
+        found = [
+            flat.gradient.shard[start:stop].double().cpu()
+            if flat.gradient.has_reduced and flat.gradient.shard is not None
+            else torch.zeros(stop - start, dtype=torch.float64)
+            for _, flat, start, stop in self._places[number]
+        ]
+        engine.zero_grad()
+        return found
+
+    def _put(self, values: Mapping[FlatBuffer, torch.Tensor]) -> None:
+        with self._engine.schedule.shards.writing():
+            for flat, each in values.items():
+                flat.optimizer_shard.store_master(each)
+        self._engine.refresh_params(list(values))
+
+    def _dot(self, left: Vector, right: Vector) -> float:
+        """The inner product over all ranks."""
+        own = sum(
+            ((a.cpu() * b.cpu()).sum() for a, b in zip(left, right)), torch.zeros(()).double()
+        )
+        return float(MeshRanks(self._engine.mesh).add_up(own.view(1)))
+
+    def _normalized(self, vector: Vector) -> Vector:
+        norm = self._dot(vector, vector) ** 0.5 + self._section.stability
+        return [each / norm for each in vector]
+
+
+class StretchedPeriods:
+    """Bits of layers, each of which keeps its own the longer the larger its eigenvalue is: a step
+    at which a bit falls is followed by one at 2 (1 + floor(4 λ)) times it, λ from 0 to 1.
+    """
+
+    def __init__(self, section: EigenvalueSection, begin: Precision, target: int):
+        self._section, self._begin, self._target = section, begin, target
+        self._engine: Any = None
+        self._eigenvalues: HessianEigenvalues | None = None
+        self._layer_of: dict[str, int] = {}  # by parameter
+        self._precisions: list[Precision] = []  # by layer
+        self._measured: list[float] = []
+        self.measuring = False  # modules compute with weights as they are
+
+    def install(self, engine: Any) -> None:
+        """Raises ConfigError for layers that the model lacks, and gradients in few bits."""
+        compressed = any(flat.spec.reduce_codec is not None for flat in engine.flats)
+        if compressed or engine.optimizer_step.one_bit is not None:
+            raise ConfigError(
+                f"{EIGENVALUE} takes differences of gradients, which gradients in few bits are too "
+                "coarse for; remove it, or what compresses them"
+            )
+        self._engine = engine
+        layers = layers_of(engine.module, self._section)
+        self._layer_of = {
+            name_of(p): number for number, layer in enumerate(layers) for p in layer.parameters()
+        }
+        self._precisions = [self._begin] * len(layers)
+        self._eigenvalues = HessianEigenvalues(engine, self._section, layers)
+
+    def precision(self, name: str) -> Precision | None:
+        """The bits of parameter ``name``; None for one outside the layers."""
+        number = self._layer_of.get(name)
+        return None if number is None else self._precisions[number]
+
+    def end_step(self, step: int) -> None:
+        """Let bits fall whose time has come by ``step``; eigenvalues are measured before, where
+        this step is one to look at them (collective).
+        """
+        due = any(each.bits > self._target and step >= each.until for each in self._precisions)
+        if not due or self._eigenvalues is None:
+            return
+        looks = self._engine.global_steps % self._section.gas_boundary_resolution == 0
+        if looks or not self._measured:
+            self.measuring = True
+            try:
+                self._measured = self._eigenvalues.measure()
+            finally:
+                self.measuring = False
+        self._precisions = [
+            each.at(step, self._target, 1 + int(4 * value))
+            for each, value in zip(self._precisions, self._measured)
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The bits of each layer, and what was measured last."""
+        return {
+            "layers": [[each.bits, each.until, each.since] for each in self._precisions],
+            "eigenvalues": list(self._measured),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if len(state.get("layers", ())) == len(self._precisions):
+            self._precisions = [Precision(*each) for each in state["layers"]]
+            self._measured = list(state["eigenvalues"])
+
+    def remove(self) -> None:
+        if self._eigenvalues is not None:
+            self._eigenvalues.remove()

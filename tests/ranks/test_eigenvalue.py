@@ -1,0 +1,222 @@
+"""The eigenvalues that set the pace of MoQ: against power iteration over the dense Hessian of each
+layer in plain torch, at every stage, and the bits that follow from them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from hf_zero.errors import ConfigError
+from hf_zero.techniques.eigenvalue import direction_of
+from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.models import Stack, features, seeded
+from tests.helpers.stacks import on_ranks
+from tests.helpers.training import Plan, plain_sgd
+
+WIDTH = 4
+SECTION: dict[str, Any] = {
+    "enabled": True,
+    "quantize_bits": {"start_bits": 8, "target_bits": 4},
+    "quantize_schedule": {"quantize_period": 2, "schedule_offset": 0},
+}
+EIGENVALUE = {
+    "enabled": True, "layer_name": "blocks", "layer_num": 3, "tol": 1e-2, "max_iter": 100,
+}  # fmt: skip
+
+
+class Losing(Stack):
+    """Returns its loss; layers further back are wider in scale, so that their curvatures differ."""
+
+    def __init__(self, dropout: float = 0.5, width: int = WIDTH) -> None:
+        super().__init__(3, width)
+        self.dropout = nn.Dropout(dropout)
+        for scale, block in zip((0.5, 1.0, 2.0), self.blocks):
+            for parameter in block.parameters():
+                parameter.data.mul_(scale)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.dropout(super().forward(x)).pow(2).mean()}
+
+
+def losing() -> nn.Module:
+    return seeded(Losing)
+
+
+def wide_without_dropout() -> nn.Module:
+    return seeded(lambda: Losing(0.0, 64))
+
+
+def without_dropout() -> nn.Module:
+    return seeded(lambda: Losing(0.0))
+
+
+def dense(weights: dict[str, torch.Tensor], ranks: int, step: int, micro: int) -> list[float]:
+    """What the iteration finds for each block's Hessian, over the largest of all."""
+    model = losing().eval()
+    found = []
+    for number in range(3):
+        own = {n: w for n, w in weights.items() if n.startswith(f"blocks.{number}.")}
+
+        def loss_of(flat: torch.Tensor, own: dict[str, torch.Tensor] = own) -> torch.Tensor:
+            parts = flat.split([w.numel() for w in own.values()])
+            values = {n: p.view(w.shape) for (n, w), p in zip(own.items(), parts)}
+            losses = [
+                functional_call(model, {**weights, **values}, (features(step, micro, rank),))
+                for rank in range(ranks)
+            ]
+            return sum(each["loss"] for each in losses) / ranks
+
+        flat = torch.cat([w.flatten() for w in own.values()])
+        hessian = torch.autograd.functional.hessian(loss_of, flat)
+        vector = torch.cat([direction_of(name, each.numel()) for name, each in own.items()])
+        value, before = 1.0, 0.0
+        while abs(value - before) >= EIGENVALUE["tol"] * abs(value):
+            vector, before = vector / vector.norm(), value
+            product = hessian @ vector
+            value, vector = float(product @ vector), product
+        assert abs(value) <= torch.linalg.eigvalsh(hessian).abs().max() * 1.001
+        found.append(abs(value))
+    return [value / max(found) for value in found]
+
+
+def engine_of(model: nn.Module, stage: int, more: dict[str, Any], **section: Any) -> Any:
+    eigenvalue = {**EIGENVALUE, **section}
+    config = config_of(stage, quantize_training={**SECTION, "eigenvalue": eigenvalue}, **more)
+    return start(model, plain_sgd(model), config)
+
+
+def train(engine: Any, rank: int, steps: range, accumulation: int = 1) -> list[list[int]]:
+    technique, bits = engine.techniques.by_key["quantize_training"], []
+    for step in steps:
+        for micro in range(accumulation):
+            engine.backward(engine(features(step, micro, rank))["loss"])
+            engine.step()
+        now = technique.bits()
+        bits.append([now[f"blocks.{number}.up.weight"] for number in range(3)])
+    return bits
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "accumulation", "more"),
+    [
+        (0, 2, 1, {}),
+        (2, 2, 2, {}),
+        (3, 2, 1, {}),
+        pytest.param(3, 4, 2, {}, marks=pytest.mark.long),
+        (1, 2, 1, {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}),
+    ],
+)
+def test_eigenvalues_are_those_of_the_dense_hessian(stage, ranks, accumulation, more):
+    def run(rank, model):
+        plan = Plan(accumulation=accumulation)
+        settings = {"gradient_accumulation_steps": plan.accumulation, **more}
+        engine = engine_of(model, stage, settings)
+        train(engine, rank, range(1), accumulation)
+        before = full_weights(engine)
+        train(engine, rank, range(1, 2), accumulation)
+        found = engine.techniques.state_dict()["quantize_training"]
+        return found, before, full_weights(engine), engine.micro_steps
+
+    answers = on_ranks(ranks, run, build=losing)
+    state, before, weights, micro_steps = answers[0]
+    assert all(answer[0] == state for answer in answers)
+    assert micro_steps == 2 * accumulation
+    wanted = dense(weights, ranks, 1, accumulation - 1)
+    assert min(wanted) < 0.9
+    for got, value in zip(state["eigenvalues"], wanted, strict=True):
+        assert math.isclose(got, value, rel_tol=2e-2), (state["eigenvalues"], wanted)
+    assert any(not torch.equal(before[name], weights[name]) for name in before)
+
+
+def test_bits_follow_from_the_eigenvalues():
+    """The next fall of a layer is at 2 (1 + floor(4 λ)) times the step of this one."""
+
+    def run(rank, model):
+        engine = engine_of(model, 3, {})
+        bits = train(engine, rank, range(3))
+        return bits, engine.techniques.state_dict()["quantize_training"]
+
+    bits, state = on_ranks(2, run, build=losing)[0]
+    assert bits == [[8, 8, 8], [7, 7, 7], [7, 7, 7]]
+    for (_, until, since), value in zip(state["layers"], state["eigenvalues"], strict=True):
+        assert (since, until) == (2, 4 * (1 + math.floor(4 * value)))
+    assert len({until for _, until, _ in state["layers"]}) > 1
+
+
+@pytest.mark.parametrize(("stage", "later"), [(2, 1), (3, 3)])
+def test_goes_on_from_a_checkpoint(stage, later, tmp_path):
+    """On another number of ranks, the bits and the last eigenvalues being in the manifest."""
+
+    def first(rank, model):
+        engine = engine_of(model, stage, {})
+        train(engine, 0, range(2))
+        engine.save_checkpoint(str(tmp_path))
+        return engine.techniques.state_dict()
+
+    def second(rank, model):
+        engine = engine_of(model, stage, {})
+        engine.load_checkpoint(str(tmp_path))
+        return engine.techniques.state_dict(), train(engine, 0, range(2, 6))
+
+    def whole(rank, model):
+        engine = engine_of(model, stage, {})
+        return train(engine, 0, range(6))
+
+    state = on_ranks(2, first, build=without_dropout)[0]
+    loaded, bits = on_ranks(later, second, build=without_dropout)[0]
+    assert loaded == state
+    assert bits == on_ranks(1, whole, build=without_dropout)[0][2:]
+
+
+def test_a_measurement_changes_nothing_but_bits():
+    """Losses and weights are those of a run whose bits fall by the same steps without one."""
+
+    def run(rank, model, measures):
+        engine = engine_of(model, 3, {}) if measures else None
+        if engine is None:
+            config = config_of(3, quantize_training=SECTION)
+            engine = start(model, plain_sgd(model), config)
+        torch.manual_seed(3)
+        train(engine, rank, range(2))
+        return full_weights(engine), torch.rand(1)
+
+    with_it = on_ranks(1, run, True, build=losing)[0]
+    without = on_ranks(1, run, False, build=losing)[0]
+    for name, value in without[0].items():
+        assert torch.equal(with_it[0][name], value), name
+    assert torch.equal(with_it[1], without[1])
+
+
+@pytest.mark.parametrize(
+    ("section", "more", "said"),
+    [
+        ({"layer_name": "encoder.layer"}, {}, "name layers that Losing does not have"),
+        ({"layer_num": 4}, {}, "layer_num = 4 name layers"),
+        (
+            {},
+            {"compressed_communication": {"bits": 4}},
+            "gradients in few bits are too coarse",
+        ),
+    ],
+)
+def test_refuses(section, more, said):
+    def run(rank, model):
+        with pytest.raises(ConfigError, match=said):
+            engine_of(model, 1, more, **section)
+
+    on_ranks(2, run, build=wide_without_dropout)
+
+
+def test_a_model_that_returns_no_loss_is_refused():
+    model = seeded(Stack)
+    engine = engine_of(model, 1, {})
+    with pytest.raises(ConfigError, match="needs a model that returns its loss"):
+        for step in range(2):
+            engine.backward(engine(features(step, 0, 0)).pow(2).mean())
+            engine.step()
