@@ -2,6 +2,7 @@
 
 from hf_zero.config.activations import ActivationCheckpointing, ActivationOffload
 from hf_zero.config.explaining import ExplainRow
+from hf_zero.config.layer_drop import LayerDropSection
 from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
 from hf_zero.config.sections import (
     Bf16Section,
@@ -26,6 +27,7 @@ __all__ = [
     "ExplainRow",
     "Fp16Section",
     "LaunchSection",
+    "LayerDropSection",
     "OffloadOptimizer",
     "OffloadParam",
     "OptimizerConfig",

@@ -43,6 +43,7 @@ PASSED_ON = (
     "curriculum_learning",
     "data_efficiency",
     "training_phases",
+    "progressive_layer_drop",
 )
 
 _LAUNCHER = "read by accelerate launch, which starts the ranks"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hf_zero.config.activations import BLOCKS, ENABLED, NUMBER
 from hf_zero.config.activations import OFFLOAD as ACTIVATION_OFFLOAD
+from hf_zero.config.layer_drop import LAYER_DROP
 from hf_zero.config.reading import ConfigReading
 from hf_zero.errors import ConfigError, NotBuiltError
 
@@ -48,6 +49,15 @@ def check(reading: ConfigReading) -> None:
                 f"optimizer.params.max_grad_norm = {norm!r} ({sources['optimizer.params']}) is no "
                 "argument of an optimizer; "
                 f"write gradient_clipping: {norm!r}"
+            )
+        )
+    unused = "zero_optimization.ignore_unused_parameters"
+    if values.get(f"{LAYER_DROP}.enabled") and values.get(unused) is False:
+        mistakes.append(
+            ConfigError(
+                f"{unused} = False ({sources[unused]}) contradicts {LAYER_DROP}.enabled "
+                f"({sources[f'{LAYER_DROP}.enabled']}): blocks that a step leaves out have no "
+                "gradient; remove one of them"
             )
         )
     _check_offload(reading)

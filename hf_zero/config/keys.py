@@ -225,11 +225,6 @@ _FEATURES = (
         asks=bool,
         off="null",
     ),
-    switched(
-        "progressive_layer_drop",
-        "progressive layer dropping; set the model's own layerdrop",
-        "theta gamma",
-    ),
     switched("nebula", "Nebula checkpoints; use checkpoint.async_save"),
     switched(
         "datastates_ckpt",

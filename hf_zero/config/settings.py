@@ -30,6 +30,7 @@ from hf_zero.config.kinds import (
     integer,
     number,
 )
+from hf_zero.config.layer_drop import LAYER_DROP, LayerDropSection
 from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
 from hf_zero.config.quantization import (
     EIGENVALUE,
@@ -172,6 +173,7 @@ class Settings:
         False,
         "BERT-like models: norms before attention and MLP, for training from scratch",
     )
+    progressive_layer_drop: LayerDropSection = section(LAYER_DROP, LayerDropSection)
     compile: CompileSection = section("compile", CompileSection)
     attention_backend: str = key(
         choice(*ATTENTION_BACKENDS),

@@ -64,6 +64,11 @@ class BackwardTracker:
         self._older: weakref.WeakSet[RootForward] = weakref.WeakSet()  # forwards with a graph
         # forwards that the backward under way goes back through
         self._reached: set[RootForward] = set()
+        # The forward whose backward has come last to a call of it.
+        self.reached: RootForward | None = None
+        # What all forwards leave out that a backward may go through, and how many there are.
+        self._open: tuple[frozenset[Unit], int] = (frozenset(), 0)
+        self._left_out: frozenset[Unit] = frozenset()  # of the backward under way
         # forwards that no hook tells of: any backward may be theirs
         self._untracked: list[RootForward] = []
         reducer.connect(schedule, self.outstanding)
@@ -84,9 +89,18 @@ class BackwardTracker:
 
     # ---- forwards ----
 
-    def add_forward(self, kind: Hashable) -> None:
+    def add_forward(self, kind: Hashable, root: RootForward) -> None:
         """A forward of ``kind`` with a graph begins."""
         self._forwards[kind] += 1
+        left_out, count = self._open
+        self._open = (left_out & root.left_out if count else root.left_out, count + 1)
+
+    def end_window(self) -> None:
+        """A step or ``zero_grad`` comes: of several forwards none is taken to have a backward
+        yet to come.
+        """
+        if self._open[1] > 1:
+            self._open = frozenset(), 0
 
     def add_call(self, call: UnitForward) -> None:
         """``call``, which has ended, has outputs whose hooks tell of its backward."""
@@ -133,6 +147,10 @@ class BackwardTracker:
                 f"{call.unit.label} that the first has released; "
                 "use stage 2 for losses with gradients of gradients"
             )
+        if call.unit in self._left_out:
+            self._refuse_left_out(call.unit)
+        if call.outer is not self.outstanding.recomputation:
+            self.reached = call.outer
         if not call.outer.whole or call.outer not in self._reached:
             self.reach(call.outer)
         self._pass(call, call.left)
@@ -171,8 +189,17 @@ class BackwardTracker:
             # again, if this is not the first backward over its graph
             call.unit.forwards.pending.add(call)
         for unit in root.reads:
+            if unit in self._left_out:
+                self._refuse_left_out(unit)
             unit.forwards.pinned_by.add(root)
             self._schedule.ensure_gathered(unit)
+
+    def _refuse_left_out(self, unit: Unit) -> None:
+        raise PartitionError(
+            f"a backward goes through {unit.label} of an earlier forward, while the last forward "
+            "has left it out on all ranks (progressive_layer_drop); call backward for each forward "
+            "before the next one, or remove the key"
+        )
 
     def _pass(self, call: UnitForward, moment: int) -> None:
         """The backward has come to ``moment``: reduce what is complete by that."""
@@ -206,7 +233,7 @@ class BackwardTracker:
         if self.tasks and self.tasks[0][1]() is None:
             self._abandon()
         if not self.tasks:
-            self._begin()
+            self._begin(self._take_open())
         callback = partial(self._leave, task)
         self.tasks.append((task, weakref.ref(callback)))
         torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -214,8 +241,17 @@ class BackwardTracker:
     def take_in(self) -> None:
         """A backward without hooks is over: take in what it has left (collective)."""
         with torch.inference_mode(False), torch.no_grad():
-            self._begin()
+            self._begin(frozenset())
             self._end()
+
+    def _take_open(self) -> frozenset[Unit]:
+        """What no rank uses in a backward that begins now. One forward is over with it; of several
+        others may have theirs still to come.
+        """
+        left_out, count = self._open
+        if count == 1:
+            self._open = frozenset(), 0
+        return left_out
 
     def put_away_broken(self) -> None:
         """Called from outside forward and backward: forget the backward that an exception there has
@@ -224,7 +260,8 @@ class BackwardTracker:
         if self.tasks and graph_task() == -1:
             self._abandon()
 
-    def _begin(self) -> None:
+    def _begin(self, left_out: frozenset[Unit]) -> None:
+        self._left_out, self.reached = left_out, None
         kind = (
             "backward",
             *(
@@ -240,8 +277,8 @@ class BackwardTracker:
         # Without sharded parameters a forward concerns no other rank: ranks may have run different
         # numbers of them.
         key = (*kind, self._schedule.resident) if self._schedule.gathers else None
-        self._schedule.begin(kind, backward=True)
-        self._reducer.begin(key)
+        self._schedule.begin(kind, True, left_out)
+        self._reducer.begin(key, left_out)
 
     def _leave(self, task: int) -> None:
         known = [number for number, _ in self.tasks]

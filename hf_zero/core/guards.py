@@ -34,11 +34,7 @@ class Attached(partial):  # type: ignore[type-arg]
     """
 
     def __new__(cls, function: Callable[..., Any], /, *first: Any) -> Attached:
-        traced: Any = getattr(function, "__func__", function)
-        traced._torchdynamo_disable = True
-        set_code_exec_strategy(
-            traced.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-        )
+        outside_graphs(getattr(function, "__func__", function), _FrameAction.SKIP)
         return super().__new__(cls, function, *first)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attached:
@@ -46,6 +42,15 @@ class Attached(partial):  # type: ignore[type-arg]
 
     def __reduce__(self) -> Any:
         return Attached, (_nothing,)
+
+
+def outside_graphs(function: Any, calls: _FrameAction = _FrameAction.DEFAULT) -> Any:
+    """``function``, which torch.compile of what calls it does not trace into a graph; ``calls``
+    says what it does with what ``function`` calls.
+    """
+    function._torchdynamo_disable = True
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, calls))
+    return function
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -111,6 +111,9 @@ class Hooks:
         self._outer: RootForward | None = None  # the forward under way
         # the call left last, an output of it, and the marks of its inputs
         self._last: tuple[UnitForward, torch.Tensor, Sequence[Node]] | None = None
+        # Called with each outermost forward that is to have a graph: gives the modules that no
+        # rank is going to run in it.
+        self.draws: list[Callable[[RootForward], Collection[nn.Module]]] = []
         self._removable: list[Any] = []
         self._watches = False
         self._training = [
@@ -206,10 +209,11 @@ class Hooks:
             self.take_in_unannounced()
             given = [key for key in CHOOSES_THE_WAY if kwargs.get(key) is not None]
             kind = (name, grads, module.training, *given)
-            self._schedule.begin(kind)
             self._outer = RootForward(module is self._model, tracker.outstanding.moment())
             if grads:
-                tracker.add_forward(kind)
+                self._draw(self._outer, name)
+                tracker.add_forward(kind, self._outer)
+            self._schedule.begin(kind, left_out=self._outer.left_out)
         self._nested += 1
         last, self._last = self._last, None
         if unit is None:
@@ -276,6 +280,24 @@ class Hooks:
         self._schedule.ensure_gathered(unit)
         self._schedule.reshard_later(unit)  # what reads it now tells of the graph by itself
         return True
+
+    def _draw(self, outer: RootForward, name: str) -> None:
+        """Let what changes the training draw for the forward ``outer`` of the module ``name``."""
+        modules = {module for draw in self.draws for module in draw(outer)}
+        if modules:
+            outer.left_out = frozenset(
+                unit
+                for unit in self._units[1:]
+                if all(
+                    module in modules and (not name or path.startswith(f"{name}."))
+                    for path, module in unit.modules.items()
+                )
+            )
+
+    @property
+    def forward_at_work(self) -> RootForward | None:
+        """The outermost forward under way; in a backward, the one that it runs again."""
+        return self._outer if graph_task() == -1 else self._tracker.reached
 
     def _current(self) -> RootForward:
         inside = graph_task() != -1

@@ -187,12 +187,14 @@ class OptimizerStep:
                     1.0 if divisor is None else float(divisor), steps
                 )
                 self.updater.start(update)
+        unused = {flat for flat in model.trainable if flat.gradient.all_unused}
         for flat in model.trainable:
-            unused = flat.gradient.unused
-            if not unused or len(unused) < len(flat.members):
+            if flat not in unused:
                 flat.user_writes.mark_updated()
         behind = [
-            flat for flat in model.flats if not flat.optimizer_shard.offloaded and flat not in done
+            flat
+            for flat in model.flats
+            if not flat.optimizer_shard.offloaded and flat not in done and flat not in unused
         ]
         model.refresh(behind, model.flats, frozenset(written), differences=True)
         return False

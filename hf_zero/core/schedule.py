@@ -9,6 +9,9 @@ of a kind is recorded: before every gather the ranks agree, so that a block used
 enters the plan of every rank. A gather that is not in the rest of a plan is a fetch: see the note
 in consensus.py.
 
+A pass may leave units out that no rank uses in it, as all ranks know when it begins: they keep
+their places in its plan, and are passed over there. One that is needed all the same is a fetch.
+
 A unit is released one step late, when the next unit is needed: a block called twice in a row is not
 gathered twice, and the unit that ends a forward is still there when its backward begins.
 """
@@ -50,11 +53,14 @@ class ReductionsUnderWay(Protocol):
 
 @dataclass(eq=False)
 class GatherPass:
-    """One pass under way. ``plan`` is the order of its gathers, None while they are recorded."""
+    """One pass under way. ``plan`` is the order of its gathers, None while they are recorded.
+    ``left_out``: units that no rank is going to use.
+    """
 
     key: Hashable
     backward: bool
     plan: list[Unit] | None
+    left_out: frozenset[Unit] = frozenset()
     cursor: int = 0  # gathers of the plan that are issued
     record: list[Unit] = field(default_factory=list)
 
@@ -115,10 +121,16 @@ class Schedule:
             unit.index for unit in self._units if unit.sharded and (unit.pins or unit in self._kept)
         )
 
-    def begin(self, kind: tuple[Hashable, ...], backward: bool = False) -> None:
+    def begin(
+        self,
+        kind: tuple[Hashable, ...],
+        backward: bool = False,
+        left_out: frozenset[Unit] = frozenset(),
+    ) -> None:
         """Start a pass.
 
         ``kind`` must be the same on all ranks; with what is gathered already it selects the plan.
+        ``left_out``: units that no rank uses in this pass, the same on all ranks.
         """
         self._computed.begin(backward)
         if not self.gathers:
@@ -135,7 +147,7 @@ class Schedule:
                 for unit in self._units:
                     unit.forget_secondary()
         key = (*kind, self.resident)
-        self._pass = GatherPass(key, backward, self._plans.get(key))
+        self._pass = GatherPass(key, backward, self._plans.get(key), left_out)
         if not backward:
             self._mesh.passes.begin("forward", key)
 
@@ -151,7 +163,13 @@ class Schedule:
                 pass
             # What no rank used this time may be used again: a unit that no plan holds is slow to
             # get.
-            plan = merged([under_way.record, self._before.get(under_way.key, ())])
+            plan = merged(
+                [
+                    under_way.record,
+                    self._before.get(under_way.key, ()),
+                    self._with_left_out(under_way),
+                ]
+            )
             under_way.plan = self._plans[under_way.key] = plan
             under_way.cursor = len(plan)
             self._issued = under_way
@@ -173,7 +191,8 @@ class Schedule:
         self.issue_rest()
         self._mesh.passes.end()
         assert under_way.plan is not None
-        self._kept = [self._units[0], *under_way.plan[-1:]] if keep_last else []
+        last = [unit for unit in under_way.plan[-1:] if unit not in under_way.left_out]
+        self._kept = [self._units[0], *last] if keep_last else []
         self._pass = None
         self._release_unused()
 
@@ -184,9 +203,20 @@ class Schedule:
             return
         while under_way.cursor < count:
             unit = under_way.plan[under_way.cursor]
-            self._passed.append((under_way.cursor, unit))
+            if unit not in under_way.left_out:
+                self._passed.append((under_way.cursor, unit))
+                unit.launch_gather(backward=under_way.backward)
             under_way.cursor += 1
-            unit.launch_gather(backward=under_way.backward)
+
+    def _with_left_out(self, under_way: GatherPass) -> list[Unit]:
+        """What a pass has recorded and left out, in the order in which the model is run: for the
+        places of what was left out.
+        """
+        if not under_way.left_out:
+            return []
+        held = under_way.left_out.union(under_way.record)
+        units = self._units[1:] if not under_way.backward else self._units[:0:-1]
+        return [unit for unit in units if unit in held and unit.sharded]
 
     def let_go(self, through: int, awaits: Callable[[Unit], bool]) -> None:
         """Release units that were gathered for others' sake among the first ``through`` of the
@@ -302,7 +332,8 @@ class Schedule:
     def _acquire(self, unit: Unit) -> None:
         under_way = self._pass
         plan = under_way.plan if under_way is not None else None
-        if under_way is not None and plan is not None and unit in plan[under_way.cursor :]:
+        coming = () if under_way is None or plan is None else plan[under_way.cursor :]
+        if under_way is not None and plan and unit in coming and unit not in under_way.left_out:
             self._pass_by(self._ahead)
             self._ahead = []
             self.issue_through(plan.index(unit, under_way.cursor))
@@ -367,7 +398,7 @@ class Schedule:
             return
         plan, cursor = under_way.plan, under_way.cursor
         for unit in plan[cursor : cursor + self._limits.shards]:
-            if unit.state is State.RELEASED:
+            if unit.state is State.RELEASED and unit not in under_way.left_out:
                 for flat in unit.sharded:
                     flat.prefetch()
         if not self._limits.bytes:
@@ -375,6 +406,9 @@ class Schedule:
         waiting = sum(unit.nbytes for unit in self._ahead)
         while under_way.cursor < len(plan) and len(self._ahead) < AHEAD:
             unit = plan[under_way.cursor]
+            if unit in under_way.left_out:
+                under_way.cursor += 1
+                continue
             if unit.state is not State.RELEASED or (
                 self._ahead and waiting + unit.nbytes > self._limits.bytes
             ):

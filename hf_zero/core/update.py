@@ -98,12 +98,17 @@ class Updater:
         if self._gathers is None and self._uses:
             self._order = self._uses + [unit for unit in self._order if unit not in self._uses]
         self._uses = []
+        order = [
+            unit
+            for unit in self._order
+            if not all(flat.gradient.all_unused for flat in unit.offloaded)
+        ]
         if self.early is update:
             self.early = None
-            self._submit(update, [unit for unit in self._order if unit not in self._started])
+            self._submit(update, [unit for unit in order if unit not in self._started])
         else:
             self.finish()
-            self._submit(update, self._order)
+            self._submit(update, order)
         if self._gathers is not None:
             self._gathers.complete()
 

@@ -4,7 +4,7 @@
 All ranks launch the reductions of all trainable units, in one fixed order
 (``reduction_order.py``), in every backward that reduces. A unit waits for its predecessors; one for
 which nothing can come any more on this rank (:class:`Outstanding`) is launched at once, with zeros
-where nothing came.
+where nothing came. What all ranks leave out of the backward, and know it, is passed over.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hf_zero.gradients.gradient_intake import (
 )
 from hf_zero.gradients.reduction_order import Gathers, Outstanding, ReductionOrder, Shown
 from hf_zero.gradients.reductions import Reductions
-from hf_zero.gradients.usage import Usage
+from hf_zero.gradients.usage import Usage, settle_left_out
 from hf_zero.parameters.raw_grads import any_raw_grad
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.gradient_offload import GradientOffload, NoGradientOffload
@@ -66,14 +66,14 @@ class _BackwardPass:
 
     key: Hashable = None
     under_way: bool = False
+    units: Sequence[Unit] = ()  # those to be reduced in it, in their order
     next: int = 0  # place in the order of the next unit to be launched
     # gathers that any rank may wait for before it launches the last reduction launched here
     depth: int = 0
-    ready: set[Unit] = field(default_factory=set)
+    # units that became complete, with what was on their parameters then, where that is learned
+    ready: dict[Unit, list[Any] | None] = field(default_factory=dict)
     reduced: set[FlatBuffer] = field(default_factory=set)
     shown: Shown = field(default_factory=lambda: Shown(False))
-    # gradients on the parameters when units became complete, where that is learned
-    as_complete: dict[Unit, list[Any]] = field(default_factory=dict)
 
 
 class GradientReducer:
@@ -124,12 +124,12 @@ class GradientReducer:
         """The backward of ``batch`` is about to begin."""
         self._batch = batch
 
-    def begin(self, key: Hashable) -> None:
-        """A backward starts; ``key`` tells the kinds of backward apart, alike on all ranks."""
+    def begin(self, key: Hashable, left_out: frozenset[Unit] = frozenset()) -> None:
+        """A backward starts; ``key`` tells kinds apart, ``left_out`` no rank uses: alike on all."""
         self.wait()
         gathers = self._gathers is not None and self._gathers.gathers
         self._mesh.passes.begin("backward", key, joint=self._reduces_now or gathers)
-        self._pass = _BackwardPass(key, True)
+        self._pass = _BackwardPass(key, True, self._order.without(left_out, self._reduces_now))
         # A rank must not wait for a reduction that others launch only after a gather it has yet to
         # join.
         self._reductions.begin(
@@ -137,9 +137,8 @@ class GradientReducer:
         )
         # others are going to be added; as long as nothing is held, an upcast copies nothing
         if not self._reduces_now:
-            for unit in self._order.units:
-                for flat in unit.trainable:
-                    self._intake.upcast(flat)
+            for flat in (flat for unit in self._pass.units for flat in unit.trainable):
+                self._intake.upcast(flat)
 
     def wait_for_older(self) -> None:
         """An older forward still waits for its backward, and this one may go through it: nothing
@@ -166,10 +165,8 @@ class GradientReducer:
         backward = self._pass
         if not unit.trainable or unit in backward.ready or not backward.under_way:
             return
-        backward.ready.add(unit)
+        backward.ready[unit] = grad_versions(unit) if self.learns else None
         backward.shown.complete.append(unit.index)
-        if self.learns:
-            backward.as_complete[unit] = grad_versions(unit)
         if self._gathers is not None and self._gathers.recording:
             backward.shown.depths[unit.index] = self._gathers.recorded
         if not self._reduces_now:
@@ -182,8 +179,8 @@ class GradientReducer:
         backward, outstanding = self._pass, self._outstanding
         if not backward.under_way or not self._reduces_now or outstanding is None:
             return
-        while backward.next < len(self._order.units):
-            unit = self._order.units[backward.next]
+        while backward.next < len(backward.units):
+            unit = backward.units[backward.next]
             if unit in self._order.deferred:
                 return
             awaits = outstanding.awaits_reruns if unit in backward.ready else outstanding.awaits
@@ -213,9 +210,7 @@ class GradientReducer:
         """The backward is over: remember for which units gradients could have come until now."""
         backward, outstanding = self._pass, self._outstanding
         if backward.under_way and outstanding is not None and self.learns:
-            left = (
-                unit for unit in self._order.units[backward.next :] if unit not in backward.ready
-            )
+            left = (unit for unit in backward.units[backward.next :] if unit not in backward.ready)
             backward.shown.unfinished = [
                 unit.index for unit in left if outstanding.awaits(unit, False)
             ]
@@ -232,22 +227,23 @@ class GradientReducer:
         learns = learns or self.learns
         self._leave()
         if self._reduces_now:
-            launched = self._order.units[: backward.next]
-            waited = self._order.units[backward.next :]
+            launched, waited = backward.units[: backward.next], backward.units[backward.next :]
             backward.shown.parts = [
                 unit.index
                 for unit in waited
-                if unit in backward.as_complete
-                and backward.as_complete[unit] != grad_versions(unit)
+                if (before := backward.ready.get(unit)) is not None
+                and before != grad_versions(unit)
             ]
-            while backward.next < len(self._order.units):
+            while backward.next < len(backward.units):
                 self._launch_next()
             self._reduce_late(launched, learns)
             self._reductions.finish()
             self._usage.drop()
         else:
-            for unit in self._order.units:
+            for unit in backward.units:
                 self._intake.accumulate(unit, self._batch)
+        if self._batch.reduces:
+            settle_left_out(self._order.units)
         for unit in self._units:
             for flat in unit.flats:
                 if not flat.trainable:
@@ -266,7 +262,7 @@ class GradientReducer:
             self._gathers.issue_through(self._pass.depth)
 
     def _launch_next(self) -> None:
-        backward, units = self._pass, self._order.units
+        backward, units = self._pass, self._pass.units
         unit = units[backward.next]
         backward.next += 1
         backward.depth = max(backward.depth, self._order.depth(backward.key, unit))
@@ -321,6 +317,7 @@ class GradientReducer:
         if left:
             self._reductions.finish()
         self._offload.finish_sums()
+        settle_left_out(self._order.units)
 
     @property
     def unreduced(self) -> float:

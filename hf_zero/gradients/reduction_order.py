@@ -107,6 +107,17 @@ class ReductionOrder:
         self._known = False
         self._depths: dict[Hashable, dict[int, int]] = {}
 
+    def without(self, left_out: frozenset[Unit], reduces: bool) -> list[Unit]:
+        """The order without units that no rank uses in a backward; where that ``reduces``, what
+        earlier ones have left unreduced goes with it.
+        """
+        return [
+            unit
+            for unit in self.units
+            if unit not in left_out
+            or (reduces and any(flat.gradient.has_unreduced for flat in unit.trainable))
+        ]
+
     def depth(self, key: Hashable, unit: Unit) -> int:
         """How many gathers of the plan of ``key`` a rank may wait for before it launches the
         reduction of ``unit``.

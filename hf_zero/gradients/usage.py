@@ -4,8 +4,9 @@
 A parameter for which no rank has a gradient in an accumulation window is left as it is by the step,
 weight and optimizer state, as plain PyTorch leaves one whose ``.grad`` is None. Every rank adds
 what it has used to one message, which travels with the sum of the gradient norm. What this rank has
-used itself is used: so the message is read, which on a GPU waits for the device, only where a
-parameter lacks a gradient here. A rank that has all of them reads nothing.
+used itself is used, and what all ranks have left out of every backward is known to be unused: so
+the message is read, which on a GPU waits for the device, only where another parameter lacks a
+gradient here. A rank that has all of them reads nothing.
 
 The message counts ranks: the counts of as many parameters share an fp64 number as it holds exactly.
 """
@@ -132,6 +133,8 @@ class Usage:
 
     def _read(self, flats: Sequence[FlatBuffer], total: torch.Tensor) -> None:
         for flat, counts in zip(flats, self._counts(flats, total)):
+            if flat.gradient.all_unused:
+                continue  # as all ranks know; those that lack nothing else send that they have all
             flat.gradient.set_unused(
                 frozenset(slot.name for slot, count in zip(flat.layout.slots, counts) if count == 0)
             )
@@ -143,5 +146,19 @@ class Usage:
         return [[next(digits) for _ in flat.members] for flat in flats]
 
 
+def settle_left_out(units: Sequence[Unit]) -> None:
+    """The gradients of a window are reduced: zero is that of what all ranks have left out of every
+    backward.
+    """
+    gradients = {flat.gradient: flat for unit in units for flat in unit.trainable}
+    if any(gradient.holds_gradient for gradient in gradients):
+        for gradient, flat in gradients.items():
+            if not gradient.holds_gradient:
+                flat.optimizer_shard.wait_for_update()
+                gradient.leave_out()
+
+
 def _complete(flats: Sequence[FlatBuffer]) -> bool:
-    return all(flat.gradient.used == flat.gradient.all_used for flat in flats)
+    """Whether nothing has to be read to know which parameters of ``flats`` are unused."""
+    gradients = [flat.gradient for flat in flats]
+    return all(each.used == each.all_used or each.all_unused for each in gradients)

@@ -12,6 +12,8 @@ from hf_zero.errors import ConfigError
 from hf_zero.techniques import curriculum, data_sampling, training_phases
 from hf_zero.techniques.curriculum_sampler import CurriculumSampler
 from hf_zero.techniques.difficulty import DifficultySchedule
+from hf_zero.techniques.layer_drop import KEY as LAYER_DROP
+from hf_zero.techniques.layer_drop import LayerDrop
 from hf_zero.techniques.quantization import quantize_training, weight_quantization
 
 
@@ -46,6 +48,7 @@ TECHNIQUES: Mapping[str, Callable[[ZeroConfig], Technique | None]] = {
     "quantize_training": quantize_training,
     "weight_quantization": weight_quantization,
     PHASES: training_phases.of_config,
+    LAYER_DROP: LayerDrop.of,
 }
 
 

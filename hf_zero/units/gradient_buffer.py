@@ -101,6 +101,11 @@ class GradientBuffer:
         return self.has_reduced or (self.stays_local and self.has_unreduced)
 
     @property
+    def all_unused(self) -> bool:
+        """Whether no rank has a gradient of any parameter here, as far as ranks have agreed."""
+        return len(self.unused) == len(self.layout.slots)
+
+    @property
     def adds_to_shard(self) -> bool:
         """Whether the next reduction is to be added to what is in ``shard``."""
         reduced = self.state is GradState.REDUCED or self.state is GradState.BOTH
@@ -124,7 +129,7 @@ class GradientBuffer:
         """Gradients of the parameters whose bits are set in ``used`` were taken into
         ``accumulated_grad``.
         """
-        self.used |= used
+        self.mark_used(used)
         if self.state is GradState.EMPTY:
             self.state = GradState.UNREDUCED
         elif self.state is GradState.REDUCED:
@@ -135,7 +140,7 @@ class GradientBuffer:
 
         ``sq_norm``: its sum of squares, where that is known.
         """
-        self.grad_sq_norm = sq_norm
+        self.grad_sq_norm, self.unused = sq_norm, frozenset()
         if self.pending_grad is not None:
             assert self.shard is not None
             self.shard.add_(self.pending_grad)
@@ -145,6 +150,16 @@ class GradientBuffer:
     def mark_used(self, bits: int) -> None:
         """This rank has had gradients of the parameters whose bits are set."""
         self.used |= bits
+        self.unused = frozenset()
+
+    def leave_out(self) -> None:
+        """All ranks have left these parameters out of every backward of the window, and know it:
+        the gradient is zero.
+        """
+        assert self.shard is not None
+        self.shard.zero_()
+        self.mark_reduced()
+        self.set_unused(frozenset(slot.name for slot in self.layout.slots))
 
     def set_unused(self, names: frozenset[str]) -> None:
         """No rank has had gradients of these parameters."""

@@ -46,16 +46,16 @@ class RootForward:
     It lives as long as its graph.
     """
 
-    __slots__ = ("__weakref__", "began", "calls", "reads", "tracked", "whole")
+    __slots__ = ("__weakref__", "began", "calls", "drawn", "left_out", "reads", "tracked", "whole")
 
     def __init__(self, whole: bool, began: int = 0):
         self.began = began  # as that of a call
         self.whole = whole  # the whole model was called, not a part of it
-        # units that its backward reads where no hook of theirs can tell when
-        self.reads: set[Unit] = set()
+        self.reads: set[Unit] = set()  # by its backward, where no hook of theirs can tell when
         self.tracked = False  # a hook on its graph tells when its backward runs
-        # those in it whose backward will be told of
-        self.calls: weakref.WeakSet[UnitForward] = weakref.WeakSet()
+        self.calls: weakref.WeakSet[UnitForward] = weakref.WeakSet()  # that tell of their backward
+        self.drawn: dict[object, object] = {}  # at random, by who has drawn; for recomputations too
+        self.left_out: frozenset[Unit] = frozenset()  # units that no rank uses in it
 
     @property
     def pending(self) -> bool:

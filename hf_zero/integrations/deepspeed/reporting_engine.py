@@ -4,14 +4,18 @@ from the configuration as it is stands in engine_getters.py.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from hf_zero.core.sharded_model import DTYPES
 from hf_zero.distributed.process_group import backend_for
 from hf_zero.engine import Engine
+from hf_zero.integrations.deepspeed.layer_drop import ProgressiveLayerDrop
 from hf_zero.integrations.deepspeed.parallel_groups import get_data_parallel_group
+from hf_zero.techniques.layer_drop import KEY as LAYER_DROP
+from hf_zero.techniques.layer_drop import LayerDrop
+from hf_zero.techniques.policy import TrainingTechniques
 
 
 class ReportingEngine(Engine):
@@ -23,6 +27,12 @@ class ReportingEngine(Engine):
     training_data: Any = None
     collate_fn: Any = None
     mpu: Any = None
+
+    @property
+    def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
+        """What leaves blocks out, under DeepSpeed's names; None where nothing does."""
+        technique = cast(TrainingTechniques, self.techniques).by_key.get(LAYER_DROP)
+        return ProgressiveLayerDrop(technique) if isinstance(technique, LayerDrop) else None
 
     def get_mom(self) -> list[Any]:
         """Each group's momentum or betas, whichever its optimizer has; None for neither."""

@@ -1,0 +1,112 @@
+"""Calls of a model's repeated blocks, taken over while a technique is installed.
+
+[Note: around everything]
+What a block is called with goes through a subclass of its class, of the same name, which the block
+gets in place of it, as FSDP2 does. ``__call__`` of that class stands outside all hooks of the block
+(gathers, marks, activation offload), outside its checkpoint and its compiled forward, so that a
+call that is not made costs nothing. ``forward`` stays the very function that it was: transformers
+asks by it whether a layer is to be checkpointed. A copy or a pickle of the block has the class of
+before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.core.guards import outside_graphs
+from hf_zero.parameters.wrap import repeated_blocks
+
+Call = Callable[..., Any]
+# call(block, run, args, kwargs): in place of run(*args, **kwargs)
+TakesOver = Callable[[nn.Module, Call, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def stacks(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """The repeated blocks of ``model``, two or more in a row, by the path of what holds them."""
+    found: dict[str, list[nn.Module]] = {}
+    for path, block in repeated_blocks(model):
+        found.setdefault(path.rpartition(".")[0], []).append(block)
+    return {path: blocks for path, blocks in found.items() if len(blocks) > 1}
+
+
+class BlockCalls:
+    """Lets ``take_over`` make the calls of ``blocks``, until :meth:`remove`."""
+
+    def __init__(self, blocks: Sequence[nn.Module], take_over: TakesOver):
+        self._before = {block: type(block) for block in blocks}
+        made = {kind: _subclass(kind, take_over) for kind in set(self._before.values())}
+        for block, kind in self._before.items():
+            block.__class__ = made[kind]
+
+    def remove(self) -> None:
+        """Give the blocks their classes back. Idempotent."""
+        for block, kind in self._before.items():
+            block.__class__ = kind
+        self._before = {}
+
+
+def _subclass(kind: type[nn.Module], take_over: TakesOver) -> type[nn.Module]:
+    plain = getattr(kind, "_hf_zero_plain", kind)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return take_over(self, kind.__call__.__get__(self), args, kwargs)
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        made = kind.__reduce_ex__(self, protocol)
+        return made[0], (plain, *made[1][1:]), *made[2:]
+
+    metaclass: Any = type(kind)
+    made: type[nn.Module] = metaclass(kind.__name__, (kind,), {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "__call__": outside_graphs(call),
+        "__reduce_ex__": reduce,
+        "_hf_zero_plain": plain,
+    })  # fmt: skip
+    if made.forward is not kind.forward:  # transformers wraps that of each subclass
+        made.forward = kind.forward  # type: ignore[method-assign]
+    return made
+
+
+# ---- what blocks take and return ----
+
+
+def hidden_state(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[int | str, torch.Tensor] | None:
+    """The tensor that a block maps to another, and its place among the arguments: the keyword
+    ``hidden_states``, or the first floating-point tensor.
+    """
+    named = kwargs.get("hidden_states")
+    if isinstance(named, torch.Tensor):
+        return "hidden_states", named
+    every: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in every:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return place, value
+    return None
+
+
+def first_of(output: Any) -> Any:
+    """The new hidden state in what a block returns: a tensor, or a tuple that begins with it."""
+    return output[0] if isinstance(output, tuple) and output else output
+
+
+def with_first(output: Any, state: torch.Tensor) -> Any:
+    """``output`` of a block with another hidden state."""
+    if not isinstance(output, tuple):
+        return state
+    rest = output[1:]
+    return type(output)(state, *rest) if hasattr(output, "_fields") else (state, *rest)
+
+
+def returns_a_tensor(block: nn.Module) -> bool:
+    """Whether the forward of ``block`` is declared to return its hidden state and nothing else."""
+    said = inspect.signature(type(block).forward).return_annotation
+    return said in (torch.Tensor, "torch.Tensor", "Tensor", torch.FloatTensor, "torch.FloatTensor")

@@ -1,0 +1,217 @@
+"""Progressive layer dropping (arXiv 2010.13369): blocks that training leaves out at random.
+
+After t steps block i of the L of its stack is kept with probability
+
+    p_i(t) = 1 - i / L * (1 - theta(t)),  theta(t) = (1 - theta) * exp(-gamma * t) + theta
+
+so that all are kept in the first step, the last one in a share ``theta`` of steps in the end, and
+(3 + theta) / 4 of a deep model on the average. The paper's switchable transformer scales each of a
+block's two residual branches f: x + G / p * f(x), with G = 1 where the block is kept and 0 where
+not. Here a whole block is a residual branch: what is kept gives x + (block(x) - x) / p, what is
+left out gives x. The mean of both is block(x), and evaluation needs no scaling. Evaluation and
+generation, and forwards without gradients, run as they are.
+
+[Note: decisions]
+They are a function of the seed of the configuration, the step, the number of the forward in its
+accumulation window, and the place of the block among all (Philox, counter-based); with ``per_rank``
+also of the rank. So ranks agree without a message, and a run that is resumed makes the
+decisions that it would have made. What a checkpoint runs again in a backward goes by the decisions
+of its forward. Blocks that a script calls by themselves, outside a forward of a larger module, are
+kept.
+
+[Note: what is not there]
+Units whose blocks all ranks leave out are neither gathered nor reduced (``Hooks.draws``), and their
+parameters have no gradient in that micro-batch; where no micro-batch of a step has used them, the
+step leaves them as they are, weight and optimizer state.
+
+[Note: first blocks]
+Some blocks return more than a hidden state, and what follows takes it: T5's first block computes
+the position bias for all. What a block would have returned beside the state is then what the block
+before it has; the first of a stack is always kept where its forward is not declared to return a
+tensor alone. A cache of keys and values has no entry of a block that was left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.config import LayerDropSection, ZeroConfig
+from hf_zero.core.guards import Attached
+from hf_zero.errors import ConfigError
+from hf_zero.ops import philox
+from hf_zero.techniques.block_calls import (
+    BlockCalls,
+    Call,
+    first_of,
+    hidden_state,
+    returns_a_tensor,
+    stacks,
+    with_first,
+)
+from hf_zero.units.unit import RootForward
+
+KEY = "progressive_layer_drop"
+
+
+def theta_at(step: int, theta: float, gamma: float) -> float:
+    """theta(t) after ``step`` steps: from 1 down to ``theta``."""
+    return (1.0 - theta) * math.exp(-gamma * step) + theta
+
+
+def keep_probability(layer: int, layers: int, theta: float) -> float:
+    """p of the block ``layer``, counted from 1, of ``layers``, at ``theta`` = theta(t)."""
+    return 1.0 - layer / layers * (1.0 - theta)
+
+
+def draw(seed: int, step: int, forward: int, blocks: int, rank: int = 0) -> list[float]:
+    """A number in [0, 1) for each of ``blocks``: it is kept where its number is below its p.
+
+    The first words of Philox for the counters (step, forward, block, rank), with ``seed`` as key.
+    """
+    block = torch.arange(blocks, dtype=torch.int64, device="cpu")
+    at = [torch.full_like(block, value) for value in (step, forward, rank)]
+    words = philox.words((at[0], at[1], block, at[2]), torch.tensor(seed, device="cpu"))
+    drawn: list[float] = (words[0].double() / 2**32).tolist()
+    return drawn
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A block that may be left out, ``place`` of ``of`` in its stack, counted from 1."""
+
+    block: nn.Module
+    stack: str
+    place: int
+    of: int
+    first: bool  # it is always kept
+
+
+class LayerDrop:
+    """Progressive layer dropping on the model of one engine."""
+
+    def __init__(self, section: LayerDropSection, seed: int):
+        self._section, self._seed = section, seed
+        self._layers: list[Layer] = []
+        self._of: dict[nn.Module, Layer] = {}
+        # by stack: the tuple that its block returned which was run last
+        self._before: dict[str, Any] = {}
+        self._calls: BlockCalls | None = None
+        self._engine: Any = None
+        self._step, self._forward = -1, 0  # of the forward that was drawn for last
+
+    @classmethod
+    def of(cls, config: ZeroConfig) -> LayerDrop | None:
+        """What ``config`` asks for, if anything."""
+        section = config.progressive_layer_drop
+        return cls(section, config.seed or 0) if section.enabled else None
+
+    @property
+    def theta(self) -> float:
+        """theta(t) of the next forward."""
+        steps = 0 if self._engine is None else self._engine.global_steps
+        return theta_at(steps, self._section.theta, self._section.gamma)
+
+    def install(self, engine: Any) -> None:
+        for stack, blocks in stacks(engine.module).items():
+            keeps = not returns_a_tensor(blocks[0])
+            self._layers += [
+                Layer(block, stack, place, len(blocks), keeps and place == 1)
+                for place, block in enumerate(blocks, 1)
+            ]
+        if not self._layers:
+            raise ConfigError(
+                f"{KEY}.enabled asks for blocks to be left out, and {type(engine.module).__name__} "
+                "has no repeated ones (layers of transformers, _no_split_modules, or items of a "
+                "ModuleList); remove the key"
+            )
+        self._engine = engine
+        self._of = {layer.block: layer for layer in self._layers}
+        self._calls = BlockCalls(list(self._of), self._call)
+        engine.backward_pass.hooks.draws.append(self._draw)
+
+    def _draw(self, forward: RootForward) -> Collection[nn.Module]:
+        """Decide for ``forward``; gives the blocks that all ranks leave out."""
+        engine, section = self._engine, self._section
+        step, theta = engine.global_steps, self.theta
+        self._forward = self._forward + 1 if step == self._step else 0
+        self._step = step
+        p = [
+            1.0 if layer.first or not layer.block.training
+            else keep_probability(layer.place, layer.of, theta)
+            for layer in self._layers
+        ]  # fmt: skip
+        ranks = range(engine.world_size) if section.per_rank else (0,)
+        left_out = [
+            [u >= each for u, each in zip(draw(self._seed, step, self._forward, len(p), rank), p)]
+            for rank in ranks
+        ]
+        own = left_out[engine.global_rank if section.per_rank else 0]
+        blocks = [layer.block for layer in self._layers]
+        # p of what is kept, and 0 for what is left out
+        forward.drawn[self] = {
+            block: 0.0 if out else each for block, out, each in zip(blocks, own, p)
+        }
+        self._before.clear()
+        return {block for block, outs in zip(blocks, zip(*left_out)) if all(outs)}
+
+    def _call(
+        self, block: nn.Module, run: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        forward = self._engine.backward_pass.hooks.forward_at_work
+        drawn: Any = None if forward is None else forward.drawn.get(self)
+        if drawn is None or not block.training:
+            return run(*args, **kwargs)
+        given = hidden_state(args, kwargs)
+        p, layer = drawn[block], self._of[block]
+        before = self._before.pop(layer.stack, None)
+        if p == 0.0 and given is not None:
+            self._note(layer, before)
+            return _passed(block, args, kwargs, with_first(before, given[1]))
+        output = run(*args, **kwargs)
+        state = first_of(output)
+        if given is None or not isinstance(state, torch.Tensor) or state.shape != given[1].shape:
+            raise ConfigError(
+                f"{KEY} cannot leave out a {type(block).__name__}: it does not map a hidden state "
+                "to another of the same shape; remove the key"
+            )
+        if p < 1.0:
+            output = with_first(output, torch.lerp(given[1].to(state.dtype), state, 1.0 / p))
+        self._note(layer, output)
+        return output
+
+    def _note(self, layer: Layer, output: Any) -> None:
+        # not beyond the forward: it would keep its graph
+        if isinstance(output, tuple) and layer.place < layer.of:
+            self._before[layer.stack] = output
+
+    def end_step(self) -> None:
+        """Nothing: all is computed from the counters."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is kept."""
+
+    def remove(self) -> None:
+        if self._calls is not None:
+            self._calls.remove()
+            self._engine.backward_pass.hooks.draws.remove(self._draw)
+        self._calls, self._layers, self._of, self._engine = None, [], {}, None
+
+
+def _passed(block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """``output`` of a block that was left out, shown to the hooks that others have put on it:
+    transformers records hidden states by them.
+    """
+    for number, hook in block._forward_hooks.items():
+        if not isinstance(hook, Attached):
+            named = (kwargs,) if number in block._forward_hooks_with_kwargs else ()
+            hook(block, args, *named, output)
+    return output

@@ -1,0 +1,324 @@
+"""What progressive layer dropping leaves as it is (evaluation, classes, copies, checkpoints of a
+run), what it does not send, and what it refuses.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_zero.config import ZeroConfig
+from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.techniques.layer_drop import draw, keep_probability, theta_at
+from tests.helpers import oracle
+from tests.helpers.engines import OnEngine, config_of, start
+from tests.helpers.layer_drop import (
+    DEPTH,
+    GAMMA,
+    THETA,
+    LayerDropJob,
+    left_out,
+    probabilities,
+)
+from tests.helpers.models import Block, Stack, features, seeded, tokens
+from tests.helpers.ranks import run_ranks
+from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.training import At, Plan, adamw, plain_sgd
+
+APART = {"stage3_module_granularity_threshold": 0, "stage3_param_persistence_threshold": 0}
+KEYS = LayerDropJob("stack").keys
+MICRO = 2
+
+
+def small() -> nn.Module:
+    return seeded(lambda: Stack(DEPTH, 8))
+
+
+def opened(model: nn.Module, stage: int = 3, accumulation: int = 1, **more: Any) -> Any:
+    zero = {"stage": stage, **APART, **more.pop("zero", {})}
+    config = config_of(stage, Plan(accumulation=accumulation), **KEYS, **more)
+    return start(model, adamw(model), {**config, "zero_optimization": zero})
+
+
+def test_the_schedule_of_the_paper() -> None:
+    assert theta_at(0, 0.5, 0.001) == 1.0
+    assert theta_at(10_000, 0.5, 0.001) == pytest.approx(0.5, abs=1e-4)
+    assert [keep_probability(i, 12, 0.5) for i in (1, 6, 12)] == pytest.approx([23 / 24, 0.75, 0.5])
+    for step in (0, 1, 7):
+        p = [keep_probability(i, DEPTH, theta_at(step, THETA, GAMMA)) for i in range(1, DEPTH + 1)]
+        assert p == pytest.approx(probabilities(step, [DEPTH]))
+
+
+def test_numbers_are_uniform_and_apart() -> None:
+    numbers = torch.tensor([draw(3, step, 0, 64) for step in range(300)])
+    assert numbers.min() >= 0 and numbers.max() < 1
+    assert numbers.mean() == pytest.approx(0.5, abs=0.01)
+    assert torch.corrcoef(numbers.T).fill_diagonal_(0).abs().max() < 0.3
+    first = draw(3, 5, 1, 8)
+    assert all(draw(*each) != first for each in [(4, 5, 1, 8), (3, 6, 1, 8), (3, 5, 2, 8)])
+    assert draw(3, 5, 1, 8, 1) != first
+    assert draw(3, 5, 1, 4) == first[:4], "a longer stack changes nothing for the others"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_all_ranks_leave_out_is_neither_gathered_nor_reduced(stage: int) -> None:
+    """Seen at the process group, micro-batch by micro-batch; nothing is asked of the device."""
+
+    def run(rank: int, model: Any) -> None:
+        engine = opened(model, stage, MICRO)
+        stats = engine.mesh.stats
+        stats.keep_log = True
+        skipped = 0
+        for step in range(6):
+            p, used = probabilities(step, [DEPTH]), [False] * DEPTH
+            for micro in range(MICRO):
+                stats.log.clear()
+                engine.backward(squared(engine, At(step, micro, rank)))
+                out = left_out(step, p, micro)
+                used = [one or not other for one, other in zip(used, out)]
+                for block, gone in enumerate(out):
+                    sent = [op for op, key, _ in stats.log if f"blocks.{block}" in key]
+                    # the last one stays from the end of the forward to its backward
+                    gathers = (2 if block < DEPTH - 1 else 1) if stage == 3 and not gone else 0
+                    assert sent.count("all_gather") == gathers, (step, micro, block, sent)
+                    assert sent.count("reduce_scatter") == (not gone), (step, micro, block, sent)
+                stats.log.clear()
+                engine.step()
+                skipped += sum(out)
+            for block, once in enumerate(used):
+                sent = [op for op, key, _ in stats.log if key.startswith(f"updated blocks.{block}")]
+                assert len(sent) == (once and stage == 2), (step, block, sent)
+        assert skipped > 10
+        engine.destroy()
+
+    # no packing of small units into one message: each block is larger than what waits for others
+    on_ranks(2, run, build=lambda: seeded(lambda: Stack(DEPTH, 400)))
+
+
+def test_a_dropped_step_asks_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which parameters are unused is known without reading what the ranks have sent."""
+    from hf_zero.gradients.usage import Usage
+
+    monkeypatch.setattr(Usage, "_read", None)
+
+    def run(rank: int, model: Any) -> None:
+        engine = opened(model)
+        for step in range(5):
+            engine.backward(squared(engine, At(step, 0, rank)))
+            engine.step()
+        engine.destroy()
+
+    on_ranks(2, run, build=small)
+
+
+def test_a_run_that_is_resumed_makes_the_same_decisions(tmp_path: Any) -> None:
+    def steps(engine: Any, rank: int, numbers: range) -> list[float]:
+        losses = []
+        for step in numbers:
+            for micro in range(MICRO):
+                loss = squared(engine, At(step, micro, rank))
+                engine.backward(loss)
+                engine.step()
+                losses.append(float(loss.detach()))
+        return losses
+
+    def first(rank: int, model: Any) -> Any:
+        engine = opened(model, accumulation=MICRO)
+        steps(engine, rank, range(3))
+        engine.save_checkpoint(str(tmp_path / "run"))
+        return steps(engine, rank, range(3, 6)), OnEngine(engine, Plan()).weights()
+
+    def second(rank: int, model: Any) -> Any:
+        engine = opened(model, accumulation=MICRO)
+        engine.load_checkpoint(str(tmp_path / "run"))
+        return steps(engine, rank, range(3, 6)), OnEngine(engine, Plan()).weights()
+
+    went, resumed = on_ranks(2, first, build=small), on_ranks(2, second, build=small)
+    for (losses, weights), (again, others) in zip(went, resumed):
+        assert losses == again
+        assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_evaluation_and_generation_run_every_block() -> None:
+    model: Any = LayerDropJob("gpt2").build()
+    plain = copy.deepcopy(model)
+    engine = start(model, plain_sgd(model), config_of(3, **KEYS))
+    engine.counters.global_steps = 50
+    ids = tokens(0, 0, 0)
+    model.eval(), plain.eval()
+    assert torch.equal(engine(input_ids=ids).logits, plain(input_ids=ids).logits)
+    made, wanted = (
+        each.generate(ids, max_new_tokens=4, do_sample=False) for each in (model, plain)
+    )
+    assert torch.equal(made, wanted)
+    model.train(), plain.train()
+    with torch.no_grad():
+        assert torch.equal(engine(input_ids=ids).logits, plain(input_ids=ids).logits)
+    assert not torch.equal(engine(input_ids=ids).logits, plain(input_ids=ids).logits)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "t5"])
+def test_outputs_are_those_of_the_whole_model(family: str) -> None:
+    """Their kinds, the number of hidden states, and what a cache holds."""
+    job = LayerDropJob(family)
+    model: Any = job.build()
+    engine = start(model, plain_sgd(model), config_of(1, **KEYS))
+    engine.counters.global_steps = 50
+    kinds = []
+    for asks in (True, False):
+        model.train(asks)
+        given = {"input_ids": tokens(0, 0, 0), "output_hidden_states": True}
+        if family == "t5":
+            given["decoder_input_ids"] = tokens(1, 0, 0)
+        out = engine(**given)
+        kinds.append({key: len(value) if isinstance(value, tuple) else value.__class__
+                      for key, value in out.items()})  # fmt: skip
+    assert kinds[0] == kinds[1] and sum(left_out(50, probabilities(50, [DEPTH])))
+    engine.destroy()
+
+
+def test_classes_stay_what_they_are() -> None:
+    from transformers.models.bert.modeling_bert import BertLayer
+
+    model: Any = LayerDropJob("bert").build()
+    keys = list(model.state_dict())
+    engine = start(model, plain_sgd(model), config_of(0, **KEYS))
+    layer = model.bert.encoder.layer[2]
+    assert type(layer) is not BertLayer and isinstance(layer, BertLayer)
+    assert type(layer).__name__ == "BertLayer" and type(layer).__module__ == BertLayer.__module__
+    assert type(layer).forward is BertLayer.forward, "transformers asks by it whether to checkpoint"
+    assert repr(layer).startswith("BertLayer(") and list(model.state_dict()) == keys
+    assert type(copy.deepcopy(layer)) is BertLayer
+    engine.destroy()
+    assert type(layer) is BertLayer
+    assert type(pickle.loads(pickle.dumps(layer))) is BertLayer
+
+
+def test_a_penalty_on_weights_counts_for_blocks_that_are_left_out() -> None:
+    """Its gradient comes without a forward of the block: it is reduced at the step."""
+
+    def loss_of(net: Any, model: Any, at: At) -> torch.Tensor:
+        penalty = sum(p.pow(2).sum() for p in model.blocks[DEPTH - 1].parameters())
+        return squared(net, at) + 0.1 * penalty
+
+    def run(rank: int, model: Any) -> Any:
+        config = config_of(2, **KEYS)
+        engine = start(model, plain_sgd(model), config)
+        for step in range(4):
+            engine.backward(loss_of(engine, model, At(step, 0, rank)))
+            engine.step()
+        return OnEngine(engine, Plan()).weights()
+
+    got = on_ranks(2, run, build=small)[0]
+    plain: Any = small()
+    optimizer, job = plain_sgd(plain), LayerDropJob("stack")
+    for step in range(4):
+        for rank in range(2):
+            at = At(step, 0, rank)
+            job.by_hand(plain, at)
+            (loss_of(plain, plain, at) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert any(out[-1] for out in job.left_out.values())
+    oracle.compare_tensors("weights", got, dict(plain.named_parameters()), 1e-4)
+
+
+def test_a_loss_of_two_forwards() -> None:
+    """Each has decisions of its own; what one of them uses is gathered and reduced."""
+
+    def run(rank: int, model: Any) -> Any:
+        engine = opened(model)
+        for step in range(4):
+            x = features(step, 0, rank)
+            engine.backward((engine(x) * engine(-x)).pow(2).mean())
+            engine.step()
+        return OnEngine(engine, Plan()).weights()
+
+    got = on_ranks(2, run, build=small)[0]
+    plain: Any = small()
+    optimizer, job = adamw(plain), LayerDropJob("stack")
+    for step in range(4):
+        for rank in range(2):
+            outs = []
+            for forward, x in enumerate((features(step, 0, rank), -features(step, 0, rank))):
+                job.by_hand(plain, At(step, forward, rank))
+                outs.append(plain(x))
+            ((outs[0] * outs[1]).pow(2).mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    oracle.compare_tensors("weights", got, dict(plain.named_parameters()), 1e-4, 1e-5)
+
+
+def test_an_older_graph_that_a_backward_cannot_know_of() -> None:
+    def run(rank: int, model: Any) -> None:
+        engine = opened(model)
+        engine.counters.global_steps = 50
+        old = squared(engine, At(0, 0, rank))
+        engine.backward(old, retain_graph=True)
+        with pytest.raises(PartitionError, match="of an earlier forward, while the last forward"):
+            for number in range(20):
+                engine.backward(squared(engine, At(0, number, rank)) + old, retain_graph=True)
+        engine.destroy()
+
+    on_ranks(1, run, build=small)
+
+
+class Narrowing(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width - 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def test_what_cannot_be_left_out_is_refused() -> None:
+    single = nn.Sequential(nn.Linear(4, 4))
+    narrowing = nn.Sequential(*(Narrowing(width) for width in (7, 6, 5)))
+    model = nn.Module()
+    model.blocks = nn.ModuleList(narrowing)  # type: ignore[assignment]
+    model.forward = lambda x: narrowing(x)  # type: ignore[method-assign, assignment]
+
+    def run(rank: int) -> None:
+        with pytest.raises(ConfigError, match=r"progressive_layer_drop\.enabled .* Sequential has"):
+            opened(single)
+        engine = start(model, plain_sgd(model), config_of(0, **KEYS))
+        with pytest.raises(ConfigError, match=r"cannot leave out a Narrowing: .* remove the key"):
+            engine(features(0, 0, 0))
+        engine.destroy()
+
+    run_ranks(1, run)
+
+
+@pytest.mark.parametrize(
+    ("section", "more", "said"),
+    [
+        ({"theta": 0.0}, {}, r"progressive_layer_drop\.theta"),
+        ({"theta": 1.5}, {}, r"progressive_layer_drop\.theta"),
+        ({"gamma": -0.1}, {}, r"progressive_layer_drop\.gamma"),
+        ({"tehta": 0.5}, {}, r"progressive_layer_drop\.tehta.*theta"),
+        (
+            {},
+            {"zero_optimization": {"stage": 2, "ignore_unused_parameters": False}},
+            "ignore_unused_parameters = False .* contradicts progressive_layer_drop.enabled",
+        ),
+    ],
+)
+def test_mistakes_in_the_section(section: Any, more: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ZeroConfig.from_dict({"progressive_layer_drop": {"enabled": True, **section}, **more})
+
+
+def test_a_section_that_is_off_changes_nothing() -> None:
+    config = ZeroConfig.from_dict({"progressive_layer_drop": {"enabled": False, "theta": 0.2}})
+    assert not config.progressive_layer_drop.enabled
+    model: Any = small()
+    engine = start(model, plain_sgd(model), config_of(0, progressive_layer_drop={"enabled": False}))
+    assert type(model.blocks[0]) is Block and not engine.backward_pass.hooks.draws
+    engine.destroy()
