@@ -5,6 +5,7 @@ flat ones, at every stage and offloaded.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,6 +135,29 @@ def test_offloaded(kind: str) -> None:
         return full_weights(engine)
 
     oracle.compare_tensors("weights", on_ranks(2, run)[0], want, floor=oracle.ADAM_ROUNDING)
+
+
+def test_a_checkpoint_goes_on_offloaded_and_not(tmp_path: Path) -> None:
+    want, _ = by_hand(lambda model: ByHand(model.parameters()), [[(1.0, 0)]] * 4, 2)
+    section = {"type": "AdamW", "params": settings(True) | {"betas": list(BETAS)}}
+
+    def run(rank: int, model: nn.Module, steps: range, device: str) -> dict[str, Tensor]:
+        zero = {"stage": 2, "offload_optimizer": {"device": device}}
+        engine = start(model, None, config_of(2, zero_optimization=zero, optimizer=section))
+        if steps[0]:
+            engine.load_checkpoint(tmp_path)
+        for step in steps:
+            engine.backward(squared(engine, At(step, 0, rank)))
+            engine.step()
+        engine.save_checkpoint(tmp_path)
+        weights = full_weights(engine)
+        engine.destroy()
+        return weights
+
+    on_ranks(2, run, range(2), "none")
+    on_ranks(2, run, range(2, 3), "cpu")
+    got = on_ranks(2, run, range(3, 4), "none")[0]
+    oracle.compare_tensors("weights", got, want, floor=oracle.ADAM_ROUNDING)
 
 
 def test_a_step_that_overflows_is_not_counted() -> None:
