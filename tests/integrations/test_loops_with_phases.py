@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader
 
 from hf_zero.errors import ConfigError
 from tests.helpers import oracle
+from tests.helpers.trainers import model, rows
 from tests.integrations.accelerate.test_loop import accelerator_with, loader, small
 from tests.integrations.lightning.test_config_keys import module_of
-from tests.integrations.tiny_trainer import model, rows
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 
