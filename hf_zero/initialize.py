@@ -39,6 +39,7 @@ from hf_zero.preflight import check, moments_of, room_for
 from hf_zero.techniques.curriculum_sampler import CurriculumSampler, RankBatches
 from hf_zero.techniques.data_sampling import sampled_metrics
 from hf_zero.techniques.policy import TrainingTechniques, follow
+from hf_zero.techniques.quantized_linears import quantize_linears
 
 E = TypeVar("E", bound=Engine)
 
@@ -163,6 +164,7 @@ def initialize_as(
     if choose:
         settings = settings.on_device(kind_for_auto(process_group.default_device()))
     mark_configured(model, settings.zero.leaf_module)
+    quantize_linears(model, settings)
     _fuse(model, settings, to_be_compiled(model) if choose and settings.compile.blocks else ())
     made = _optimizer(settings, model, optimizer, model_parameters)
     if made is not None:

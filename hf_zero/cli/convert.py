@@ -5,6 +5,7 @@ loads.
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from typing import Annotated
 
 import typer
@@ -45,6 +46,14 @@ Adapters = Annotated[
         help="Of a PEFT model the adapters alone (the default), or the wrapped model whole.",
     ),
 ]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        help="Quantize the linear layers of blocks, with torchao: what "
+        "quantization_aware_training.config trained for."
+    ),
+]
+GroupSize = Annotated[int, typer.Option(help="Its quantization_aware_training.group_size.")]
 Workers = Annotated[int, typer.Option(min=1, help="Threads that read, cast and write.")]
 
 
@@ -58,6 +67,8 @@ def convert_checkpoint(
     only: Only = None,
     adapters: Adapters = None,
     workers: Workers = 2,
+    quantize: Quantize = None,
+    group_size: GroupSize = 32,
     as_json: AsJson = False,
 ) -> None:
     """Write a sharded checkpoint as safetensors that from_pretrained loads, with its config,
@@ -70,9 +81,10 @@ def convert_checkpoint(
     """
     from hf_zero import convert_checkpoint as convert
 
+    whole = tempfile.TemporaryDirectory(prefix="hf-zero-") if quantize else None
     done = convert(
         src,
-        dst,
+        whole.name if whole is not None else dst,
         dtype,
         max_shard_size,
         tag,
@@ -82,6 +94,12 @@ def convert_checkpoint(
         adapters=adapters,
         workers=workers,
     )
+    if whole is not None:
+        from hf_zero.integrations.transformers.quantized_folder import quantize_folder
+
+        with whole:
+            quantize_folder(whole.name, dst, str(quantize), group_size)
+        done = dataclasses.replace(done, folder=dst)
     if as_json:
         print_json(dataclasses.asdict(done))
         return

@@ -15,6 +15,9 @@ from hf_zero.config.rows import Key, inert, key, switched, under
 QUANTIZE = "quantize_training"
 EIGENVALUE = f"{QUANTIZE}.eigenvalue"
 COMPRESSION = "compression_training"
+QAT = "quantization_aware_training"
+FLOAT8 = "float8_training"
+AWARE = ("int4_weight", "int8_weight", "int8_dynamic_int4_weight", "int8_dynamic_int8_weight")
 WEIGHTS = f"{COMPRESSION}.weight_quantization"
 _KERNEL = "weights are quantized by the same operations of torch on every device"
 _TYPES = choice("symmetric", "asymmetric")
@@ -170,6 +173,46 @@ class WeightQuantization:
         'the names of modules (["*"]: all)',
         idle=_without(f"{WEIGHTS}.shared_parameters.enabled"),
         hash=False,
+    )
+
+
+@dataclass(frozen=True)
+class QuantizationAware:
+    """Quantization-aware training by torchao: linear layers of blocks compute with what a
+    quantized model would.
+    """
+
+    config: str | None = key(
+        choice(*AWARE),
+        None,
+        "what is trained for, by torchao: weights in int4 or int8, and with int8_dynamic_ "
+        "activations in int8 by token; null: nothing",
+    )
+    group_size: int = key(
+        integer(1),
+        32,
+        "inputs of a linear layer that share a scale where weights are int4; int8 has one a row",
+        unit="elements",
+        idle=lambda values: (
+            "" if "int4" in str(values.get(f"{QAT}.config")) else "config has no int4 weights"
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Float8Training:
+    """Linear layers of blocks in float8 by torchao."""
+
+    recipe: str | None = key(
+        choice("tensorwise", "rowwise", "rowwise_with_gw_hp"),
+        None,
+        "torchao's recipe of scales; null: linear layers as they are",
+    )
+    emulate: bool = key(
+        BOOLEAN,
+        False,
+        "the same values by slower operations, on devices without float8",
+        idle=lambda values: "" if values.get(f"{FLOAT8}.recipe") else f"{FLOAT8}.recipe is null",
     )
 
 

@@ -34,9 +34,13 @@ from hf_zero.config.layer_drop import LAYER_DROP, LayerDropSection
 from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
 from hf_zero.config.quantization import (
     EIGENVALUE,
+    FLOAT8,
+    QAT,
     QUANTIZE,
     WEIGHTS,
     EigenvalueSection,
+    Float8Training,
+    QuantizationAware,
     QuantizeTraining,
     WeightQuantization,
 )
@@ -198,6 +202,8 @@ class Settings:
     quantize_training: QuantizeTraining = section(QUANTIZE, QuantizeTraining)
     eigenvalue: EigenvalueSection = section(EIGENVALUE, EigenvalueSection)
     compression_weights: WeightQuantization = section(WEIGHTS, WeightQuantization)
+    quantization_aware_training: QuantizationAware = section(QAT, QuantizationAware)
+    float8_training: Float8Training = section(FLOAT8, Float8Training)
     training_phases: TrainingPhasesSection = section(PHASES, TrainingPhasesSection)
     wall_clock_breakdown: bool = key(
         BOOLEAN,

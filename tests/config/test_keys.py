@@ -12,8 +12,9 @@ import pytest
 
 from hf_zero.config import ZeroConfig, ZeroSection
 from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
-from hf_zero.config.kinds import KERNELS
+from hf_zero.config.kinds import KERNELS, choice
 from hf_zero.config.offload import FORMER
+from hf_zero.config.quantization import AWARE
 from hf_zero.config.rows import Key, Status
 from hf_zero.config.training_phases import PHASE_LIST, RAMPUP
 from hf_zero.errors import ConfigError, NotBuiltError
@@ -40,6 +41,8 @@ SAMPLES: dict[str, Any] = {
     "one of 'fp16', 'float16', 'bf16', 'bfloat16'": "fp16",
     "an integer from 0 to 3": 2,
     "an integer from 2 to 16": 6,
+    choice(*AWARE).expected: "int8_weight",
+    "one of 'tensorwise', 'rowwise', 'rowwise_with_gw_hp'": "rowwise",
     "one of 'symmetric', 'asymmetric'": "asymmetric",
     "one of 'nearest', 'stochastic'": "Stochastic",
     "one of 4, 1": 4,

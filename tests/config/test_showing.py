@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from hf_zero.config import ExplainRow, ZeroConfig
 from hf_zero.config.explaining import written
 from hf_zero.config.keys import KEYS, SECTIONS
-from hf_zero.config.kinds import KERNELS
+from hf_zero.config.kinds import KERNELS, choice
 from hf_zero.config.offload import FORMER
+from hf_zero.config.quantization import AWARE
 from hf_zero.config.rows import Status
 from hf_zero.config.training_phases import PHASE_LIST, RAMPUP
 from hf_zero.errors import ConfigError, NotBuiltError
@@ -66,6 +67,8 @@ STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
     "an integer from 1 to 65535": st.integers(1, 65535),
     "an integer from 0 to 3": st.integers(0, 3),
     "an integer from 2 to 16": st.integers(2, 16),
+    choice(*AWARE).expected: st.sampled_from(AWARE),
+    "one of 'tensorwise', 'rowwise', 'rowwise_with_gw_hp'": st.sampled_from(["rowwise"]),
     "one of 'symmetric', 'asymmetric'": st.sampled_from(["symmetric", "Asymmetric"]),
     "one of 'nearest', 'stochastic'": st.sampled_from(["nearest", "STOCHASTIC"]),
     "one of 4, 1": st.sampled_from([4, 1]),

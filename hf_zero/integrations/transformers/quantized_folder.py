@@ -1,0 +1,60 @@
+"""A model folder in the numbers that quantization-aware training trained for, as transformers
+loads it: ``quantization_config`` in its config.json, weights of torchao.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.config.quantization import AWARE
+from hf_zero.errors import ConfigError
+from hf_zero.techniques.quantized_linears import base_config, linears_of_blocks
+
+_WEIGHTS = (".safetensors", ".safetensors.index.json")
+
+
+def quantize_folder(source: str | Path, folder: str | Path, name: str, group_size: int = 32) -> Any:
+    """Write the model of ``source``, a folder of ``save_pretrained``, into ``folder`` quantized as
+    ``quantization_aware_training.config`` = ``name`` says; its tokenizer and other files go along.
+    The model is held in memory whole. Returns it.
+
+    Raises ConfigError for another name, a folder whose config.json names no class of transformers,
+    and without torchao.
+    """
+    import transformers
+
+    if name not in AWARE:
+        raise ConfigError(f"{name!r} is nothing to quantize to; write one of {', '.join(AWARE)}")
+    base = base_config(name, group_size)
+    config = transformers.AutoConfig.from_pretrained(source)
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
+    if kind is None:
+        raise ConfigError(
+            f"config.json of {source} names no class of transformers (architectures: "
+            f"{config.architectures}); quantize its model with torchao.quantization.quantize_"
+        )
+    with torch.device("meta"):
+        skeleton = kind(config)
+    chosen = set(linears_of_blocks(skeleton))
+    kept = [
+        path
+        for path, module in skeleton.named_modules()
+        if isinstance(module, nn.Linear) and path not in chosen
+    ]
+    model = kind.from_pretrained(
+        source,
+        quantization_config=transformers.TorchAoConfig(base, modules_to_not_convert=kept),
+        dtype="auto",
+    )
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in Path(source).iterdir():
+        if path.is_file() and not path.name.endswith(_WEIGHTS):
+            shutil.copy2(path, folder)
+    model.save_pretrained(folder)
+    return model

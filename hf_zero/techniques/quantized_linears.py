@@ -1,0 +1,110 @@
+"""Linear layers of torchao's in place of torch's: quantization-aware training, and float8.
+
+torchao is asked only where a configuration asks for it. Its layers hold the parameters of those
+that they stand for, so that optimizers, checkpoints and ranks see the same model; they stay on it
+when the engine is destroyed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.config import ZeroConfig
+from hf_zero.config.quantization import FLOAT8, QAT, QuantizationAware
+from hf_zero.distributed import process_group
+from hf_zero.errors import ConfigError
+from hf_zero.parameters.wrap import find_units
+
+
+def quantize_linears(model: nn.Module, config: ZeroConfig) -> None:
+    """Let the linear layers in blocks of ``model`` be torchao's, if ``config`` asks for it.
+
+    Raises ConfigError without torchao, for sizes that its groups do not divide, for a device that
+    has no float8, and where there is no such layer.
+    """
+    aware, float8 = config.quantization_aware_training, config.float8_training
+    if aware.config is None and float8.recipe is None:
+        return
+    if aware.config is not None and float8.recipe is not None:
+        raise ConfigError(f"{QAT} and {FLOAT8} both replace the linear layers; keep one")
+    key = QAT if aware.config is not None else FLOAT8
+    chosen = set(linears_of_blocks(model))
+    if not chosen:
+        raise ConfigError(
+            f"{key} replaces the linear layers of blocks, and this model has none there (those of "
+            "adapters and of other libraries stay as they are); remove it"
+        )
+    quantization = _torchao("torchao.quantization", key)
+    with torch.random.fork_rng(devices=[]):  # its layers draw values before they take ours
+        if aware.config is not None:
+            _refuse_sizes(chosen, model, aware)
+            prepare = _torchao("torchao.quantization.qat", key).QATConfig
+            quantization.quantize_(
+                model,
+                prepare(base_config(aware.config, aware.group_size), step="prepare"),
+                filter_fn=lambda module, name: name in chosen,
+            )
+        else:
+            _float8(model, chosen, str(float8.recipe), float8.emulate)
+
+
+def linears_of_blocks(model: nn.Module) -> list[str]:
+    """The names of torch's own linear layers in the blocks of ``model``."""
+    blocks = {module for spec in find_units(model)[0][1:] for module in spec.modules}
+    inside = {part for block in blocks for part in block.modules() if type(part) is nn.Linear}
+    return [name for name, module in model.named_modules() if module in inside]
+
+
+def base_config(name: str, group_size: int) -> Any:
+    """torchao's configuration of a quantized model that ``name`` trains for."""
+    quantization = _torchao("torchao.quantization", QAT)
+    granularity = _torchao("torchao.quantization.granularity", QAT)
+    int4 = name.endswith("int4_weight")
+    weights = torch.int4 if int4 else torch.int8  # type: ignore[attr-defined]
+    parts = granularity.PerGroup(group_size) if int4 else granularity.PerAxis(0)
+    if name.startswith("int8_dynamic"):
+        return quantization.Int8DynamicActivationIntxWeightConfig(
+            weight_dtype=weights, weight_granularity=parts
+        )
+    return quantization.IntxWeightOnlyConfig(weight_dtype=weights, granularity=parts)
+
+
+def _refuse_sizes(chosen: set[str], model: nn.Module, aware: QuantizationAware) -> None:
+    for name in sorted(chosen) if "int4" in str(aware.config) else ():
+        inputs: Any = model.get_submodule(name).in_features
+        if inputs % aware.group_size:
+            raise ConfigError(
+                f"{QAT}.group_size = {aware.group_size} does not divide the {inputs} inputs of "
+                f"{name}; write a divisor of the inputs of all linear layers in blocks"
+            )
+
+
+def _float8(model: nn.Module, chosen: set[str], recipe: str, emulate: bool) -> None:
+    device = process_group.default_device()
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    if not able and not emulate:
+        raise ConfigError(
+            f"{FLOAT8} needs a GPU of compute capability 8.9 or more, and this device "
+            f"({device.type}) has no float8; remove it, or write emulate: true to compute the same "
+            "values slowly"
+        )
+    float8 = _torchao("torchao.float8", FLOAT8)
+    config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    float8.convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda module, name: name in chosen
+    )
+
+
+def _torchao(name: str, key: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{key} needs torchao, which cannot be imported here ({error}); "
+            "`pip install hf-zero[torchao]`, or remove the key"
+        ) from None
