@@ -1,5 +1,5 @@
-"""The recipes that compare runs, slow-network and lamb-large-batch: their files, their plot, and a
-few steps of each, over loopback.
+"""The recipes that compare runs, slow-network, lamb-large-batch and curriculum-sampling: their
+files, their plot, and a few steps of each, over loopback.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from tests.helpers import launched
 from tests.integrations.test_recipes import module_of
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-SLOW, LAMB = RECIPES / "slow-network", RECIPES / "lamb-large-batch"
-both = pytest.mark.parametrize("recipe", [SLOW, LAMB], ids=lambda path: path.name)
+SLOW, LAMB, SAMPLING = (
+    RECIPES / name for name in ("slow-network", "lamb-large-batch", "curriculum-sampling")
+)
+each = pytest.mark.parametrize("recipe", [SLOW, LAMB, SAMPLING], ids=lambda path: path.name)
 
 
 def config_of(file: Path) -> dict[str, Any]:
     return ZeroConfig.from_file(file).to_dict()
 
 
-@both
+@each
 def test_the_files_are_a_recipe(recipe: Path) -> None:
     card = ModelCard.load(recipe / "README.md")
     assert card.data.language and card.data.license and card.data.pipeline_tag
@@ -61,6 +63,10 @@ def test_configurations_differ_in_what_is_compared() -> None:
     assert (settings["min_coeff"], settings["max_coeff"]) == (0.01, 0.3)
     assert {**lamb, "optimizer": large["optimizer"]} == large
     assert large["train_batch_size"] == 8 * small["train_batch_size"]
+    random, rarity = (config_of(SAMPLING / f"{name}.json") for name in ("random", "rarity"))
+    sampling = rarity.pop("data_efficiency")["data_sampling"]
+    assert [*sampling["curriculum_learning"]["curriculum_metrics"]] == ["vocab_rarity"]
+    assert rarity == random
 
 
 def rows_and_plot(folder: Path) -> tuple[list[dict[str, Any]], ElementTree.Element]:
@@ -114,6 +120,24 @@ def test_lamb_large_batch(tmp_path: Path) -> None:
         curve = [row for row in rows if row["config"] == name]
         assert [row["samples"] for row in curve] == [0, 256, 512]
         assert curve[-1]["loss"] < curve[0]["loss"] == rows[0]["loss"]
+
+
+def test_curriculum_sampling(tmp_path: Path) -> None:
+    """In one process: two ranks draw the same (tests/ranks/test_data_sampling.py)."""
+    command = [launched.python(), "run_curriculum_sampling.py", "--output_dir", str(tmp_path)]
+    sizes = ["--steps", "6", "--hidden_size", "32", "--num_layers", "1", "--evaluations", "2"]
+    said = launched.output([*command, *sizes], SAMPLING, tmp_path / "log.txt")
+    assert f'"index_to_metric_path": "{tmp_path}/data-difficulty/vocab_rarity"' in said
+    rows, plot = rows_and_plot(tmp_path)
+    assert len(plot.findall("{*}polyline")) == 2
+    random, rarity = (
+        [row for row in rows if row["config"] == name] for name in ("random", "rarity")
+    )
+    for curve in (random, rarity):
+        assert [row["step"] for row in curve] == [0, 3, 6]
+        assert curve[-1]["loss"] < curve[0]["loss"]
+    # the same weights, other rows
+    assert random[0]["loss"] == rarity[0]["loss"] and random[1]["loss"] != rarity[1]["loss"]
 
 
 @pytest.fixture

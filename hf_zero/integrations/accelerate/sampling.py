@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils.data import RandomSampler
+from torch.utils.data import BatchSampler, RandomSampler
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.curriculum import EFFICIENCY
@@ -89,10 +89,10 @@ def _chooses_samples(accelerator: Any) -> bool:
 
 
 def _shuffles(loader: Any) -> bool:
-    prepared = getattr(loader, "_is_accelerate_prepared", False)
-    return not prepared and isinstance(
-        getattr(loader.batch_sampler, "sampler", None), RandomSampler
-    )
+    batches = loader.batch_sampler
+    if getattr(loader, "_is_accelerate_prepared", False) or not isinstance(batches, BatchSampler):
+        return False
+    return isinstance(batches.sampler, RandomSampler)
 
 
 def _sampler_of(loader: Any) -> Any:

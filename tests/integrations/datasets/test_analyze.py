@@ -175,6 +175,9 @@ def test_datasets_without_what_is_needed(tmp_path: Path) -> None:
     both = datasets.DatasetDict(a=two, b=two)
     with pytest.raises(ConfigError, match="no split 'c'; choose one of a, b"):
         hf_zero.analyze(both, split="c", out=tmp_path)
+    with pytest.raises(ConfigError, match="several splits; choose one of a, b"):
+        both.save_to_disk(tmp_path / "both")
+        hf_zero.analyze(tmp_path / "both")
     (tmp_path / "broken.parquet").write_text("no parquet")
     with pytest.raises(ConfigError, match=r"broken.parquet cannot be read as a dataset"):
         hf_zero.analyze(tmp_path / "broken.parquet")
