@@ -21,6 +21,7 @@ from hf_zero.config.spelling import did_you_mean
 from hf_zero.config.training_phases import PHASES
 from hf_zero.core.backward import Counters
 from hf_zero.errors import ConfigError
+from hf_zero.techniques import curriculum
 from hf_zero.techniques.sequence_length import SequenceLength
 
 _SCALING = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
@@ -268,4 +269,10 @@ def of_config(config: ZeroConfig) -> TrainingPhases | None:
     section = config.training_phases
     if section.phases is None and section.rampup_batch_size is None:
         return None
-    return TrainingPhases(config)
+    made = TrainingPhases(config)
+    if made.sequences is not None and curriculum.of_config(config) is not None:
+        raise ConfigError(
+            f"a phase of {PHASES} and a curriculum both cut sequences to a length of their own; "
+            "keep one"
+        )
+    return made

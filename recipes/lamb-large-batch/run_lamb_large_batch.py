@@ -13,7 +13,6 @@ import json
 import sys
 import time
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -24,10 +23,9 @@ import deepspeed  # isort: skip  (after torch: in an editable install, hf-zero a
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
-from plot import line_plot  # noqa: E402
+from comparison import VALUES, evaluate, load_text, report  # noqa: E402
 
 CONFIGS = ("small_batch_adamw.json", "large_batch_adamw.json", "large_batch_lamb.json")
-VALUES = 128  # of a byte of the text
 
 
 def parse_args() -> argparse.Namespace:
@@ -49,17 +47,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/lamb-large-batch"))
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
-
-
-def load_text(seq_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Python's own language reference, a number a byte: what is trained on, a stream, and 64 rows
-    [64, seq_length] from its held-out end.
-    """
-    joined = "\n".join(topics[name] for name in sorted(topics))
-    stream = torch.tensor([byte for byte in joined.encode() if byte < VALUES])
-    end = len(stream) * 19 // 20
-    rows = stream[end:].unfold(0, seq_length, seq_length)
-    return stream[:end], rows[:: len(rows) // 64][:64]
 
 
 def build(file: Path, args: argparse.Namespace) -> Any:
@@ -100,27 +87,29 @@ def build(file: Path, args: argparse.Namespace) -> Any:
     return engine
 
 
-@torch.no_grad()
-def evaluate(engine: Any, rows: torch.Tensor) -> float:
-    """Mean loss over the held-out rows, which each rank reads in full."""
-    engine.eval()
-    tokens = rows.to(engine.device)
-    loss = engine(input_ids=tokens, labels=tokens).loss.item()
-    engine.train()
-    return loss
-
-
 def train(file: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """A run with one configuration: a row for each evaluation, on every rank."""
     engine, name = build(file, args), file.stem
     rank, ranks = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
-    stream, held_out = load_text(args.seq_length)
+    stream, rows_held_out = load_text(args.seq_length)
+    held_out = {"input_ids": rows_held_out, "labels": rows_held_out}
     batch, parts = engine.train_batch_size(), engine.gradient_accumulation_steps()
     micro = engine.train_micro_batch_size_per_gpu()
     iterations = args.samples // batch
     interval = max(1, iterations // args.evaluations)
     began = time.perf_counter()
-    rows = [{"config": name, "samples": 0, "seconds": 0.0, "loss": evaluate(engine, held_out)}]
+
+    def row(step: int) -> dict[str, Any]:
+        return {
+            "config": name,
+            "step": step,
+            "samples": step * batch,
+            "tokens": step * batch * args.seq_length,
+            "loss": evaluate(engine, held_out),
+            "seconds": time.perf_counter() - began,
+        }
+
+    rows = [row(0)]
     bar = tqdm(total=iterations, disable=None if rank == 0 else True, desc=name)
     for step in range(1, iterations + 1):
         random = torch.Generator().manual_seed(step)
@@ -133,9 +122,8 @@ def train(file: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
             engine.step()
         bar.update()
         if step % interval == 0 or step == iterations:
-            loss, seconds = evaluate(engine, held_out), time.perf_counter() - began
-            rows.append({"config": name, "samples": step * batch, "seconds": seconds, "loss": loss})
-            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            rows.append(row(step))
+            bar.set_postfix(loss=f"{rows[-1]['loss']:.3f}", refresh=False)
     bar.close()
     deepspeed.log_dist(
         f"{name}: {iterations} iterations of {batch} samples, held-out loss {rows[-1]['loss']:.3f}",
@@ -144,33 +132,13 @@ def train(file: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def report(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    """The rows and their plot as files, and a table."""
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps(row) for row in rows)
-    (args.output_dir / "rows.jsonl").write_text("\n".join(lines) + "\n")
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        curves.setdefault(row["config"], []).append((row["samples"], row["loss"]))
-    print(f"{'':20}{'seconds':>10}{'held-out loss':>16}")
-    for last in {row["config"]: row for row in rows}.values():
-        print(f"{last['config']:20}{last['seconds']:10.1f}{last['loss']:16.3f}")
-    line_plot(
-        args.output_dir / "loss_over_samples.svg",
-        curves,
-        "A small GPT-2, in small and in large batches",
-        "samples",
-        "held-out loss",
-    )
-    print(f"rows and plot: {args.output_dir}")
-
-
 def main() -> None:
     args = parse_args()
     deepspeed.init_distributed()
     rows = [row for file in args.deepspeed_config for row in train(file, args)]
     if deepspeed.comm.get_rank() == 0:
-        report(rows, args)
+        title = "A small GPT-2, in small and in large batches"
+        report(rows, args.output_dir, title, ("samples",))
     deepspeed.comm.barrier()
     deepspeed.comm.destroy_process_group()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -88,3 +89,35 @@ def test_under_lightning() -> None:
     assert got.losses == pytest.approx(wanted, rel=1e-5)
     with pytest.raises(ConfigError, match="Lightning's loop has windows of one size"):
         fit("llama", training_phases=GROWS)
+
+
+def test_what_deepspeeds_engine_says() -> None:
+    learning = {"enabled": True, "curriculum_metrics": {"seqlen_truncate": CURRICULUM}}
+    efficiency = {"enabled": True, "data_sampling": {"enabled": True}}
+    efficiency["data_sampling"]["curriculum_learning"] = learning  # type: ignore[index]
+    found = {}
+    for name, keys in (
+        ("legacy", {"curriculum_learning": CURRICULUM}),
+        ("metrics", {"data_efficiency": efficiency}),
+        ("off", {}),
+    ):
+        net = small()
+        engine, *_ = deepspeed.initialize(model=net, config={"train_batch_size": 2, **keys})
+        found[name] = [
+            engine.curriculum_enabled_legacy(),
+            engine.curriculum_learning_enabled(),
+            engine.data_sampling_enabled(),
+            engine.data_efficiency_enabled(),
+        ]
+        if name == "legacy":
+            assert engine.curriculum_params_legacy()["max_difficulty"] == 64
+        if name == "metrics":
+            assert engine.curriculum_learning_config()["curriculum_metrics"]
+            assert engine.data_sampling_config()["curriculum_learning"]["enabled"]
+            assert engine.data_efficiency_config()["seed"] == 1234
+        engine.destroy()
+    assert found == {
+        "legacy": [True, False, False, False],
+        "metrics": [False, True, True, True],
+        "off": [False] * 4,
+    }

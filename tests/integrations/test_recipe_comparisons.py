@@ -1,5 +1,5 @@
-"""The recipes that compare runs, slow-network, lamb-large-batch and curriculum-sampling: their
-files, their plot, and a few steps of each, over loopback.
+"""The recipes that compare runs: their files, their plots, and a few steps of each, over
+loopback.
 """
 
 from __future__ import annotations
@@ -23,14 +23,19 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 SLOW, LAMB, SAMPLING = (
     RECIPES / name for name in ("slow-network", "lamb-large-batch", "curriculum-sampling")
 )
-each = pytest.mark.parametrize("recipe", [SLOW, LAMB, SAMPLING], ids=lambda path: path.name)
+CURRICULUM, MIXED, BERT = (
+    RECIPES / name for name in ("curriculum", "mixed-lengths", "bert-large-batch")
+)
+every = pytest.mark.parametrize(
+    "recipe", [SLOW, LAMB, SAMPLING, CURRICULUM, MIXED, BERT], ids=lambda path: path.name
+)
 
 
 def config_of(file: Path) -> dict[str, Any]:
     return ZeroConfig.from_file(file).to_dict()
 
 
-@each
+@every
 def test_the_files_are_a_recipe(recipe: Path) -> None:
     card = ModelCard.load(recipe / "README.md")
     assert card.data.language and card.data.license and card.data.pipeline_tag
@@ -67,6 +72,50 @@ def test_configurations_differ_in_what_is_compared() -> None:
     sampling = rarity.pop("data_efficiency")["data_sampling"]
     assert [*sampling["curriculum_learning"]["curriculum_metrics"]] == ["vocab_rarity"]
     assert rarity == random
+
+
+def test_configurations_of_what_changes_within_a_run() -> None:
+    whole, cut, reshaped = (
+        config_of(CURRICULUM / f"{name}.json") for name in ("whole", "truncate", "reshape")
+    )
+    schedule = cut.pop("curriculum_learning")
+    (metric,) = reshaped.pop("data_efficiency")["data_sampling"]["curriculum_learning"][
+        "curriculum_metrics"
+    ].items()
+    assert whole == cut == reshaped
+    assert metric == ("seqlen_reshape", {name: schedule[name] for name in metric[1]})
+    long, mixed = (config_of(MIXED / f"{name}.json") for name in ("long", "mixed"))
+    lengths = [phase.get("sequence_length") for phase in mixed.pop("training_phases")["phases"]]
+    assert long.pop("training_phases") and lengths == [64, None] and long == mixed
+    post, pre = (config_of(BERT / f"{name}_layer_norm.json") for name in ("post", "pre"))
+    assert not post.pop("pre_layer_norm") and pre.pop("pre_layer_norm") and post == pre
+    settings = pre["optimizer"]["params"]
+    assert pre["optimizer"]["type"] == "Lamb"
+    assert (settings["min_coeff"], settings["max_coeff"]) == (0.01, 0.3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", [CURRICULUM, MIXED, BERT], ids=lambda path: path.name)
+def test_a_few_steps_of_what_changes_within_a_run(recipe: Path, tmp_path: Path) -> None:
+    (script,) = recipe.glob("run_*.py")
+    sizes = ["--hidden_size", "32", "--num_layers", "1", "--evaluations", "2"]
+    tokens = "60000" if recipe is BERT else "30000"
+    launched.output(
+        ["torchrun", "--nproc_per_node", "2", script.name, *sizes, "--tokens", tokens,
+         "--output_dir", str(tmp_path / "out")],
+        recipe,
+        tmp_path / "log.txt",
+    )  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
+    names = {file.stem for file in recipe.glob("*.json")}
+    plots = [ElementTree.parse(file).getroot() for file in (tmp_path / "out").glob("*.svg")]
+    assert plots and all(len(plot.findall("{*}polyline")) == len(names) for plot in plots)
+    assert {row["config"] for row in rows} == names
+    for name in names:
+        curve = [row for row in rows if row["config"] == name]
+        assert curve[0]["loss"] == pytest.approx(rows[0]["loss"], rel=0.5)
+        assert curve[-1]["loss"] < curve[0]["loss"] and curve[-1]["tokens"] >= int(tokens)
+        assert all(a["step"] < b["step"] for a, b in pairwise(curve))
 
 
 def rows_and_plot(folder: Path) -> tuple[list[dict[str, Any]], ElementTree.Element]:

@@ -14,7 +14,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.optim.adafactor import Adafactor
 from hf_zero.optim.warmup import WarmupDecayLR
-from hf_zero.techniques.training_phases import TrainingPhases, rampup
+from hf_zero.techniques.training_phases import TrainingPhases, of_config, rampup
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES, ROWS
@@ -279,6 +279,19 @@ def test_what_cannot_be_changed():
             start(model, optimizer, config_of(0, training_phases=section))
 
     run_ranks(1, run)
+
+
+def test_two_lengths_at_once():
+    curriculum = {
+        "enabled": True,
+        "min_difficulty": 2,
+        "max_difficulty": 4,
+        "schedule_type": "custom",
+    }
+    section = {"phases": [{"sequence_length": 2}]}
+    config = ZeroConfig.from_dict({"curriculum_learning": curriculum, "training_phases": section})
+    with pytest.raises(ConfigError, match="both cut sequences to a length of their own; keep one"):
+        of_config(config)
 
 
 def test_nothing_is_installed_without_phases():

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.training_phases import PHASES
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.transformers.trainer_route import under_zero
 from hf_zero.techniques import training_phases
@@ -44,7 +45,7 @@ def windows_of(trainer: Any) -> Callable[[int], int] | None:
     args = trainer.args
     if args.gradient_accumulation_steps != 1:
         raise ConfigError(
-            f"{training_phases.PHASES} say how many micro-batches a step has, and so does "
+            f"{PHASES} say how many micro-batches a step has, and so does "
             f"gradient_accumulation_steps = {args.gradient_accumulation_steps} of the training "
             "arguments; write 1 there, and train_batch_size in the first phase"
         )
@@ -65,6 +66,10 @@ def epochs(windows: Callable[[int], int], length: int) -> Iterator[tuple[int, in
         yield ended, used
 
 
+def _after(steps: int, windows: Callable[[int], int], length: int) -> tuple[int, int]:
+    return next(islice(epochs(windows, length), steps - 1, None))
+
+
 def take_prepared_batches(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``Trainer.get_batch_samples``: the batches of an accumulation window are changed by
     training techniques before their labels are counted.
@@ -73,11 +78,12 @@ def take_prepared_batches(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         if not under_zero(self) or self.deepspeed is None:
             return original(self, epoch_iterator, num_batches, device)
-        prepared = map(self.deepspeed.prepare_batch, epoch_iterator)
-        windows = windows_of(self)
-        if windows is None:
+        engine = self.deepspeed
+        prepared = map(engine.prepare_batch, epoch_iterator)
+        phases = engine.techniques.by_key.get(PHASES)
+        if phases is None or not phases.changes_batches:
             return original(self, prepared, num_batches, device)
-        batches, items = original(self, prepared, windows(self.state.global_step + 1), device)
+        batches, items = original(self, prepared, engine.gradient_accumulation_steps(), device)
         return [Window(batches)] if batches else [], items
 
     return get_batch_samples
@@ -114,8 +120,7 @@ def count_windows(original: Callable[..., Any]) -> Callable[..., Any]:
             wanted = math.ceil(args.num_train_epochs * length)
             passed = (ended * length + used for ended, used in epochs(windows, length))
             last = next(step for step, batches in enumerate(passed, 1) if batches >= wanted)
-        ended, used = next(place for step, place in enumerate(epochs(windows, length), 1)
-                           if step == last)  # fmt: skip
+        ended, used = _after(last, windows, length)
         return ended + (used > 0), *values[1:6], last
 
     return set_initial_training_values
@@ -144,8 +149,7 @@ def resume_windows(original: Callable[..., Any]) -> Callable[..., Any]:
         if windows is None or not steps:
             return trained
         # one batch a window is what the Trainer takes for its steps
-        places = enumerate(epochs(windows, num_update_steps_per_epoch), 1)
-        ended, used = next(place for step, place in places if step == steps)
+        ended, used = _after(steps, windows, num_update_steps_per_epoch)
         return ended, 0 if self.args.ignore_data_skip else used
 
     return _init_training_state
