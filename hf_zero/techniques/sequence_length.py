@@ -119,7 +119,7 @@ class SequenceLength:
             raise ConfigError(
                 f"{self._section} makes rows of the rest of sequences, and "
                 f"{type(model).__name__} has a sequence for its encoder and one for its decoder; "
-                "write seqlen_truncate"
+                "cut them instead (seqlen_truncate)"
             )
         decoder = {name for name in batch if two_sided and _is_decoders(name)}
         sides = [{name: each for name, each in batch.items() if name not in decoder}]
@@ -139,6 +139,11 @@ class SequenceLength:
         for name, value in side.items():
             dimensions = _sequence_dimensions(name, value, rows, whole)
             if not dimensions:
+                if self._reshape and _is_by_row(name, value, rows):
+                    raise ConfigError(
+                        f"{self._section} makes rows of the rest of sequences, and {name} has one "
+                        "value for each row as it was; cut them instead (seqlen_truncate)"
+                    )
                 continue
             if not self._reshape:
                 for dimension in dimensions:
@@ -152,7 +157,8 @@ class SequenceLength:
             else:
                 raise ConfigError(
                     f"{self._section} makes rows of the rest of sequences, and {name} has shape "
-                    f"{tuple(value.shape)}; write seqlen_truncate, or give a mask of shape [B, S]"
+                    f"{tuple(value.shape)}; cut them instead (seqlen_truncate), or give a mask "
+                    "of shape [B, S]"
                 )
             changed[name] = value.contiguous()
         return changed
@@ -236,6 +242,12 @@ def _is_batch(value: Any) -> bool:
     if isinstance(value, Mapping):
         value = list(value.values())
     return isinstance(value, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in value)
+
+
+def _is_by_row(name: Any, value: Any, rows: int) -> bool:
+    if not isinstance(value, torch.Tensor) or name in PER_HEAD or name in POSITIONS:
+        return False
+    return value.dim() > 0 and value.shape[0] == rows
 
 
 def _is_decoders(name: Any) -> bool:

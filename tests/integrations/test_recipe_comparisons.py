@@ -88,6 +88,8 @@ def test_configurations_of_what_changes_within_a_run() -> None:
     lengths = [phase.get("sequence_length") for phase in mixed.pop("training_phases")["phases"]]
     assert long.pop("training_phases") and lengths == [64, None] and long == mixed
     post, pre = (config_of(BERT / f"{name}_layer_norm.json") for name in ("post", "pre"))
+    drop = config_of(BERT / "layer_drop.json")
+    assert drop.pop("progressive_layer_drop")["enabled"] and drop == pre
     assert not post.pop("pre_layer_norm") and pre.pop("pre_layer_norm") and post == pre
     settings = pre["optimizer"]["params"]
     assert pre["optimizer"]["type"] == "Lamb"
@@ -98,7 +100,7 @@ def test_configurations_of_what_changes_within_a_run() -> None:
 @pytest.mark.parametrize("recipe", [CURRICULUM, MIXED, BERT], ids=lambda path: path.name)
 def test_a_few_steps_of_what_changes_within_a_run(recipe: Path, tmp_path: Path) -> None:
     (script,) = recipe.glob("run_*.py")
-    sizes = ["--hidden_size", "32", "--num_layers", "1", "--evaluations", "2"]
+    sizes = ["--hidden_size", "32", "--num_layers", "2", "--evaluations", "2"]
     tokens = "60000" if recipe is BERT else "30000"
     launched.output(
         ["torchrun", "--nproc_per_node", "2", script.name, *sizes, "--tokens", tokens,

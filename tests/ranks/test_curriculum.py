@@ -309,11 +309,13 @@ def test_batches_that_cannot_be_cut(more, said):
 
 def test_what_no_rows_can_be_made_of():
     made = technique(by_metric("seqlen_reshape"), Words())
-    with pytest.raises(ConfigError, match=r"attention_mask has shape \(2, 1, 9, 9\); write"):
+    with pytest.raises(ConfigError, match=r"attention_mask has shape \(2, 1, 9, 9\); cut them"):
         made.prepare_batch(batch_of(attention_mask=torch.zeros(2, 1, LENGTH, LENGTH)))
+    with pytest.raises(ConfigError, match="next_sentence_label has one value for each row"):
+        made.prepare_batch(batch_of(next_sentence_label=torch.zeros(2, dtype=torch.long)))
     model = ARCHITECTURES["t5"].build()  # which holds the configuration that is asked
     made = technique(by_metric("seqlen_reshape"), model)
-    with pytest.raises(ConfigError, match="one for its decoder; write seqlen_truncate"):
+    with pytest.raises(ConfigError, match="one for its decoder; cut them instead"):
         made.prepare_batch(batch_of())
 
 

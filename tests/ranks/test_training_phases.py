@@ -82,15 +82,12 @@ def trained(
     return full_weights(engine)
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("schedule", [exponential, closed])
-def test_a_plain_loop_that_does_the_same(stage, ranks, schedule):
+def equals_a_plain_loop(stage: int, ranks: int, schedule: Any, **zero: Any) -> None:
     models = [ARCHITECTURE.build() for _ in range(ranks)]
 
     def run(rank: int) -> dict[str, torch.Tensor]:
         config = config_of(stage, training_phases=phases(ranks))
+        config["zero_optimization"].update(zero)
         engine = start(models[rank], adamw(models[rank]), config, lr_scheduler=schedule)
         micros: list[int] = []
         weights = trained(engine, rank, range(len(BY_HAND)), micros, [])
@@ -104,8 +101,21 @@ def test_a_plain_loop_that_does_the_same(stage, ranks, schedule):
         oracle.compare_tensors("weights", weights, wanted, floor=oracle.ADAM_ROUNDING)
 
 
-@pytest.mark.parametrize("offload", [{}, {"offload_optimizer": {"device": "cpu"}}])
-def test_resumed_in_a_phase(offload, tmp_path: Path):
+@pytest.mark.turns
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("schedule", [exponential, closed])
+def test_a_plain_loop_that_does_the_same(stage, ranks, schedule):
+    equals_a_plain_loop(stage, ranks, schedule)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_updates_of_what_is_offloaded(early):
+    offload = {"device": "cpu", "update_in_backward": early}
+    equals_a_plain_loop(2, 2, exponential, offload_optimizer=offload)
+
+
+def test_resumed_in_a_phase(tmp_path: Path):
     """On another number of ranks: the samples of a step stay, not its micro-batches."""
 
     def run(rank: int, steps: range, load: bool) -> Any:
@@ -118,7 +128,7 @@ def test_resumed_in_a_phase(offload, tmp_path: Path):
             train_batch_size=4 * ROWS,
             gradient_accumulation_steps=None,
             training_phases=section,
-            zero_optimization={"stage": 2, **offload},
+            zero_optimization={"stage": 2},
         )
         engine = start(model, adamw(model), config, lr_scheduler=exponential)
         if load:
