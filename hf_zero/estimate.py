@@ -343,6 +343,7 @@ def _row(groups: Sequence[FlatParameters], plan: MemoryPlan) -> StageEstimate:
             sums[what] += round(price[what] * layout.padded)
         sums["gradients"] += plan.error_bytes(group) if group.trainable else 0
         sums["parameters"] += plan.secondary_bytes(group, layout.padded)
+        sums["parameters"] += plan.rounded_bytes(group, layout.padded)
     largest, size = max(unit_bytes(groups, plan).items(), key=lambda item: item[1], default=("", 0))
     return StageEstimate(
         plan.stage,

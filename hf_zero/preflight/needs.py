@@ -104,6 +104,10 @@ def needs(groups: Sequence[FlatParameters], plan: MemoryPlan) -> Needs:
                 "secondary shards in the node",
                 sum(plan.secondary_bytes(flat.group, flat.padded) for flat in flats),
             ),
+            (
+                "rounded weights",
+                sum(plan.rounded_bytes(flat.group, flat.padded) for flat in flats),
+            ),
             ("gathered units", gathered_bytes(groups, plan)),
             ("gradients", sum(flat.gradient_on_device(plan) for flat in trainable)),
             ("errors of gradients", sum(plan.error_bytes(flat.group) for flat in trainable)),

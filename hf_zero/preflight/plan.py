@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import nn
@@ -99,6 +100,8 @@ class MemoryPlan:
     # elements of a block of gradients in few bits whose errors are kept, and of the smallest tensor
     # that has some
     errors: tuple[int, int] | None = None
+    # where modules compute with rounded weights: in blocks, or (None: nowhere) anywhere
+    rounds: Literal["blocks", "modules"] | None = None
 
     @classmethod
     def of(
@@ -133,6 +136,11 @@ class MemoryPlan:
             node=max(1, config.zero.hpz_partition_size),
             errors=(block or DEFAULT_BLOCKS[4], block or SMALLEST_TENSOR)
             if config.zeropp_loco_param.on
+            else None,
+            rounds="blocks"
+            if config.quantize_training.enabled
+            else "modules"
+            if config.compression_weights.enabled
             else None,
         )
 
@@ -184,6 +192,16 @@ class MemoryPlan:
         """
         gathered = self.policy_of(group).shards_parameters and self.node > 1
         return padded // self.node * group.dtype.itemsize if gathered else 0
+
+    def rounded_bytes(self, group: FlatParameters, padded: int) -> int:
+        """Bytes of the second buffer of a flat of ``padded`` elements that is whole between
+        passes, at most: for the weights that modules compute with.
+        """
+        rounds = self.rounds == "modules" or (self.rounds == "blocks" and group.unit != "(root)")
+        matrices = any(len(shape) > 1 for _, shape in group.shapes)
+        whole = not self.policy_of(group).shards_parameters
+        held = rounds and matrices and whole and group.trainable
+        return padded * group.dtype.itemsize if held else 0
 
     def error_bytes(self, group: FlatParameters) -> int:
         """Bytes of the errors of the gradient of a flat that trains."""

@@ -23,11 +23,11 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 SLOW, LAMB, SAMPLING = (
     RECIPES / name for name in ("slow-network", "lamb-large-batch", "curriculum-sampling")
 )
-CURRICULUM, MIXED, BERT = (
-    RECIPES / name for name in ("curriculum", "mixed-lengths", "bert-large-batch")
+CURRICULUM, MIXED, BERT, BITS = (
+    RECIPES / name for name in ("curriculum", "mixed-lengths", "bert-large-batch", "quantization")
 )
 every = pytest.mark.parametrize(
-    "recipe", [SLOW, LAMB, SAMPLING, CURRICULUM, MIXED, BERT], ids=lambda path: path.name
+    "recipe", [SLOW, LAMB, SAMPLING, CURRICULUM, MIXED, BERT, BITS], ids=lambda path: path.name
 )
 
 

@@ -15,7 +15,11 @@ from torch import nn
 from torch.func import functional_call
 
 import hf_zero
+from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.parameters.wrap import find_units
+from hf_zero.preflight.needs import needs
+from hf_zero.preflight.plan import MemoryPlan, groups_of
 from hf_zero.techniques.rounding import noise_for
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import Stack, features, gpt2, seeded, tokens
@@ -290,6 +294,31 @@ def test_a_module_that_writes_to_its_weight_is_refused(stage):
             engine(features(0, 0, rank))
 
     on_ranks(1, run, build=lambda: seeded(Writes))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_bytes_are_those_of_the_estimate(stage):
+    """Stages 0 to 2 hold the blocks twice, stage 3 nothing more."""
+    section = {"quantize_training": at_once()}
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    config = ZeroConfig.from_dict(config_of(stage, zero_optimization=zero, **section))
+
+    def held(rank, model, config):
+        engine = start(model, sgd(model), config)
+        return engine.state_bytes()["parameters"]
+
+    found = on_ranks(2, held, config)[0]
+    plan = MemoryPlan.of(config, 2, gpu=False, moments=1)
+    model = stack()
+    named = groups_of(find_units(model)[0], model, "fp32")
+    wanted = sum(
+        row.nbytes
+        for row in needs(named, plan).device
+        if row.what in ("parameters", "rounded weights")
+    )
+    assert found == wanted
+    plain = ZeroConfig.from_dict(config_of(stage, zero_optimization=zero))
+    assert (on_ranks(2, held, plain)[0] == found) is (stage == 3)
 
 
 def groups(**each: Any) -> dict[str, Any]:
