@@ -14,6 +14,7 @@ from hf_zero.config.sections import (
     SchedulerConfig,
     ZeroSection,
 )
+from hf_zero.config.token_drop import TokenDropSection
 from hf_zero.config.zero_config import PRESETS, ZeroConfig
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "OffloadParam",
     "OptimizerConfig",
     "SchedulerConfig",
+    "TokenDropSection",
     "ZeroConfig",
     "ZeroSection",
 ]

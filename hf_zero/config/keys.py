@@ -34,6 +34,7 @@ from hf_zero.config.rows import (
     under,
 )
 from hf_zero.config.settings import Settings
+from hf_zero.config.token_drop import ROUTING, TOKEN_DROP
 
 _UNIT = "a unit, usually one transformer block, is gathered and released whole"
 _MESSAGE = "a unit is one message"
@@ -217,7 +218,11 @@ _FEATURES = (
     unbuilt("use_data_before_expert_parallelism", BOOLEAN, "expert parallelism"),
     switched("hybrid_engine", "the hybrid engine of training and generation"),
     unbuilt("graph_harvesting", BOOLEAN, "CUDA graphs; write compile: blocks"),
-    switched("data_efficiency.data_routing", "random layer-token drop; train on whole sequences"),
+    switched(
+        f"{TOKEN_DROP}.layer_token_lr_schedule",
+        "a learning rate by tokens read; write a scheduler",
+        "total_layer_tokens warmup_layer_tokens",
+    ),
     switched("autotuning", "autotuning; `hf-zero propose` finds a configuration that fits"),
     switched(
         "weight_quantization",
@@ -307,6 +312,8 @@ ALIASES: dict[str, str] = {
     "prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
     "zeropp_loco_param": "zero_optimization.zeropp_loco_param",
     "data_sampling": SAMPLING,
+    "data_routing": ROUTING,
+    "random_ltd": TOKEN_DROP,
     "metric_curricula": CURRICULUM,
     **spellings(Settings),
     **OFFLOAD_ALIASES,

@@ -59,6 +59,7 @@ from hf_zero.config.sections import (
     SchedulerConfig,
     ZeroSection,
 )
+from hf_zero.config.token_drop import ROUTING, TOKEN_DROP, DataRouting, TokenDropSection
 from hf_zero.config.training_phases import PHASES, TrainingPhasesSection
 
 ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
@@ -197,6 +198,8 @@ class Settings:
     activation_offload: ActivationOffload = section("activation_offload", ActivationOffload)
     curriculum_learning: CurriculumSection = section(LEGACY, CurriculumSection)
     data_efficiency: DataEfficiency = section(EFFICIENCY, DataEfficiency)
+    data_routing: DataRouting = section(ROUTING, DataRouting)
+    random_ltd: TokenDropSection = section(TOKEN_DROP, TokenDropSection)
     data_sampling: DataSampling = section(SAMPLING, DataSampling)
     metric_curricula: MetricCurricula = section(CURRICULUM, MetricCurricula)
     quantize_training: QuantizeTraining = section(QUANTIZE, QuantizeTraining)

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_zero.core.guards import outside_graphs
+from hf_zero.errors import ConfigError
 from hf_zero.parameters.wrap import repeated_blocks
 
 Call = Callable[..., Any]
@@ -26,12 +28,37 @@ Call = Callable[..., Any]
 TakesOver = Callable[[nn.Module, Call, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def stacks(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """The repeated blocks of ``model``, two or more in a row, by the path of what holds them."""
-    found: dict[str, list[nn.Module]] = {}
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A repeated block, ``place`` of ``of`` in its stack, counted from 1."""
+
+    block: nn.Module
+    stack: str  # the path of what holds it
+    place: int
+    of: int
+    keeps: bool  # it has to be run on all tokens: it returns what the others need
+
+
+def layers_of(model: nn.Module, key: str) -> list[Layer]:
+    """The repeated blocks of ``model``, two or more in a row. Raises ConfigError, naming ``key``,
+    where there are none.
+    """
+    stacks: dict[str, list[nn.Module]] = {}
     for path, block in repeated_blocks(model):
-        found.setdefault(path.rpartition(".")[0], []).append(block)
-    return {path: blocks for path, blocks in found.items() if len(blocks) > 1}
+        stacks.setdefault(path.rpartition(".")[0], []).append(block)
+    found = [
+        Layer(block, stack, place, len(blocks), place == 1 and not _returns_a_tensor(block))
+        for stack, blocks in stacks.items()
+        if len(blocks) > 1
+        for place, block in enumerate(blocks, 1)
+    ]
+    if not found:
+        raise ConfigError(
+            f"{key}.enabled concerns the repeated blocks of a model, and {type(model).__name__} "
+            "has none (layers of transformers, _no_split_modules, or items of a ModuleList); "
+            "remove the key"
+        )
+    return found
 
 
 class BlockCalls:
@@ -106,7 +133,29 @@ def with_first(output: Any, state: torch.Tensor) -> Any:
     return type(output)(state, *rest) if hasattr(output, "_fields") else (state, *rest)
 
 
-def returns_a_tensor(block: nn.Module) -> bool:
+def _returns_a_tensor(block: nn.Module) -> bool:
     """Whether the forward of ``block`` is declared to return its hidden state and nothing else."""
     said = inspect.signature(type(block).forward).return_annotation
     return said in (torch.Tensor, "torch.Tensor", "Tensor", torch.FloatTensor, "torch.FloatTensor")
+
+
+class ReturnedBefore:
+    """What blocks return beside a hidden state, for the block after them in their stack: never
+    beyond a forward, whose graph it would keep.
+    """
+
+    def __init__(self) -> None:
+        self._tuples: dict[str, Any] = {}
+
+    def take(self, layer: Layer) -> Any:
+        """What the block before ``layer`` has returned, where that was a tuple."""
+        return self._tuples.pop(layer.stack, None)
+
+    def note(self, layer: Layer, output: Any) -> Any:
+        """``output``, which ``layer`` returns."""
+        if isinstance(output, tuple) and layer.place < layer.of:
+            self._tuples[layer.stack] = output
+        return output
+
+    def clear(self) -> None:
+        self._tuples.clear()

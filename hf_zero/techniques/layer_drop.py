@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,10 +47,11 @@ from hf_zero.ops import philox
 from hf_zero.techniques.block_calls import (
     BlockCalls,
     Call,
+    Layer,
+    ReturnedBefore,
     first_of,
     hidden_state,
-    returns_a_tensor,
-    stacks,
+    layers_of,
     with_first,
 )
 from hf_zero.units.unit import RootForward
@@ -81,17 +81,6 @@ def draw(seed: int, step: int, forward: int, blocks: int, rank: int = 0) -> list
     return drawn
 
 
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """A block that may be left out, ``place`` of ``of`` in its stack, counted from 1."""
-
-    block: nn.Module
-    stack: str
-    place: int
-    of: int
-    first: bool  # it is always kept
-
-
 class LayerDrop:
     """Progressive layer dropping on the model of one engine."""
 
@@ -99,8 +88,7 @@ class LayerDrop:
         self._section, self._seed = section, seed
         self._layers: list[Layer] = []
         self._of: dict[nn.Module, Layer] = {}
-        # by stack: the tuple that its block returned which was run last
-        self._before: dict[str, Any] = {}
+        self._before = ReturnedBefore()
         self._calls: BlockCalls | None = None
         self._engine: Any = None
         self._step, self._forward = -1, 0  # of the forward that was drawn for last
@@ -118,18 +106,7 @@ class LayerDrop:
         return theta_at(steps, self._section.theta, self._section.gamma)
 
     def install(self, engine: Any) -> None:
-        for stack, blocks in stacks(engine.module).items():
-            keeps = not returns_a_tensor(blocks[0])
-            self._layers += [
-                Layer(block, stack, place, len(blocks), keeps and place == 1)
-                for place, block in enumerate(blocks, 1)
-            ]
-        if not self._layers:
-            raise ConfigError(
-                f"{KEY}.enabled asks for blocks to be left out, and {type(engine.module).__name__} "
-                "has no repeated ones (layers of transformers, _no_split_modules, or items of a "
-                "ModuleList); remove the key"
-            )
+        self._layers = layers_of(engine.module, KEY)
         self._engine = engine
         self._of = {layer.block: layer for layer in self._layers}
         self._calls = BlockCalls(list(self._of), self._call)
@@ -142,7 +119,7 @@ class LayerDrop:
         self._forward = self._forward + 1 if step == self._step else 0
         self._step = step
         p = [
-            1.0 if layer.first or not layer.block.training
+            1.0 if layer.keeps or not layer.block.training
             else keep_probability(layer.place, layer.of, theta)
             for layer in self._layers
         ]  # fmt: skip
@@ -169,9 +146,9 @@ class LayerDrop:
             return run(*args, **kwargs)
         given = hidden_state(args, kwargs)
         p, layer = drawn[block], self._of[block]
-        before = self._before.pop(layer.stack, None)
+        before = self._before.take(layer)
         if p == 0.0 and given is not None:
-            self._note(layer, before)
+            self._before.note(layer, before)
             return _passed(block, args, kwargs, with_first(before, given[1]))
         output = run(*args, **kwargs)
         state = first_of(output)
@@ -182,13 +159,7 @@ class LayerDrop:
             )
         if p < 1.0:
             output = with_first(output, torch.lerp(given[1].to(state.dtype), state, 1.0 / p))
-        self._note(layer, output)
-        return output
-
-    def _note(self, layer: Layer, output: Any) -> None:
-        # not beyond the forward: it would keep its graph
-        if isinstance(output, tuple) and layer.place < layer.of:
-            self._before[layer.stack] = output
+        return self._before.note(layer, output)
 
     def end_step(self) -> None:
         """Nothing: all is computed from the counters."""

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.curriculum import LEGACY, METRICS, SAMPLING
+from hf_zero.config.token_drop import TOKEN_DROP
 from hf_zero.config.training_phases import PHASES
 from hf_zero.errors import ConfigError
 from hf_zero.techniques import curriculum, data_sampling, training_phases
@@ -15,6 +16,7 @@ from hf_zero.techniques.difficulty import DifficultySchedule
 from hf_zero.techniques.layer_drop import KEY as LAYER_DROP
 from hf_zero.techniques.layer_drop import LayerDrop
 from hf_zero.techniques.quantization import quantize_training, weight_quantization
+from hf_zero.techniques.token_drop import TokenDrop
 
 
 class Technique(Protocol):
@@ -49,6 +51,7 @@ TECHNIQUES: Mapping[str, Callable[[ZeroConfig], Technique | None]] = {
     "weight_quantization": weight_quantization,
     PHASES: training_phases.of_config,
     LAYER_DROP: LayerDrop.of,
+    TOKEN_DROP: TokenDrop.of,
 }
 
 

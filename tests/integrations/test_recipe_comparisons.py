@@ -26,8 +26,11 @@ SLOW, LAMB, SAMPLING = (
 CURRICULUM, MIXED, BERT, BITS = (
     RECIPES / name for name in ("curriculum", "mixed-lengths", "bert-large-batch", "quantization")
 )
+DROP = RECIPES / "layer-drop"
 every = pytest.mark.parametrize(
-    "recipe", [SLOW, LAMB, SAMPLING, CURRICULUM, MIXED, BERT, BITS], ids=lambda path: path.name
+    "recipe",
+    [SLOW, LAMB, SAMPLING, CURRICULUM, MIXED, BERT, BITS, DROP],
+    ids=lambda path: path.name,
 )
 
 
@@ -68,6 +71,8 @@ def test_configurations_differ_in_what_is_compared() -> None:
     assert (settings["min_coeff"], settings["max_coeff"]) == (0.01, 0.3)
     assert {**lamb, "optimizer": large["optimizer"]} == large
     assert large["train_batch_size"] == 8 * small["train_batch_size"]
+    whole, dropping = (config_of(DROP / f"{name}.json") for name in ("all_layers", "layer_drop"))
+    assert dropping.pop("progressive_layer_drop")["enabled"] and dropping == whole
     random, rarity = (config_of(SAMPLING / f"{name}.json") for name in ("random", "rarity"))
     sampling = rarity.pop("data_efficiency")["data_sampling"]
     assert [*sampling["curriculum_learning"]["curriculum_metrics"]] == ["vocab_rarity"]
@@ -189,6 +194,23 @@ def test_curriculum_sampling(tmp_path: Path) -> None:
         assert curve[-1]["loss"] < curve[0]["loss"]
     # the same weights, other rows
     assert random[0]["loss"] == rarity[0]["loss"] and random[1]["loss"] != rarity[1]["loss"]
+
+
+def test_layer_drop(tmp_path: Path) -> None:
+    command = ["torchrun", "--nproc_per_node", "2", "run_layer_drop.py", "--num_iterations", "12"]
+    sizes = ["--hidden_size", "32", "--num_layers", "4", "--eval_every", "6", "--warmup", "2"]
+    folder = tmp_path / "out"
+    launched.output([*command, *sizes, "--output_dir", str(folder)], DROP, tmp_path / "log.txt")
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    for unit in ("samples", "seconds"):
+        root = ElementTree.parse(folder / f"loss_over_{unit}.svg").getroot()
+        assert len(root.findall("{*}polyline")) == 2
+    whole, dropping = (
+        [row for row in rows if row["config"] == name] for name in ("all_layers", "layer_drop")
+    )
+    assert [row["samples"] for row in dropping] == [0, 96, 192]
+    assert dropping[0]["loss"] == whole[0]["loss"] and dropping[-1]["loss"] != whole[-1]["loss"]
+    assert dropping[-1]["loss"] < dropping[0]["loss"]
 
 
 @pytest.fixture

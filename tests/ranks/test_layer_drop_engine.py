@@ -286,7 +286,7 @@ def test_what_cannot_be_left_out_is_refused() -> None:
     model.forward = lambda x: narrowing(x)  # type: ignore[method-assign, assignment]
 
     def run(rank: int) -> None:
-        with pytest.raises(ConfigError, match=r"progressive_layer_drop\.enabled .* Sequential has"):
+        with pytest.raises(ConfigError, match=r"layer_drop\.enabled concerns .* Sequential has"):
             opened(single)
         engine = start(model, plain_sgd(model), config_of(0, **KEYS))
         with pytest.raises(ConfigError, match=r"cannot leave out a Narrowing: .* remove the key"):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hf_zero.config.curriculum import CURRICULUM, EFFICIENCY, LEGACY, SAMPLING
+from hf_zero.config.token_drop import TOKEN_DROP
 from hf_zero.integrations.deepspeed.placeholders import function
 from hf_zero.integrations.deepspeed.zero_config import DEFAULTS, ZERO
 
@@ -42,6 +43,8 @@ GETTERS: dict[str, tuple[str, Any]] = {
     "pld_gamma": ("progressive_layer_drop.gamma", 0.001),
     "pld_params": ("progressive_layer_drop", {}),
     "pld_theta": ("progressive_layer_drop.theta", 0.5),
+    "random_ltd_config": (TOKEN_DROP, {}),
+    "random_ltd_enabled": (f"{TOKEN_DROP}.enabled", False),
     "scheduler_params": ("scheduler.params", None),
     "steps_per_print": ("steps_per_print", None),
     "use_node_local_storage": ("checkpoint.use_node_local_storage", False),
@@ -93,7 +96,6 @@ CONSTANTS: dict[str, Any] = {
     "is_deepcompile_enabled": False,
     "is_sanity_checks_enabled": True,
     "optimizer_legacy_fusion": False,
-    "random_ltd_enabled": False,
     "super_offload": False,
     "swap_tensor_config": None,
     "zero_allgather_sequential": False,
@@ -111,8 +113,7 @@ CONSTANTS: dict[str, Any] = {
 NOT_BUILT = {
     "get_deepcompile_backend": "write compile: blocks in the configuration",
     "get_sequence_parallel_group": "set sp_size to 1",
-    "random_ltd_config": "train on whole sequences",
-    "random_ltd_initialize": "train on whole sequences",
+    "random_ltd_initialize": "the engine draws tokens by its configuration alone",
     "register_compile_pass": "write compile: blocks in the configuration",
     "set_data_post_process_func": "change the data in its Dataset or its collate_fn",
     "sparse_allreduce": "sparse gradients are reduced as dense ones",

@@ -100,7 +100,9 @@ StochasticTransformerBuilder = _builder(
     "StochasticTransformerBuilder", "stochastic_transformer", instead=_LAYER
 )
 EvoformerAttnBuilder = _builder("EvoformerAttnBuilder", "evoformer_attn", instead=_LAYER)
-RandomLTDBuilder = _builder("RandomLTDBuilder", "random_ltd", instead="train on whole sequences")
+RandomLTDBuilder = _builder(
+    "RandomLTDBuilder", "random_ltd", instead="write data_efficiency.data_routing.random_ltd"
+)
 SpatialInferenceBuilder = _builder(
     "SpatialInferenceBuilder", "spatial_inference", instead=_INFERENCE
 )

@@ -1,0 +1,235 @@
+"""Random layerwise token dropping (random-LTD, arXiv 2211.11586): chosen blocks read a random part
+of the tokens while a model trains, the same ones in no two blocks, and all others pass them by.
+
+What such a block is given is narrowed to the tokens that were drawn, in their order: hidden states,
+masks, positions and their embeddings. What it returns takes their places among the tokens that it
+has not read. A causal block stays causal, for the order is kept. Evaluation, generation and
+forwards without gradients read everything.
+
+How many tokens are read after t steps is DeepSpeed's ``fixed_linear``: ``min + t / require_steps *
+(max - min)``, rounded down to a multiple of ``seq_per_step``, at least the first multiple that
+holds ``min``, at most ``max``. Which ones is a function of the seed, step, forward in its window,
+block, rank and place (Philox), so that recomputations and resumed runs draw the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.config import TokenDropSection, ZeroConfig
+from hf_zero.config.token_drop import SCHEDULE, TOKEN_DROP
+from hf_zero.errors import ConfigError
+from hf_zero.ops import philox
+from hf_zero.techniques.block_calls import (
+    BlockCalls,
+    Call,
+    Layer,
+    ReturnedBefore,
+    first_of,
+    layers_of,
+    with_first,
+)
+from hf_zero.units.unit import RootForward
+
+# of another sequence than the hidden state, but for the queries of those in four dimensions
+ELSEWHERE = ("encoder_hidden_states", "encoder_attention_mask", "encoder_decoder_position_bias")
+PACKED = ("cu_seq_lens", "cu_seqlens", "max_length_q", "max_length_k")
+
+
+def tokens_read(step: int, section: TokenDropSection) -> int:
+    """How many tokens the chosen blocks read after ``step`` steps."""
+    low, high, every, steps = (
+        section.min_value, section.max_value, section.seq_per_step, section.require_steps,
+    )  # fmt: skip
+    assert low is not None and high is not None and every is not None and steps is not None
+    number = math.floor(step / steps * (high - low) + low)
+    least = -(-low // every) * every
+    return min(max(number - number % every, least), high)
+
+
+def sample(
+    seed: int, at: tuple[int, int, int], block: int, rows: int, tokens: int, read: int,
+    device: torch.device,
+) -> torch.Tensor:  # fmt: skip
+    """Which ``read`` of ``tokens`` each of ``rows`` sequences keeps: [rows, read], int64, rising.
+
+    ``at``: step, forward and rank.
+    """
+    place = torch.arange(rows * tokens, dtype=torch.int64, device=device)
+    step, forward, rank = at
+    counter = [torch.full_like(place, value) for value in (block, step, forward << 16 | rank)]
+    words = philox.words((place, *counter), torch.tensor(seed, device=device))  # type: ignore[arg-type]
+    chosen = words[0].view(rows, tokens).topk(read, dim=1).indices
+    return chosen.sort(dim=1).values
+
+
+class TokenDrop:
+    """Random layerwise token dropping on the model of one engine."""
+
+    def __init__(self, section: TokenDropSection, seed: int):
+        self._section, self._seed = section, seed
+        self._layers: dict[nn.Module, tuple[int, Layer]] = {}
+        self._chosen: set[nn.Module] = set()
+        self._before = ReturnedBefore()
+        self._calls: BlockCalls | None = None
+        self._engine: Any = None
+        self._step, self._forward = -1, 0  # of the forward that was drawn for last
+
+    @classmethod
+    def of(cls, config: ZeroConfig) -> TokenDrop | None:
+        """What ``config`` asks for, if anything."""
+        section = config.random_ltd
+        outer = (config.data_efficiency.enabled, config.data_routing.enabled)
+        if not section.enabled or False in outer:
+            return None
+        for name in ("min_value", "max_value", "require_steps", "seq_per_step"):
+            if getattr(section, name) is None:
+                inner = "schedule_config." if name.endswith(("steps", "step")) else ""
+                raise ConfigError(
+                    f"{TOKEN_DROP}.enabled needs {TOKEN_DROP}.{SCHEDULE}.{inner}{name}; write it"
+                )
+        return cls(section, config.data_efficiency.seed)
+
+    def install(self, engine: Any) -> None:
+        section = self._section
+        layers = layers_of(engine.module, TOKEN_DROP)
+        chosen = section.random_ltd_layer_id
+        if chosen is None:
+            chosen = tuple(at for at, each in enumerate(layers) if 1 < each.place < each.of)
+        wrong = [number for number in chosen if number >= len(layers) or layers[number].keeps]
+        total, count = section.total_layer_num, section.random_ltd_layer_num
+        if wrong:
+            raise ConfigError(
+                f"{TOKEN_DROP}.random_ltd_layer_id names {wrong}, and "
+                f"{type(engine.module).__name__} has {len(layers)} blocks, of which the first of a "
+                "stack reads all tokens where it returns more than a hidden state; leave them out "
+                "of the list"
+            )
+        if (total or len(layers)) != len(layers) or (count or len(chosen)) != len(chosen):
+            raise ConfigError(
+                f"{TOKEN_DROP}: total_layer_num = {total} and random_ltd_layer_num = {count}, but "
+                f"{type(engine.module).__name__} has {len(layers)} blocks and "
+                f"random_ltd_layer_id {len(chosen)}; correct them, or leave both out"
+            )
+        # all blocks of a stack tell what they return beside the state
+        self._layers = {layer.block: (number, layer) for number, layer in enumerate(layers)}
+        self._chosen = {layers[number].block for number in chosen}
+        self._engine = engine
+        self._calls = BlockCalls([layer.block for layer in layers], self._call)
+        engine.backward_pass.hooks.draws.append(self._draw)
+
+    def _draw(self, forward: RootForward) -> Collection[nn.Module]:
+        step = self._engine.global_steps
+        self._forward = self._forward + 1 if step == self._step else 0
+        self._step = step
+        forward.drawn[self] = (step, self._forward, self._engine.global_rank)
+        self._before.clear()
+        return ()
+
+    def _call(
+        self, block: nn.Module, run: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        forward = self._engine.backward_pass.hooks.forward_at_work
+        at: Any = None if forward is None else forward.drawn.get(self)
+        if at is None or not block.training:
+            return run(*args, **kwargs)
+        number, layer = self._layers[block]
+        before = self._before.take(layer)
+        if block not in self._chosen:
+            return self._before.note(layer, run(*args, **kwargs))
+        bound = inspect.signature(type(block).forward).bind(block, *args, **kwargs)
+        given = list(bound.arguments)[1]
+        state = bound.arguments[given]
+        first = self._section.hidden_state_order == "batch_seq_dim"
+        states = state if first else state.transpose(0, 1)  # [rows, tokens, width]
+        rows, tokens = states.shape[:2]
+        read = tokens_read(at[0], self._section)
+        if read >= tokens:
+            return self._before.note(layer, run(*args, **kwargs))
+        kept = sample(self._seed, at, number, rows, tokens, read, state.device)
+        narrow = _Narrow(kept, tokens, self._section.model_mask_name, block)
+        for name, value in list(bound.arguments.items())[2:]:
+            bound.arguments[name] = narrow.argument(name, value)
+        places = kept[..., None].expand(-1, -1, states.shape[2])
+        part = states.gather(1, places)
+        bound.arguments[given] = part if first else part.transpose(0, 1)
+        output = run(*bound.args[1:], **bound.kwargs)
+        new = first_of(output)
+        new = states.to(new.dtype).scatter(1, places, new if first else new.transpose(0, 1))
+        beside = output if before is None else before
+        whole = with_first(beside, new if first else new.transpose(0, 1))
+        return self._before.note(layer, whole)
+
+    def end_step(self) -> None:
+        """Nothing: all is computed from the counters."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is kept."""
+
+    def remove(self) -> None:
+        if self._calls is not None:
+            self._calls.remove()
+            self._engine.backward_pass.hooks.draws.remove(self._draw)
+        self._calls, self._layers, self._engine = None, {}, None
+
+
+class _Narrow:
+    """Arguments of ``block`` for the tokens ``kept`` [rows, read] of ``tokens``."""
+
+    def __init__(self, kept: torch.Tensor, tokens: int, mask: str, block: nn.Module):
+        self._kept, self._tokens, self._mask, self._block = kept, tokens, mask, block
+
+    def argument(self, name: str, value: Any) -> Any:
+        """``value``, the argument ``name``, for those tokens."""
+        if name.startswith(PACKED) or type(value).__name__ == "BlockMask":
+            raise self._refusal(name, "of packed sequences, which have no rows to draw from")
+        if name == self._mask and value is None:
+            if any(getattr(part, "sliding_window", None) for part in self._block.modules()):
+                raise self._refusal(name, "None, and its kernel counts a window over what it gets")
+            return None
+        if isinstance(value, Mapping):
+            return {key: self.argument(key, each) for key, each in value.items()}
+        if isinstance(value, tuple):
+            return tuple(self.argument(name, each) for each in value)
+        if hasattr(value, "get_seq_length"):
+            return None  # a cache of keys and values, which would hold a part of the tokens
+        if not isinstance(value, torch.Tensor):
+            return value
+        sizes = [place for place, size in enumerate(value.shape) if size == self._tokens]
+        last = value.dim() - 1
+        if name in ELSEWHERE:  # [rows, heads, tokens, tokens of the encoder]
+            return self._take(value, [2]) if value.dim() == 4 and 2 in sizes else value
+        if name in (self._mask, "position_bias") and value.dim() in (3, 4):
+            return self._take(value, [place for place in (last - 1, last) if place in sizes])
+        if value.dim() in (2, 3) and 1 in sizes and value.shape[0] in (1, len(self._kept)):
+            return self._take(value, [1])  # masks, positions and their embeddings
+        if sizes:
+            raise self._refusal(name, f"a tensor of shape {list(value.shape)}")
+        return value
+
+    def _take(self, value: torch.Tensor, places: list[int]) -> torch.Tensor:
+        """``value``, whose first dimension is that of the rows or 1, narrowed in ``places``."""
+        if places:
+            value = value.expand(len(self._kept), *value.shape[1:])
+        for place in places:
+            shape = [1] * value.dim()
+            shape[0], shape[place] = self._kept.shape
+            sizes = list(value.shape)
+            sizes[place] = self._kept.shape[1]
+            value = value.gather(place, self._kept.view(shape).expand(sizes))
+        return value
+
+    def _refusal(self, name: str, what: str) -> ConfigError:
+        return ConfigError(
+            f"{TOKEN_DROP} cannot draw tokens of {type(self._block).__name__}: its argument {name} "
+            f"is {what}; remove the section, or leave the block out of random_ltd_layer_id"
+        )
