@@ -87,7 +87,9 @@ def dense(weights: dict[str, torch.Tensor], ranks: int, step: int, micro: int) -
 
 def engine_of(model: nn.Module, stage: int, more: dict[str, Any], **section: Any) -> Any:
     eigenvalue = {**EIGENVALUE, **section}
-    config = config_of(stage, quantize_training={**SECTION, "eigenvalue": eigenvalue}, **more)
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    section = {**SECTION, "eigenvalue": eigenvalue}
+    config = config_of(stage, **{"zero_optimization": zero, "quantize_training": section, **more})
     return start(model, plain_sgd(model), config)
 
 

@@ -21,7 +21,8 @@ from hf_zero.parameters.wrap import find_units
 from hf_zero.preflight.needs import needs
 from hf_zero.preflight.plan import MemoryPlan, groups_of
 from hf_zero.techniques.rounding import noise_for
-from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.engines import config_of as configured
+from tests.helpers.engines import full_weights, start
 from tests.helpers.models import Stack, features, gpt2, seeded, tokens
 from tests.helpers.stacks import on_ranks, squared, stack
 from tests.helpers.training import At, Plan, sgd
@@ -34,6 +35,25 @@ SECTION: dict[str, Any] = {
     "quantize_groups": 2,
 }
 BITS = [None, 6, 5, 4, 4, 4]  # of each step's forwards
+
+
+SHARDED = {"stage": 3, "stage3_param_persistence_threshold": 0}
+
+
+class Mixed(Stack):
+    """Its blocks have weights of two sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.up, block.down = nn.Linear(32, 96), nn.Linear(96, 32)
+            block.norm = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32))
+
+
+def config_of(stage: int, plan: Plan | None = None, **more: Any) -> dict[str, Any]:
+    """At stage 3 with every parameter sharded, however small."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    return configured(stage, plan, **{"zero_optimization": zero, **more})
 
 
 def rounded(name: str, weight: torch.Tensor, step: int, section: dict[str, Any]) -> torch.Tensor:
@@ -112,6 +132,7 @@ def trained(
     folder: Any = None,
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     engine = start(model, sgd(model), config)
+    assert engine.schedule.gathers is (engine.stage == 3)
     if folder is not None and steps.start:
         engine.load_checkpoint(str(folder))
     losses = []
@@ -198,6 +219,28 @@ def test_goes_on_from_a_checkpoint(stage, ranks, later, rounding, tmp_path):
     answers = on_ranks(later, trained, config, same, 1, range(3, STEPS), tmp_path)
     weights, losses = by_hand(stack, same, section)
     check([(found, losses[:3] + rest) for found, rest in answers], (weights, losses))
+
+
+def test_small_weights_that_stay_whole_at_stage_3():
+    """Some blocks' weights are persistent, others sharded."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 2048}
+    config = config_of(3, zero_optimization=zero, quantize_training=SECTION)
+    build = lambda: seeded(lambda: Mixed())  # noqa: E731
+    check(on_ranks(2, trained, config, squared, build=build), by_hand(build, squared, SECTION, 2))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"replicate_size": 2},
+        {"zero_optimization": {**SHARDED, "zero_hpz_partition_size": 2}},
+        {"zero_optimization": {**SHARDED, "offload_param": {"device": "cpu"}}},
+    ],
+    ids=str,
+)
+def test_ways_of_stage_3(more):
+    config = config_of(3, **{"quantize_training": SECTION, **more})
+    check(on_ranks(4, trained, config, squared), by_hand(stack, squared, SECTION, 4))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -300,8 +343,7 @@ def test_a_module_that_writes_to_its_weight_is_refused(stage):
 def test_bytes_are_those_of_the_estimate(stage):
     """Stages 0 to 2 hold the blocks twice, stage 3 nothing more."""
     section = {"quantize_training": at_once()}
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    config = ZeroConfig.from_dict(config_of(stage, zero_optimization=zero, **section))
+    config = ZeroConfig.from_dict(config_of(stage, **section))
 
     def held(rank, model, config):
         engine = start(model, sgd(model), config)
@@ -317,7 +359,7 @@ def test_bytes_are_those_of_the_estimate(stage):
         if row.what in ("parameters", "rounded weights")
     )
     assert found == wanted
-    plain = ZeroConfig.from_dict(config_of(stage, zero_optimization=zero))
+    plain = ZeroConfig.from_dict(config_of(stage))
     assert (on_ranks(2, held, plain)[0] == found) is (stage == 3)
 
 

@@ -71,7 +71,8 @@ def trained(rank: int, model: nn.Module, config: dict[str, Any]) -> dict[str, to
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", TYPES)
 def test_trains_as_torchao_in_a_plain_loop(stage, name):
-    found = on_ranks(2, trained, config_of(stage, **aware(name)))[0]
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    found = on_ranks(2, trained, config_of(stage, zero_optimization=zero, **aware(name)))[0]
     windows = [[(1.0, 0)]] * 3
     wanted, _ = by_hand(sgd, windows, 2, build=lambda: prepared(name))
     plain, _ = by_hand(sgd, windows, 2)
@@ -97,7 +98,9 @@ def test_a_checkpoint_becomes_a_quantized_folder(stage, tmp_path):
         return transformers.LlamaForCausalLM(config)
 
     def run(rank, model):
-        engine = start(model, sgd(model), config_of(stage, **aware("int8_dynamic_int4_weight")))
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        section = aware("int8_dynamic_int4_weight")
+        engine = start(model, sgd(model), config_of(stage, zero_optimization=zero, **section))
         ids = tokens(0, 0, rank)
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()
