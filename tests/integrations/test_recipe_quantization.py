@@ -25,9 +25,9 @@ def test_four_bits_are_told_from_full_precision(tmp_path: Path) -> None:
     config["quantize_training"]["quantize_bits"]["start_bits"] = 4
     config["quantize_training"]["quantize_schedule"]["schedule_offset"] = 0
     (tmp_path / "four.json").write_text(json.dumps(config))
-    command = ["torchrun", "--nproc_per_node", "2", "run_quantization.py", "--num_iterations", "6"]
+    command = ["torchrun", "--nproc_per_node", "2", "run_quantization.py", "--tokens", "3072"]
     files = ["--deepspeed_config", str(BITS / "full.json"), str(tmp_path / "four.json")]
-    sizes = ["--num_layers", "1", "--eval_every", "3", "--output_dir", str(tmp_path / "out")]
+    sizes = ["--num_layers", "1", "--evaluations", "2", "--output_dir", str(tmp_path / "out")]
     launched.output([*command, *files, *sizes], BITS, tmp_path / "log.txt")
     rows, plot = rows_and_plot(tmp_path / "out")
     assert len(plot.findall("{*}polyline")) == 2
