@@ -121,5 +121,5 @@ def _show(value: Any) -> str:
     if value is None or value == ():
         return "-"
     if isinstance(value, tuple):
-        return ", ".join(value)
+        return ", ".join(map(str, value))
     return str(value)
