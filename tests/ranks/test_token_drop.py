@@ -179,7 +179,7 @@ def test_images() -> None:
 
 @pytest.mark.parametrize("more", [
     {"activation_checkpointing": {"blocks": True}},
-    {"compile": {"blocks": True, "backend": "aot_eager"}},
+    pytest.param({"compile": {"blocks": True, "backend": "aot_eager"}}, marks=pytest.mark.long),
 ], ids=str)  # fmt: skip
 def test_with_what_else_is_on_blocks(more: Any) -> None:
     check(TokenDropJob("llama", eager=True, padded=True), Plan(2, 2), 3, **more)
