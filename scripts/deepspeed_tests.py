@@ -33,6 +33,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -328,8 +330,7 @@ class Run:
                     if self._stuck(folder):
                         break
             finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # workers that it has left, too
+                end_session(process.pid)
                 crashed = process.returncode is not None
                 process.wait()
                 release_builds()
@@ -414,6 +415,23 @@ def events_of(folder: Path) -> list[dict[str, Any]]:
     file = folder / "events"
     lines = file.read_text().splitlines() if file.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def end_session(leader: int) -> None:
+    """End every process of the session that ``leader`` has started, whoever its parent is now:
+    workers, and the compilers of an extension, for which ninja makes groups of their own.
+    """
+
+    def running(process: psutil.Process) -> bool:
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            return os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    while left := list(filter(running, psutil.process_iter())):  # one may start another meanwhile
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=1)
 
 
 def release_builds() -> None:

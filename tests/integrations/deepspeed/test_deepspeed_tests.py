@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -226,6 +229,35 @@ def test_made(): Namespace(_config=1)
     )
     found = script.about(unit, "test_it.py")
     assert found == {"kind": "public", "private": ["test_load", "test_made"]}
+
+
+NINJA = """
+import subprocess, sys
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+print(subprocess.Popen(sleep, process_group=0).pid, flush=True)
+"""
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["runs", "has ended"])
+def test_compilers_in_groups_of_their_own_end_with_the_run_and_no_other_process(
+    script: ModuleType, ended: bool
+) -> None:
+    source = NINJA if ended else f"{NINJA}subprocess.run(sleep)"
+    command = [sys.executable, "-c", source]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as run,
+        subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as other,
+    ):
+        compilers = [psutil.Process(int(each.stdout.readline())) for each in (run, other)]
+        try:
+            if ended:
+                run.wait(), other.wait()
+            script.end_session(run.pid)
+            states = [each.is_running() and each.status() for each in compilers]
+            assert states[0] in (False, psutil.STATUS_ZOMBIE)
+            assert states[1] not in (False, psutil.STATUS_ZOMBIE)
+        finally:
+            script.end_session(other.pid)
 
 
 def test_builds_that_were_broken_off_are_not_waited_for(
