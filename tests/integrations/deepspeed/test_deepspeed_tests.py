@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -232,7 +233,7 @@ def test_made(): Namespace(_config=1)
 
 
 NINJA = """
-import subprocess, sys
+import subprocess, sys, time
 sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
 print(subprocess.Popen(sleep, process_group=0).pid, flush=True)
 """
@@ -242,7 +243,7 @@ print(subprocess.Popen(sleep, process_group=0).pid, flush=True)
 def test_compilers_in_groups_of_their_own_end_with_the_run_and_no_other_process(
     script: ModuleType, ended: bool
 ) -> None:
-    source = NINJA if ended else f"{NINJA}subprocess.run(sleep)"
+    source = NINJA if ended else f"{NINJA}time.sleep(600)"
     command = [sys.executable, "-c", source]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as run,
@@ -257,7 +258,9 @@ def test_compilers_in_groups_of_their_own_end_with_the_run_and_no_other_process(
             assert states[0] in (False, psutil.STATUS_ZOMBIE)
             assert states[1] not in (False, psutil.STATUS_ZOMBIE)
         finally:
-            script.end_session(other.pid)
+            for each in (*compilers, run, other):
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
 
 
 def test_builds_that_were_broken_off_are_not_waited_for(
