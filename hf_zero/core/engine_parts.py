@@ -96,6 +96,8 @@ class EngineParts(nn.Module):
         installed.callback(placement.close)
         installed.callback(retire_flats, model, mesh)
         self.patches.check(model, not POLICIES[config.stage].shards_parameters)
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        given = [list(group["params"]) for group in groups]
         sharded = ShardedModel(model, config, mesh, placement, self.optimizer, precision)
         self.sharded_model = sharded
         installed.callback(sharded.retire)
@@ -120,7 +122,7 @@ class EngineParts(nn.Module):
         self.stop_requests = StopRequests(mesh, sharded.schedule.shards)
         if self.optimizer is not None:
             patch_optimizer(self.optimizer, self)
-            installed.callback(restore_optimizer, self.optimizer)
+            installed.callback(restore_optimizer, self.optimizer, given)
             self.publish_scale()
         with sharded.schedule.shards.writing():
             pass  # what the partition wrote

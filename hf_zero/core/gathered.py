@@ -328,7 +328,9 @@ def safe_get_full_optimizer_state(parameter: torch.Tensor, name: str) -> torch.T
     flat = _reads(parameter, "safe_get_full_optimizer_state")
     if flat is None:
         return None
-    return _whole(flat, parameter, _state(flat, parameter, name, "safe_get_full_optimizer_state"))
+    with _engine_of(flat).optimizer_step.counted_state():
+        held = _state(flat, parameter, name, "safe_get_full_optimizer_state")
+        return _whole(flat, parameter, held)
 
 
 @torch.no_grad()

@@ -106,8 +106,9 @@ def safe_get_local_optimizer_state(parameter: torch.Tensor, name: str) -> torch.
     flat = _reads(parameter, "safe_get_local_optimizer_state")
     if flat is None:
         return None
-    held = _state(flat, parameter, name, "safe_get_local_optimizer_state")
-    return _part(parameter, held, "safe_get_local_optimizer_state").clone()
+    with _engine_of(flat).optimizer_step.counted_state():
+        held = _state(flat, parameter, name, "safe_get_local_optimizer_state")
+        return _part(parameter, held, "safe_get_local_optimizer_state").clone()
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ device and of what is offloaded.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -205,6 +205,12 @@ class OptimizerStep:
         """
         if self.one_bit is not None:
             self.one_bit.fold()
+
+    def counted_state(self) -> AbstractContextManager[bool]:
+        """Inside, the numbers and the tensors of the optimizer's state are those of one step, for
+        what reads them without a save. True: they are others afterwards.
+        """
+        return nullcontext(False) if self.one_bit is None else self.one_bit.counted()
 
     def forget_state(self) -> None:
         """Make the optimizer's state what it was before the first step.

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -148,8 +149,12 @@ def patch_optimizer(optimizer: Any, owner: Any) -> None:
         )
 
     def state_dict() -> dict[str, Any]:
-        alive, packed = engine(), type(optimizer).state_dict(optimizer)
-        return alive.bound.packed(packed) if alive is not None else packed
+        alive = engine()
+        if alive is None:
+            return type(optimizer).state_dict(optimizer)
+        with alive.optimizer_step.counted_state() as changed:
+            packed = alive.bound.packed(type(optimizer).state_dict(optimizer))
+            return deepcopy(packed) if changed else packed
 
     def load_state_dict(state_dict: dict[str, Any]) -> None:
         alive = engine()
@@ -187,15 +192,18 @@ def patch_optimizer(optimizer: Any, owner: Any) -> None:
     optimizer.overflow = False
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Undo :func:`patch_optimizer`.
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[Sequence[torch.Tensor]]
+) -> None:
+    """Undo :func:`patch_optimizer`; the groups have their ``parameters`` again, for another engine.
 
     What the optimizer has learnt went with the engine, and the memory its segments were in.
     """
     for name in TAKEN:
         optimizer.__dict__.pop(name, None)
     optimizer.state = defaultdict(dict)
-    for group in optimizer.param_groups:
+    for group, given in zip(optimizer.param_groups, parameters):
         for segment in group["params"]:
             segment.data = segment.data.new_empty(0)
+        group["params"] = list(given)
     give_back(optimizer)

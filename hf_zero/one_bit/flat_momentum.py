@@ -7,7 +7,7 @@ weights x. The owner of a chunk also holds a, the momentum with what m lacks (``
 
     rank i   z = e_i + b1 m + (1 - b1) g_i;    q_i = C(z);    e_i = z - q_i      (all-to-all)
     owner    r = mean_i q_i + b1 (a - m);      m = C(r);      a = m + (r - m) / b1  (all-gather)
-    all      x = (1 - lr wd) x - lr / (1 - b1^t) m 2^-k
+    all      x = (1 - lr wd) x - lr / (1 - b1^t) m / D, 1 / D as k has it
 
 C is a bit an element and the mean magnitude of each block (hf_zero/ops/sign_blocks.py). Nothing is
 lost: what m lacks is in a and in the errors, and comes later. This is 1-bit Adam (arXiv:2102.02888)
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from hf_zero.gradients.norm import sums_of_squares
 from hf_zero.ops.sign_blocks import SignBlocks
+from hf_zero.ops.sign_blocks_reference import exponents_of
 from hf_zero.optim.table import group_runs
 from hf_zero.units.flat_buffer import FlatBuffer
 
@@ -157,7 +158,7 @@ class FlatMomentum:
         master = flat.optimizer_shard.master
         assert master is not None
         # in padding there is nothing to divide
-        powers = (torch.frexp(denominators * 2.0**0.5).exponent - 1).clamp_(-126, 126)
+        found = exponents_of(denominators.clamp(min=1e-30).reciprocal())
         device = flat.full.device
         if self.error is None:
             self.error = torch.zeros(layout.padded, dtype=torch.float32, device=device)
@@ -169,7 +170,7 @@ class FlatMomentum:
                 if not self.has_copy
                 else torch.empty(layout.padded, dtype=torch.float32, device=device)
             )
-        pairs = [(self._exponents, powers.to(torch.int8))]
+        pairs = [(self._exponents, found.to(torch.int8))]
         if self._weights is not flat.full:
             pairs.append((self._weights, master))
         return [*pairs, self.renew()]

@@ -4,7 +4,8 @@ the first that is not, and what each does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -329,6 +330,24 @@ class OneBitSteps:
         if self._compressing:
             self._count_variance()
         self._compressing = False  # all is gathered anew, as after a load
+
+    @contextmanager
+    def counted(self) -> Iterator[bool]:
+        """Inside, the variance in this rank's state is that of the last step made, as in a
+        checkpoint. What is yet to be sent is not in the state.
+        """
+        if not self._compressing or self._loads != self._bound.numbers.loads:
+            yield False
+            return
+        variances = [each.state(name) for each in self._momenta for name in each.VARIANCES]
+        kept, frozen_at = [each.clone() for each in variances], self._frozen_at
+        self._count_variance()
+        try:
+            yield True
+        finally:
+            for held, before in zip(variances, kept):
+                held.copy_(before)
+            self._note(FROZEN_AT, frozen_at)
 
     def nbytes(self) -> int:
         """Bytes that this rank keeps besides the optimizer's state."""

@@ -132,7 +132,8 @@ class SignBlocks:
         begin: int,
         end: int,
     ) -> None:
-        """weights = keep * weights - step * m * 2^-exponents of elements ``[begin, end)``, where m
+        """weights = keep * weights - step * m * 2^(-exponents / 4), about (``powers`` of the
+        reference says how near), of elements ``[begin, end)``, where m
         is what the rows of ``momentum`` say.
 
         Args:

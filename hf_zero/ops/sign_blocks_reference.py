@@ -62,7 +62,7 @@ def apply(
     begin: int,
     end: int,
 ) -> None:
-    """``keep`` * ``weights`` - ``step`` * m * 2^-``exponents`` in elements [begin, end)."""
+    """``keep`` * ``weights`` - ``step`` * m * powers(``exponents``) in elements [begin, end)."""
     sizes = values(momentum, weights.numel(), block, scales_at, torch.tensor(step))
     here = weights[begin:end]
     here.copy_(here * torch.tensor(keep) - sizes[begin:end] * powers(exponents[begin:end]))
@@ -74,8 +74,15 @@ def _places(like: Tensor) -> Tensor:
 
 
 def powers(exponents: Tensor) -> Tensor:
-    """2^-k of each of ``exponents``, int8 from -126 to 126: fp32, exact."""
-    return ((127 - exponents.int()) << 23).view(torch.float32)
+    """What each of ``exponents``, int8 from -126 to 126, stands for: about 2^(-k / 4), a number of
+    three significant bits, exact in fp32.
+    """
+    return ((508 - exponents.int()) << 21).view(torch.float32)
+
+
+def exponents_of(values: Tensor) -> Tensor:
+    """Those of the numbers nearest to positive ``values``, which are wrong by an eighth at most."""
+    return (508 - ((values.float().view(torch.int32) + (1 << 20)) >> 21)).clamp(-126, 126)
 
 
 def values(

@@ -116,7 +116,7 @@ static void sign_apply(const SignApply& call, int64_t begin, int64_t end) {
         float* weights = call.weights + first;
         const int8_t* exponents = call.exponents + first;
         for (int i = 0; i < last - first; ++i) {
-            const uint32_t bits = static_cast<uint32_t>(127 - exponents[i]) << 23;
+            const uint32_t bits = static_cast<uint32_t>(508 - exponents[i]) << 21;
             float power;
             __builtin_memcpy(&power, &bits, sizeof power);
             weights[i] = weights[i] * call.keep - sent[i] * power;

@@ -149,7 +149,7 @@ def apply_kernel(
     size = tl.load(scales + row * scales_stride + at // BLOCK, mask=inside, other=0.0) * step
     size = tl.where((byte >> (at % 8)) & 1 == 1, size, -size)
     exponent = tl.load(exponents + place, mask=inside, other=0).to(tl.int32)
-    power = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    power = ((508 - exponent) << 21).to(tl.float32, bitcast=True)
     here = tl.load(weights + place, mask=inside, other=0.0)
     tl.store(weights + place, here * keep - size * power, mask=inside)
 

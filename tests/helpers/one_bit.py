@@ -43,9 +43,9 @@ def C(z: Tensor, owners: int, numel: int, block: int = BLOCK) -> Tensor:
     return out
 
 
-def exponents(variance: Tensor, layout: Any, beta2: float, eps: float, step: int) -> Tensor:
-    """k of D = max(sqrt(v_hat) + eps, a tenth of its root mean square in its tensor), D = 2^k;
-    where v is zero, D is that mean.
+def inverses(variance: Tensor, layout: Any, beta2: float, eps: float, step: int) -> Tensor:
+    """1 / D in three significant bits; D = max(sqrt(v_hat) + eps, a tenth of its root mean square
+    in its tensor), where v is zero that mean.
     """
     found = torch.zeros(layout.padded)
     for slot in layout.slots:
@@ -54,7 +54,9 @@ def exponents(variance: Tensor, layout: Any, beta2: float, eps: float, step: int
         part = part.div(1.0 - beta2**step).sqrt().add(eps)
         mean = part[varies].double().square().mean().sqrt().float()
         least = torch.where(varies, mean * 0.1, mean)
-        found[slot.offset : slot.end] = torch.log2(torch.maximum(part, least)).round()
+        significand, exponent = torch.frexp(1.0 / torch.maximum(part, least))
+        nearest = (significand * 8.0 + 0.5).floor() / 8.0
+        found[slot.offset : slot.end] = torch.ldexp(nearest, exponent)
     return found
 
 
@@ -65,7 +67,7 @@ class Whole:
     layout: Any
     weights: Tensor
     average: Tensor
-    powers: Tensor
+    inverses: Tensor
     momentum: Tensor
     errors: list[Tensor]
     lr: float
@@ -90,7 +92,7 @@ class Whole:
         self.average = self.momentum + (r - self.momentum) * torch.tensor(1.0 / beta)
         size = self.momentum * torch.tensor(self.lr / (1.0 - beta**number))
         keep = torch.tensor(1.0 - self.lr * self.decay)
-        self.weights = self.weights * keep - size * torch.exp2(-self.powers)
+        self.weights = self.weights * keep - size * self.inverses
 
 
 @dataclass
@@ -113,7 +115,7 @@ class WholeLamb(Whole):
         gradient = (r - self.beta * before) / (1 - self.beta)
         self.fresh = self.beta2 * self.fresh + (1 - self.beta2) * gradient**2
         corrected = (1 - self.beta2**self.frozen) ** 0.5 / (1 - self.beta**number)
-        update = self.momentum * torch.exp2(-self.powers)
+        update = self.momentum * self.inverses
         least, most, change = self.bounds
         self.weights = weights.clone()
         for slot in self.layout.slots:
@@ -197,7 +199,7 @@ def check(answers: Sequence[Any], plan: Plan) -> None:
             layout,
             joined(answers, at, key, "master"),
             average,
-            exponents(joined(answers, at, key, "variance"), layout, 0.95, 1e-8, FREEZE),
+            inverses(joined(answers, at, key, "variance"), layout, 0.95, 1e-8, FREEZE),
             C(average, ranks, layout.numel),
             [torch.zeros(layout.padded) for _ in range(ranks)],
             ADAM["lr"],

@@ -12,7 +12,7 @@ import torch
 from hf_zero.optim import Lamb, OneBitLamb
 from tests.helpers.compressed import Recorder, flat_of
 from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.one_bit import BLOCK, C, WholeLamb, exponents
+from tests.helpers.one_bit import BLOCK, C, WholeLamb, inverses
 from tests.helpers.stacks import on_ranks, squared
 from tests.helpers.training import At, Plan
 
@@ -88,7 +88,7 @@ def test_steps_are_those_of_the_equations(ranks, plan, decay):
             joined(at, "master"),
             average,
             # LAMB's denominators are not corrected for their start at zero
-            exponents(joined(at, "exp_avg_sq"), layout, 0.0, LAMB["eps"], 1),
+            inverses(joined(at, "exp_avg_sq"), layout, 0.0, LAMB["eps"], 1),
             C(average, ranks, layout.numel),
             [torch.zeros(layout.padded) for _ in range(ranks)],
             LAMB["lr"],

@@ -37,6 +37,7 @@ WITH: dict[str, Any] = {
 }
 OTHERWISE: dict[str, Any] = {
     "zero_optimization.zenflow": {"topk_ratio": 0.1},
+    "gradient_clipping": 1.0,
     "bf16.check_grad_overflow": True,
     "managed_gradient_accumulation": False,
     "wall_clock_breakdown": True,
