@@ -159,3 +159,20 @@ class ReturnedBefore:
 
     def clear(self) -> None:
         self._tuples.clear()
+
+
+class ForwardCount:
+    """Numbers the forwards of a step that train, from 0: what is drawn at random goes by it."""
+
+    def __init__(self) -> None:
+        self._step, self._number = -1, 0
+
+    def next(self, step: int) -> int:
+        """The number of a forward that begins after ``step`` steps."""
+        self._number = self._number + 1 if step == self._step else 0
+        self._step = step
+        return self._number
+
+    def restart(self) -> None:
+        """The run goes on from a checkpoint, at the beginning of a step."""
+        self._step = -1

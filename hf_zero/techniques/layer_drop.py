@@ -15,9 +15,10 @@ generation, and forwards without gradients, run as they are.
 They are a function of the seed of the configuration, the step, the number of the forward in its
 accumulation window, and the place of the block among all (Philox, counter-based); with ``per_rank``
 also of the rank. So ranks agree without a message, and a run that is resumed makes the
-decisions that it would have made. What a checkpoint runs again in a backward goes by the decisions
-of its forward. Blocks that a script calls by themselves, outside a forward of a larger module, are
-kept.
+decisions that it would have made. Where nothing but blocks trains (adapters, say), one of those
+that train is always kept, so that the loss has a gradient. What a checkpoint runs again in a
+backward goes by the decisions of its forward. Blocks that a script calls by themselves, outside a
+forward of a larger module, are kept.
 
 [Note: what is not there]
 Units whose blocks all ranks leave out are neither gathered nor reduced (``Hooks.draws``), and their
@@ -34,7 +35,7 @@ tensor alone. A cache of keys and values has no entry of a block that was left o
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ from hf_zero.ops import philox
 from hf_zero.techniques.block_calls import (
     BlockCalls,
     Call,
+    ForwardCount,
     Layer,
     ReturnedBefore,
     first_of,
@@ -91,7 +93,9 @@ class LayerDrop:
         self._before = ReturnedBefore()
         self._calls: BlockCalls | None = None
         self._engine: Any = None
-        self._step, self._forward = -1, 0  # of the forward that was drawn for last
+        self._count = ForwardCount()
+        # places of the blocks that train, where nothing else does
+        self._training: list[int] = []
 
     @classmethod
     def of(cls, config: ZeroConfig) -> LayerDrop | None:
@@ -108,26 +112,40 @@ class LayerDrop:
     def install(self, engine: Any) -> None:
         self._layers = layers_of(engine.module, KEY)
         self._engine = engine
+        self._training = self._only_trained(engine)
         self._of = {layer.block: layer for layer in self._layers}
         self._calls = BlockCalls(list(self._of), self._call)
         engine.backward_pass.hooks.draws.append(self._draw)
 
+    def _only_trained(self, engine: Any) -> list[int]:
+        trained = {id(p) for unit in engine.units for flat in unit.trainable for p in flat.members}
+        of_blocks = [{id(p) for p in layer.block.parameters()} for layer in self._layers]
+        if trained - set[int]().union(*of_blocks):
+            return []
+        return [at for at, held in enumerate(of_blocks) if held & trained]
+
+    def _left_out(self, forward: int, p: Sequence[float], rank: int) -> list[bool]:
+        """Which blocks ``rank`` leaves out, which are kept with probabilities ``p``."""
+        drawn = draw(self._seed, self._engine.global_steps, forward, len(p), rank)
+        found = [u >= each for u, each in zip(drawn, p)]
+        if self._training and all(found[at] for at in self._training):
+            # else the loss would have no gradient at all
+            found[min(self._training, key=lambda at: drawn[at] - p[at])] = False
+        return found
+
     def _draw(self, forward: RootForward) -> Collection[nn.Module]:
         """Decide for ``forward``; gives the blocks that all ranks leave out."""
-        engine, section = self._engine, self._section
-        step, theta = engine.global_steps, self.theta
-        self._forward = self._forward + 1 if step == self._step else 0
-        self._step = step
+        engine, section, theta = self._engine, self._section, self.theta
+        if not any(layer.block.training for layer in self._layers):
+            return ()
+        number = self._count.next(engine.global_steps)
         p = [
             1.0 if layer.keeps or not layer.block.training
             else keep_probability(layer.place, layer.of, theta)
             for layer in self._layers
         ]  # fmt: skip
         ranks = range(engine.world_size) if section.per_rank else (0,)
-        left_out = [
-            [u >= each for u, each in zip(draw(self._seed, step, self._forward, len(p), rank), p)]
-            for rank in ranks
-        ]
+        left_out = [self._left_out(number, p, rank) for rank in ranks]
         own = left_out[engine.global_rank if section.per_rank else 0]
         blocks = [layer.block for layer in self._layers]
         # p of what is kept, and 0 for what is left out
@@ -168,7 +186,8 @@ class LayerDrop:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is kept."""
+        """Nothing is kept; the next forward is the first of its step."""
+        self._count.restart()
 
     def remove(self) -> None:
         if self._calls is not None:

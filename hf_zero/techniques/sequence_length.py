@@ -56,7 +56,6 @@ class SequenceLength:
         self._hook: Any = None
         self._model: weakref.ref[nn.Module] | None = None
         self._names: list[str] = []
-        self._seen: set[int] = set()  # lengths of which a batch was looked at
 
     def install(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -128,9 +127,7 @@ class SequenceLength:
         for side, wanted in zip(sides, (TOKENS, DECODER_TOKENS)):
             tokens = self._tokens(side, wanted)
             if tokens.shape[1] > length:
-                if length not in self._seen:
-                    self._look_at(side)
-                    self._seen.add(length)
+                self._look_at(side)
                 changed |= self._cut_side(side, tokens.shape[0], tokens.shape[1], length)
         return {**batch, **changed} if changed else batch
 

@@ -29,6 +29,7 @@ from hf_zero.ops import philox
 from hf_zero.techniques.block_calls import (
     BlockCalls,
     Call,
+    ForwardCount,
     Layer,
     ReturnedBefore,
     first_of,
@@ -79,7 +80,7 @@ class TokenDrop:
         self._before = ReturnedBefore()
         self._calls: BlockCalls | None = None
         self._engine: Any = None
-        self._step, self._forward = -1, 0  # of the forward that was drawn for last
+        self._count = ForwardCount()
 
     @classmethod
     def of(cls, config: ZeroConfig) -> TokenDrop | None:
@@ -94,6 +95,17 @@ class TokenDrop:
                 raise ConfigError(
                     f"{TOKEN_DROP}.enabled needs {TOKEN_DROP}.{SCHEDULE}.{inner}{name}; write it"
                 )
+        if (section.min_value or 0) > (section.max_value or 0):
+            raise ConfigError(
+                f"{TOKEN_DROP}.{SCHEDULE}.min_value = {section.min_value} is above max_value = "
+                f"{section.max_value}; exchange them"
+            )
+        chosen = section.random_ltd_layer_id or ()
+        if len({*chosen}) < len(chosen):
+            raise ConfigError(
+                f"{TOKEN_DROP}.random_ltd_layer_id = {list(chosen)} names a block twice; name each "
+                "once"
+            )
         return cls(section, config.data_efficiency.seed)
 
     def install(self, engine: Any) -> None:
@@ -125,10 +137,10 @@ class TokenDrop:
         engine.backward_pass.hooks.draws.append(self._draw)
 
     def _draw(self, forward: RootForward) -> Collection[nn.Module]:
+        if not any(block.training for block in self._layers):
+            return ()
         step = self._engine.global_steps
-        self._forward = self._forward + 1 if step == self._step else 0
-        self._step = step
-        forward.drawn[self] = (step, self._forward, self._engine.global_rank)
+        forward.drawn[self] = (step, self._count.next(step), self._engine.global_rank)
         self._before.clear()
         return ()
 
@@ -173,7 +185,8 @@ class TokenDrop:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is kept."""
+        """Nothing is kept; the next forward is the first of its step."""
+        self._count.restart()
 
     def remove(self) -> None:
         if self._calls is not None:

@@ -64,6 +64,11 @@ class Phase:
                 f"{section}.lr_decay_power lets the learning rate end at 0 with the phase, which "
                 f"has no end; write {section}.steps"
             )
+        if phase.steps is not None and phase.warmup_steps > phase.steps:
+            raise ConfigError(
+                f"{section}.warmup_steps = {phase.warmup_steps} is more than steps = "
+                f"{phase.steps}; the learning rate must have risen by the end of the phase"
+            )
         return phase
 
     def lr_factor(self, step: int) -> float:

@@ -41,7 +41,7 @@ def small() -> nn.Module:
 
 def opened(model: nn.Module, stage: int = 3, accumulation: int = 1, **more: Any) -> Any:
     zero = {"stage": stage, **APART, **more.pop("zero", {})}
-    config = config_of(stage, Plan(accumulation=accumulation), **KEYS, **more)
+    config = config_of(stage, Plan(accumulation=accumulation), **{**KEYS, **more})
     return start(model, adamw(model), {**config, "zero_optimization": zero})
 
 
@@ -142,6 +142,46 @@ def test_a_run_that_is_resumed_makes_the_same_decisions(tmp_path: Any) -> None:
     for (losses, weights), (again, others) in zip(went, resumed):
         assert losses == again
         assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_a_run_that_goes_back_makes_the_decisions_of_the_step(tmp_path: Any) -> None:
+    """Whatever was run since, evaluation with a graph included."""
+
+    def run(rank: int, model: Any) -> None:
+        engine = opened(model)
+        for step in range(3):
+            engine.backward(squared(engine, At(step, 0, rank)))
+            engine.step()
+        engine.save_checkpoint(str(tmp_path / "run"))
+        first = [float(squared(engine, At(3, 0, rank)).detach()) for _ in range(6)]
+        assert len({*first}) > 1
+        engine.load_checkpoint(str(tmp_path / "run"))
+        engine.eval()
+        squared(engine, At(3, 0, rank))
+        engine.train()
+        assert [float(squared(engine, At(3, 0, rank)).detach()) for _ in range(6)] == first
+
+    on_ranks(2, run, build=small)
+
+
+@pytest.mark.parametrize("per_rank", [False, True])
+def test_a_block_that_trains_is_kept_where_nothing_else_does(per_rank: bool) -> None:
+    keys = {"progressive_layer_drop": {"enabled": True, "theta": 0.05, "gamma": 1.0}}
+    keys["progressive_layer_drop"]["per_rank"] = per_rank
+
+    def build() -> nn.Module:
+        model = small()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith((f"blocks.{DEPTH - 1}.", "blocks.0.")))
+        return model
+
+    def run(rank: int, model: Any) -> None:
+        engine = opened(model, **keys)
+        for step in range(12):
+            engine.backward(squared(engine, At(step, 0, rank)))
+            engine.step()
+
+    on_ranks(2, run, build=build)
 
 
 def test_evaluation_and_generation_run_every_block() -> None:

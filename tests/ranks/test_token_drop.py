@@ -237,6 +237,17 @@ def test_mistakes_that_the_model_shows(family: str, more: Any, said: str) -> Non
     [
         ({"random_ltd_schedule": {"min_value": 3}}, r"needs .*random_ltd_schedule\.max_value"),
         ({"random_ltd_layer_id": 3}, "random_ltd_layer_id"),
+        ({"random_ltd_layer_id": [1, 1]}, "names a block twice"),
+        (
+            {
+                "random_ltd_schedule": {
+                    "min_value": 9,
+                    "max_value": 4,
+                    "schedule_config": {"require_steps": 2, "seq_per_step": 1},
+                }
+            },
+            "min_value = 9 is above max_value = 4",
+        ),
         ({"layer_token_lr_schedule": {"enabled": True}}, "layer_token_lr_schedule"),
         ({"random_ltd_schedule": {"schedule_type": "fixed_root"}}, "schedule_type"),
     ],

@@ -255,6 +255,7 @@ def test_a_batch_that_grows_as_megatrons():
         ({"phases": [{"steps": 0}]}, "steps = 0 is not an integer of at least 1"),
         ({"phases": [{}, {"steps": 1}]}, r"phases\[0\] has no steps, and others follow"),
         ({"phases": [{"lr_decay_power": 1}]}, r"write training_phases\.phases\[0\]\.steps"),
+        ({"phases": [{"steps": 2, "warmup_steps": 5}]}, "warmup_steps = 5 is more than steps = 2"),
         ({"phases": []}, "is not a list of phases"),
         ({"rampup_batch_size": [1, 2]}, "is not a list of three numbers"),
         ({"rampup_batch_size": [2, 3, 9]}, "from 2 by 3 past train_batch_size = 4"),
