@@ -187,7 +187,9 @@ class OptimizerStep:
                     1.0 if divisor is None else float(divisor), steps
                 )
                 self.updater.start(update)
-        unused = {flat for flat in model.trainable if flat.gradient.all_unused}
+        unused = {
+            flat for flat in model.trainable if flat.gradient.unused and flat.gradient.all_unused
+        }
         for flat in model.trainable:
             if flat not in unused:
                 flat.user_writes.mark_updated()

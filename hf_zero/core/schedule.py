@@ -262,16 +262,15 @@ class Schedule:
         self, unit: Unit, module: nn.Module | None = None, for_script: bool = False
     ) -> None:
         """Return when ``unit`` is whole on this rank, with the values of the last step, for
-        ``module``, which is at work.
-
-        ``for_script``: no module computes with them.
+        ``module``, which is at work; ``for_script``: no module computes with them.
         """
         if self.on_use is not None:
             self.on_use(unit)
         unit.wait_for_update()
         if not unit.sharded:
-            if not for_script:
-                self._computed.use(unit)
+            for flat in () if for_script else unit.flats:
+                if flat.computing is not None:
+                    self._computed.use(flat.computing)
             return
         if unit in self._to_reshard:
             self._to_reshard.remove(unit)
@@ -283,8 +282,9 @@ class Schedule:
         if unit.state is State.RELEASED:
             self._acquire(unit)
         unit.finish_gather()
-        if not for_script:
-            self._computed.use(unit)
+        for flat in () if for_script else unit.flats:
+            if flat.computing is not None:
+                self._computed.use(flat.computing)
         unit.guard.off(module)
         if unit in self._ahead:  # what was gathered before it is not needed, or not in this order
             at = self._ahead.index(unit)

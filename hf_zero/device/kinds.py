@@ -102,3 +102,8 @@ def gemm_widens(device: torch.device) -> bool:
 def is_nvidia(device: torch.device) -> bool:
     """Whether ``device`` is driven by CUDA itself, and not by ROCm in its place."""
     return device.type == "cuda" and torch.version.hip is None
+
+
+def has_float8(device: torch.device) -> bool:
+    """Whether matrices of 8-bit floats are multiplied by instructions of the device."""
+    return is_nvidia(device) and torch.cuda.get_device_capability(device) >= (8, 9)

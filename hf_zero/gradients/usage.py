@@ -22,6 +22,7 @@ from hf_zero.device import pinned
 from hf_zero.distributed.collective_handle import Handle
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.units.flat_buffer import FlatBuffer
+from hf_zero.units.gradient_buffer import GradState
 from hf_zero.units.unit import Unit
 
 EXACT = 1 << 53  # integers up to here are exact in fp64
@@ -133,7 +134,7 @@ class Usage:
 
     def _read(self, flats: Sequence[FlatBuffer], total: torch.Tensor) -> None:
         for flat, counts in zip(flats, self._counts(flats, total)):
-            if flat.gradient.all_unused:
+            if flat.gradient.unused and flat.gradient.all_unused:
                 continue  # as all ranks know; those that lack nothing else send that they have all
             flat.gradient.set_unused(
                 frozenset(slot.name for slot, count in zip(flat.layout.slots, counts) if count == 0)
@@ -150,12 +151,12 @@ def settle_left_out(units: Sequence[Unit]) -> None:
     """The gradients of a window are reduced: zero is that of what all ranks have left out of every
     backward.
     """
-    gradients = {flat.gradient: flat for unit in units for flat in unit.trainable}
-    if any(gradient.holds_gradient for gradient in gradients):
-        for gradient, flat in gradients.items():
-            if not gradient.holds_gradient:
-                flat.optimizer_shard.wait_for_update()
-                gradient.leave_out()
+    flats = [flat for unit in units for flat in unit.trainable]
+    empty = [flat for flat in flats if flat.gradient.state is GradState.EMPTY]
+    if empty and any(flat.gradient.holds_gradient for flat in flats):
+        for flat in empty:
+            flat.optimizer_shard.wait_for_update()
+            flat.gradient.leave_out()
 
 
 def _complete(flats: Sequence[FlatBuffer]) -> bool:

@@ -16,6 +16,7 @@ from torch import nn
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.quantization import FLOAT8, QAT, QuantizationAware
+from hf_zero.device import kinds
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError
 from hf_zero.parameters.wrap import find_units
@@ -86,7 +87,7 @@ def _refuse_sizes(chosen: set[str], model: nn.Module, aware: QuantizationAware) 
 
 def _float8(model: nn.Module, chosen: set[str], recipe: str, emulate: bool) -> None:
     device = process_group.default_device()
-    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    able = kinds.has_float8(device)
     if not able and not emulate:
         raise ConfigError(
             f"{FLOAT8} needs a GPU of compute capability 8.9 or more, and this device "

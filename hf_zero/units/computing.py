@@ -110,13 +110,11 @@ class ComputedValues:
         """A pass begins."""
         self._forward = not backward
 
-    def use(self, unit: Any) -> None:
-        """A module of ``unit``, which is whole, is about to read it."""
-        for flat in unit.flats:
-            computing = flat.computing
-            if computing is not None and not computing.under_way:
-                computing.use(self._forward)
-                self._used.append(computing)
+    def use(self, computing: Computing) -> None:
+        """A module is about to read the values of a flat buffer, which are here."""
+        if not computing.under_way:
+            computing.use(self._forward)
+            self._used.append(computing)
 
     def end(self) -> None:
         """The pass is over, or an exception has broken it."""

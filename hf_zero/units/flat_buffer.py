@@ -347,18 +347,16 @@ class FlatBuffer:
         """
         self.computing = None if change is None else Computing(self, change)
 
-    def make_room(self, exact: bool = False) -> None:
-        """Have memory for values that are about to be gathered into ``full``; ``exact``: modules
-        are not to compute with them.
-        """
+    def make_room(self) -> None:
+        """Have memory for values that are about to come into ``full``, and then :meth:`fill`."""
         storage = self.full.untyped_storage()
         if storage.size() == 0:
             storage.resize_(self.layout.padded * self.dtype.itemsize)
         if self.computing is not None:
-            self.computing.expect(exact)
+            self.computing.expect(exact=False)
 
-    def filled(self) -> None:
-        """``full`` has the values that it was given room for."""
+    def fill(self) -> None:
+        """The values are there."""
         if self.computing is not None:
             self.computing.gathered()
 

@@ -10,6 +10,8 @@ import torch
 from hf_zero.parameters.flat_spec import FlatSpec, reading
 from hf_zero.parameters.layout import FlatLayout
 
+_NONE: frozenset[str] = frozenset()
+
 
 class GradState(Enum):
     """Which gradients a :class:`GradientBuffer` holds for the next step."""
@@ -52,7 +54,7 @@ class GradientBuffer:
         self.all_used = (1 << len(spec.layout.slots)) - 1  # a bit for each parameter
         self.used = 0  # those for which this rank has had a gradient in the accumulation window
         # names of those for which no rank has, once the ranks have agreed
-        self.unused: frozenset[str] = frozenset()
+        self.unused = _NONE
         self._others = others
 
     def __repr__(self) -> str:
@@ -129,7 +131,8 @@ class GradientBuffer:
         """Gradients of the parameters whose bits are set in ``used`` were taken into
         ``accumulated_grad``.
         """
-        self.mark_used(used)
+        self.used |= used
+        self.unused = _NONE
         if self.state is GradState.EMPTY:
             self.state = GradState.UNREDUCED
         elif self.state is GradState.REDUCED:
@@ -140,7 +143,7 @@ class GradientBuffer:
 
         ``sq_norm``: its sum of squares, where that is known.
         """
-        self.grad_sq_norm, self.unused = sq_norm, frozenset()
+        self.grad_sq_norm, self.unused = sq_norm, _NONE
         if self.pending_grad is not None:
             assert self.shard is not None
             self.shard.add_(self.pending_grad)
@@ -150,7 +153,7 @@ class GradientBuffer:
     def mark_used(self, bits: int) -> None:
         """This rank has had gradients of the parameters whose bits are set."""
         self.used |= bits
-        self.unused = frozenset()
+        self.unused = _NONE
 
     def leave_out(self) -> None:
         """All ranks have left these parameters out of every backward of the window, and know it:
@@ -168,7 +171,7 @@ class GradientBuffer:
     def clear(self) -> None:
         """Hold no gradient: after a step, and for ``zero_grad``."""
         self.state, self.pending_grad = GradState.EMPTY, None
-        self.used, self.unused = 0, frozenset()
+        self.used, self.unused = 0, _NONE
 
     def free(self) -> None:
         """Let go of the memory."""

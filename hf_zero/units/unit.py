@@ -203,25 +203,20 @@ class Unit:
     def __init__(
         self, index: int, name: str, modules: Mapping[str, nn.Module], flats: Sequence[FlatBuffer]
     ):
-        self.index = index
-        self.name = name
+        self.index, self.name = index, name
         self.modules = dict(modules)  # by path in the model
         self.flats = list(flats)
         self.sharded = [flat for flat in flats if flat.sharded]
         self.trainable = [flat for flat in flats if flat.trainable]
         self._optimizer_shards = [flat.optimizer_shard for flat in self.trainable]
-        self.state = State.GATHERED
+        self.state, self.pins = State.GATHERED, 0
         self.forwards = UnitForwards()
         self.guard = ParameterGuard(list(modules.values()), self.sharded)
-        self.pins = 0
-        # on which forwards of it have run, and so its gradients accumulate
-        self._streams: set[streams.Stream] = set()
+        self._streams: set[streams.Stream] = set()  # on which forwards ran and gradients come
         self._shared = False  # views of the values may be alive
         self._handle: Handle | None = None
-        # the shards are here, and their gather is on its way
-        self._brought: streams.Event | None = None
-        # alike on all ranks, but for the moment of a wait
-        self._secondary = Secondary.NONE
+        self._brought: streams.Event | None = None  # the shards are here, their gather under way
+        self._secondary = Secondary.NONE  # alike on all ranks, but for the moment of a wait
         for flat in self.flats:
             flat.join(self)
 
@@ -316,7 +311,11 @@ class Unit:
         pairs, codecs = [], []
         with torch.inference_mode(False):
             for flat in self.sharded:
-                flat.make_room(exact)
+                storage = flat.full.untyped_storage()
+                if storage.size() == 0:
+                    storage.resize_(flat.layout.padded * flat.dtype.itemsize)
+                if flat.computing is not None:
+                    flat.computing.expect(exact)
             node = self.sharded[0].mesh.node
             secondary = backward and self._secondary is Secondary.HERE
             if node is None or exact:
@@ -364,7 +363,8 @@ class Unit:
             if self._secondary is Secondary.COMING:
                 self._keep_secondary()
             for flat in self.sharded:
-                flat.filled()
+                if flat.computing is not None:
+                    flat.computing.gathered()
         if self.state is State.GATHERING:
             with torch.inference_mode(False), torch.no_grad():
                 for flat in self.sharded:
@@ -420,7 +420,7 @@ class Unit:
                 codec = flat.spec.gather_codec
                 if codec is not None:  # what a gather would have given
                     codec.decode(codec.encode(flat.full, flat.layout.shards), flat.full)
-                flat.filled()
+                flat.fill()
                 at += size
         self.state = State.GATHERING
         self.finish_gather()
