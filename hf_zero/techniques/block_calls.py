@@ -12,7 +12,8 @@ before.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import nn
 from hf_zero.core.guards import outside_graphs
 from hf_zero.errors import ConfigError
 from hf_zero.parameters.wrap import repeated_blocks
+from hf_zero.units.unit import RootForward
 
 Call = Callable[..., Any]
 # call(block, run, args, kwargs): in place of run(*args, **kwargs)
@@ -176,3 +178,49 @@ class ForwardCount:
     def restart(self) -> None:
         """The run goes on from a checkpoint, at the beginning of a step."""
         self._step = -1
+
+
+class DrawsForBlocks(ABC):
+    """What techniques have in common that draw at random for the repeated blocks of a model: a
+    :class:`hf_zero.techniques.policy.Technique` but for ``install``.
+    """
+
+    def __init__(self) -> None:
+        self._before = ReturnedBefore()
+        self._count = ForwardCount()
+        self._calls: BlockCalls | None = None
+        self._engine: Any = None
+
+    def _take_over(self, engine: Any, blocks: Sequence[nn.Module]) -> None:
+        """Let :meth:`_draw` draw for the forwards of ``engine``, and :meth:`_call` make the calls
+        of ``blocks``.
+        """
+        self._engine = engine
+        self._calls = BlockCalls(blocks, self._call)
+        engine.backward_pass.hooks.draws.append(self._draw)
+
+    @abstractmethod
+    def _draw(self, forward: RootForward) -> Collection[nn.Module]:
+        """Draw for ``forward``; gives the blocks that all ranks leave out."""
+
+    @abstractmethod
+    def _call(
+        self, block: nn.Module, run: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What ``block`` returns, called with these arguments; ``run`` runs it."""
+
+    def end_step(self) -> None:  # noqa: B027
+        """Nothing: all is computed from the counters."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is kept; the next forward is the first of its step."""
+        self._count.restart()
+
+    def remove(self) -> None:
+        if self._calls is not None:
+            self._calls.remove()
+            self._engine.backward_pass.hooks.draws.remove(self._draw)
+        self._calls, self._engine = None, None

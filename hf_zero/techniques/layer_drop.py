@@ -46,11 +46,9 @@ from hf_zero.core.guards import Attached
 from hf_zero.errors import ConfigError
 from hf_zero.ops import philox
 from hf_zero.techniques.block_calls import (
-    BlockCalls,
     Call,
-    ForwardCount,
+    DrawsForBlocks,
     Layer,
-    ReturnedBefore,
     first_of,
     hidden_state,
     layers_of,
@@ -83,17 +81,14 @@ def draw(seed: int, step: int, forward: int, blocks: int, rank: int = 0) -> list
     return drawn
 
 
-class LayerDrop:
+class LayerDrop(DrawsForBlocks):
     """Progressive layer dropping on the model of one engine."""
 
     def __init__(self, section: LayerDropSection, seed: int):
+        super().__init__()
         self._section, self._seed = section, seed
         self._layers: list[Layer] = []
         self._of: dict[nn.Module, Layer] = {}
-        self._before = ReturnedBefore()
-        self._calls: BlockCalls | None = None
-        self._engine: Any = None
-        self._count = ForwardCount()
         # places of the blocks that train, where nothing else does
         self._training: list[int] = []
 
@@ -111,11 +106,9 @@ class LayerDrop:
 
     def install(self, engine: Any) -> None:
         self._layers = layers_of(engine.module, KEY)
-        self._engine = engine
         self._training = self._only_trained(engine)
         self._of = {layer.block: layer for layer in self._layers}
-        self._calls = BlockCalls(list(self._of), self._call)
-        engine.backward_pass.hooks.draws.append(self._draw)
+        self._take_over(engine, list(self._of))
 
     def _only_trained(self, engine: Any) -> list[int]:
         trained = {id(p) for unit in engine.units for flat in unit.trainable for p in flat.members}
@@ -179,21 +172,9 @@ class LayerDrop:
             output = with_first(output, torch.lerp(given[1].to(state.dtype), state, 1.0 / p))
         return self._before.note(layer, output)
 
-    def end_step(self) -> None:
-        """Nothing: all is computed from the counters."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is kept; the next forward is the first of its step."""
-        self._count.restart()
-
     def remove(self) -> None:
-        if self._calls is not None:
-            self._calls.remove()
-            self._engine.backward_pass.hooks.draws.remove(self._draw)
-        self._calls, self._layers, self._of, self._engine = None, [], {}, None
+        super().remove()
+        self._layers, self._of = [], {}
 
 
 def _passed(block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

@@ -46,7 +46,7 @@ class SequenceLength:
     length]; what is left over is dropped. ``section`` is what errors call the configuration.
 
     Raises ConfigError, from a forward, for batches without sequences, of images or sound, that are
-    packed, or padded on the left; the values of a batch are read once for each length.
+    packed, or padded on the left; the host waits for the values of each batch that is cut.
     """
 
     def __init__(self, length: Callable[[], int | None], section: str, reshape: bool = False):

@@ -27,11 +27,9 @@ from hf_zero.config.token_drop import SCHEDULE, TOKEN_DROP
 from hf_zero.errors import ConfigError
 from hf_zero.ops import philox
 from hf_zero.techniques.block_calls import (
-    BlockCalls,
     Call,
-    ForwardCount,
+    DrawsForBlocks,
     Layer,
-    ReturnedBefore,
     first_of,
     layers_of,
     with_first,
@@ -70,17 +68,14 @@ def sample(
     return chosen.sort(dim=1).values
 
 
-class TokenDrop:
+class TokenDrop(DrawsForBlocks):
     """Random layerwise token dropping on the model of one engine."""
 
     def __init__(self, section: TokenDropSection, seed: int):
+        super().__init__()
         self._section, self._seed = section, seed
         self._layers: dict[nn.Module, tuple[int, Layer]] = {}
         self._chosen: set[nn.Module] = set()
-        self._before = ReturnedBefore()
-        self._calls: BlockCalls | None = None
-        self._engine: Any = None
-        self._count = ForwardCount()
 
     @classmethod
     def of(cls, config: ZeroConfig) -> TokenDrop | None:
@@ -132,9 +127,7 @@ class TokenDrop:
         # all blocks of a stack tell what they return beside the state
         self._layers = {layer.block: (number, layer) for number, layer in enumerate(layers)}
         self._chosen = {layers[number].block for number in chosen}
-        self._engine = engine
-        self._calls = BlockCalls([layer.block for layer in layers], self._call)
-        engine.backward_pass.hooks.draws.append(self._draw)
+        self._take_over(engine, list(self._layers))
 
     def _draw(self, forward: RootForward) -> Collection[nn.Module]:
         if not any(block.training for block in self._layers):
@@ -178,21 +171,9 @@ class TokenDrop:
         whole = with_first(beside, new if first else new.transpose(0, 1))
         return self._before.note(layer, whole)
 
-    def end_step(self) -> None:
-        """Nothing: all is computed from the counters."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is kept; the next forward is the first of its step."""
-        self._count.restart()
-
     def remove(self) -> None:
-        if self._calls is not None:
-            self._calls.remove()
-            self._engine.backward_pass.hooks.draws.remove(self._draw)
-        self._calls, self._layers, self._engine = None, {}, None
+        super().remove()
+        self._layers = {}
 
 
 class _Narrow:
