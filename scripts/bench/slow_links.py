@@ -1,13 +1,13 @@
 """Step time over a slow link: dense collectives and such of few bits, interleaved in one run.
 
-    python scripts/bench/slow_links.py --rounds 3 [--rates 100,500,1000] [--out FOLDER]
+    python scripts/bench/slow_links.py --rounds 3 [--ranks 2] [--rates 100,500,1000] [--out FOLDER]
 
-Two ranks in network namespaces of their own, joined by a pair of virtual devices whose rate `tc …
-tbf` limits in both directions (root alone may do that). Every round tries every rate, and at every
-rate a few steps of every contender, one after the other; a contender's figure is the median over
-rounds of its ratio to the dense one beside it. The work is a GPT-2 of 8 layers (hidden 256, 1 x 64
-tokens a rank, 8.4M parameters) in bf16 with AdamW. Raw rows with versions and bytes go to FOLDER as
-JSON lines.
+Ranks in network namespaces of their own, each joined to a bridge by a pair of virtual devices whose
+rate `tc … tbf` limits in both directions (root alone may do that). Every round tries every rate,
+and at every rate a few steps of every contender, one after the other; a contender's figure is the
+median over rounds of its ratio to the dense one beside it. The work is a GPT-2 of 8 layers (hidden
+256, 1 x 64 tokens a rank, 8.4M parameters) in bf16 with AdamW. Raw rows with versions and bytes go
+to FOLDER as JSON lines.
 """
 
 from __future__ import annotations
@@ -107,49 +107,57 @@ def ip(*words: str) -> None:
 
 
 class Link:
-    """Two namespaces and the devices between them."""
+    """A namespace for each rank and one for the bridge that joins them."""
 
-    def __init__(self) -> None:
-        self.names = [f"bench{os.getpid()}{side}" for side in "ab"]
-        self.devices = [f"vb{os.getpid()}{side}" for side in "ab"]
-        self.addresses = ["10.231.7.1", "10.231.7.2"]
+    def __init__(self, ranks: int) -> None:
+        self.bridge = f"bench{os.getpid()}bridge"
+        self.names = [f"bench{os.getpid()}r{rank}" for rank in range(ranks)]
+        self.devices = [f"vr{os.getpid()}r{rank}" for rank in range(ranks)]
+        self.ports = [f"vp{os.getpid()}r{rank}" for rank in range(ranks)]
+        self.addresses = [f"10.231.7.{rank + 1}" for rank in range(ranks)]
 
     def make(self) -> None:
-        for name in self.names:
+        for name in (self.bridge, *self.names):
             ip("ip", "netns", "add", name)
-        (a, b), (one, other) = self.names, self.devices
-        ip(
-            *("ip", "link", "add", one, "netns", a, "type", "veth"),
-            *("peer", "name", other, "netns", b),
-        )
-        for name, device, address in zip(self.names, self.devices, self.addresses):
+        ip("ip", "-n", self.bridge, "link", "add", "bridge", "type", "bridge")
+        ip("ip", "-n", self.bridge, "link", "set", "bridge", "up")
+        for name, device, port, address in zip(
+            self.names, self.devices, self.ports, self.addresses
+        ):
+            ip(
+                *("ip", "link", "add", device, "netns", name, "type", "veth"),
+                *("peer", "name", port, "netns", self.bridge),
+            )
+            ip("ip", "-n", self.bridge, "link", "set", port, "master", "bridge", "up")
             ip("ip", "-n", name, "link", "set", "lo", "up")
             ip("ip", "-n", name, "addr", "add", f"{address}/24", "dev", device)
             ip("ip", "-n", name, "link", "set", device, "up")
 
     def limit(self, megabits: int) -> None:
-        """Let that much through in each direction a second."""
+        """Let that much through a second, from each rank and to each."""
         burst = max(32, megabits // 8)  # kB: a hundredth of a second
-        for name, device in zip(self.names, self.devices):
+        ends = [*zip(self.names, self.devices), *((self.bridge, port) for port in self.ports)]
+        for name, device in ends:
             ip(
                 *("tc", "-n", name, "qdisc", "replace", "dev", device, "root", "tbf"),
                 *("rate", f"{megabits}mbit", "burst", f"{burst}kb", "latency", "200ms"),
             )
 
     def remove(self) -> None:
-        for name in self.names:
+        for name in (*self.names, self.bridge):
             with suppress(FileNotFoundError):  # where there is no `ip`, there is nothing to remove
                 subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
 @contextmanager
 def ranks(link: Link) -> Iterator[list[Any]]:
-    """The two processes, which have built their engines."""
+    """The processes, which have built their engines."""
     started = []
     try:
         for rank, name in enumerate(link.names):
             env = os.environ | {
-                "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                "RANK": str(rank), "WORLD_SIZE": str(len(link.names)),
+                "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
                 "MASTER_ADDR": link.addresses[0], "MASTER_PORT": "29400", "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": link.devices[rank], "HF_HUB_OFFLINE": "1",
                 "TRANSFORMERS_VERBOSITY": "error", "HF_ZERO_LOG_LEVEL": "WARNING",
@@ -187,8 +195,8 @@ def run(processes: list[Any], kind: str, count: int) -> dict[str, Any]:
     for process in processes:
         process.stdin.write(f"{kind} {count}\n")
         process.stdin.flush()
-    first, _ = (json.loads(answer(process)) for process in processes)
-    return dict(first)
+    answers = [json.loads(answer(process)) for process in processes]
+    return dict(answers[0])
 
 
 def main() -> None:
@@ -196,6 +204,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3, help="of each contender in a round")
     parser.add_argument("--rates", default="100,500,1000", help="Mbit/s")
     parser.add_argument("--out", type=Path)
@@ -204,7 +213,7 @@ def main() -> None:
     if options.work:
         return work()
     rates, rows = [int(each) for each in options.rates.split(",")], []
-    link = Link()
+    link = Link(options.ranks)
     try:
         link.make()
     except (OSError, subprocess.CalledProcessError) as error:
@@ -228,7 +237,7 @@ def main() -> None:
         link.remove()
     report(rows, rates)
     if options.out:
-        save(rows, options.out)
+        save(rows, options)
 
 
 def report(rows: list[dict[str, Any]], rates: list[int]) -> None:
@@ -244,11 +253,13 @@ def report(rows: list[dict[str, Any]], rates: list[int]) -> None:
             print(f"{rate:7}  {kind:24}{statistics.median(ours):8.3f}{ratio:10.2f}{sent:12,}")
 
 
-def save(rows: list[dict[str, Any]], folder: Path) -> None:
+def save(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    folder = options.out
     folder.mkdir(parents=True, exist_ok=True)
     found = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-    facts = {"versions": {**found, "python": platform.python_version()}, "cores": os.cpu_count()}
-    path = folder / f"slow_links-{datetime.date.today()}.jsonl"
+    versions = {**found, "python": platform.python_version()}
+    facts = {"versions": versions, "cores": os.cpu_count(), "ranks": options.ranks}
+    path = folder / f"slow_links-{datetime.date.today()}-{options.ranks}-ranks.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in [facts, *rows]))
     print(f"rows: {path}")
 
