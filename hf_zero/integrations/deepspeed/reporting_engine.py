@@ -11,6 +11,7 @@ import torch
 from hf_zero.core.sharded_model import DTYPES
 from hf_zero.distributed.process_group import backend_for
 from hf_zero.engine import Engine
+from hf_zero.integrations.deepspeed.expert_parameters import has_moe_layers
 from hf_zero.integrations.deepspeed.layer_drop import ProgressiveLayerDrop
 from hf_zero.integrations.deepspeed.parallel_groups import get_data_parallel_group
 from hf_zero.techniques.layer_drop import KEY as LAYER_DROP
@@ -179,7 +180,11 @@ class ReportingEngine(Engine):
 
     mp_world_size = 1
     pipeline_parallelism = False
-    has_moe_layers = False
+
+    @property
+    def has_moe_layers(self) -> bool:
+        """Whether the model has layers of the class MoE."""
+        return has_moe_layers(self.module)[0]
 
     @property
     def dist_backend(self) -> str:

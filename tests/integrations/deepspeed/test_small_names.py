@@ -354,8 +354,12 @@ def test_groups_without_experts_stay_as_they_are() -> None:
         [layer.weight],
         [layer.bias],
     )
-    with pytest.raises(NotBuiltError, match="set_z3_leaf_modules"):
-        moe.configure_moe_param_groups([{"params": layer.parameters()}])
+    shared, experts = moe.configure_moe_param_groups(layer.parameters())
+    assert (shared["params"], experts["params"]) == ([layer.weight], [layer.bias])
+    assert moe.configure_moe_param_groups([{"params": layer.parameters()}])[1]["moe"]
+    assert moe.is_moe_param_group(experts) and not moe.is_moe_param_group(shared)
+    layer = deepspeed.moe.layer.MoE(2, nn.Linear(2, 2), num_experts=3)
+    assert moe.has_moe_layers(nn.Sequential(layer)) == (True, 3)
 
 
 @pytest.mark.parametrize("key", ["bf16", "bfloat16"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 HERE = "hf_zero.integrations.deepspeed"
+EXPERT = "hf_zero.parallel.expert"
 NO_SEQUENCE_PARALLEL = "set sp_size to 1"
 NO_TENSOR_PARALLEL = "remove `tensor_parallel` from the configuration"
 NO_EXPERTS = (

@@ -14,11 +14,11 @@ from hf_zero.integrations.deepspeed.tables.remedies import (
     BY_HOSTS,
     BY_LAUNCHER,
     CONSTANT,
+    EXPERT,
     GENERATE,
     HERE,
     INTERNAL,
     KERNELS,
-    NO_EXPERTS,
     NO_MONITOR,
     NO_PIPELINE,
     NO_TENSOR_PARALLEL,
@@ -308,7 +308,22 @@ TOP = (
         ),
     ),
     module("deepspeed.moe", "Mixtures of experts."),
-    module("deepspeed.moe.layer", "The layer.", classes_not_built(NO_EXPERTS, "MoE")),
+    module(
+        "deepspeed.moe.layer",
+        "The layer.",
+        names(f"{EXPERT}.moe_layer", "Experts", "MOELayer", "MoE", "TopKGate"),
+    ),
+    module(
+        "deepspeed.moe.sharded_moe",
+        "Its gate, and the way to the experts.",
+        names(f"{EXPERT}.moe_layer", "Experts", "MOELayer", "TopKGate"),
+        left_out(
+            "TopKGate.route returns where tokens go",
+            "top1gating top2gating topkgating einsum einsum_sec_sm_ecm multiplicative_jitter "
+            "gumbel_rsample",
+        ),
+    ),
+    module("deepspeed.moe.experts", "Experts.", names(f"{EXPERT}.moe_layer", "Experts")),
     module(
         "deepspeed.moe.utils",
         "Parameters of experts.",
@@ -316,10 +331,13 @@ TOP = (
             f"{HERE}.expert_parameters",
             "configure_moe_param_groups",
             "has_moe_layers",
-            "is_moe_param",
             "is_moe_param_group",
-            "split_params_into_different_moe_groups_for_optimizer",
-            "split_params_into_shared_and_expert_params",
+        ),
+        names(
+            f"{EXPERT}.marks",
+            "is_expert_parameter as is_moe_param",
+            "split_groups as split_params_into_different_moe_groups_for_optimizer",
+            "split as split_params_into_shared_and_expert_params",
         ),
         left_out(
             "gradients are the engine's: safe_get_full_grad",

@@ -1,0 +1,118 @@
+"""Tokens to the ranks of their experts and back: expert parallelism's two all-to-alls.
+
+Rank r of an expert axis of n ranks holds experts r E/n to (r + 1) E/n - 1. Each pair of a token and
+an expert travels as it is, without padding; how many go where is exchanged first and read by the
+host, once a layer and forward. The backward sends gradients the same ways back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_zero.distributed.collectives import MeshDim
+
+# Rows [n, hidden], the number of each one's expert among those of this rank [n], and how many rows
+# each of those has, to [n, hidden].
+RunExperts = Callable[[torch.Tensor, torch.Tensor, Sequence[int]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Swap:
+    """Rows to and from each rank of ``axis``, and what the ledger calls them."""
+
+    axis: MeshDim
+    sent: Sequence[int]
+    received: Sequence[int]
+    name: str
+
+    def back(self) -> _Swap:
+        return _Swap(self.axis, self.received, self.sent, self.name)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        width = math.prod(rows.shape[1:])
+        handle, parts = self.axis.all_to_all(
+            rows.contiguous().view(-1),
+            [count * width for count in self.sent],
+            [count * width for count in self.received],
+            self.name,
+        )
+        handle.wait()
+        return torch.cat(list(parts)).view(-1, *rows.shape[1:])
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, swap: _Swap) -> torch.Tensor:
+        ctx.back = swap.back()
+        return swap(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.back(grads[0]), None
+
+
+@torch.compiler.disable
+def run_experts(
+    tokens: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    count: int,
+    run: RunExperts,
+    axis: MeshDim | None = None,
+    name: str = "experts",
+) -> torch.Tensor:
+    """The weighted sum of its experts' outputs for each token: [S, hidden]. Collective over
+    ``axis``, in forward and backward.
+
+    Args:
+        tokens: [S, hidden]; a rank may have none.
+        experts: [S, k], numbers among all experts; ``count`` where a token has none.
+        weights: [S, k]; 0 where a token has none.
+        count: experts on all ranks of ``axis`` together.
+        run: this rank's experts.
+        axis: None: all experts are here.
+    """
+    flat = experts.reshape(-1)
+    by_expert = flat.argsort(stable=True)
+    size = 1 if axis is None else axis.size
+    counts = torch.zeros(count + 1, dtype=torch.int64, device=flat.device)
+    counts = counts.scatter_add_(0, flat, torch.ones_like(flat))[:count].view(size, -1)
+    arriving = counts if axis is None else _exchange_counts(axis, counts, name)
+    sent, *by_rank = _on_host(counts.sum(1), arriving)
+    received = [sum(each) for each in by_rank]
+    k = experts.shape[-1]
+    pairs = by_expert[: sum(sent)]
+    rows = tokens[pairs // k]
+    swap = None if axis is None else _Swap(axis, sent, received, name)
+    if swap is not None:
+        rows = _Exchange.apply(rows, swap)
+    numbers = torch.arange(count // size, device=flat.device).repeat(size)
+    numbers = numbers.repeat_interleave(arriving.reshape(-1), output_size=sum(received))
+    outputs = run(rows, numbers, [sum(each) for each in zip(*by_rank)])
+    if swap is not None:
+        outputs = _Exchange.apply(outputs, swap.back())
+    weighted = outputs * weights.reshape(-1)[pairs, None].to(outputs.dtype)
+    # Not added up in place: the order of such sums is not defined on a GPU.
+    whole = outputs.new_zeros(len(flat), outputs.shape[-1]).index_copy(0, pairs, weighted)
+    return whole.view(len(tokens), k, outputs.shape[-1]).sum(1)
+
+
+def _exchange_counts(axis: MeshDim, counts: torch.Tensor, name: str) -> torch.Tensor:
+    """Rows of each expert of this rank by the rank that they come from, of ``counts`` [ranks,
+    experts of a rank] that this one sends.
+    """
+    ones = [1] * axis.size
+    return _Swap(axis, ones, ones, f"counts of {name}")(counts)
+
+
+def _on_host(sent: torch.Tensor, arriving: torch.Tensor) -> list[list[int]]:
+    """``sent`` [ranks] and the rows of ``arriving`` [ranks, experts], in one wait of the host."""
+    numbers = torch.cat([sent, arriving.reshape(-1)]).tolist()
+    ranks, experts = arriving.shape
+    starts = range(ranks, len(numbers), experts)
+    return [numbers[:ranks], *(numbers[start : start + experts] for start in starts)]

@@ -1,0 +1,272 @@
+"""Layers of experts for any model: what ``deepspeed.moe`` offers, over :mod:`routing` and
+:mod:`dispatch` (DeepSpeed-MoE, arXiv 2201.05596).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hf_zero.distributed.collectives import MeshDim
+from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.parallel.expert import routing
+from hf_zero.parallel.expert.dispatch import run_experts
+from hf_zero.parallel.expert.marks import mark
+from hf_zero.parallel.expert.routing import Capacity, Routing
+
+NOISE = (None, "Jitter", "RSample")
+
+
+class _InFloat32(nn.Linear):
+    """A linear layer that computes in fp32, whatever its weight and inputs are: gates are
+    sensitive to rounding (Switch, section 2.4).
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.linear(input.float(), self.weight.float())
+
+
+class TopKGate(nn.Module):
+    """Sends each token to its ``k`` (1 or 2) best experts: :mod:`routing`.
+
+    Args:
+        capacity_factor, eval_capacity_factor, min_capacity, drop_tokens: what an expert takes, in
+            training and in evaluation.
+        noisy_gate_policy: "RSample" draws the expert of a top-1 gate by the gates, "Jitter"
+            multiplies what a gate reads by noise in training.
+        use_rts: an expert of a top-1 gate that gets too many tokens selects among them at random.
+        top2_2nd_expert_sampling: the second expert is drawn.
+        ep_group: without effect: nothing has to be alike on all ranks.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 8,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        ep_group: Any = None,
+        top2_2nd_expert_sampling: bool = True,
+    ):
+        super().__init__()
+        if k not in (1, 2):
+            raise NotBuiltError(
+                f"TopKGate(k={k}): gates choose one or two experts; pass k=1 or k=2"
+            )
+        if noisy_gate_policy not in NOISE:
+            raise ConfigError(
+                f"TopKGate(noisy_gate_policy={noisy_gate_policy!r}) is none of "
+                f"{', '.join(map(repr, NOISE))}; pass one of them"
+            )
+        self.wg = _InFloat32(model_dim, num_experts, bias=False)
+        self.k = k
+        self.noisy_gate_policy = noisy_gate_policy
+        self.use_rts = use_rts
+        self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
+        self._capacities = {
+            True: Capacity(capacity_factor, min_capacity, drop_tokens),
+            False: Capacity(eval_capacity_factor, min_capacity, drop_tokens),
+        }
+
+    def route(self, tokens: torch.Tensor, used: torch.Tensor | None = None) -> Routing:
+        """Where ``tokens`` [S, model_dim] go; those of which ``used`` [S] is 0 go nowhere."""
+        capacity = self._capacities[self.training]
+        if self.noisy_gate_policy == "Jitter" and self.training:
+            tokens = routing.jittered(tokens.float())
+        logits = self.wg(tokens)
+        if self.k == 1:
+            noisy = self.noisy_gate_policy == "RSample"
+            return routing.top1(logits, capacity, used, noisy, self.use_rts)
+        return routing.top2(logits, capacity, self.top2_2nd_expert_sampling)
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        used_token: torch.Tensor | None = None,
+        use_tutel: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The auxiliary loss, weights and mask by token, expert and place [S, E, C], and tokens by
+        expert [E].
+        """
+        _refuse_tutel(use_tutel)
+        found = self.route(input, used_token)
+        weights = found.dense()
+        return found.aux_loss, weights, weights.bool(), found.counts
+
+
+class Experts(nn.Module):
+    """``num_local_experts`` copies of ``expert``: those of this rank.
+
+    Their parameters are marked as an expert group's, by ``expert_group_name``.
+    """
+
+    def __init__(
+        self, expert: nn.Module, num_local_experts: int = 1, expert_group_name: str | None = None
+    ):
+        super().__init__()
+        self.num_local_experts = num_local_experts
+        self.deepspeed_experts = nn.ModuleList(
+            copy.deepcopy(expert) for _ in range(num_local_experts)
+        )
+        for parameter in self.parameters():
+            mark(parameter, expert_group_name)
+
+    def forward(self, inputs: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
+        """``inputs`` [n, hidden] through the experts, ``sizes`` rows through each in turn; without
+        ``sizes``, equal parts of dimension 1 of [ranks, experts, places, hidden].
+        """
+        dim = 1 if sizes is None else 0
+        parts = (
+            inputs.chunk(self.num_local_experts, 1) if sizes is None else inputs.split(list(sizes))
+        )
+        # Every expert runs, also without rows: all ranks gather the same parameters.
+        outputs = [expert(part) for expert, part in zip(self.deepspeed_experts, parts)]
+        return torch.cat([out[0] if isinstance(out, tuple) else out for out in outputs], dim)
+
+
+class MOELayer(nn.Module):
+    """Tokens through ``gate`` to ``experts`` on the ranks of the expert axis, and back.
+
+    ``l_aux`` and ``exp_counts`` are those of the last forward.
+    """
+
+    def __init__(
+        self,
+        gate: TopKGate,
+        experts: Experts,
+        ep_group_name: str,
+        ep_size: int,
+        num_local_experts: int,
+        use_tutel: bool = False,
+    ):
+        super().__init__()
+        _refuse_tutel(use_tutel)
+        self.gate = gate
+        self.experts = experts
+        self.ep_group_name = ep_group_name
+        self.ep_size = ep_size
+        self.num_local_experts = num_local_experts
+        self.axis: MeshDim | None = None
+        self.l_aux: torch.Tensor | None = None
+        self.exp_counts: torch.Tensor | None = None
+
+    def forward(self, *input: Any) -> torch.Tensor:
+        """The output for hidden states [..., hidden], and tokens that are used [S], if given."""
+        if self.ep_size > 1 and self.axis is None:
+            raise ConfigError(
+                f"a layer of experts over {self.ep_size} ranks (ep_size={self.ep_size}) runs "
+                "without an engine; call initialize with the model first, or pass ep_size=1"
+            )
+        hidden, *rest = input
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        found = self.gate.route(tokens, rest[0] if rest else None)
+        self.l_aux, self.exp_counts = found.aux_loss, found.counts
+        count = self.ep_size * self.num_local_experts
+        output = run_experts(
+            tokens, found.experts, found.weights, count, self._run, self.axis, self.ep_group_name
+        )
+        return output.to(hidden.dtype).view(*hidden.shape[:-1], output.shape[-1])
+
+    def _run(self, rows: torch.Tensor, numbers: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        by_expert = numbers.argsort(stable=True)
+        return self.experts(rows[by_expert], sizes)[by_expert.argsort()]
+
+
+class MoE(nn.Module):
+    """A mixture of ``num_experts`` copies of ``expert``, spread over ``ep_size`` ranks.
+
+    Args:
+        hidden_size: of what is read, and of what each expert reads.
+        expert: a module from [n, hidden] to [n, hidden]; of a tuple the first.
+        num_experts: on all ranks together; ``ep_size`` divides it, and the number of ranks.
+        k, capacity_factor, eval_capacity_factor, min_capacity, noisy_gate_policy, drop_tokens,
+            use_rts, top2_2nd_expert_sampling: :class:`TopKGate`.
+        use_residual: every token also goes through a module like ``expert``, and a softmax of two
+            learned coefficients weighs both (Residual-MoE of DeepSpeed-MoE).
+        use_tutel: refused.
+        enable_expert_tensor_parallelism: without effect where nothing is tensor-parallel.
+
+    Raises ConfigError where ``ep_size`` does not divide ``num_experts``.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+    ):
+        super().__init__()
+        if ep_size < 1 or num_experts % ep_size:
+            raise ConfigError(
+                f"MoE(num_experts={num_experts}, ep_size={ep_size}): each rank holds as many "
+                "experts; let ep_size divide num_experts"
+            )
+        self.ep_size = ep_size
+        self.num_experts = num_experts
+        self.num_local_experts = num_experts // ep_size
+        self.use_residual = use_residual
+        self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
+        self.expert_group_name = f"ep_size_{ep_size}"
+        gate = TopKGate(
+            hidden_size,
+            num_experts,
+            k,
+            capacity_factor,
+            eval_capacity_factor,
+            min_capacity,
+            noisy_gate_policy,
+            drop_tokens,
+            use_rts,
+            None,
+            top2_2nd_expert_sampling,
+        )
+        experts = Experts(expert, self.num_local_experts, self.expert_group_name)
+        self.deepspeed_moe = MOELayer(
+            gate, experts, self.expert_group_name, ep_size, self.num_local_experts, use_tutel
+        )
+        if use_residual:
+            self.mlp = copy.deepcopy(expert)
+            self.coefficient = nn.Linear(hidden_size, 2)
+
+    def forward(
+        self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Output like ``hidden_states`` [..., hidden], the auxiliary loss (0-dim, this rank's
+        tokens alone) and tokens by expert [E].
+        """
+        output = self.deepspeed_moe(hidden_states, used_token)
+        if self.use_residual:
+            dense = self.mlp(hidden_states)
+            dense = dense[0] if isinstance(dense, tuple) else dense
+            shares = self.coefficient(hidden_states).softmax(-1)
+            output = output * shares[..., 0:1] + dense * shares[..., 1:]
+        return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
+
+
+def _refuse_tutel(use_tutel: bool) -> None:
+    if use_tutel:
+        raise NotBuiltError(
+            "use_tutel=True: Tutel's kernels are not built in this version; leave it out"
+        )

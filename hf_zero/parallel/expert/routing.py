@@ -1,0 +1,167 @@
+"""Which expert computes which token: top-1 and top-2 gates with capacities.
+
+Of S tokens and E experts with gates g = softmax(logits) [S, E], a token goes to the experts of its
+k largest gates, and its output is the sum of theirs, weighted:
+
+- k = 1 (Switch, arXiv 2101.03961): the weight is the gate itself.
+- k = 2 (GShard, arXiv 2006.16668): the weights are both gates divided by their sum, of those of
+  its experts that take the token. The second expert is drawn by the gates without the first one
+  (Gumbel-max), or the one of the second largest gate.
+
+An expert takes at most C = max(ceil(k S / E * capacity_factor), min_capacity) tokens; what it does
+not take is dropped and adds nothing to the output. First choices go before second ones, and among
+those the order of the tokens decides; of a top-1 gate also chance may (random token selection). The
+auxiliary loss is E * sum_e mean_s(g[s, e]) * mean_s(e is the first choice of s), which is 1 where
+the tokens are spread evenly.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+JITTER = 1e-2  # inputs of a gate with noise are multiplied by 1 - JITTER to 1 + JITTER
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """How many tokens an expert takes: see the module. ``drops`` False: all that it gets."""
+
+    factor: float
+    least: int
+    drops: bool = True
+
+    def of(self, tokens: int, experts: int, k: int) -> int | None:
+        """For ``tokens`` and ``experts``; None: all."""
+        if not self.drops:
+            return None
+        return max(math.ceil(tokens / experts * self.factor * k), self.least)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the tokens of one forward go.
+
+    experts: [S, k] int64, the number of experts where a token is dropped. weights: [S, k], 0 there.
+    places: [S, k] int64, which of its expert's tokens it is. aux_loss: 0-dim. counts: [E] int64,
+    tokens of each expert before any is dropped.
+    """
+
+    experts: torch.Tensor
+    weights: torch.Tensor
+    places: torch.Tensor
+    aux_loss: torch.Tensor
+    counts: torch.Tensor
+    capacity: int | None
+
+    def dense(self) -> torch.Tensor:
+        """Weights by token, expert and place: [S, E, C], with C the largest count where nothing
+        is dropped.
+        """
+        tokens, experts = len(self.experts), len(self.counts)
+        capacity = int(self.counts.max()) if self.capacity is None else self.capacity
+        whole = self.weights.new_zeros(tokens, experts + 1, capacity)
+        rows = torch.arange(tokens, device=whole.device)[:, None].expand_as(self.experts)
+        places = self.places.clamp(max=capacity - 1)  # of what is dropped: it adds 0
+        return whole.index_put((rows, self.experts, places), self.weights, accumulate=True)[:, :-1]
+
+
+def jittered(inputs: torch.Tensor) -> torch.Tensor:
+    """``inputs`` times noise, uniform in 1 ± :data:`JITTER` (Switch)."""
+    return inputs * torch.empty_like(inputs).uniform_(1.0 - JITTER, 1.0 + JITTER)
+
+
+def gumbel(like: torch.Tensor) -> torch.Tensor:
+    """Noise n for which argmax(logits + n) is a draw from softmax(logits)."""
+    return -torch.empty_like(like).exponential_().log()
+
+
+def top1(
+    logits: torch.Tensor,
+    capacity: Capacity,
+    used: torch.Tensor | None = None,
+    noisy: bool = False,
+    selects_at_random: bool = True,
+) -> Routing:
+    """Each token [S] to one expert of ``logits`` [S, E].
+
+    ``used`` [S]: tokens that are 0 go nowhere. ``noisy``: the expert is drawn by the gates.
+    ``selects_at_random``: so does an expert select among more tokens than it takes.
+    """
+    experts = logits.shape[1]
+    gates = logits.softmax(1)
+    chosen = (logits + gumbel(logits) if noisy else gates).argmax(1)
+    if used is not None:
+        chosen = chosen.where(used.to(chosen.device).bool(), experts)
+    most = capacity.of(len(logits), experts, 1)
+    order = torch.rand(len(chosen), device=chosen.device).argsort() if selects_at_random else None
+    taken = _fits(_places(chosen, order), most) & (chosen < experts)
+    kept = chosen.where(taken, experts)
+    weights = _of(gates, kept) * taken
+    return Routing(
+        kept[:, None],
+        weights[:, None],
+        _places(kept)[:, None],
+        _aux_loss(gates, chosen),
+        _counts(chosen, experts),
+        most,
+    )
+
+
+def top2(logits: torch.Tensor, capacity: Capacity, samples: bool = True) -> Routing:
+    """Each token to two experts of ``logits`` [S, E]; ``samples``: the second is drawn."""
+    tokens, experts = logits.shape
+    gates = logits.softmax(1)
+    first = gates.argmax(1)
+    others = (logits + gumbel(logits) if samples else logits).scatter(
+        1, first[:, None], float("-inf")
+    )
+    second = others.argmax(1)
+    chosen = torch.cat([first, second])
+    most = capacity.of(tokens, experts, 2)
+    places = _places(chosen)
+    taken = _fits(places, most)
+    kept = chosen.where(taken, experts)
+    weights = (_of(gates.repeat(2, 1), kept) * taken).view(2, tokens)
+    weights = weights / weights.sum(0).clamp(min=torch.finfo(weights.dtype).eps)
+    return Routing(
+        kept.view(2, tokens).t(),
+        weights.t(),
+        places.view(2, tokens).t(),
+        _aux_loss(gates, first),
+        _counts(chosen, experts),
+        most,
+    )
+
+
+def _of(gates: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """The gate of each row's chosen expert; of any, where it has none."""
+    return gates.gather(1, chosen.clamp(max=gates.shape[1] - 1)[:, None])[:, 0]
+
+
+def _counts(chosen: torch.Tensor, experts: int) -> torch.Tensor:
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=chosen.device)
+    return counts.scatter_add_(0, chosen, torch.ones_like(chosen))[:experts]
+
+
+def _fits(places: torch.Tensor, most: int | None) -> torch.Tensor:
+    return torch.ones_like(places, dtype=torch.bool) if most is None else places < most
+
+
+def _places(chosen: torch.Tensor, order: torch.Tensor | None = None) -> torch.Tensor:
+    """How many rows before each one, in ``order``, have chosen the same expert."""
+    queue = chosen if order is None else chosen[order]
+    ranked, by_expert = queue.sort(stable=True)
+    at = torch.arange(len(queue), device=queue.device)
+    starts = torch.searchsorted(ranked, ranked)
+    places = torch.empty_like(at)
+    places[by_expert if order is None else order[by_expert]] = at - starts
+    return places
+
+
+def _aux_loss(gates: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    experts = gates.shape[1]
+    share = _counts(first, experts).to(gates.dtype) / len(gates)
+    return (gates.mean(0) * share).sum() * experts

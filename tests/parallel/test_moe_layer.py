@@ -1,0 +1,169 @@
+"""Layers of experts against loops over tokens, alone and under the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.parallel.expert.marks import is_expert_parameter, split, split_groups
+from hf_zero.parallel.expert.moe_layer import Experts, MoE, MOELayer, TopKGate
+from tests.helpers import oracle
+from tests.helpers.engines import engine_opener, train_on_threads
+from tests.helpers.models import HIDDEN, features, seeded
+from tests.helpers.training import At, Driver, Job, Plan, plain_sgd
+
+EXPERTS = 4
+
+
+def expert() -> nn.Module:
+    return nn.Sequential(nn.Linear(HIDDEN, 2 * HIDDEN), nn.Tanh(), nn.Linear(2 * HIDDEN, HIDDEN))
+
+
+class Mixed(nn.Module):
+    """Two layers of experts between linear ones; exact gates where ``options`` say nothing else."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.enter = nn.Linear(7, HIDDEN)
+        exact = {"use_rts": False, "top2_2nd_expert_sampling": False, "min_capacity": 0}
+        self.layers = nn.ModuleList(
+            MoE(HIDDEN, expert(), EXPERTS, **{**exact, **options}) for _ in range(2)
+        )
+        self.head = nn.Linear(HIDDEN, 5)
+        for layer in self.layers:  # copies of one expert are not told apart
+            for parameter in layer.deepspeed_moe.experts.parameters():
+                parameter.data += 0.1 * torch.randn_like(parameter)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, aux = self.enter(x), torch.zeros(())
+        for layer in self.layers:
+            out, loss, _ = layer(x)
+            x, aux = x + out, aux + loss
+        return self.head(x), aux
+
+
+def by_hand(layer: MoE, hidden: torch.Tensor) -> torch.Tensor:
+    """The output of ``layer`` token by token, from the dense weights of its gate."""
+    tokens = hidden.reshape(-1, HIDDEN)
+    weights = layer.deepspeed_moe.gate(tokens)[1].sum(2)
+    out = torch.zeros_like(tokens)
+    for token, expert_, weight in ((t, e, weights[t, e]) for t, e in weights.nonzero().tolist()):
+        module = layer.deepspeed_moe.experts.deepspeed_experts[expert_]
+        out[token] += weight * module(tokens[token])
+    if layer.use_residual:
+        shares = layer.coefficient(tokens).softmax(-1)
+        out = out * shares[:, :1] + layer.mlp(tokens) * shares[:, 1:]
+    return out.view_as(hidden)
+
+
+OPTIONS = {
+    "top 1": {"k": 1, "capacity_factor": 4.0},
+    "top 1, dropping": {"k": 1, "capacity_factor": 0.5},
+    "top 2": {"k": 2, "drop_tokens": False},
+    "top 2, dropping, residual": {"k": 2, "capacity_factor": 0.5, "use_residual": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_output_is_the_weighted_sum_of_experts(options: dict[str, Any]) -> None:
+    model = seeded(lambda: Mixed(**options))
+    hidden = torch.randn(3, 5, HIDDEN, requires_grad=True)
+    layer = model.layers[0]
+    given = torch.autograd.grad(layer(hidden)[0].pow(2).sum(), hidden)[0]
+    wanted = by_hand(layer, hidden)
+    torch.testing.assert_close(layer(hidden)[0], wanted)
+    torch.testing.assert_close(given, torch.autograd.grad(wanted.pow(2).sum(), hidden)[0])
+    _, aux, counts = layer(hidden)
+    assert aux.ndim == 0 and counts.shape == (EXPERTS,) and int(counts.sum()) == 15 * options["k"]
+
+
+class MixedJob(Job):
+    def __init__(self, name: str, **more: Any) -> None:
+        self.name, self.options = f"moe {name}", {**OPTIONS[name], **more}
+
+    def build(self) -> nn.Module:
+        return seeded(lambda: Mixed(**self.options))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return plain_sgd(model)
+
+    def loss(self, net: Driver, at: At) -> torch.Tensor:
+        out, aux = net(features(at.step, at.micro, at.rank, 6))
+        return out.pow(2).mean() + 0.1 * aux
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_experts_on_every_rank(stage: int, name: str) -> None:
+    plan = Plan(ranks=2, steps=2, accumulation=2)
+    oracle.compare(
+        train_on_threads(MixedJob(name), plan, engine_opener(stage)),
+        oracle.kept(MixedJob(name), plan),
+    )
+
+
+def test_gates_compute_in_fp32_and_change_in_training_alone() -> None:
+    gate = TopKGate(HIDDEN, EXPERTS, 1, 1.0, 4.0, 0, "Jitter").to(torch.bfloat16)
+    tokens = torch.randn(8, HIDDEN).to(torch.bfloat16)
+    aux, weights, mask, counts = gate(tokens)
+    assert aux.dtype == weights.dtype == torch.float32 and mask.dtype == torch.bool
+    assert weights.shape == mask.shape == (8, EXPERTS, 2) and counts.shape == (EXPERTS,)
+    assert not torch.equal(gate.route(tokens).aux_loss, gate.route(tokens).aux_loss)
+    gate.eval()
+    assert torch.equal(gate.route(tokens).aux_loss, gate.route(tokens).aux_loss)
+    assert gate(tokens)[1].shape == (8, EXPERTS, 8)
+
+
+def test_parts_of_dimension_one_without_sizes() -> None:
+    experts = Experts(nn.Linear(HIDDEN, HIDDEN), 2, "ep_size_1")
+    experts.deepspeed_experts[1].weight.data.zero_()
+    experts.deepspeed_experts[1].bias.data.zero_()
+    out = experts(torch.ones(1, 2, 3, HIDDEN))
+    assert out.shape == (1, 2, 3, HIDDEN) and out[:, 0].any() and not out[:, 1].any()
+
+
+def test_groups_of_an_optimizer() -> None:
+    model = Mixed()
+    shared, own = split(model.parameters())
+    assert len(own) == 2 * EXPERTS * 4 and all(map(is_expert_parameter, own))
+    first, second = split_groups({"params": model.parameters(), "lr": 0.5, "name": "all"})
+    assert (first["params"], first["name"]) == (shared, "all")
+    assert (second["params"], second["name"], second["moe"]) == (own, "ep_size_1", True)
+    assert first["lr"] == second["lr"] == 0.5 and "moe" not in first
+    cut = split_groups([{"params": own}], 3000)
+    numel = [sum(p.numel() for p in each["params"]) for each in cut]
+    assert numel[0] == 0 and max(numel) <= 3000
+    assert [p for each in cut for p in each["params"]] == own
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: MoE(8, nn.Linear(8, 8), 3, 2), ConfigError, "let ep_size divide num_experts"),
+        (lambda: MoE(8, nn.Linear(8, 8), 2, k=3), NotBuiltError, "pass k=1 or k=2"),
+        (lambda: MoE(8, nn.Linear(8, 8), 2, use_tutel=True), NotBuiltError, "leave it out"),
+        (lambda: TopKGate(8, 2)(torch.ones(2, 8), None, True), NotBuiltError, "use_tutel"),
+        (lambda: TopKGate(8, 2, noisy_gate_policy="jitter"), ConfigError, "pass one of them"),
+        (
+            lambda: MoE(8, nn.Linear(8, 8), 2, 2)(torch.ones(1, 8)),
+            ConfigError,
+            "call initialize with the model first",
+        ),
+    ],
+)
+def test_what_is_refused(make: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        make()
+
+
+def test_a_layer_from_its_parts() -> None:
+    gate = TopKGate(HIDDEN, 2, 1, 8.0, use_rts=False)
+    layer = MOELayer(gate, Experts(nn.Linear(HIDDEN, 3), 2, "all"), "all", 1, 2)
+    used = torch.tensor([1, 0, 1, 1])
+    out = layer(torch.randn(2, 2, HIDDEN), used)
+    assert out.shape == (2, 2, 3) and not out[0, 1].any() and out[0, 0].any()
