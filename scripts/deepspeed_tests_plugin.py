@@ -1,4 +1,4 @@
-"""What a pytest process of ``deepspeed_tests.py`` loads: it runs the wanted tests and writes down
+"""What a pytest process of ``deepspeed_tests`` loads: it runs the wanted tests and writes down
 what becomes of each as it comes.
 
 DeepSpeed's distributed tests run in processes that a forkserver makes. Here that server imports

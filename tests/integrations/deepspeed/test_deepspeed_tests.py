@@ -9,32 +9,23 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import psutil
 import pytest
 
+from scripts.deepspeed_tests import figures, kinds, reasons, runs
+from scripts.deepspeed_tests import rows as progress
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "figures", ROOT / "scripts" / "deepspeed_tests.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def test_the_table_is_that_of_the_figures() -> None:
+    rows = json.loads(figures.RAW.read_text())
+    assert figures.table(rows) == figures.TABLE.read_text()
 
 
-def test_the_table_is_that_of_the_figures(script: ModuleType) -> None:
-    rows = json.loads(script.RAW.read_text())
-    assert script.table(rows) == script.TABLE.read_text()
-
-
-def test_a_failure_that_stays_says_why(script: ModuleType) -> None:
+def test_a_failure_that_stays_says_why() -> None:
     file = "ops/adam/test_zf_torch_adam.py"
     failed = {"TestIt::test": "NotBuiltError: no", "TestIt::test_other": "NotBuiltError: no"}
     peer = {"of": "deepspeed 0", "passed": list(failed)}
@@ -46,8 +37,8 @@ def test_a_failure_that_stays_says_why(script: ModuleType) -> None:
     }
     rows = {"ref": "0", "all": {"public": 1, "mixed": 0, "internals": 0}, "to_run": []}
     other = row | {"peer": peer | {"passed": ["TestIt::test"]}}
-    text = script.table(rows | {"files": {file: row, "b.py": other}})
-    why = script.ON_PURPOSE[file]
+    text = figures.table(rows | {"files": {file: row, "b.py": other}})
+    why = reasons.ON_PURPOSE[file]
     assert f"| {file} | public | 2 of 2 | on purpose: {why} |" in text
     assert "| b.py | public | 1 of 1 | NotBuiltError: no |" in text
     assert "| public | 2 of 1 | 3 | 3 | 0 (0%) | 3 | 2 | 3 |" in text
@@ -65,13 +56,13 @@ def test_a_failure_that_stays_says_why(script: ModuleType) -> None:
         ("AssertionError: 1 == 2", "something else"),
     ],
 )
-def test_what_a_failure_is_about(script: ModuleType, said: str, why: str) -> None:
-    assert why in script.about_what(said)
+def test_what_a_failure_is_about(said: str, why: str) -> None:
+    assert why in reasons.about_what(said)
 
 
-def read(script: ModuleType, folder: Path, events: list[dict[str, str]], **how: bool) -> Any:
+def read(folder: Path, events: list[dict[str, str]], **how: bool) -> Any:
     (folder / "events").write_text("".join(json.dumps(event) + "\n" for event in events))
-    run = script.Run(folder, [], True, 60)
+    run = runs.Run(folder, [], True, 60)
     run._read(folder, ["a.py"], None, **{"late": False, "crashed": False} | how)
     return run
 
@@ -106,7 +97,7 @@ def test_what_a_rank_raises_is_written_down_and_reaches_the_pool(
     assert [line["raised"] for line in lines] == ["ValueError: wrong", "Failed: DID NOT RAISE"]
 
 
-def test_what_the_plugin_writes_is_read(script: ModuleType, tmp_path: Path) -> None:
+def test_what_the_plugin_writes_is_read(tmp_path: Path) -> None:
     names = ["a.py::test_1", "a.py::test_2", "a.py::test_3", "a.py::test_4"]
     events: list[Any] = [
         {"collected": names},
@@ -119,16 +110,16 @@ def test_what_the_plugin_writes_is_read(script: ModuleType, tmp_path: Path) -> N
         {"ends": names[1], "said": "passed"},
         {"starts": names[2]},
     ]
-    run = read(script, tmp_path, events)
+    run = read(tmp_path, events)
     late = "not run: longer than 60 s"
     done = {names[0]: "passed", names[1]: "ValueError: wrong, in full"}
     assert run.said == done | {names[2]: late}
     assert run.missing == names[3:] and run.not_collected == {"b.py": "ImportError: no"}
-    run = read(script, tmp_path, events, late=True)
+    run = read(tmp_path, events, late=True)
     assert run.said == done and run.missing == names[2:]
-    run = read(script, tmp_path, events, crashed=True)
+    run = read(tmp_path, events, crashed=True)
     assert run.said[names[2]] == "the process ended within the test"
-    run = read(script, tmp_path, [*events, {"raised": "KeyError: it"}])
+    run = read(tmp_path, [*events, {"raised": "KeyError: it"}])
     assert run.said[names[2]] == "KeyError: it (on one rank, while another waited)"
 
 
@@ -148,35 +139,35 @@ class Ran:
             self.asked, self.said, self.missing = wanted, self.outcomes, self.left
 
 
-def test_a_run_goes_on_where_another_was_ended(script: ModuleType) -> None:
+def test_a_run_goes_on_where_another_was_ended() -> None:
     rows: Any = {"a.py": {"kind": "public", "private": []}}
-    script.over_peer(
+    progress.over_peer(
         rows, Ran({"a.py::1": "passed", "a.py::2": "skipped: x"}, ["a.py::3"]), "v1", 0
     )
-    all_rows = {"ref": "v", "all": dict.fromkeys(script.KINDS, 2), "to_run": [], "files": rows}
+    all_rows = {"ref": "v", "all": dict.fromkeys(kinds.KINDS, 2), "to_run": [], "files": rows}
     first = Ran({"a.py::1": "ValueError: wrong"})
-    script.over_facade(rows, first, "ours", "none", 0)
+    progress.over_facade(rows, first, "ours", "none", 0)
     assert first.asked == ["a.py::1"] and rows["a.py"]["facade"]["failed"] == {
         "1": "ValueError: wrong"
     }
-    assert "| public | 0 of 2 | 1 | 1 |" in script.table(all_rows)
+    assert "| public | 0 of 2 | 1 | 1 |" in figures.table(all_rows)
     peer = Ran({"a.py::3": "passed"})
-    script.over_peer(rows, peer, "v1", 0)
+    progress.over_peer(rows, peer, "v1", 0)
     assert peer.asked == ["a.py::3"] and rows["a.py"]["peer"]["passed"] == ["1", "3"]
     assert rows["a.py"]["peer"]["others"] == {"skipped: x": 1}
     second = Ran({"a.py::3": "not run: longer than 60 s"})
-    script.over_facade(rows, second, "ours", "none", 0)
+    progress.over_facade(rows, second, "ours", "none", 0)
     assert second.asked == ["a.py::3"] and rows["a.py"]["facade"]["not_run"] == ["3"]
     third = Ran({"a.py::1": "passed", "a.py::3": "passed"})
-    script.over_facade(rows, third, "ours", "failed", 0)
+    progress.over_facade(rows, third, "ours", "failed", 0)
     assert third.asked == ["a.py::1", "a.py::3"]
     assert rows["a.py"]["facade"] == {
         "of": "ours", "passed": ["1", "3"], "failed": {}, "not_run": []
     }  # fmt: skip
     done = Ran({})
-    script.over_facade(rows, done, "ours", "none", 0)
+    progress.over_facade(rows, done, "ours", "none", 0)
     assert done.asked == []
-    assert "| public | 1 of 2 | 2 | 2 | 2 (100%) | 0 | 0 |" in script.table(all_rows)
+    assert "| public | 1 of 2 | 2 | 2 | 2 (100%) | 0 | 0 |" in figures.table(all_rows)
 
 
 @pytest.mark.parametrize(
@@ -189,15 +180,13 @@ def test_a_run_goes_on_where_another_was_ended(script: ModuleType) -> None:
         ("from deepspeed.runtime.zero import stage3 as three\nthree.Part, three.x", "mixed"),
     ],
 )
-def test_files_are_told_apart_by_what_they_import(
-    script: ModuleType, source: str, kind: str, tmp_path: Path
-) -> None:
+def test_files_are_told_apart_by_what_they_import(source: str, kind: str, tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"
     file.write_text(source)
-    assert script.kind_of(file) == kind
+    assert kinds.kind_of(file) == kind
 
 
-def test_tests_of_private_attributes_are_known(script: ModuleType) -> None:
+def test_tests_of_private_attributes_are_known() -> None:
     source = """
 def make(engine): return engine._hidden
 class TestIt:
@@ -206,13 +195,11 @@ class TestIt:
     def test_named(self, engine): getattr(engine, "_hidden")
 def test_plain(engine): engine.step()
 """
-    found = script.private_tests(ast.parse(source))
+    found = kinds.private_tests(ast.parse(source))
     assert found == {"TestIt::test_deep", "TestIt::test_named"}
 
 
-def test_private_attributes_that_helpers_of_other_files_use_count(
-    script: ModuleType, tmp_path: Path
-) -> None:
+def test_private_attributes_that_helpers_of_other_files_use_count(tmp_path: Path) -> None:
     unit = tmp_path / "unit"
     (unit / "checkpoint").mkdir(parents=True)
     (unit / "checkpoint" / "common.py").write_text(
@@ -227,7 +214,7 @@ def test_save(engine): save(engine)
 def test_made(): Namespace(_config=1)
 """
     )
-    found = script.about(unit, "test_it.py")
+    found = kinds.about(unit, "test_it.py")
     assert found == {"kind": "public", "private": ["test_load", "test_made"]}
 
 
@@ -240,7 +227,7 @@ print(subprocess.Popen(sleep, process_group=0).pid, flush=True)
 
 @pytest.mark.parametrize("ended", [False, True], ids=["runs", "has ended"])
 def test_compilers_in_groups_of_their_own_end_with_the_run_and_no_other_process(
-    script: ModuleType, ended: bool
+    ended: bool,
 ) -> None:
     source = NINJA if ended else f"{NINJA}time.sleep(600)"
     command = [sys.executable, "-c", source]
@@ -252,7 +239,7 @@ def test_compilers_in_groups_of_their_own_end_with_the_run_and_no_other_process(
         try:
             if ended:
                 run.wait(), other.wait()
-            script.end_session(run.pid)
+            runs.end_session(run.pid)
             states = [each.is_running() and each.status() for each in compilers]
             assert states[0] in (False, psutil.STATUS_ZOMBIE)
             assert states[1] not in (False, psutil.STATUS_ZOMBIE)
@@ -263,12 +250,12 @@ def test_compilers_in_groups_of_their_own_end_with_the_run_and_no_other_process(
 
 
 def test_builds_that_were_broken_off_are_not_waited_for(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     built = tmp_path / "py311_cpu" / "cpu_adam"
     built.mkdir(parents=True)
     for name in ("lock", "cpu_adam.so"):
         (built / name).touch()
-    script.release_builds()
+    runs.release_builds()
     assert [file.name for file in built.iterdir()] == ["cpu_adam.so"]
