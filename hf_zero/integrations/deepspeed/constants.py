@@ -17,5 +17,7 @@ UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
 DEFAULT_LEAF_MODULE_CLASSES: list[str] = []
 DEFAULT_LEAF_MODULE_NAMES: list[str] = []
 DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
+PARTITIONED_SHAPE = [0]
+"""The shape of a parameter while only its shards are there."""
 MIN_SWAPPABLE_BYTES = 1024**2
 """What DeepSpeed leaves in memory under offload to files; hf-zero writes tensors of any size."""

@@ -38,3 +38,15 @@ def active_config() -> ZeroConfig | None:
     if not (deepspeed.is_deepspeed_zero3_enabled() and finder.chosen()):
         return None
     return ZeroConfig.coerce(deepspeed.deepspeed_config(), allow_auto=True)
+
+
+def log_zero3() -> None:
+    """Log what transformers says of a model that is made under its live configuration; on the path
+    that hf-zero takes it says nothing.
+    """
+    if forced_config.get() is None:
+        from transformers.utils import logging
+
+        logging.get_logger("transformers.modeling_utils").info(
+            "Detected DeepSpeed ZeRO-3: activating zero.init() for this model"
+        )

@@ -10,7 +10,12 @@ import torch
 
 from hf_zero.distributed import init, process_group
 from hf_zero.integrations.deepspeed import zero_init
-from hf_zero.integrations.deepspeed.zero3_context import Loading, active_config, current_loading
+from hf_zero.integrations.deepspeed.zero3_context import (
+    Loading,
+    active_config,
+    current_loading,
+    log_zero3,
+)
 from hf_zero.loading import Building, record_in
 
 
@@ -29,6 +34,7 @@ def build_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
         ):
             return original(cls, *args, **kwargs)
         init.init_from_config(config)
+        log_zero3()
         token = current_loading.set(Loading(shards=False))
         try:
             if process_group.get_world_size() == 1:

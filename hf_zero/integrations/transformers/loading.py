@@ -28,6 +28,7 @@ from hf_zero.integrations.deepspeed.zero3_context import (
     active_config,
     current_loading,
     forced_config,
+    log_zero3,
 )
 from hf_zero.integrations.deepspeed.zero_init import give_facts
 from hf_zero.loading import LazyTensor, make_pending, make_real
@@ -164,6 +165,8 @@ def open_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
         expected_keys: Any = None,
     ) -> Any:
         loading = current_loading.get()
+        if loading is not None and expected_keys is None and not load_config.is_quantized:
+            log_zero3()
         # A state dict is here already. Quantised weights are packed by their own code. Adapters,
         # which come with the keys they expect, are small and are not finalised.
         lazily = (

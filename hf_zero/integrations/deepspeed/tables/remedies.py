@@ -17,6 +17,10 @@ NO_MONITOR = "log from the training loop, or with the callbacks of the Trainer a
 PROFILE = "profile with torch.profiler: the engine's gathers, reductions and updates are spans"
 ADAMW = "use an element-wise optimizer such as AdamW"
 TRAIN_ADAPTERS = "train adapters of peft over a frozen model"
+PROPOSE = "`hf-zero propose` finds a configuration that fits"
+GATHERED = "gather parameters with deepspeed.zero.GatheredParameters"
+QUANTIZED = "write `zero_quantized_weights`, whose kernels are of hf_zero.ops"
+ZENFLOW = "write `offload_optimizer`, whose exact update overlaps the next forward"
 
 INTERNAL = "internal to DeepSpeed's implementation"
 BY_CONFIG = "an object of DeepSpeed's configuration reader; hf_zero.ZeroConfig reads configurations"

@@ -22,6 +22,7 @@ from hf_zero.integrations.deepspeed.tables.remedies import (
     NO_MONITOR,
     NO_PIPELINE,
     NO_TENSOR_PARALLEL,
+    PROPOSE,
     TRAIN_ADAPTERS,
 )
 
@@ -251,7 +252,27 @@ TOP = (
     module(
         "deepspeed.autotuning",
         "Search for a configuration.",
-        classes_not_built("`hf-zero propose` finds a configuration that fits", "Autotuner"),
+        classes_not_built(PROPOSE, "Autotuner"),
+        left_out(INTERNAL, "*"),
+    ),
+    module(
+        "deepspeed.autotuning.autotuner",
+        "The search.",
+        classes_not_built(PROPOSE, "Autotuner"),
+        left_out(INTERNAL, "*"),
+    ),
+    module("deepspeed.inference", "Engines that generate."),
+    module(
+        "deepspeed.inference.config",
+        "Their configuration.",
+        classes_not_built(GENERATE, "DeepSpeedInferenceConfig DeepSpeedMoEConfig"),
+        classes_not_built(GENERATE, "DeepSpeedTPConfig QuantizationConfig"),
+        left_out(INTERNAL, "*"),
+    ),
+    module(
+        "deepspeed.inference.engine",
+        "The engine.",
+        classes_not_built(GENERATE, "InferenceEngine"),
         left_out(INTERNAL, "*"),
     ),
     module(
@@ -349,6 +370,17 @@ TOP = (
         "Linear layers with adapters.",
         classes_not_built(TRAIN_ADAPTERS, "OptimizedLinear LoRAConfig QuantizationConfig Init"),
         functions_not_built(TRAIN_ADAPTERS, "init_lora"),
+    ),
+    module(
+        "deepspeed.linear.config",
+        "Their configuration.",
+        classes_not_built(TRAIN_ADAPTERS, "LoRAConfig QuantizationConfig"),
+    ),
+    module(
+        "deepspeed.linear.optimized_linear",
+        "The layers.",
+        classes_not_built(TRAIN_ADAPTERS, "OptimizedLinear LoRAOptimizedLinear"),
+        left_out(INTERNAL, "*"),
     ),
     module(
         "deepspeed.pipe",

@@ -9,7 +9,14 @@ from hf_zero.integrations.deepspeed.rows import (
     module,
     names,
 )
-from hf_zero.integrations.deepspeed.tables.remedies import BY_CONFIG, HERE, INTERNAL, OWN_OPTIMIZER
+from hf_zero.integrations.deepspeed.tables.remedies import (
+    BY_CONFIG,
+    GATHERED,
+    HERE,
+    INTERNAL,
+    OWN_OPTIMIZER,
+    QUANTIZED,
+)
 
 ZERO: tuple[Row, ...] = (
     *names("hf_zero.core.gathered", "GatheredParameters"),
@@ -78,17 +85,20 @@ ZERO_ROWS = (
         ZERO,
         names(f"{HERE}.zero_init", "zero_wrapper_for_fp_tensor_constructor"),
         names(f"{HERE}.accelerator", "get_accelerator"),
-        names("torch", "arange as _orig_torch_arange"),
+        names("torch", "arange as _orig_torch_arange", "empty as _orig_torch_empty"),
+        names("torch.nn.functional", "linear as zero3_linear_wrap"),
+        names(f"{HERE}.constants", "PARTITIONED_SHAPE as partitioned_param_data_shape"),
+        classes_not_built(QUANTIZED, "CUDAQuantizer QuantizationInfo"),
+        classes_not_built(GATHERED, "MultipleAllGatherHandles AllGatherHandle"),
         left_out(
             INTERNAL,
-            "partitioned_param_data_shape zero_init_context top_level_context "
+            "zero_init_context top_level_context "
             "DS_Z3_EAGER_FALLBACK_OWNER_ATTR DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR "
             "DEFAULT_TENSOR_OVERRIDES get_allgather_dtype NoGatherHandle NoGatherCoalescedHandle "
             "print_rank_0 debug_rank0 unregister_external_parameter get_new_tensor_fn_for_dtype "
             "get_all_subclasses free_param reuse_buffers temp_contiguous_tensor empty_buffers "
             "InsertPostInitMethodToModuleSubClasses shutdown_init_context restore_init_context "
-            "AllGatherHandle AllGatherCoalescedHandle MultipleAllGatherHandles "
-            "AllReduceCoalescedHandle QuantizationInfo CUDAQuantizer",
+            "AllGatherCoalescedHandle AllReduceCoalescedHandle",
         ),
     ),
     module(
