@@ -237,7 +237,7 @@ class Backward:
             refuse_half_done(updater, f"writing {name}.grad")
         self.reducer.wait()
         flat.optimizer_shard.wait_for_update()
-        flat.gradient.write(name, value, scale * self.reducer.unreduced, scale)
+        flat.gradient.write(name, value, scale * self.reducer.unreduced(flat), scale)
 
     def refuse_unusable(self) -> None:
         """Raise PartitionError where the gradients that are here cannot be used in a step."""

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hf_zero.config import ZeroConfig
 from hf_zero.core.backward import AccumulationWindow, Backward, Counters
 from hf_zero.core.guards import Override, Patches, Techniques, refuse_foreign_step
+from hf_zero.core.making_mesh import make_mesh
 from hf_zero.core.optimizer_step import OptimizerStep
 from hf_zero.core.sanity import SanityChecks
 from hf_zero.core.sharded_model import ShardedModel, retire_flats, take_native_threads
@@ -67,13 +68,7 @@ class EngineParts(nn.Module):
         device = device or process_group.default_device()
         kinds.set_device(device)
         policy = POLICIES[config.stage]
-        mesh = Mesh(
-            policy.shards(process_group.get_world_size(), config.replicate_size),
-            device,
-            config.timeout,
-            config.offload_optimizer.on and policy.gathers_after_step,
-            config.zero.hpz_partition_size if policy.shards_parameters else 1,
-        )
+        mesh = make_mesh(model, config, device)
         try:
             with ExitStack() as installed:
                 self._build(mesh, None if shard_only else config.precision, installed)

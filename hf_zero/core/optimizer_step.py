@@ -27,6 +27,7 @@ from hf_zero.spans import span
 from hf_zero.storage.base import MASTER
 from hf_zero.storage.placement import ShardSpec, room_beside_a_step
 from hf_zero.units.flat_memory import ways_back
+from hf_zero.units.gradient_buffer import GradientBuffer
 from hf_zero.units.gradient_offload import GradientOffload, NoGradientOffload
 from hf_zero.units.precision import Fp16LossScaler
 from hf_zero.units.unit import Unit
@@ -135,13 +136,19 @@ class OptimizerStep:
         if not any(flat.gradient.ready for flat in self._model.trainable):
             return 0.0
         total = self._squares()
-        self._model.mesh.shard.all_reduce(total, "gradient norm").wait()
+        for axis in (self._model.mesh.stages, self._model.mesh.sums):
+            axis.all_reduce(total, "gradient norm").wait()
         return float(total.sqrt()) / self._scaler.scale
 
     def _squares(self) -> torch.Tensor:
-        gradients = [flat.gradient for flat in self._model.trainable]
-        gradients = [each for each in gradients if not each.stays_local]
-        squares = squared_norm(gradients, self._model.mesh.device, self._kernels)
+        flats = [flat for flat in self._model.trainable if not flat.gradient.stays_local]
+        by_weight: dict[float, list[GradientBuffer]] = {1.0: []}
+        for flat in flats:
+            by_weight.setdefault(flat.mesh.weight, []).append(flat.gradient)
+        device = self._model.mesh.device
+        squares = squared_norm(by_weight.pop(1.0), device, self._kernels)
+        for weight, gradients in by_weight.items():
+            squares = squares + weight * squared_norm(gradients, device, self._kernels)
         return squares if self.one_bit is None else squares + self.one_bit.squares()
 
     def update(self, steps: int, may_overflow: bool) -> bool:

@@ -143,7 +143,7 @@ class Schedule:
                 # such forwards.
                 self._pass = None
                 return
-            if self._mesh.node is not None:
+            if self._mesh.whole.node is not None:
                 for unit in self._units:
                     unit.forget_secondary()
         key = (*kind, self.resident)

@@ -153,12 +153,12 @@ class ShardedModel:
             assert master is not None
             codecs = [flat.spec.gather_codec]
             key = f"updated {flat.key}"
-            handles.append(self.mesh.shard.all_gather([(flat.full, master)], key, codecs))
+            handles.append(flat.axis.all_gather([(flat.full, master)], key, codecs))
         for several in packs(whole, self.packed_elements):
             pairs = [(flat.full, flat.shard) for flat in several]
             last = f"..{several[-1].key}" if len(several) > 1 else ""
             key = f"updated {several[0].key}{last}"
-            handles.append(self.mesh.shard.all_gather_packed(pairs, key))
+            handles.append(several[0].axis.all_gather_packed(pairs, key))
         with span("wait_all_gather", "updated parameters"):
             for handle in handles:
                 handle.wait()
@@ -262,7 +262,7 @@ def retire_flats(model: nn.Module, mesh: Mesh) -> None:
     """
     for parameter in model.parameters():
         flat = owner_of(parameter)
-        if flat is not None and flat.axis in (mesh.shard, mesh.replicate):
+        if flat is not None and flat.engine_mesh is mesh:
             flat.retire()
 
 

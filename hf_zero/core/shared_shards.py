@@ -70,9 +70,8 @@ class SharedShards:
 
     def fetch(self, unit: Unit) -> None:
         """Gather ``unit`` although the others follow an order that does not hold it."""
-        consensus, axis = self._mesh.consensus, self._mesh.shard
+        consensus = self._mesh.consensus
         assert consensus is not None
-        peers = [rank for rank in axis.ranks if rank != self._mesh.rank]
+        peers = sorted({rank for flat in unit.sharded for rank in flat.axis.peers})
         size = sum(flat.layout.chunk * flat.dtype.itemsize for flat in unit.sharded)
-        fetched = consensus.fetches.fetch(unit.index, unit.label, peers, size)
-        unit.fill({axis.ranks.index(rank): data for rank, data in fetched.items()})
+        unit.fill(consensus.fetches.fetch(unit.index, unit.label, peers, size))

@@ -25,6 +25,7 @@ from hf_zero.core.update_gathers import Gather, UpdateGathers
 from hf_zero.core.update_queue import UpdateQueue
 from hf_zero.device import kinds, streams
 from hf_zero.distributed.collective_log import PendingCollective
+from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.optim.sub_group_update import Update
 from hf_zero.parameters.parameter import OwnedParameter, UpdatingParameter
@@ -52,9 +53,10 @@ class Updater:
         self._all = list(units)
         self._watchdog = mesh.watchdog
         self._gathers: UpdateGathers | None = None
-        if mesh.updates is not None:
+        if mesh.whole.updates is not None:
             begin = partial(kinds.set_device, device)
-            self._gathers = UpdateGathers(mesh.updates, mesh.store_messages("updates"), begin)
+            peers = mesh.whole.updates.peers
+            self._gathers = UpdateGathers(peers, mesh.store_messages("updates"), begin)
             weakref.finalize(self, self._gathers.close)
             mesh.issue_before_others(self._gathers.issue_all)
         self._device = device
@@ -172,9 +174,14 @@ class Updater:
         """``unit`` is going to be updated, which ``future`` tells, and gathered."""
         gather = None
         if self._gathers is not None:
-            owned = [(flat.full, *flat.owned) for flat in unit.offloaded]
-            pairs = [(full, full[start:stop]) for full, start, stop in owned]
-            gather = self._gathers.add(unit.label, pairs, future, self._copies.stream)
+            messages: dict[MeshDim, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+            for flat in unit.offloaded:
+                axis, own = flat.mesh.updates, flat.full[flat.owned[0] : flat.owned[1]]
+                if axis is not None:
+                    messages.setdefault(axis, []).append((flat.full, own))
+            gather = self._gathers.add(
+                unit.label, list(messages.items()), future, self._copies.stream
+            )
         self._pending[unit] = future, gather
 
     def _copied_gradients(self, unit: Unit) -> list[streams.Event]:

@@ -36,13 +36,14 @@ GRACE_SECONDS = 0.3
 POLL_SECONDS = 0.1
 JOIN_SECONDS = 5.0
 ASKED = "needed"
-Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+Messages = Sequence[tuple[MeshDim, Sequence[tuple[torch.Tensor, torch.Tensor]]]]
 
 
 class Gather:
     """The all-gather of the updated parameters of one unit, ``number`` in the order of its rank.
 
-    pairs: (whole, own part), as of :meth:`hf_zero.distributed.collectives.MeshDim.all_gather`.
+    messages: over which dimension, and (whole, own part) as of
+    :meth:`hf_zero.distributed.collectives.MeshDim.all_gather`.
     updated: done when the host has written the own parts, or has copies of them in ``stream``.
     """
 
@@ -50,25 +51,30 @@ class Gather:
         self,
         number: int,
         label: str,
-        pairs: Pairs,
+        messages: Messages,
         updated: Future[streams.Event | None],
         stream: streams.Stream | None,
     ):
-        self.number, self.label, self.pairs = number, label, pairs
+        self.number, self.label, self.messages = number, label, messages
         self.updated, self.stream = updated, stream
         self.since = 0.0  # when it was updated
-        self.issued: Future[Handle] = Future()
+        self.issued: Future[Sequence[Handle]] = Future()
 
 
 class UpdateGathers:
-    """The gathers of one engine's updates over ``axis``, which has a communicator of its own.
+    """The gathers of one engine's updates, over dimensions that have communicators of their own.
 
-    messages: where ranks say what they need; None where ranks share no store.
-    begin: the first that the thread calls.
+    peers: the other ranks (global) that have a part in them. messages: where ranks say what they
+    need; None where ranks share no store. begin: the first that the thread calls.
     """
 
-    def __init__(self, axis: MeshDim, messages: StoreMessages | None, begin: Callable[[], None]):
-        self._axis, self._messages, self._begin = axis, messages, begin
+    def __init__(
+        self,
+        peers: Sequence[int],
+        messages: StoreMessages | None,
+        begin: Callable[[], None],
+    ):
+        self.peers, self._messages, self._begin = tuple(peers), messages, begin
         self._changed = threading.Condition()
         self._queue: deque[Gather] = deque()
         self._added = 0
@@ -81,21 +87,17 @@ class UpdateGathers:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    @property
-    def peers(self) -> tuple[int, ...]:
-        return self._axis.peers
-
     def add(
         self,
         label: str,
-        pairs: Pairs,
+        messages: Messages,
         updated: Future[streams.Event | None],
         stream: streams.Stream | None,
     ) -> Gather:
         """Put a gather at the end of the order, which must be the same on all ranks."""
         with self._changed:
             self._added += 1
-            gather = Gather(self._added, label, pairs, updated, stream)
+            gather = Gather(self._added, label, messages, updated, stream)
             self._queue.append(gather)
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -117,7 +119,8 @@ class UpdateGathers:
         with self._changed:
             self._needed = max(self._needed, gather.number, self._owed)
             self._allow(gather.number)
-        gather.issued.result().wait()
+        for handle in gather.issued.result():
+            handle.wait()
 
     def issue_all(self) -> None:
         """Return when all gathers of complete steps are issued.
@@ -191,14 +194,17 @@ class UpdateGathers:
         try:
             gather.updated.result()
             with streams.on_stream(gather.stream):
-                handle = self._axis.all_gather(gather.pairs, f"updated {gather.label}")
+                handles = [
+                    axis.all_gather(pairs, f"updated {gather.label}")
+                    for axis, pairs in gather.messages
+                ]
         except BaseException as error:
             with self._changed:
                 self._drop(error)
             return
         with self._changed:
             self._queue.popleft()
-        gather.issued.set_result(handle)
+        gather.issued.set_result(handles)
 
     def _drop(self, error: BaseException) -> None:
         """None of the gathers left can be issued: their order is broken here."""

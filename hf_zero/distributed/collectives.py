@@ -113,6 +113,11 @@ class MeshDim:
         self.gathers, self.reductions = logs
 
     @property
+    def group(self) -> Any:
+        """The torch process group of its gathers, for others' code; None where it has one rank."""
+        return self._group
+
+    @property
     def peers(self) -> tuple[int, ...]:
         """Global ranks of the others."""
         return tuple(rank for place, rank in enumerate(self.ranks) if place != self.rank)

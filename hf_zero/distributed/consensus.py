@@ -13,6 +13,7 @@ background has failed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hf_zero.distributed.collective_log import CollectiveLog
@@ -26,22 +27,22 @@ from hf_zero.distributed.watchdog import Watchdog
 class Consensus:
     """One rank's side of the agreements of one engine.
 
-    ``store`` is a torch.distributed store that all its ranks share.
+    ``store`` is a torch.distributed store that all its ``ranks`` (global) share.
     """
 
     def __init__(
         self,
         store: Any,
         rank: int,
-        world: int,
+        ranks: Sequence[int],
         timeout: float,
         watchdog: Watchdog | None = None,
         log: CollectiveLog | None = None,
     ):
         waits = StoreWait(store, rank, timeout, watchdog or Watchdog(enabled=False))
-        log = log or CollectiveLog("agreements", range(world), timeout, native=False)
-        self.gathers = GatherAgreement(store, rank, world, waits, log)
-        self.steps = StepEvents(store, rank, world, waits)
+        log = log or CollectiveLog("agreements", ranks, timeout, native=False)
+        self.gathers = GatherAgreement(store, rank, ranks, waits, log)
+        self.steps = StepEvents(store, rank, ranks, waits)
         self.fetches = ShardFetches(store, rank, self.steps)
 
     def close(self, why: str = ENDED) -> None:

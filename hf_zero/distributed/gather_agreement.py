@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hf_zero.distributed.collective_log import CollectiveLog
@@ -15,10 +15,12 @@ Wish = tuple[int, int]
 class GatherAgreement:
     """One rank's side of it, through ``store``; ``log`` numbers the agreements."""
 
-    def __init__(self, store: Any, rank: int, world: int, waits: StoreWait, log: CollectiveLog):
+    def __init__(
+        self, store: Any, rank: int, ranks: Sequence[int], waits: StoreWait, log: CollectiveLog
+    ):
         self._store = store
         self._rank = rank
-        self._world = world
+        self._ranks = tuple(ranks)
         self._waits = waits
         self._log = log
         self._sequence = 0
@@ -40,12 +42,12 @@ class GatherAgreement:
         )
         store = self._store
         store.set(f"{step}/{self._rank}", f"{where}|{wish[0]}|{wish[1]}|{launched}")
-        if store.add(f"{step}/n", 1) == self._world:
+        if store.add(f"{step}/n", 1) == len(self._ranks):
             store.set(f"{step}/go", self._outcome(step, name))
             if step:  # every rank has been here, so every rank has read the outcome before
-                for key in ("n", "go", *range(self._world)):
+                for key in ("n", "go", *self._ranks):
                     store.delete_key(f"{step - 1}/{key}")
-        arrivals = {rank: f"{step}/{rank}" for rank in range(self._world)}
+        arrivals = {rank: f"{step}/{rank}" for rank in self._ranks}
         outcome = self._waits.wait(f"{step}/go", arrivals, what, pending)
         if outcome.startswith("!"):
             raise RankMismatchError(
@@ -60,10 +62,12 @@ class GatherAgreement:
         """What follows from the wishes of all ranks: ``kind|unit|launched``, or the ranks' wishes
         after an exclamation mark where they are in different passes.
         """
-        entries = [self._store.get(f"{step}/{rank}").decode() for rank in range(self._world)]
+        entries = [self._store.get(f"{step}/{rank}").decode() for rank in self._ranks]
         split = [entry.rsplit("|", 3) for entry in entries]
         if len({where for where, *_ in split}) > 1:
             wishes = [f"{where}: {name((int(kind), int(unit)))}" for where, kind, unit, _ in split]
-            return "!" + "; ".join(f"rank {rank}: {wish}" for rank, wish in enumerate(wishes))
+            return "!" + "; ".join(
+                f"rank {rank}: {wish}" for rank, wish in zip(self._ranks, wishes)
+            )
         kind, unit = max((int(kind), int(unit)) for _, kind, unit, _ in split)
         return f"{kind}|{unit}|{min(int(count) for *_, count in split)}"

@@ -1,9 +1,11 @@
-"""The device mesh of one engine: its shard and replicate dimensions, and what its ranks share."""
+"""The device mesh of one engine: the ranks of each kind of its flat buffers, and what all of them
+share.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,21 +13,27 @@ import torch.distributed as dist
 
 from hf_zero.device import kinds
 from hf_zero.distributed import rank_hosts
-from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
-from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, DimGroups, MeshDim
+from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats
+from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MeshDim
 from hf_zero.distributed.consensus import Consensus
-from hf_zero.distributed.init import MARGIN_SECONDS
+from hf_zero.distributed.dim_maker import DimMaker
+from hf_zero.distributed.flat_mesh import DATA_PARALLEL, FlatMesh, FlatMeshMaker, MeshOptions
+from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.parallel_groups import ParallelGroups
 from hf_zero.distributed.process_group import get_rank, get_world_size, group_backend
 from hf_zero.distributed.rank_status import first_line
 from hf_zero.distributed.recovery import PassTracker
 from hf_zero.distributed.store import StoreMessages
 from hf_zero.distributed.watchdog import Watchdog
-from hf_zero.distributed.world_group import barrier, broadcast, get_world_group
+from hf_zero.distributed.world_group import get_world_group
 
 
 class Mesh:
-    """The ranks of one engine as a mesh of ``shards`` × replicas, and the store in which they
-    agree.
+    """The ranks of one engine, its peers, and the store in which they agree.
+
+    A flat buffer that nothing cuts but ZeRO lies on all of them, ``shards`` x replicas
+    (:attr:`whole`). Where ``parallel`` splits the model among ranks, others lie on those that hold
+    the same part (:meth:`of`); peers then are the ranks of this one's pipeline stage.
     """
 
     def __init__(
@@ -33,18 +41,15 @@ class Mesh:
         shards: int,
         device: torch.device,
         timeout: float = DEFAULT_TIMEOUT,
-        updates: bool = False,
-        node: int = 1,
+        options: MeshOptions = DATA_PARALLEL,
+        parallel: ParallelGroups | None = None,
     ):
-        """``updates``: another communicator over the shards, for a thread that gathers updated
-        parameters and all else. ``node``: each so many ranks of a shard group are one dimension
-        more, for gathers alone.
-        """
-        self.rank, self.world = get_rank(), get_world_size()
+        self.rank = get_rank()
+        self.dims = parallel.dims if parallel is not None else ParallelDims(get_world_size())
+        self.ranks = self.dims.ranks_sharing(self.rank)  # the peers, with this one
+        self.world = len(self.ranks)
         self.stats = CollectiveStats()
-        self.timeout = timeout
-        backend = group_backend(device)
-        self.device = device
+        self.device, self.timeout = device, timeout
         # waiting for a collective blocks the host, not a stream
         self.blocks = kinds.is_host(device)
         self.watchdog = Watchdog(enabled=False)
@@ -52,52 +57,63 @@ class Mesh:
         self.name = "engine"
         logs: dict[str, CollectiveLog] = {}
         board = None
-        if self.world > 1 and backend != "fake":
+        backend = group_backend(device)
+        if self.dims.world > 1 and backend != "fake":
             world = get_world_group()
             world.log.timeout = timeout
             self.watchdog, board = world.watchdog, world.recovery_board
-            store = dist.distributed_c10d._get_default_store()
-            self.name = f"engine {store.add(f'hf_zero/engines/{self.rank}', 1)}"
-            logs["agreements"] = log = CollectiveLog(
-                f"agreements of {self.name}", range(self.world), timeout, native=False
+            logs["agreements"] = self._meet()
+        making = FlatMeshMaker(
+            DimMaker(self.rank, device, backend, self.watchdog, timeout),
+            self.dims,
+            self.name,
+            self.stats,
+            shards,
+            options,
+        )
+        self.peers = making.group(())
+        self._of = {axes: making.flat_mesh(axes) for axes in options.cuts}
+        self.whole = self._of[()]
+        self.shard, self.replicate = self.whole.shard, self.whole.replicate
+        # Numbers of all ranks are summed over ``sums``, where those of each count once, and are
+        # the same along ``repeats``: the shards of one replica; all peers, where flat buffers
+        # differ in their ranks.
+        self.sums, self.repeats = making.sums(self.whole)
+        # the other stages of a pipeline, whose gradients have a part in the norm
+        self.stages = parallel.along("pipeline") if parallel is not None else making.alone()
+        logs |= making.logs | (parallel.logs if parallel is not None else {})
+        self.passes = PassTracker(
+            self.name, self.rank, self.ranks, logs, self.watchdog, timeout, board
+        )
+
+    def of(self, axes: tuple[str, ...], partial: bool = False) -> FlatMesh:
+        """The ranks of flat buffers that are cut by ``axes`` beside ZeRO. ``partial``: each
+        tensor-parallel rank has a part of their gradient.
+        """
+        return replace(self._of[axes], gain=float(self.dims.tensor)) if partial else self._of[axes]
+
+    def _meet(self) -> CollectiveLog:
+        """Agree with the peers on the making of an engine; the log of its agreements."""
+        store = dist.distributed_c10d._get_default_store()
+        rank_status = self.watchdog.rank_status
+        stage = f" of stage {self.dims.coordinate(self.rank, 'pipeline')}"
+        self.name = f"engine {store.add(f'hf_zero/engines/{self.rank}', 1)}"
+        self.name += stage if self.dims.pipeline > 1 else ""
+        log = CollectiveLog(f"agreements of {self.name}", self.ranks, self.timeout, native=False)
+        if rank_status is not None:
+            rank_status.register(log)
+        shared = dist.PrefixStore(f"hf_zero/{self.name}", store)
+        if self.world > 1:
+            self.consensus = Consensus(
+                shared, self.rank, self.ranks, self.timeout, self.watchdog, log
             )
-            if self.watchdog.rank_status is not None:
-                self.watchdog.rank_status.register(log)
-            shared = dist.PrefixStore(f"hf_zero/{self.name}", store)
-            self.consensus = Consensus(shared, self.rank, self.world, timeout, self.watchdog, log)
             # Making groups blocks in native code, where a rank that does not come cannot be named.
             self.consensus.gathers.agree("initialize", (0, 0), lambda _: "making of the engine")
-            if self.watchdog.rank_status is not None:
-                rank_hosts.learn(store, self.rank, self.world)
-                if self.watchdog.rank_status.store_host is not None:
-                    # while it can still be asked
-                    self.watchdog.rank_status.learn_identity(self.watchdog.rank_status.store_host)
-        rows = [list(range(start, start + shards)) for start in range(0, self.world, shards)]
-        columns = [list(range(start, self.world, shards)) for start in range(shards)]
-        self.shard = self._axis(rows, backend, "", device)
-        self.replicate = self._axis(columns, backend, " across replicas", device)
-        self.updates = (
-            self._axis(rows, backend, " of updates", device, self._quiet(), places=1)
-            if updates and shards > 1
-            else None
-        )
-
-        self.node: MeshDim | None = None
-        if node > 1:
-            nodes = [row[at : at + node] for row in rows for at in range(0, shards, node)]
-            self.node = self._axis(nodes, backend, " in a node", device, places=1)
-
-        named = [(self.shard, ""), (self.replicate, " over replicas")]
-        if self.node is not None:
-            named.append((self.node, " in a node"))
-        for axis, kind in named:
-            if axis.size > 1:
-                for each in (axis.gathers, axis.reductions):
-                    each.issue_deferred = get_world_group().deferred.issue
-                logs |= {f"gathers{kind}": axis.gathers, f"reductions{kind}": axis.reductions}
-        self.passes = PassTracker(
-            self.name, self.rank, self.world, logs, self.watchdog, timeout, board
-        )
+        if rank_status is not None:
+            rank_hosts.learn(store, self.rank, self.dims.world)
+            if rank_status.store_host is not None:
+                rank_status.learn_identity(rank_status.store_host)  # while it can still be asked
+        return log
 
     def issue_before_others(self, issue: Callable[[], None]) -> None:
         """Have ``issue``, a method whose object is held weakly, called before each collective of
@@ -105,57 +121,11 @@ class Mesh:
         """
         get_world_group().deferred.add(issue)
 
-    def _quiet(self) -> Watchdog:
-        """A watch that knows what ends this rank, and leaves the watching to the caller that waits
-        for the thread: a rank waits for one thing.
-        """
-        watchdog = Watchdog(enabled=False)
-        watchdog.rank_status = self.watchdog.rank_status
-        return watchdog
-
-    def _axis(
-        self,
-        sets: list[list[int]],
-        backend: str,
-        kind: str,
-        device: torch.device,
-        watchdog: Watchdog | None = None,
-        places: int = 2,
-    ) -> MeshDim:
-        mine, groups = next(ranks for ranks in sets if self.rank in ranks), [None, None]
-        if len(mine) > 1:
-            for place in range(places):
-                for ranks in sets:
-                    # Of the device's backend alone, which need not be the only one of the job's
-                    # group.
-                    own = None if kinds.is_host(device) else backend
-                    made = dist.new_group(
-                        ranks, timeout=timedelta(seconds=self.timeout + MARGIN_SECONDS), backend=own
-                    )
-                    if self.rank in ranks:
-                        groups[place] = made
-        name = f"{self.name}{kind}"
-        if not kinds.is_host(device):
-            # Communicators are made by their first collective, which takes memory and blocks the
-            # host: not in the midst of a backward.
-            for made in filter(None, groups):
-                with self.watchdog.watching(
-                    PendingCollective(f"the communicators of {name}", needs=tuple(mine))
-                ):
-                    dist.all_reduce(torch.zeros(1, device=device), group=made)
-        return MeshDim(
-            mine,
-            self.rank,
-            DimGroups(groups[0], groups[1], backend, device),
-            self.stats,
-            watchdog or self.watchdog,
-            name,
-            self.timeout,
-        )
-
     @property
     def _axes(self) -> list[MeshDim]:
-        return [self.shard, self.replicate, *filter(None, (self.updates, self.node))]
+        of_flats = [(m.shard, m.replicate, m.updates, m.node) for m in self._of.values()]
+        sums = () if self.sums is self.shard else (self.sums,)
+        return [axis for axes in (*of_flats, sums) for axis in axes if axis is not None]
 
     def close(self, groups: bool = True, why: str = "destroyed its engine") -> None:
         """Let go of threads and, with ``groups``, of the process groups; collectives of this
@@ -179,19 +149,26 @@ class Mesh:
             self.watchdog.rank_status.last_error = "" if error is None else first_line(error)
 
     def barrier(self) -> None:
-        barrier()
+        """Wait for all peers."""
+        if self.peers is not None:
+            self.peers.barrier()
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Copy global rank ``source``'s ``tensor`` to every rank, in place."""
-        if self.world > 1 and tensor.numel():
+    def broadcast(self, tensor: torch.Tensor, within: FlatMesh | None = None) -> None:
+        """Copy the ``tensor`` of the first of the peers, or of the ranks ``within``, to every rank
+        of them, in place.
+        """
+        group = self.peers if within is None else within.group
+        if group is not None and tensor.numel():
             self.stats.record("broadcast", "", tensor.nbytes)
-            broadcast(tensor, source)
+            group.broadcast(tensor, group.ranks[0])
 
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        return value if self.world == 1 else get_world_group().broadcast_object(value, source)
+    def broadcast_object(self, value: Any) -> Any:
+        """``value`` of the first of the peers."""
+        return value if self.peers is None else self.peers.broadcast_object(value)
 
     def all_gather_object(self, value: Any, what: str = "objects") -> list[Any]:
-        return [value] if self.world == 1 else get_world_group().all_gather_object(value, what)
+        """``value`` of each peer, in the order of :attr:`ranks`."""
+        return [value] if self.peers is None else self.peers.all_gather_object(value, what)
 
     def store_messages(self, topic: str) -> StoreMessages | None:
         """What a thread uses to talk to those of the other ranks; None for one rank, and where

@@ -61,7 +61,7 @@ class PassTracker:
         self,
         name: str,
         rank: int,
-        world: int,
+        ranks: Sequence[int],
         logs: Mapping[str, CollectiveLog],
         watchdog: Watchdog,
         timeout: float,
@@ -71,7 +71,7 @@ class PassTracker:
         after an exception meet, None where they share no store.
         """
         self.name = name
-        self._rank, self._ranks = rank, range(world)
+        self._rank, self._ranks = rank, tuple(ranks)
         self._logs = dict(logs)
         self._watchdog, self._timeout = watchdog, timeout
         self._passes: deque[_Pass] = deque(maxlen=BEGINNINGS)

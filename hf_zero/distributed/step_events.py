@@ -27,10 +27,10 @@ class StepEvents:
     on all ranks.
     """
 
-    def __init__(self, store: Any, rank: int, world: int, waits: StoreWait):
+    def __init__(self, store: Any, rank: int, ranks: Sequence[int], waits: StoreWait):
         self._store = store
         self._rank = rank
-        self._world = world
+        self._ranks = tuple(ranks)
         self._waits = waits
         self._step = 0
         self._heard: set[int] = set()  # requests of other ranks, since the last step
@@ -65,7 +65,7 @@ class StepEvents:
         self._store.set(f"fetch/{number}", "|".join(map(str, (self._rank, about, epoch, *peers))))
         steps = [self._step]
         try:
-            for rank in range(self._world):
+            for rank in self._ranks:
                 if rank == self._rank:
                     continue
                 # also of those that serve nothing: all must know of it

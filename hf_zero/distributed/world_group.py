@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,121 +12,81 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_zero.distributed.collective_handle import Handle
 from hf_zero.distributed.collective_log import CollectiveLog
 from hf_zero.distributed.collectives import (
     BLOCKING,
     CPU,
     DEFAULT_TIMEOUT,
     abort,
-    tagged_barrier,
 )
 from hf_zero.distributed.deferred import DeferredCollectives
 from hf_zero.distributed.process_group import (
-    backend_serving,
-    backends_for,
     default_device,
     get_world_size,
     group_backend,
     is_initialized,
 )
+from hf_zero.distributed.rank_group import RankGroup
 from hf_zero.distributed.rank_status import RankStatus, first_line
 from hf_zero.distributed.recovery import RecoveryBoard
 from hf_zero.distributed.store import TimeoutStore
 from hf_zero.distributed.watchdog import Watchdog
-from hf_zero.errors import ConfigError, RankMismatchError
+from hf_zero.errors import RankMismatchError
 
 
-class WorldGroup:
-    """All ranks of the job, over the default group: seldom used, blocking collectives, each
-    agreed on before.
-    """
+class WorldGroup(RankGroup):
+    """All ranks of the job, over the default group."""
 
     def __init__(self, store: Any) -> None:
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        rank, self.world = dist.get_rank(), dist.get_world_size()
         backend = str(dist.get_backend())
         rank_status: RankStatus | None = None
         self.recovery_board: RecoveryBoard | None = None
         if self.world > 1 and backend not in ("threaded", "fake"):
             shared = dist.PrefixStore("hf_zero/ranks", store)
-            number = shared.add(f"made/{self.rank}", 1)
+            number = shared.add(f"made/{rank}", 1)
             agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             # a client of its own: calls of others block theirs
             own = TimeoutStore(dist.PrefixStore(str(number), shared))
-            rank_status = RankStatus(own, self.rank, self.world, None if agent else 0)
-            self.recovery_board = RecoveryBoard(own, self.rank)
-        self.watchdog = Watchdog(
+            rank_status = RankStatus(own, rank, self.world, None if agent else 0)
+            self.recovery_board = RecoveryBoard(own, rank)
+        watchdog = Watchdog(
             enabled=rank_status is not None,
             rank_status=rank_status,
             poll=self.recovery_board.answer_statements if self.recovery_board is not None else None,
         )
-        self._agrees = rank_status is not None and group_backend(CPU) == "gloo"
         off = partial(
-            abort, dist.group.WORLD, group_backend(CPU), self.world, self.rank, default_device()
+            abort, dist.group.WORLD, group_backend(CPU), self.world, rank, default_device()
         )
         native = group_backend(CPU) in BLOCKING  # another backend tells of no peer that dies
-        self.log = CollectiveLog(
-            "calls of all ranks", range(self.world), DEFAULT_TIMEOUT, off, native
-        )
+        log = CollectiveLog("calls of all ranks", range(self.world), DEFAULT_TIMEOUT, off, native)
+        agrees = rank_status is not None and group_backend(CPU) == "gloo"
+        super().__init__(range(self.world), rank, None, log, watchdog, agrees)
         if rank_status is not None:
-            rank_status.register(self.log)
+            rank_status.register(log)
         self.deferred = DeferredCollectives()
         self.log.issue_deferred = self.deferred.issue
 
-    def _call(self, what: str, call: Callable[[], Any], source: int | None = None) -> Any:
-        pending = self.log.issue(
-            what, None if source is None else () if source == self.rank else (source,)
+    def part(self, ranks: Sequence[int], group: Any, timeout: float) -> RankGroup:
+        """Some of them, this rank among them, over ``group``, which is theirs; all of them where
+        it is None and they are all. What they wait for is watched like what all do.
+        """
+        if len(ranks) == self.world:
+            return self
+        off = partial(
+            abort,
+            group,
+            group_backend(CPU),
+            len(ranks),
+            list(ranks).index(self.rank),
+            default_device(),
         )
-        late = (
-            tagged_barrier(pending, range(self.world), self.rank, None, self.watchdog, source)
-            if self._agrees
-            else []
-        )
-        try:
-            with self.watchdog.watching(pending):
-                answer = call()
-        except RuntimeError as error:
-            raise self.watchdog.explain_failure(pending, error) from error
-        Handle(late, self.watchdog, pending).wait()
-        return answer
-
-    def barrier(self) -> None:
-        self._call("barrier", dist.barrier)
-
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        if tensor.device.type == CPU.type and not backend_serving(CPU):
-            raise ConfigError(
-                f"the process group ({dist.get_backend_config()}) has no backend for tensors on "
-                f"{tensor.device.type}, where a parameter lies that is "
-                "to be the same on all ranks; make the group with "
-                f"init_process_group({backends_for(default_device())!r}), leave that to "
-                "hf_zero.init_distributed(), or move the parameter to the device"
-            )
-        # As bytes: not every backend knows every dtype. Bits of a conjugate or negative view, and
-        # of one with gaps, are those of a copy.
-        held = tensor.resolve_conj().resolve_neg().contiguous()
-        flat = held.as_strided((held.numel(),), (1,)).view(torch.uint8)
-        self._call(
-            f"broadcast of {tuple(tensor.shape)} {tensor.dtype} from rank {source}",
-            lambda: dist.broadcast(flat, source),
-            source,
-        )
-        if held.data_ptr() != tensor.data_ptr() or tensor.is_conj() or tensor.is_neg():
-            tensor.copy_(held)
-
-    def broadcast_object(self, value: Any, source: int = 0, what: str = "an object") -> Any:
-        box = [value]
-        self._call(
-            f"broadcast of {what} from rank {source}",
-            lambda: dist.broadcast_object_list(box, source),
-            source,
-        )
-        return box[0]
-
-    def all_gather_object(self, value: Any, what: str = "objects") -> list[Any]:
-        box: list[Any] = [None] * self.world
-        self._call(f"exchange of {what}", lambda: dist.all_gather_object(box, value))
-        return box
+        name = f"calls of ranks {', '.join(map(str, ranks))}"
+        log = CollectiveLog(name, ranks, timeout, off, self.log.native)
+        if self.watchdog.rank_status is not None:
+            self.watchdog.rank_status.register(log)
+        log.issue_deferred = self.deferred.issue
+        return RankGroup(ranks, self.rank, group, log, self.watchdog, self._agrees)
 
 
 _world_groups: weakref.WeakKeyDictionary[Any, WorldGroup] = weakref.WeakKeyDictionary()

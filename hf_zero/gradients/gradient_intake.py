@@ -176,8 +176,8 @@ def dense(flat: FlatBuffer, place: int, grad: torch.Tensor) -> torch.Tensor:
     """``grad``, the sparse gradient of the parameter at ``place`` of ``flat``, as a dense
     tensor; the log says so once.
     """
-    if flat.mesh not in _warned:
-        _warned.add(flat.mesh)
+    if flat.engine_mesh not in _warned:
+        _warned.add(flat.engine_mesh)
         log_rank0(
             f"the gradient of {flat.layout.slots[place].name} is sparse and is made dense, because "
             "flat buffers travel whole; "

@@ -319,12 +319,11 @@ class GradientReducer:
         self._offload.finish_sums()
         settle_left_out(self._order.units)
 
-    @property
-    def unreduced(self) -> float:
-        """What an accumulated gradient is a multiple of that is the same on all ranks: its average
-        is yet to be taken.
+    def unreduced(self, flat: FlatBuffer) -> float:
+        """What an accumulated gradient of ``flat`` is a multiple of that is the same on all its
+        ranks: its average is yet to be taken.
         """
-        return 1.0 / (self._mesh.world * self._intake.scaling.post)
+        return 1.0 / (flat.mesh.size * flat.mesh.gain * self._intake.scaling.post)
 
     def wait(self) -> None:
         """Return when every gradient that was reduced can be read."""
@@ -402,7 +401,7 @@ class GradientReducer:
             before = self._intake.scaling.before(batch.weight, on_the_wire=True) * batch.unscale
             flat.gradient.mark_used(take_in(flat, wire, False, before))
             after = self._intake.scaling.after(batch.weight, on_the_wire=True)
-            self._reductions.add(flat, wire, wire, after)
+            self._reductions.add(flat, wire, wire, after * flat.mesh.gain)
 
     @property
     def local_scale(self) -> float:
@@ -412,10 +411,8 @@ class GradientReducer:
     def _send_accumulated(self, flat: FlatBuffer) -> None:
         if flat.gradient.stays_local:
             return
-        accumulated, scale = (
-            flat.gradient.accumulated_grad,
-            self._intake.scaling.after(self._batch.weight),
-        )
+        accumulated = flat.gradient.accumulated_grad
+        scale = self._intake.scaling.after(self._batch.weight) * flat.mesh.gain
         assert accumulated is not None
         dtype = self._wire_dtype or flat.dtype
         encoded = flat.spec.reduce_codec is not None

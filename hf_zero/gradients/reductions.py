@@ -71,9 +71,7 @@ class Reductions:
         self._buffers = buffers
         self._offload = offload
         self._kernels = kernels
-        # a sum over two axes is two messages a flat buffer
-        both = mesh.shard.size > 1 and mesh.replicate.size > 1
-        self._pack = Pack(0 if both or mesh.world == 1 else packed)  # of those that wait
+        self._pack = Pack(packed if mesh.world > 1 else 0)  # of those that wait
         self._before_wait = before_wait
         self.waiting: list[_Reduction] = []  # for others, to be sent in one message
         self._messages: list[_Message] = []
@@ -107,25 +105,28 @@ class Reductions:
         """
         elements = flat.layout.padded
         # small ones that wait go on waiting for others
-        if elements > self._pack.limit or flat.spec.reduce_codec is not None:
+        if not self._is_small(flat):
             self._send([_Reduction(flat, wire, scale, acquired)])
             return
-        if not self._pack.has_room(elements, wire.dtype):
+        if not self._pack.has_room(elements, wire.dtype, flat.mesh):
             self.flush()
         self.waiting.append(_Reduction(flat, wire, scale, acquired))
-        self._pack.add(elements, wire.dtype)
+        self._pack.add(elements, wire.dtype, flat.mesh)
 
     def flush_unless_fits(self, flats: Sequence[FlatBuffer]) -> None:
         """Send what waits, unless small ones among ``flats``, which come next, may travel with
         it.
         """
-        small = [
-            flat.layout.padded
-            for flat in flats
-            if flat.layout.padded <= self._pack.limit and flat.spec.reduce_codec is None
-        ]
+        small = [flat.layout.padded for flat in flats if self._is_small(flat)]
         if not small or not self._pack.has_room(sum(small)):
             self.flush()
+
+    def _is_small(self, flat: FlatBuffer) -> bool:
+        """Whether the gradient of ``flat`` may travel with others. A sum over two axes is two
+        messages a flat buffer.
+        """
+        two = flat.mesh.shard.size > 1 and flat.mesh.replicate.size > 1
+        return flat.layout.padded <= self._pack.limit and flat.spec.reduce_codec is None and not two
 
     def flush(self) -> None:
         """Send what waits, in one message."""
@@ -136,8 +137,8 @@ class Reductions:
 
     def _send(self, reductions: Sequence[_Reduction]) -> None:
         """Send ``reductions`` in one message."""
-        shard, replicate, part = self._mesh.shard, self._mesh.replicate, None
         wires, flat = [each.wire for each in reductions], reductions[0].flat
+        shard, replicate, part = flat.mesh.shard, flat.mesh.replicate, None
         key = flat.key if len(reductions) == 1 else f"{flat.key}..{reductions[-1].flat.key}"
         if len(reductions) > 1 and flat.layout.shards > 1:
             handles = shard.reduce_packed(wires, key)
@@ -211,7 +212,7 @@ class Reductions:
         if part is not None:
             with span("wait_reduction", flat.key):
                 handle.reduce_into(part, False, 1.0)
-            handle = self._mesh.replicate.all_reduce(part, flat.key, ordered=True)
+            handle = flat.mesh.replicate.all_reduce(part, flat.key, ordered=True)
         assert gradient.shard is not None
         if gradient.offloaded and self._offload.copies:
             gradient.mark_reduced(self._send_to_host(reduction, handle, adds))

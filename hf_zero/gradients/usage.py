@@ -42,7 +42,7 @@ class Usage:
         # of a rank that has used everything
         self._all = self._message(self._flats, [flat.gradient.all_used for flat in self._flats])
         self._units: dict[Unit, tuple[torch.Tensor, Handle]] = {}
-        for axis in (mesh.shard, mesh.replicate):
+        for axis in (mesh.sums, mesh.repeats, mesh.stages):
             axis.allow_small_sums(2 + self._all.numel())
 
     def _message(self, flats: Sequence[FlatBuffer], used: Sequence[int]) -> torch.Tensor:
@@ -62,25 +62,26 @@ class Usage:
         )
 
     def agree(self, numbers: torch.Tensor, step: int) -> torch.Tensor:
-        """The sum over the shard axis of ``numbers`` (a few, fp64); flats learn which of their
-        parameters are unused (collective).
+        """The sum over all ranks of ``numbers`` (a few, fp64), of which each replica has all; flats
+        learn which of their parameters are unused (collective).
         """
-        shard, replicate = self._mesh.shard, self._mesh.replicate
+        sums, repeats = self._mesh.sums, self._mesh.repeats
+        self._mesh.stages.all_reduce(numbers, "gradient norm of stages").wait()
         complete = _complete(self._flats)
         words = (
             self._all
             if complete
             else self._message(self._flats, [flat.gradient.used for flat in self._flats])
         )
-        if shard.size > 1:
+        if sums.size > 1:
             both = torch.cat([numbers, words])
-            shard.all_reduce(both, "gradient norm").wait()
+            sums.all_reduce(both, "gradient norm").wait()
             numbers, words = both[: numbers.numel()], both[numbers.numel() :]
-        if replicate.size > 1:
+        if repeats.size > 1:
             words = words.clone()
             # Its name shows a rank that is at another micro-batch.
-            handle = replicate.verify_same_collective(
-                f"step {step} after {replicate.reductions.sequence_number} reductions", words
+            handle = repeats.verify_same_collective(
+                f"step {step} after {repeats.reductions.sequence_number} reductions", words
             )
             if not complete:
                 handle.wait()
@@ -93,7 +94,7 @@ class Usage:
         (collective).
         """
         words = self._message(self._flats, [flat.gradient.used for flat in self._flats])
-        for axis in (self._mesh.shard, self._mesh.replicate):
+        for axis in (self._mesh.sums, self._mesh.repeats):
             if axis.size > 1:
                 axis.all_reduce(words, "parameters that have a gradient").wait()
         return [
@@ -107,7 +108,7 @@ class Usage:
         """As :meth:`agree` for one unit, whose last gradients of the window are on the wire;
         :meth:`receive` follows (collective).
         """
-        axis = self._mesh.shard if self._mesh.shard.size > 1 else self._mesh.replicate
+        axis = self._mesh.sums if self._mesh.sums.size > 1 else self._mesh.repeats
         words = self._message(unit.trainable, [flat.gradient.used for flat in unit.trainable])
         if unit in self._units:
             self._units[unit][1].wait()
@@ -119,8 +120,8 @@ class Usage:
     def receive(self, unit: Unit) -> None:
         words, handle = self._units.pop(unit)
         handle.wait()
-        if self._mesh.shard.size > 1 and self._mesh.replicate.size > 1:
-            self._mesh.replicate.all_reduce(
+        if self._mesh.sums.size > 1 and self._mesh.repeats.size > 1:
+            self._mesh.repeats.all_reduce(
                 words, f"used parameters of {unit.label}", ordered=True
             ).wait()
         if not _complete(unit.trainable):

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.parameters.parameter import OwnedParameter, given_class, owned_class
+from hf_zero.parameters.sharding import sharding_of
 
 
 def attached(parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -72,11 +73,14 @@ def refusal(parameter: torch.Tensor, device: torch.device) -> str | None:
 
 
 def share(parameters: Iterable[torch.Tensor], mesh: Mesh) -> None:
-    """Give the tensors attached to ``parameters`` rank 0's values, in place (collective)."""
+    """Give the tensors attached to ``parameters`` the values of the first rank that holds the
+    parameter, in place (collective).
+    """
     for parameter in parameters:
+        within = mesh.of(sharding_of(parameter).axes)
         for _, tensor in attached(parameter):
             if tensor.is_contiguous():
-                mesh.broadcast(tensor, 0)
+                mesh.broadcast(tensor, within)
 
 
 def _combines(kind: Any) -> bool:

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from hf_zero.distributed.codec import Codec
+from hf_zero.distributed.flat_mesh import FlatMesh
 from hf_zero.ops.sign_blocks import SignBlocks
 from hf_zero.parameters.layout import FlatLayout
+from hf_zero.parameters.sharding import WHOLE, Sharding
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +26,8 @@ class FlatSpec:
     this one writes them into checkpoints. owned: the elements ``[start, stop)`` of the buffer that
     this rank owns. reduce_codec, gather_codec: how its gradient travels in a reduce-scatter, and
     its values in an all-gather of shards, or of what a step has updated; None: as they are.
-    momentum_blocks: how its momentum travels, if its optimizer sends that.
+    momentum_blocks: how its momentum travels, if its optimizer sends that. mesh: the ranks that
+    hold its values. sharding: what is said of its parameters' ranks, without their boxes.
     """
 
     number: int
@@ -40,6 +43,8 @@ class FlatSpec:
     reduce_codec: Codec | None = None
     gather_codec: Codec | None = None
     momentum_blocks: SignBlocks | None = None
+    mesh: FlatMesh | None = None
+    sharding: Sharding = WHOLE
 
     @property
     def owned_numel(self) -> int:

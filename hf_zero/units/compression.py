@@ -102,7 +102,7 @@ UNCOMPRESSED = Compression()
 def report(flats: Sequence[FlatBuffer], wire: torch.dtype | None) -> None:
     """Log, on rank 0, what travels in few bits, and the bytes of its messages."""
     chosen = [flat for flat in flats if flat.spec.reduce_codec or flat.spec.gather_codec]
-    if not chosen or chosen[0].mesh.rank != 0:
+    if not chosen or chosen[0].engine_mesh.rank != 0:
         return
     said = []
     trains = [flat for flat in flats if flat.trainable and flat.layout.shards > 1]

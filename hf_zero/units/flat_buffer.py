@@ -19,6 +19,7 @@ from torch import nn
 
 from hf_zero.device import streams
 from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.flat_mesh import FlatMesh
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.parameters.flat_spec import FlatSpec, reading
@@ -72,8 +73,9 @@ class FlatBuffer:
     raw: bool = reading("spec.raw")
     writes: bool = reading("spec.writes")
     number: int = reading("spec.number")
-    mesh: Mesh = reading("engine_flats.mesh")
-    axis: MeshDim = reading("engine_flats.mesh.shard")
+    mesh: FlatMesh = reading("spec.mesh")
+    axis: MeshDim = reading("spec.mesh.shard")
+    engine_mesh: Mesh = reading("engine_flats.mesh")
     engine: Callable[[], Any] = reading("engine_flats.engine")
     # whether the parameter shard lives elsewhere than on the compute device
     is_away: bool = reading("_storage.offloaded")

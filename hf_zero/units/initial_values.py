@@ -12,6 +12,7 @@ from torch import nn
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.parameters.parameter import name_of, owner_of
 from hf_zero.parameters.pending import source_of
+from hf_zero.parameters.sharding import sharding_of
 from hf_zero.units.flat_buffer import EngineFlats, FlatBuffer
 
 T = TypeVar("T")
@@ -76,8 +77,8 @@ class FormerValues:
 def fill_whole(
     flat: FlatBuffer, full: torch.Tensor, mesh: Mesh, former: FormerValues
 ) -> torch.Tensor:
-    """Rank 0's values into ``full``; returned in the precision they came in, for the master
-    weights: [padded].
+    """The values of the first rank that holds ``flat`` into ``full``; returned in the precision
+    they came in, for the master weights: [padded].
     """
     given = {parameter.dtype for parameter, _ in flat.items}
     widest = flat.dtype if given <= {flat.dtype} else torch.float32
@@ -90,7 +91,7 @@ def fill_whole(
     for parameter, slot in flat.items:
         values[slot.offset : slot.end].view(slot.shape).copy_(former.values(parameter))
         parameter.__dict__.pop("_hf_zero_source", None)
-    mesh.broadcast(values, 0)
+    mesh.broadcast(values, flat.mesh)
     if values is not full:
         full.copy_(values)
     return values
@@ -147,10 +148,10 @@ def read_own(flat: FlatBuffer, mesh: Mesh, former: FormerValues, staging: Stagin
                 whole = former.values(parameter).detach().to(values.device).contiguous()
             else:
                 staged = staging.take(math.prod(slot.shape), source.dtype)
-                if mesh.rank == 0:
+                if flat.mesh.is_first:
                     former.attempt(source.read, 0, staged)
                 whole = staged.to(values.device)
-            mesh.broadcast(whole, 0)
+            mesh.broadcast(whole, flat.mesh)
             values[start:stop].copy_(whole.reshape(-1)[first : first + stop - start])
         parameter.__dict__.pop("_hf_zero_source", None)
     return values
@@ -160,14 +161,15 @@ def read_own(flat: FlatBuffer, mesh: Mesh, former: FormerValues, staging: Stagin
 def place_buffers(
     model: nn.Module, device: torch.device, mesh: Mesh, dtype: torch.dtype | None = None
 ) -> None:
-    """Buffers stay whole; they move to the device and take rank 0's values. Those of floating
-    point are cast to ``dtype``; None: they keep theirs.
+    """Buffers stay whole; they move to the device and take the values of the first rank that
+    holds them. Those of floating point are cast to ``dtype``; None: they keep theirs.
     """
     moved: dict[int, torch.Tensor] = {}  # a buffer of two modules stays one
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
+            sharding = sharding_of(buffer)
             if id(buffer) in moved:
                 module._buffers[name] = moved[id(buffer)]
                 continue
@@ -175,7 +177,7 @@ def place_buffers(
             if buffer.device != device or buffer.dtype != wanted:
                 module._buffers[name] = moved[id(buffer)] = buffer.to(device, wanted)
                 buffer = moved[id(buffer)]
-            mesh.broadcast(_without_repeats(buffer), 0)
+            mesh.broadcast(_without_repeats(buffer), mesh.of(sharding.axes))
 
 
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from hf_zero.parameters import attributes
 from hf_zero.parameters.flat_spec import FlatSpec
 from hf_zero.parameters.layout import ALIGNMENT, FlatLayout
 from hf_zero.parameters.parameter import owner_of
+from hf_zero.parameters.sharding import Sharding, sharding_of
 from hf_zero.parameters.wrap import UnitSpec
 from hf_zero.storage.placement import Placement
 from hf_zero.units.compression import UNCOMPRESSED, Compression
@@ -173,7 +175,7 @@ def _check_alike(specs: Sequence[UnitSpec], group_of: Mapping[str, int], mesh: M
         return
     lines = [
         f"{name} {attributes.describe(parameter)}{tuple(parameter.shape)} {parameter.dtype} group "
-        f"{group_of.get(name)} in unit {spec.name or '(root)'}"
+        f"{group_of.get(name)} in unit {spec.name or '(root)'} {sharding_of(parameter).key}"
         for spec in specs
         for name, parameter in spec.parameters
     ]
@@ -183,7 +185,8 @@ def _check_alike(specs: Sequence[UnitSpec], group_of: Mapping[str, int], mesh: M
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         difference = sorted(set(all_lines[0]) ^ set(all_lines[other]))[:4]
         raise RankMismatchError(
-            f"ranks 0 and {other} hold different models: {difference}; build the same model with "
+            f"ranks {mesh.ranks[0]} and {mesh.ranks[other]} hold different models: {difference}; "
+            "build the same model with "
             "the same optimizer groups on every rank"
         )
 
@@ -200,7 +203,9 @@ def _plan_unit(
     compression: Compression,
     moments: Sequence[tuple[str, ...]],
 ) -> Unit:
-    kinds: dict[tuple[bool, torch.dtype, bool, Policy, bool, str], dict[str, nn.Parameter]] = {}
+    kinds: dict[
+        tuple[bool, torch.dtype, bool, Policy, bool, str, Sharding], dict[str, nn.Parameter]
+    ] = {}
     # Ordered by group, so that a group's elements in a unit are one run; odd sizes last, so that
     # the others start aligned.
     for name, parameter in sorted(
@@ -217,10 +222,12 @@ def _plan_unit(
         compressed = not raw and compression.takes(parameter, trains)
         differ = trains and len(set(moments)) > 1
         kept = "+".join(moments[group_of[name]]) if differ else ""
-        kind = (trains, dtype, raw, own, compressed, kept)
+        held = replace(sharding_of(parameter), box=None)
+        kind = (trains, dtype, raw, own, compressed, kept, held)
         kinds.setdefault(kind, {})[name] = parameter
-    flats, mesh = [], engine_flats.mesh
-    for (trainable, dtype, raw, own, compressed, kept), parameters in kinds.items():
+    flats = []
+    for (trainable, dtype, raw, own, compressed, kept, held), parameters in kinds.items():
+        mesh = engine_flats.mesh.of(held.axes, held.partial)
         shards = mesh.shard.size if trainable else own.parameter_shards(mesh.shard.size)
         stays = own != policy
         layout = FlatLayout.build(
@@ -232,6 +239,7 @@ def _plan_unit(
         key += "|whole" if stays else ""
         key += "|blocks" if compressed else ""
         key += f"|{kept}" if kept else ""
+        key += f"|{held.key}" if held.key else ""
         codecs = (
             compression.codecs(layout, dtype, trainable, own.shards_parameters, stays)
             if compressed
@@ -253,6 +261,8 @@ def _plan_unit(
             momentum_blocks=compression.momentum_of(layout, dtype)
             if compressed and trainable
             else None,
+            mesh=mesh,
+            sharding=held,
         )
         flats.append(FlatBuffer(spec_of_flat, parameters, engine_flats))
     return Unit(index, spec.name, dict(zip(spec.paths, spec.modules)), flats)

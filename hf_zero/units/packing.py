@@ -1,5 +1,5 @@
-"""Which flat buffers travel in one message: neighbours of one dtype, of a limited number of
-elements together.
+"""Which flat buffers travel in one message: neighbours of one dtype and on the same ranks, of a
+limited number of elements together.
 """
 
 from __future__ import annotations
@@ -8,27 +8,35 @@ from collections.abc import Iterable
 
 import torch
 
+from hf_zero.distributed.flat_mesh import FlatMesh
 from hf_zero.units.flat_buffer import FlatBuffer
 
 
 class Pack:
-    """A message that is filled: ``limit`` elements of one dtype at most."""
+    """A message that is filled: ``limit`` elements of one dtype at most, over one mesh."""
 
     def __init__(self, limit: int):
         self.limit = limit
         self._elements = 0
-        self._dtype: torch.dtype | None = None
+        self._kind: tuple[torch.dtype, FlatMesh] | None = None
 
-    def has_room(self, elements: int, dtype: torch.dtype | None = None) -> bool:
-        """Whether ``elements`` more may travel in it, of ``dtype`` where it is given."""
-        alike = dtype is None or self._dtype in (None, dtype)
+    def has_room(
+        self, elements: int, dtype: torch.dtype | None = None, mesh: FlatMesh | None = None
+    ) -> bool:
+        """Whether ``elements`` more may travel in it, of ``dtype`` and on the ranks of ``mesh``
+        where these are given.
+        """
+        kind = self._kind
+        alike = kind is None or (
+            dtype in (None, kind[0]) and (mesh is None or mesh.axes == kind[1].axes)
+        )
         return alike and self._elements + elements <= self.limit
 
-    def add(self, elements: int, dtype: torch.dtype) -> None:
-        self._elements, self._dtype = self._elements + elements, dtype
+    def add(self, elements: int, dtype: torch.dtype, mesh: FlatMesh) -> None:
+        self._elements, self._kind = self._elements + elements, (dtype, mesh)
 
     def clear(self) -> None:
-        self._elements, self._dtype = 0, None
+        self._elements, self._kind = 0, None
 
 
 def packs(flats: Iterable[FlatBuffer], limit: int) -> list[list[FlatBuffer]]:
@@ -38,9 +46,9 @@ def packs(flats: Iterable[FlatBuffer], limit: int) -> list[list[FlatBuffer]]:
     found: list[list[FlatBuffer]] = []
     pack = Pack(limit)
     for flat in flats:
-        if not found or not pack.has_room(flat.layout.padded, flat.dtype):
+        if not found or not pack.has_room(flat.layout.padded, flat.dtype, flat.mesh):
             found.append([])
             pack.clear()
         found[-1].append(flat)
-        pack.add(flat.layout.padded, flat.dtype)
+        pack.add(flat.layout.padded, flat.dtype, flat.mesh)
     return found

@@ -12,16 +12,9 @@ from torch import nn
 
 from hf_zero.device import kinds, streams
 from hf_zero.distributed.collective_handle import Handle
-from hf_zero.parameters.parameter import (
-    LiveParameter,
-    OwnedParameter,
-    WatchedParameter,
-    become,
-    given_class,
-    owned_class,
-)
 from hf_zero.spans import span
 from hf_zero.units.flat_buffer import FlatBuffer
+from hf_zero.units.parameter_guard import ParameterGuard
 
 
 class State(Enum):
@@ -121,80 +114,6 @@ class UnitForwards:
         self.pinned_by: weakref.WeakSet[RootForward] = weakref.WeakSet()
 
 
-class ParameterGuard:
-    """Which classes the parameters of a gathered unit have: plain ones while their own module is at
-    work, else such that record graphs and views taken of them.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module], sharded: Sequence[FlatBuffer]):
-        self._members = [parameter for flat in sharded for parameter in flat.members]
-        # Where there are several modules: the parameters of each, and those modules that are at
-        # work or were the last to be.
-        owned = set(map(id, self._members))
-        self._own = {
-            module: [p for p in module.parameters() if id(p) in owned]
-            for module in (modules if len(modules) > 1 else ())
-        }
-        self._bare: set[nn.Module] = set()
-        self._watchers = 0
-
-    @property
-    def watched(self) -> bool:
-        """Whether the values were asked for, with :meth:`watch`."""
-        return self._watchers > 0 and bool(self._members)
-
-    @property
-    def gathered_class(self) -> type[OwnedParameter]:
-        """The class of parameters that have just been gathered."""
-        return WatchedParameter if self._own else LiveParameter
-
-    def on(self) -> None:
-        """Let parameters that are here record graphs on them: their own module is not at work."""
-        if not self._own:
-            _become(LiveParameter, WatchedParameter, self._members)
-        for module in self._bare:
-            _become(LiveParameter, WatchedParameter, self._own[module])
-        self._bare.clear()
-
-    def off(self, module: nn.Module | None = None) -> None:
-        """Let the parameters of ``module`` be plain ones while it is at work; None: those of a
-        unit of one module.
-        """
-        if self._watchers:
-            return
-        if not self._own:
-            _become(WatchedParameter, LiveParameter, self._members)
-        elif module is not None and module not in self._bare:
-            self._bare.add(module)
-            _become(WatchedParameter, LiveParameter, self._own[module])
-
-    def watch(self) -> None:
-        """As :meth:`on`, while the values are asked for: until :meth:`unwatch`."""
-        self._watchers += 1
-        if self._watchers == 1:
-            self.on()
-
-    def unwatch(self) -> None:
-        self._watchers -= 1
-
-    def released(self) -> None:
-        """The values are gone: no parameter is plain any more."""
-        self._bare.clear()
-
-
-def _become(
-    before: type[OwnedParameter],
-    after: type[OwnedParameter],
-    parameters: Sequence[nn.Parameter],
-) -> None:
-    for parameter in parameters:
-        kind = type(parameter)
-        if kind is before:
-            parameter.__class__ = after
-        elif kind is owned_class(before, given_class(parameter)):
-            become(parameter, after)
-
-
 class Unit:
     """One module, or several small ones, and the flats that are gathered and released together
     for them.
@@ -214,7 +133,12 @@ class Unit:
         self.guard = ParameterGuard(list(modules.values()), self.sharded)
         self._streams: set[streams.Stream] = set()  # on which forwards ran and gradients come
         self._shared = False  # views of the values may be alive
-        self._handle: Handle | None = None
+        # those of ``sharded`` that travel together, for they have the same ranks
+        self._together = [
+            [flat for flat in self.sharded if flat.axis is axis]
+            for axis in dict.fromkeys(flat.axis for flat in self.sharded)
+        ]
+        self._handles: list[Handle] = []
         self._brought: streams.Event | None = None  # the shards are here, their gather under way
         self._secondary = Secondary.NONE  # alike on all ranks, but for the moment of a wait
         for flat in self.flats:
@@ -308,7 +232,6 @@ class Unit:
         """
         self.finish_gather()
         self.take_user_writes()
-        pairs, codecs = [], []
         with torch.inference_mode(False):
             for flat in self.sharded:
                 storage = flat.full.untyped_storage()
@@ -328,7 +251,7 @@ class Unit:
                     for flat in self.sharded
                     if flat.secondary_shard is not None
                 ]
-                self._handle = node.all_gather(pairs, f"{self.label} in a node")
+                self._handles.append(node.all_gather(pairs, f"{self.label} in a node"))
             else:
                 device = self.sharded[0].full.device
                 away = any(flat.is_away for flat in self.sharded)
@@ -337,10 +260,12 @@ class Unit:
                     # which has used this memory before
                     beside.wait_stream(streams.current_stream(device))
                 with torch.no_grad(), streams.on_stream(beside):
-                    for flat in self.sharded:
-                        pairs.append((flat.full, flat.bring_shard()))
-                        codecs.append(None if exact else flat.spec.gather_codec)
-                    self._handle = self.sharded[0].axis.all_gather(pairs, self.label, codecs)
+                    for flats in self._together:
+                        pairs, codecs = [], []
+                        for flat in flats:
+                            pairs.append((flat.full, flat.bring_shard()))
+                            codecs.append(None if exact else flat.spec.gather_codec)
+                        self._handles.append(flats[0].axis.all_gather(pairs, self.label, codecs))
                     self._brought = streams.record_event(beside) if beside is not None else None
         if self.state is State.RELEASED:
             self.state = State.GATHERING
@@ -356,10 +281,11 @@ class Unit:
         if self._brought is not None:
             streams.current_stream(self.sharded[0].full.device).wait_event(self._brought)
             self._brought = None
-        if self._handle is not None:
+        if self._handles:
+            handles, self._handles = self._handles, []
             with span("wait_all_gather", self.label):
-                self._handle.wait()
-            self._handle = None
+                for handle in handles:
+                    handle.wait()
             if self._secondary is Secondary.COMING:
                 self._keep_secondary()
             for flat in self.sharded:
@@ -404,18 +330,22 @@ class Unit:
         )
 
     def fill(self, chunks: Mapping[int, bytes]) -> None:
-        """Become gathered from the other shards' :meth:`chunk_bytes`, without a collective."""
+        """Become gathered from the :meth:`chunk_bytes` of other ranks (global), without a
+        collective.
+        """
         with torch.inference_mode(False), torch.no_grad():
             at = 0
             for flat in self.sharded:
                 size = flat.layout.chunk * flat.dtype.itemsize
                 flat.make_room()
                 flat.bring_shard()
-                for shard, data in chunks.items():
+                for rank, data in chunks.items():
+                    if rank not in flat.axis.ranks:
+                        continue
                     values = torch.frombuffer(
                         bytearray(data[at : at + size]), dtype=torch.uint8
                     ).view(flat.dtype)
-                    start, stop = flat.layout.rank_range(shard)
+                    start, stop = flat.layout.rank_range(flat.axis.ranks.index(rank))
                     flat.full[start:stop].copy_(values)
                 codec = flat.spec.gather_codec
                 if codec is not None:  # what a gather would have given

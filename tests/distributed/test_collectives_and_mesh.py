@@ -217,7 +217,7 @@ def test_one_rank_runs_every_operation_and_sends_nothing() -> None:
     alone.shard.reduce_scatter(full, "unit").reduce_into(out, True, 0.5)
     assert out.tolist() == [1 + 0.5 * at for at in range(8)]
     alone.replicate.all_reduce(out, "norm").wait()
-    alone.broadcast(out, 0)
+    alone.broadcast(out)
     alone.barrier()
     assert alone.broadcast_object({"a": 1}) == {"a": 1} and alone.all_gather_object("x") == ["x"]
     assert out[2] == 2 and alone.stats == CollectiveStats()
@@ -307,8 +307,8 @@ def test_what_a_rank_of_four_issues_and_counts(rank: int) -> None:
     mesh.shard.all_reduce(torch.zeros(1), "norm").wait()
     mesh.shard.all_reduce(torch.zeros(1), "most", maximum=True).wait()
     mesh.replicate.all_reduce(torch.zeros(1), "nobody").wait()
-    mesh.broadcast(torch.zeros(3), 0)
-    mesh.broadcast(torch.zeros(0), 0)
+    mesh.broadcast(torch.zeros(3))
+    mesh.broadcast(torch.zeros(0))
     assert mesh.stats.log == [
         ("all_gather", "layer.0", 4 * 32 + 2 * 32),
         ("reduce_scatter", "layer.0", 4 * 32),

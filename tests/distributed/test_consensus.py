@@ -34,7 +34,7 @@ def together(
 
     def run(rank: int) -> None:
         try:
-            answers[rank] = fn(Consensus(store, rank, world, timeout), rank)
+            answers[rank] = fn(Consensus(store, rank, range(world), timeout), rank)
         except RankMismatchError as error:
             answers[rank] = error
 
@@ -163,7 +163,7 @@ def test_a_rank_that_is_late_is_named_each_minute_until_the_timeout(
     with pytest.raises(
         RankMismatchError, match="waited 150 s for ranks 2 to join the gather of unit 4"
     ):
-        Consensus(store, 0, 3, 150.0).gathers.agree("forward", (1, 4), say)
+        Consensus(store, 0, range(3), 150.0).gathers.agree("forward", (1, 4), say)
     assert heard == [
         f"rank 0 has waited {waited} s for ranks 2 to join the gather of unit 4 in forward"
         for waited in (60, 120)
@@ -198,7 +198,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def trio(quick: None) -> Iterator[tuple[list[Consensus], list[Chunks], Any]]:
     """Three ranks that serve 37 bytes a unit: three parts, the last one short."""
     store = dist.HashStore()
-    agreements = [Consensus(store, rank, 3, 20.0) for rank in range(3)]
+    agreements = [Consensus(store, rank, range(3), 20.0) for rank in range(3)]
     chunks = [Chunks(rank, 37) for rank in range(3)]
     for consensus, chunk in zip(agreements, chunks):
         consensus.fetches.serve(chunk.of)
@@ -392,7 +392,7 @@ def test_a_chunk_that_cannot_be_read_is_an_error_of_the_rank_that_asks(
             raise ValueError("no such shard")
 
     store, broken = dist.HashStore(), Broken()
-    serving, asking = Consensus(store, 1, 2, 20.0), Consensus(store, 0, 2, 20.0)
+    serving, asking = Consensus(store, 1, range(2), 20.0), Consensus(store, 0, range(2), 20.0)
     serving.fetches.serve(broken.of)
     for _ in range(2):  # the thread lives on
         with pytest.raises(
@@ -454,7 +454,7 @@ def test_those_who_have_heard_of_a_fetch_that_failed_are_told(
             raise ValueError("no such shard")
 
     store, whole, broken = dist.HashStore(), Chunks(2, 4), Broken()
-    asking, breaking, listening = (Consensus(store, rank, 3, 20.0) for rank in range(3))
+    asking, breaking, listening = (Consensus(store, rank, range(3), 20.0) for rank in range(3))
     listening.fetches.serve(whole.of)
     breaking.fetches.serve(broken.of)
     with pytest.raises(RankMismatchError, match="rank 1 could not serve"):
@@ -479,18 +479,18 @@ def test_serving_twice_starts_one_thread(trio: Any) -> None:
 def test_a_peer_that_does_not_serve_is_named_at_the_timeout(quick: None) -> None:
     store = dist.HashStore()
     chunks = Chunks(1, 4)
-    serving = Consensus(store, 1, 3, 20.0)
+    serving = Consensus(store, 1, range(3), 20.0)
     serving.fetches.serve(chunks.of)
     with pytest.raises(
         RankMismatchError,
         match=r"rank 0 has waited .* for ranks 2 to serve layer\.9; they never came",
     ):
-        Consensus(store, 0, 3, 0.2).fetches.fetch(9, "layer.9", [1, 2], 4)
+        Consensus(store, 0, range(3), 0.2).fetches.fetch(9, "layer.9", [1, 2], 4)
 
 
 def test_serving_ends_with_what_is_served(quick: None) -> None:
     """A thread must not keep an engine alive, nor outlive it."""
-    consensus, chunks = Consensus(dist.HashStore(), 0, 2, 5.0), Chunks(0, 4)
+    consensus, chunks = Consensus(dist.HashStore(), 0, range(2), 5.0), Chunks(0, 4)
     consensus.fetches.serve(chunks.of)
     thread, gone = consensus.fetches._thread, weakref.ref(chunks)
     assert thread is not None
@@ -511,7 +511,7 @@ def test_serving_ends_quietly_when_the_store_is_gone(
 
     failed: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
-    consensus, chunks = Consensus(Gone(), 0, 2, 5.0), Chunks(0, 4)
+    consensus, chunks = Consensus(Gone(), 0, range(2), 5.0), Chunks(0, 4)
     consensus.fetches.serve(chunks.of)
     assert consensus.fetches._thread is not None
     consensus.fetches._thread.join(timeout=10)

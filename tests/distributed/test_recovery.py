@@ -86,7 +86,7 @@ def go_on(script: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> list[
             name: status.register(CollectiveLog(name, (0, 1), 20.0))
             for name in ("agreements", "gathers", "reductions")
         }
-        passes = PassTracker("engine", rank, 2, logs, watchdog, 20.0, board)
+        passes = PassTracker("engine", rank, range(2), logs, watchdog, 20.0, board)
         try:
             script(rank, passes, logs)
             ended[rank].set()

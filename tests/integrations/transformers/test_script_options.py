@@ -24,7 +24,7 @@ from hf_zero.distributed.consensus import Consensus
 class Owner:
     def read(self, unit):
         return b""
-consensus, owner = Consensus(dist.HashStore(), 0, 2, 60.0), Owner()
+consensus, owner = Consensus(dist.HashStore(), 0, range(2), 60.0), Owner()
 consensus.fetches.serve(owner.read)
 print(sorted(thread.name for thread in threading.enumerate()))
 """

@@ -1,0 +1,75 @@
+"""Making mesh dimensions: their process groups, on all ranks of the job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_zero.device import kinds
+from hf_zero.distributed.collective_log import CollectiveStats, PendingCollective
+from hf_zero.distributed.collectives import DimGroups, MeshDim
+from hf_zero.distributed.init import MARGIN_SECONDS
+from hf_zero.distributed.watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class DimMaker:
+    """Makes dimensions for tensors on ``device``, whose waits ``watchdog`` watches."""
+
+    rank: int
+    device: torch.device
+    backend: str
+    watchdog: Watchdog
+    timeout: float
+
+    def make(
+        self,
+        sets: Sequence[Sequence[int]],
+        name: str,
+        stats: CollectiveStats,
+        places: int = 2,
+        watchdog: Watchdog | None = None,
+    ) -> MeshDim:
+        """The dimension whose ranks are the one of ``sets`` that this rank is in: every rank of
+        the job is in one of them (collective over all, with the same sets).
+
+        ``name`` says in messages whose dimension it is. ``places``: communicators; 1: nothing is
+        reduced over it. ``watchdog``: another one for its waits.
+        """
+        mine, groups = next(ranks for ranks in sets if self.rank in ranks), [None, None]
+        if any(len(ranks) > 1 for ranks in sets):
+            for place in range(places):
+                for ranks in sets:
+                    made = self._group(ranks, name)
+                    if self.rank in ranks:
+                        groups[place] = made
+        return MeshDim(
+            mine,
+            self.rank,
+            DimGroups(groups[0], groups[1], self.backend, self.device),
+            stats,
+            watchdog or self.watchdog,
+            name,
+            self.timeout,
+        )
+
+    def _group(self, ranks: Sequence[int], name: str) -> Any:
+        if len(ranks) == 1:
+            return None
+        # Of the device's backend alone, which need not be the only one of the job's group.
+        own = None if kinds.is_host(self.device) else self.backend
+        limit = timedelta(seconds=self.timeout + MARGIN_SECONDS)
+        made = dist.new_group(list(ranks), timeout=limit, backend=own)
+        if self.rank in ranks and not kinds.is_host(self.device):
+            # Communicators are made by their first collective, which takes memory and blocks the
+            # host: not in the midst of a backward.
+            with self.watchdog.watching(
+                PendingCollective(f"the communicators of {name}", needs=tuple(ranks))
+            ):
+                dist.all_reduce(torch.zeros(1, device=self.device), group=made)
+        return made

@@ -1,0 +1,164 @@
+"""The ranks of one kind of flat buffer: which of them cut it and which repeat it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats
+from hf_zero.distributed.collectives import DimGroups, MeshDim
+from hf_zero.distributed.dim_maker import DimMaker
+from hf_zero.distributed.init import MARGIN_SECONDS
+from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.rank_group import RankGroup
+from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.distributed.world_group import get_world_group
+
+
+@dataclass(frozen=True, eq=False)
+class FlatMesh:
+    """The ranks of one kind of flat buffer: those along ``shard`` cut it, those along ``replicate``
+    repeat it.
+
+    updates: the ranks of ``shard`` on a communicator for a thread that gathers updated parameters.
+    node: of ``shard``, those of a node, for gathers alone. group: all ranks that hold the same
+    values, for the first ones; None for one rank. axes: what cuts it beside ZeRO. weight: what the
+    squares of a rank count for in a sum over :attr:`Mesh.sums`, so that each element counts once.
+    gain: what the sum of its gradients is multiplied by, further to 1 / all ranks of the engine.
+    """
+
+    shard: MeshDim
+    replicate: MeshDim
+    updates: MeshDim | None = None
+    node: MeshDim | None = None
+    group: RankGroup | None = None
+    axes: tuple[str, ...] = ()
+    weight: float = 1.0
+    gain: float = 1.0
+
+    @property
+    def size(self) -> int:
+        """How many ranks hold or cut the same values."""
+        return self.shard.size * self.replicate.size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of those that hold the same values."""
+        return self.shard.rank == 0 and self.replicate.rank == 0
+
+
+@dataclass(frozen=True)
+class MeshOptions:
+    """What an engine needs groups for, alike on all ranks of the job.
+
+    updates: another communicator over the shards, for a thread that gathers updated parameters and
+    all else. node: each so many ranks of a shard group are one dimension more, for gathers alone.
+    cuts: by which axes its parameters are cut beside ZeRO (``Sharding.axes``).
+    """
+
+    updates: bool = False
+    node: int = 1
+    cuts: tuple[tuple[str, ...], ...] = ((),)
+
+
+DATA_PARALLEL = MeshOptions()
+
+
+class FlatMeshMaker:
+    """Makes the meshes of one engine's flat buffers, on all ranks of the job in the same order.
+
+    ``shards`` cut what lies on all peers. :attr:`logs`: the communicators made, by what for.
+    """
+
+    def __init__(
+        self,
+        maker: DimMaker,
+        dims: ParallelDims,
+        name: str,
+        stats: CollectiveStats,
+        shards: int,
+        options: MeshOptions,
+    ):
+        self._maker, self._dims, self._name, self._stats = maker, dims, name, stats
+        self._shards, self._options = shards, options
+        self.logs: dict[str, CollectiveLog] = {}
+
+    def _sets(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """The ranks that hold the same part of what is cut by ``axes``, for each part."""
+        ranks = range(self._dims.world)
+        return list(dict.fromkeys(self._dims.ranks_sharing(rank, axes) for rank in ranks))
+
+    def flat_mesh(self, axes: tuple[str, ...]) -> FlatMesh:
+        """The mesh of what is cut by ``axes`` beside ZeRO (collective)."""
+        kind = f" of {'- and '.join(axes)}-parallel parts" if axes else ""
+        sets = self._sets(axes)
+        shards = self._shards
+        if axes and shards > 1:
+            shards = len(sets[0])
+        rows = [ranks[at : at + shards] for ranks in sets for at in range(0, len(ranks), shards)]
+        columns = [ranks[start::shards] for ranks in sets for start in range(shards)]
+        name, node = f"{self._name}{kind}", self._options.node
+        shard = self._counted(rows, name, f"{kind}")
+        replicate = self._counted(columns, f"{name} across replicas", f" over replicas{kind}")
+        updates = of_node = None
+        if self._options.updates and shards > 1:
+            name_of_updates, quiet = f"{name} of updates", self._quiet()
+            updates = self._maker.make(rows, name_of_updates, self._stats, 1, quiet)
+        if node > 1:
+            nodes = [row[at : at + node] for row in rows for at in range(0, shards, node)]
+            of_node = self._counted(nodes, f"{name} in a node", f" in a node{kind}", 1)
+        weight = 1.0 / replicate.size if self._dims.splits_model else 1.0
+        gain = float(self._dims.tensor) if "tensor" in axes else 1.0
+        group = self.group(axes)
+        return FlatMesh(shard, replicate, updates, of_node, group, axes, weight, gain)
+
+    def _counted(
+        self, sets: Sequence[Sequence[int]], name: str, role: str, places: int = 2
+    ) -> MeshDim:
+        axis = self._maker.make(sets, name, self._stats, places)
+        if axis.size > 1:
+            for log in (axis.gathers, axis.reductions):
+                log.issue_deferred = get_world_group().deferred.issue
+            self.logs |= {f"gathers{role}": axis.gathers, f"reductions{role}": axis.reductions}
+        return axis
+
+    def _quiet(self) -> Watchdog:
+        """A watch that knows what ends this rank, and leaves the watching to the caller that waits
+        for the thread: a rank waits for one thing.
+        """
+        watchdog = Watchdog(enabled=False)
+        watchdog.rank_status = self._maker.watchdog.rank_status
+        return watchdog
+
+    def group(self, axes: tuple[str, ...]) -> RankGroup | None:
+        """All ranks that hold what this one does of what is cut by ``axes``, for calls that block;
+        None where it is alone (collective).
+        """
+        sets, own = self._sets(axes), None
+        if len(sets) > 1 and len(sets[0]) > 1:
+            limit = timedelta(seconds=self._maker.timeout + MARGIN_SECONDS)
+            for ranks in sets:
+                made = dist.new_group(list(ranks), timeout=limit)
+                own = made if self._maker.rank in ranks else own
+        mine = next(ranks for ranks in sets if self._maker.rank in ranks)
+        if len(mine) == 1:
+            return None
+        return get_world_group().part(mine, own, self._maker.timeout)
+
+    def sums(self, whole: FlatMesh) -> tuple[MeshDim, MeshDim]:
+        """Along which numbers of all ranks are summed, and along which the sums are the same
+        (collective).
+        """
+        if not self._dims.splits_model:
+            return whole.shard, whole.replicate
+        every = self._counted(self._sets(()), f"{self._name} over all ranks", " over all ranks")
+        return every, self.alone()
+
+    def alone(self) -> MeshDim:
+        """This rank by itself."""
+        maker = self._maker
+        groups = DimGroups(None, None, maker.backend, maker.device)
+        return MeshDim([maker.rank], maker.rank, groups, self._stats, maker.watchdog, self._name)

@@ -1,0 +1,112 @@
+"""How many ways a job is parallel, and which rank stands where.
+
+Ranks are numbered with the pipeline slowest, then data, then sequence, and tensor fastest: the
+ranks of a tensor-parallel group are neighbours, so that they share a host. Experts are spread over
+the data-parallel ranks: ``data * sequence`` ranks are ``expert_data * expert``, expert the faster.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from hf_zero.errors import ConfigError
+
+AXES = ("pipeline", "data", "sequence", "tensor", "expert_data", "expert")
+# the two ways in which the axes number all ranks
+_DENSE = ("pipeline", "data", "sequence", "tensor")
+_EXPERT = ("pipeline", "expert_data", "expert", "tensor")
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """The sizes of the axes of a job, each 1 where the job is not parallel in that way.
+
+    ``data`` ranks hold the same part of the model and read different data; ``tensor`` ranks hold
+    parts of each matrix and read the same data; ``sequence`` ranks read parts of the same
+    sequences; ``expert`` of the data and sequence ranks hold different experts; ``pipeline`` ranks
+    hold different layers.
+    """
+
+    data: int = 1
+    tensor: int = 1
+    sequence: int = 1
+    expert: int = 1
+    pipeline: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in ("data", "tensor", "sequence", "expert", "pipeline"):
+            if getattr(self, axis) < 1:
+                raise ConfigError(
+                    f"a job cannot be {axis} parallel over {getattr(self, axis)} ranks; name 1 "
+                    "rank or more"
+                )
+        if self.data * self.sequence % self.expert:
+            raise ConfigError(
+                f"experts cannot be spread over {self.expert} of the {self.data * self.sequence} "
+                "ranks that read different tokens; choose an expert-parallel size that divides "
+                "ranks / tensor-parallel size / pipeline stages"
+            )
+
+    @classmethod
+    def over(
+        cls, world: int, *, tensor: int = 1, sequence: int = 1, expert: int = 1, pipeline: int = 1
+    ) -> ParallelDims:
+        """Those of ``world`` ranks, with as many data-parallel ranks as that leaves.
+
+        Raises ConfigError where the sizes do not divide the ranks.
+        """
+        within = tensor * sequence * pipeline
+        if within < 1 or world % within:
+            raise ConfigError(
+                f"{world} ranks cannot be {tensor} tensor x {sequence} sequence x {pipeline} "
+                "pipeline parallel; choose sizes whose product divides the ranks"
+            )
+        return cls(world // within, tensor, sequence, expert, pipeline)
+
+    @property
+    def world(self) -> int:
+        """Ranks of the job."""
+        return self.data * self.tensor * self.sequence * self.pipeline
+
+    @property
+    def batches(self) -> int:
+        """Ranks of one pipeline stage that read different tokens: what an average of gradients
+        is taken over.
+        """
+        return self.data * self.sequence
+
+    def size(self, axis: str) -> int:
+        """Ranks along ``axis``, one of :data:`AXES`."""
+        return self.batches // self.expert if axis == "expert_data" else int(getattr(self, axis))
+
+    @cached_property
+    def splits_model(self) -> bool:
+        """Whether ranks hold different parts of the model itself, whatever ZeRO does."""
+        return max(self.tensor, self.expert, self.pipeline) > 1
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Where ``rank`` stands along ``axis``."""
+        order = _DENSE if axis in _DENSE else _EXPERT
+        below = math.prod(self.size(each) for each in order[order.index(axis) + 1 :])
+        return rank // below % self.size(axis)
+
+    def ranks_along(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` along ``axis`` alone, with itself, in their order."""
+        order = _DENSE if axis in _DENSE else _EXPERT
+        return self._agreeing(rank, [each for each in order if each != axis])
+
+    def ranks_sharing(self, rank: int, axes: tuple[str, ...] = ()) -> tuple[int, ...]:
+        """The ranks of the pipeline stage of ``rank`` that stand where it does along ``axes``: they
+        hold the same values of what is cut along these axes. Without axes: all of the stage.
+        """
+        return self._agreeing(rank, ["pipeline", *axes])
+
+    def _agreeing(self, rank: int, axes: list[str]) -> tuple[int, ...]:
+        own = [self.coordinate(rank, axis) for axis in axes]
+        return tuple(
+            other
+            for other in range(self.world)
+            if [self.coordinate(other, axis) for axis in axes] == own
+        )

@@ -1,0 +1,109 @@
+"""The axes of a job that are not ZeRO's, with the process groups along them: what code of tensor,
+expert, sequence and pipeline parallelism communicates over.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats
+from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MeshDim
+from hf_zero.distributed.dim_maker import DimMaker
+from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.process_group import (
+    default_device,
+    get_rank,
+    get_world_size,
+    group_backend,
+    is_initialized,
+)
+from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.distributed.world_group import get_world_group
+from hf_zero.errors import ConfigError
+
+# the engine has groups of its own over its data-parallel ranks
+AXES = ("tensor", "sequence", "expert", "pipeline")
+
+
+class ParallelGroups:
+    """This rank's groups along the axes of ``dims``, made when this is made (collective over all
+    ranks of the job).
+    """
+
+    def __init__(self, dims: ParallelDims, device: torch.device, timeout: float = DEFAULT_TIMEOUT):
+        self.dims, self.rank = dims, get_rank()
+        self.device = device
+        self.stats = {axis: CollectiveStats() for axis in AXES}  # what was sent along each
+        self._axes: dict[str, MeshDim] = {}
+        backend = group_backend(device) if dims.world > 1 else "gloo"
+        shared = dims.world > 1 and backend != "fake"
+        watchdog = get_world_group().watchdog if shared else Watchdog(enabled=False)
+        maker = DimMaker(self.rank, device, backend, watchdog, timeout)
+        for axis in AXES:
+            sets = dict.fromkeys(dims.ranks_along(rank, axis) for rank in range(dims.world))
+            name = f"{axis} parallelism"
+            made = self._axes[axis] = maker.make(list(sets), name, self.stats[axis])
+            if shared and made.size > 1:
+                for log in (made.gathers, made.reductions):
+                    log.issue_deferred = get_world_group().deferred.issue
+
+    @property
+    def logs(self) -> dict[str, CollectiveLog]:
+        """The communicators, by what they are for."""
+        axes = {axis: made for axis, made in self._axes.items() if made.size > 1}
+        gathers = {f"gathers along {axis}": made.gathers for axis, made in axes.items()}
+        return gathers | {f"reductions along {axis}": m.reductions for axis, m in axes.items()}
+
+    def along(self, axis: str) -> MeshDim:
+        """The dimension "tensor", "sequence", "expert" or "pipeline": this rank's ranks along it,
+        and collectives over them, which :attr:`stats` counts and the watchdog watches. Of size 1
+        where the job is not parallel so; its collectives then send nothing.
+        """
+        return self._axes[axis]
+
+    def group(self, axis: str) -> Any:
+        """The torch process group along ``axis``, for code of torch's or transformers' that wants
+        one; None where it has one rank. What is sent over it is not counted.
+        """
+        return self._axes[axis].group
+
+    def coordinate(self, axis: str) -> int:
+        """Where this rank stands along ``axis``."""
+        return self.dims.coordinate(self.rank, axis)
+
+
+_groups: weakref.WeakKeyDictionary[Any, ParallelGroups] = weakref.WeakKeyDictionary()
+
+
+def init_parallel(
+    dims: ParallelDims, device: torch.device | None = None, timeout: float = DEFAULT_TIMEOUT
+) -> ParallelGroups:
+    """Make the job parallel as ``dims`` says: engines made from now on follow it. Collective.
+
+    Called again with the same dimensions it gives the groups there are. Raises ConfigError where
+    the sizes do not multiply to the number of ranks.
+    """
+    world = get_world_size()
+    if dims.world != world:
+        raise ConfigError(
+            f"{dims} is for {dims.world} ranks, but the job has {world}; use "
+            "ParallelDims.over(ranks, tensor=..., ...)"
+        )
+    if not is_initialized():
+        return ParallelGroups(dims, device or default_device(), timeout)
+    store = dist.distributed_c10d._get_default_store()
+    held = _groups.get(store)
+    if held is None or held.dims != dims:
+        held = _groups[store] = ParallelGroups(dims, device or default_device(), timeout)
+    return held
+
+
+def get_parallel() -> ParallelGroups | None:
+    """What :func:`init_parallel` made for the job; None: it is data parallel alone."""
+    if not is_initialized():
+        return None
+    return _groups.get(dist.distributed_c10d._get_default_store())

@@ -1,0 +1,112 @@
+"""Blocking collectives over some ranks of the job, each verified on all of them before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_zero.distributed.collective_handle import Handle
+from hf_zero.distributed.collective_log import CollectiveLog
+from hf_zero.distributed.collectives import CPU, tagged_barrier
+from hf_zero.distributed.process_group import backend_serving, backends_for, default_device
+from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.errors import ConfigError
+
+
+class RankGroup:
+    """``ranks`` (global), over ``group``, None: the default group: seldom used, blocking
+    collectives. ``agrees``: each is agreed on by messages of gloo before.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        group: Any,
+        log: CollectiveLog,
+        watchdog: Watchdog,
+        agrees: bool,
+    ):
+        self.ranks, self.rank = tuple(ranks), rank
+        self.log, self.watchdog = log, watchdog
+        self._group, self._agrees = group, agrees
+
+    def _call(self, what: str, call: Callable[[], Any], source: int | None = None) -> Any:
+        if len(self.ranks) == 1:
+            return call()
+        pending = self.log.issue(
+            what, None if source is None else () if source == self.rank else (source,)
+        )
+        late = (
+            tagged_barrier(
+                pending,
+                self.ranks,
+                self.ranks.index(self.rank),
+                self._group,
+                self.watchdog,
+                None if source is None else self.ranks.index(source),
+            )
+            if self._agrees
+            else []
+        )
+        try:
+            with self.watchdog.watching(pending):
+                answer = call()
+        except RuntimeError as error:
+            raise self.watchdog.explain_failure(pending, error) from error
+        Handle(late, self.watchdog, pending).wait()
+        return answer
+
+    def barrier(self) -> None:
+        if len(self.ranks) > 1:
+            self._call("barrier", lambda: dist.barrier(self._group))
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Copy global rank ``source``'s ``tensor`` to every rank of the group, in place."""
+        if len(self.ranks) == 1 or not tensor.numel():
+            return
+        if tensor.device.type == CPU.type and not backend_serving(CPU):
+            raise ConfigError(
+                f"the process group ({dist.get_backend_config()}) has no backend for tensors on "
+                f"{tensor.device.type}, where a parameter lies that is "
+                "to be the same on all ranks; make the group with "
+                f"init_process_group({backends_for(default_device())!r}), leave that to "
+                "hf_zero.init_distributed(), or move the parameter to the device"
+            )
+        # As bytes: not every backend knows every dtype. Bits of a conjugate or negative view, and
+        # of one with gaps, are those of a copy.
+        held = tensor.resolve_conj().resolve_neg().contiguous()
+        flat = held.as_strided((held.numel(),), (1,)).view(torch.uint8)
+        self._call(
+            f"broadcast of {tuple(tensor.shape)} {tensor.dtype} from rank {source}",
+            lambda: dist.broadcast(flat, source, self._group),
+            source,
+        )
+        if held.data_ptr() != tensor.data_ptr() or tensor.is_conj() or tensor.is_neg():
+            tensor.copy_(held)
+
+    def broadcast_object(
+        self, value: Any, source: int | None = None, what: str = "an object"
+    ) -> Any:
+        """``value`` of global rank ``source``, by default the first of the group."""
+        source = self.ranks[0] if source is None else source
+        if len(self.ranks) == 1:
+            return value
+        box = [value]
+        self._call(
+            f"broadcast of {what} from rank {source}",
+            lambda: dist.broadcast_object_list(box, source, self._group),
+            source,
+        )
+        return box[0]
+
+    def all_gather_object(self, value: Any, what: str = "objects") -> list[Any]:
+        """``value`` of each rank, in the order of :attr:`ranks`."""
+        if len(self.ranks) == 1:
+            return [value]
+        box: list[Any] = [None] * len(self.ranks)
+        self._call(f"exchange of {what}", lambda: dist.all_gather_object(box, value, self._group))
+        return box
