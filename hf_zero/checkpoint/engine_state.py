@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_zero.checkpoint.records import MASTER, SHARD, Adapter, Export, strip_wrappers
-from hf_zero.core.consolidate import belongs, written
+from hf_zero.core.consolidate import belongs, refuse_cut, written
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
 
@@ -110,6 +110,8 @@ def refuse_destroyed(engine: TrainingEngine, what: str) -> None:
             f"the engine was destroyed and holds no weights and no optimizer state to {what}; "
             f"{what} before destroy()"
         )
+    for flat in engine.flats:
+        refuse_cut(flat)
 
 
 def frozen_names(engine: TrainingEngine) -> set[str]:

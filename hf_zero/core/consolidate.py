@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.errors import NotBuiltError
 from hf_zero.parameters.layout import Slot
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.unit import Unit
@@ -46,6 +47,8 @@ def _wholes(
     ``dtype`` is float32, and where what all ranks have lags behind them, as steps send differences.
     """
     for unit in engine.units:
+        for flat in unit.flats:
+            refuse_cut(flat)
         unit.take_user_writes()
         masters = {
             flat: _whole_master(flat)
@@ -58,6 +61,15 @@ def _wholes(
             if master is not None:
                 view = master[slot.offset : slot.end].view(slot.shape).to(dtype or view.dtype)
             yield flat, slot, view
+
+
+def refuse_cut(flat: FlatBuffer) -> None:
+    """Raise NotBuiltError for parameters of which this rank's engine holds a part alone."""
+    if flat.spec.sharding.axes:
+        raise NotBuiltError(
+            f"{flat.layout.slots[0].name} is cut over ranks by {' and '.join(flat.mesh.axes)} "
+            "parallelism: whole models and checkpoints of that are not built yet"
+        )
 
 
 def _whole_master(flat: FlatBuffer) -> torch.Tensor:
