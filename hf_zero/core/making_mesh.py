@@ -26,7 +26,8 @@ def make_mesh(model: nn.Module, config: ZeroConfig, device: torch.device) -> Mes
     ConfigError for keys that do not go with model parallelism.
     """
     policy, parallel = POLICIES[config.stage], get_parallel()
-    ranks, cuts = get_world_size(), {()}
+    ranks = get_world_size()
+    cuts: set[tuple[str, ...]] = {()}
     for name, tensor in _tensors(model):
         cuts.add(axes := sharding_of(tensor).axes)
         for axis in axes:
