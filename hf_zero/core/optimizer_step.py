@@ -136,7 +136,7 @@ class OptimizerStep:
         if not any(flat.gradient.ready for flat in self._model.trainable):
             return 0.0
         total = self._squares()
-        for axis in (self._model.mesh.stages, self._model.mesh.sums):
+        for axis in (self._model.mesh.sums.stages, self._model.mesh.sums.each):
             axis.all_reduce(total, "gradient norm").wait()
         return float(total.sqrt()) / self._scaler.scale
 

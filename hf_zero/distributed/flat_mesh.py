@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -26,7 +27,7 @@ class FlatMesh:
     updates: the ranks of ``shard`` on a communicator for a thread that gathers updated parameters.
     node: of ``shard``, those of a node, for gathers alone. group: all ranks that hold the same
     values, for the first ones; None for one rank. axes: what cuts it beside ZeRO. weight: what the
-    squares of a rank count for in a sum over :attr:`Mesh.sums`, so that each element counts once.
+    squares of a rank count for in a sum over :class:`Sums`, so that each element counts once.
     gain: what the sum of its gradients is multiplied by, further to 1 / all ranks of the engine.
     """
 
@@ -48,6 +49,19 @@ class FlatMesh:
     def is_first(self) -> bool:
         """Whether this rank is the first of those that hold the same values."""
         return self.shard.rank == 0 and self.replicate.rank == 0
+
+
+class Sums(NamedTuple):
+    """Along which axes the numbers of all ranks are summed.
+
+    each: those of each of its ranks count once: the shards of one replica; all peers, where flat
+    buffers differ in their ranks. repeats: along this the sums are the same. stages: the other
+    stages of a pipeline, whose gradients have a part in the norm.
+    """
+
+    each: MeshDim
+    repeats: MeshDim
+    stages: MeshDim
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats
 from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MeshDim
 from hf_zero.distributed.consensus import Consensus
 from hf_zero.distributed.dim_maker import DimMaker
-from hf_zero.distributed.flat_mesh import DATA_PARALLEL, FlatMesh, FlatMeshMaker, MeshOptions
+from hf_zero.distributed.flat_mesh import DATA_PARALLEL, FlatMesh, FlatMeshMaker, MeshOptions, Sums
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import ParallelGroups
 from hf_zero.distributed.process_group import get_rank, get_world_size, group_backend
@@ -50,8 +51,6 @@ class Mesh:
         self.world = len(self.ranks)
         self.stats = CollectiveStats()
         self.device, self.timeout = device, timeout
-        # waiting for a collective blocks the host, not a stream
-        self.blocks = kinds.is_host(device)
         self.watchdog = Watchdog(enabled=False)
         self.consensus: Consensus | None = None
         self.name = "engine"
@@ -74,17 +73,20 @@ class Mesh:
         self.peers = making.group(())
         self._of = {axes: making.flat_mesh(axes) for axes in options.cuts}
         self.whole = self._of[()]
-        self.shard, self.replicate = self.whole.shard, self.whole.replicate
-        # Numbers of all ranks are summed over ``sums``, where those of each count once, and are
-        # the same along ``repeats``: the shards of one replica; all peers, where flat buffers
-        # differ in their ranks.
-        self.sums, self.repeats = making.sums(self.whole)
-        # the other stages of a pipeline, whose gradients have a part in the norm
-        self.stages = parallel.along("pipeline") if parallel is not None else making.alone()
+        stages = parallel.along("pipeline") if parallel is not None else making.alone()
+        self.sums = Sums(*making.sums(self.whole), stages)
         logs |= making.logs | (parallel.logs if parallel is not None else {})
         self.passes = PassTracker(
             self.name, self.rank, self.ranks, logs, self.watchdog, timeout, board
         )
+
+    shard = property(attrgetter("whole.shard"))
+    replicate = property(attrgetter("whole.replicate"))
+
+    @property
+    def blocks(self) -> bool:
+        """Whether waiting for a collective blocks the host, not a stream."""
+        return kinds.is_host(self.device)
 
     def of(self, axes: tuple[str, ...], partial: bool = False) -> FlatMesh:
         """The ranks of flat buffers that are cut by ``axes`` beside ZeRO. ``partial``: each
@@ -124,7 +126,7 @@ class Mesh:
     @property
     def _axes(self) -> list[MeshDim]:
         of_flats = [(m.shard, m.replicate, m.updates, m.node) for m in self._of.values()]
-        sums = () if self.sums is self.shard else (self.sums,)
+        sums = () if self.sums.each is self.shard else (self.sums.each,)
         return [axis for axes in (*of_flats, sums) for axis in axes if axis is not None]
 
     def close(self, groups: bool = True, why: str = "destroyed its engine") -> None:

@@ -42,7 +42,7 @@ class Usage:
         # of a rank that has used everything
         self._all = self._message(self._flats, [flat.gradient.all_used for flat in self._flats])
         self._units: dict[Unit, tuple[torch.Tensor, Handle]] = {}
-        for axis in (mesh.sums, mesh.repeats, mesh.stages):
+        for axis in mesh.sums:
             axis.allow_small_sums(2 + self._all.numel())
 
     def _message(self, flats: Sequence[FlatBuffer], used: Sequence[int]) -> torch.Tensor:
@@ -65,8 +65,8 @@ class Usage:
         """The sum over all ranks of ``numbers`` (a few, fp64), of which each replica has all; flats
         learn which of their parameters are unused (collective).
         """
-        sums, repeats = self._mesh.sums, self._mesh.repeats
-        self._mesh.stages.all_reduce(numbers, "gradient norm of stages").wait()
+        sums, repeats, stages = self._mesh.sums
+        stages.all_reduce(numbers, "gradient norm of stages").wait()
         complete = _complete(self._flats)
         words = (
             self._all
@@ -94,7 +94,7 @@ class Usage:
         (collective).
         """
         words = self._message(self._flats, [flat.gradient.used for flat in self._flats])
-        for axis in (self._mesh.sums, self._mesh.repeats):
+        for axis in self._mesh.sums[:2]:
             if axis.size > 1:
                 axis.all_reduce(words, "parameters that have a gradient").wait()
         return [
@@ -108,7 +108,8 @@ class Usage:
         """As :meth:`agree` for one unit, whose last gradients of the window are on the wire;
         :meth:`receive` follows (collective).
         """
-        axis = self._mesh.sums if self._mesh.sums.size > 1 else self._mesh.repeats
+        each, repeats, _ = self._mesh.sums
+        axis = each if each.size > 1 else repeats
         words = self._message(unit.trainable, [flat.gradient.used for flat in unit.trainable])
         if unit in self._units:
             self._units[unit][1].wait()
@@ -120,10 +121,9 @@ class Usage:
     def receive(self, unit: Unit) -> None:
         words, handle = self._units.pop(unit)
         handle.wait()
-        if self._mesh.sums.size > 1 and self._mesh.repeats.size > 1:
-            self._mesh.repeats.all_reduce(
-                words, f"used parameters of {unit.label}", ordered=True
-            ).wait()
+        each, repeats, _ = self._mesh.sums
+        if each.size > 1 and repeats.size > 1:
+            repeats.all_reduce(words, f"used parameters of {unit.label}", ordered=True).wait()
         if not _complete(unit.trainable):
             self._read(unit.trainable, words)
 

@@ -138,8 +138,8 @@ class Unit:
             [flat for flat in self.sharded if flat.axis is axis]
             for axis in dict.fromkeys(flat.axis for flat in self.sharded)
         ]
-        self._handles: list[Handle] = []
-        self._brought: streams.Event | None = None  # the shards are here, their gather under way
+        # the gathers under way, and when the shards are here that they read
+        self._coming: tuple[list[Handle], streams.Event | None] | None = None
         self._secondary = Secondary.NONE  # alike on all ranks, but for the moment of a wait
         for flat in self.flats:
             flat.join(self)
@@ -251,7 +251,7 @@ class Unit:
                     for flat in self.sharded
                     if flat.secondary_shard is not None
                 ]
-                self._handles.append(node.all_gather(pairs, f"{self.label} in a node"))
+                self._coming = [node.all_gather(pairs, f"{self.label} in a node")], None
             else:
                 device = self.sharded[0].full.device
                 away = any(flat.is_away for flat in self.sharded)
@@ -259,14 +259,16 @@ class Unit:
                 if beside is not None:
                     # which has used this memory before
                     beside.wait_stream(streams.current_stream(device))
+                handles = []
                 with torch.no_grad(), streams.on_stream(beside):
                     for flats in self._together:
                         pairs, codecs = [], []
                         for flat in flats:
                             pairs.append((flat.full, flat.bring_shard()))
                             codecs.append(None if exact else flat.spec.gather_codec)
-                        self._handles.append(flats[0].axis.all_gather(pairs, self.label, codecs))
-                    self._brought = streams.record_event(beside) if beside is not None else None
+                        handles.append(flats[0].axis.all_gather(pairs, self.label, codecs))
+                    brought = streams.record_event(beside) if beside is not None else None
+                self._coming = handles, brought
         if self.state is State.RELEASED:
             self.state = State.GATHERING
         else:
@@ -278,11 +280,10 @@ class Unit:
 
     def finish_gather(self) -> None:
         """Wait for the all-gather and let the parameters see the values."""
-        if self._brought is not None:
-            streams.current_stream(self.sharded[0].full.device).wait_event(self._brought)
-            self._brought = None
-        if self._handles:
-            handles, self._handles = self._handles, []
+        if self._coming is not None:
+            (handles, brought), self._coming = self._coming, None
+            if brought is not None:
+                streams.current_stream(self.sharded[0].full.device).wait_event(brought)
             with span("wait_all_gather", self.label):
                 for handle in handles:
                     handle.wait()
