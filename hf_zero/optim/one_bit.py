@@ -254,6 +254,7 @@ def one_bit_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> O
 
 
 def _check(config: ZeroConfig, optimizer: torch.optim.Optimizer, what: str) -> None:
+    replicas = "mics_shard_size" if config.zero.mics_shard_size > 0 else "replicate_size"
     reasons = {
         f"{_STAGE}: 3": config.stage == 3
         and "no rank keeps whole weights that it could update; write stage 1",
@@ -263,7 +264,7 @@ def _check(config: ZeroConfig, optimizer: torch.optim.Optimizer, what: str) -> N
         and "they would travel twice; remove the key",
         "offload_optimizer": config.offload_optimizer.on
         and "the update runs on the device; remove the section",
-        "replicate_size": (config.replicate_size or 1) > 1
+        replicas: (config.replicate_size or 1) > 1
         and "messages go over one axis of all ranks; remove it",
         "gradient_accumulation_dtype": config.gradient_accumulation_dtype in ("bf16", "fp16")
         and "the gradients of a window wait on each rank; remove it",

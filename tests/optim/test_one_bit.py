@@ -48,6 +48,7 @@ def test_it_runs_at_stage_1(stage: int) -> None:
         (config(zero={"zero_quantized_gradients": True}), "travel twice; remove the key"),
         (config(zero={"offload_optimizer": {"device": "cpu"}}), "offload_optimizer: the update"),
         (config(replicate_size=2), "replicate_size: messages go over one axis"),
+        (config(zero={"mics_shard_size": 1}).resolve(2), "mics_shard_size: messages go over one"),
         (config(data_types={"grad_accum_dtype": "bf16"}), "gradient_accumulation_dtype: the grad"),
     ],
     ids=str,
