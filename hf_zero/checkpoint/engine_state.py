@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_zero.checkpoint.records import MASTER, SHARD, Adapter, Export, strip_wrappers
+from hf_zero.checkpoint.records import MASTER, RNG, SHARD, Adapter, Export, strip_wrappers
 from hf_zero.core.consolidate import belongs, refuse_cut, written
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 # of get_extra_state, which is not part of the format
 EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
-BUFFER, RNG, FACTOR = "buffer::", "rng::", "factor::"
 # torch holds a mutex while it makes the tensor of a state. If garbage is collected there, another
 # thread may run meanwhile, and would wait for that mutex with the interpreter's lock in its hands,
 # for ever.
@@ -230,11 +229,6 @@ def factors_of(engine: TrainingEngine) -> dict[str, dict[str, torch.Tensor]]:
     written = {slot.name for flat in engine.flats if flat.writes for slot in flat.layout.slots}
     held = engine.bound.factors.held(firsts=True)
     return {name: of for name, of in held.items() if name in written}
-
-
-def factor_key(parameter: str, name: str) -> str:
-    """The name of a state of a whole parameter in a file."""
-    return f"{FACTOR}{parameter}::{name}"
 
 
 def class_name(instance: Any) -> str:

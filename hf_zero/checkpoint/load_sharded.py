@@ -14,7 +14,6 @@ import torch
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.collective_try import collective_try
 from hf_zero.checkpoint.engine_state import (
-    RNG,
     model_order,
     persistent_buffers,
     refuse_destroyed,
@@ -31,6 +30,7 @@ from hf_zero.checkpoint.match import (
 )
 from hf_zero.checkpoint.progress import Tick, progress_bar
 from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges
+from hf_zero.checkpoint.records import RNG
 from hf_zero.checkpoint.storage import AnyPath
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError

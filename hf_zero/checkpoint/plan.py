@@ -19,6 +19,7 @@ from hf_zero.checkpoint.collective_try import describe_error, describe_failures
 from hf_zero.checkpoint.commit import CommitTarget, retain
 from hf_zero.checkpoint.manifest import FORMAT, Manifest
 from hf_zero.checkpoint.records import (
+    BUFFER,
     Chunk,
     FactorEntry,
     FileEntry,
@@ -26,6 +27,7 @@ from hf_zero.checkpoint.records import (
     GroupEntry,
     OptimizerEntry,
     dtype_of,
+    factor_key,
 )
 from hf_zero.checkpoint.storage import AnyPath
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, hash_of, plan_file
@@ -80,7 +82,7 @@ def plan_save(engine: TrainingEngine, name: str, save_id: str, exclude_frozen: b
             engine.module, engine_state.frozen_names(engine) if exclude_frozen else ()
         )
         tensors |= {
-            engine_state.BUFFER + name: engine_state.DeferredTensor.here(buffer)
+            BUFFER + name: engine_state.DeferredTensor.here(buffer)
             for name, buffer in buffers.items()
         }
     tensors |= {
@@ -89,7 +91,7 @@ def plan_save(engine: TrainingEngine, name: str, save_id: str, exclude_frozen: b
     }
     factors = engine_state.factors_of(engine)
     tensors |= {
-        engine_state.factor_key(parameter, name): engine_state.DeferredTensor.here(each.reshape(-1))
+        factor_key(parameter, name): engine_state.DeferredTensor.here(each.reshape(-1))
         for parameter, of in factors.items()
         for name, each in of.items()
     }

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint import objects
-from hf_zero.checkpoint.engine_state import BUFFER, factor_key
 from hf_zero.checkpoint.manifest import FORMAT, MANIFEST_NAME, Manifest
-from hf_zero.checkpoint.records import FileEntry, FlatEntry
+from hf_zero.checkpoint.records import BUFFER, FileEntry, FlatEntry, factor_key
 from hf_zero.checkpoint.storage import AnyPath, ClosedAtExit, modified_ns, store_errors
 from hf_zero.checkpoint.tensorfile import BLOCK, TensorFile, algorithm_of, hash_of_file
 from hf_zero.errors import CheckpointError

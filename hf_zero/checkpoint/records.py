@@ -14,6 +14,13 @@ import torch
 from hf_zero.parameters.layout import FlatLayout
 
 MASTER, SHARD = "master", "shard"  # the two names under which the weights of a flat are stored
+# before the names of tensors that lie in no flat buffer
+BUFFER, RNG, FACTOR = "buffer::", "rng::", "factor::"
+
+
+def factor_key(parameter: str, name: str) -> str:
+    """The name of a state of a whole parameter in a file."""
+    return f"{FACTOR}{parameter}::{name}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -54,6 +54,15 @@ def test_importing_loads_neither_hugging_face_nor_triton_nor_cuda() -> None:
     ]
 
 
+def test_the_converter_needs_no_engine() -> None:
+    seen = in_fresh_process(
+        "import sys, json; from hf_zero.checkpoint import convert_checkpoint\n"
+        "print(json.dumps([m for m in sys.modules if m.startswith(('hf_zero.core', 'hf_zero.units',"
+        " 'hf_zero.config'))]))"
+    )
+    assert seen == []
+
+
 def test_import_without_torch_stays_without_torch() -> None:
     seen = in_fresh_process(
         "import sys, json, hf_zero; print(json.dumps({'torch': 'torch' in sys.modules, 'version': "

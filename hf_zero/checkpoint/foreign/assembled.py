@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.engine_state import BUFFER
 from hf_zero.checkpoint.foreign.torch_files import MappedFiles
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.checkpoint.records import (
+    BUFFER,
     MASTER,
     SHARD,
     Chunk,
