@@ -19,7 +19,8 @@ from hf_zero.distributed.step_events import STOP
 from hf_zero.errors import PartitionError
 from hf_zero.logs import logger
 from hf_zero.spans import span
-from hf_zero.techniques.policy import set_custom_schedule
+from hf_zero.techniques.data_sampling import Finish
+from hf_zero.techniques.policy import set_custom_schedule, set_post_process
 
 SAVE_FAILED = STOP - 1  # less the number of the save: the event that ranks agree on
 
@@ -116,6 +117,14 @@ class Engine(TrainingEngine):
         no such curriculum is on.
         """
         set_custom_schedule(self.techniques, schedule)
+
+    def set_data_post_process_func(self, function: Finish) -> None:
+        """``function(batch, state)`` makes each batch that the loader of ``training_data=`` gives
+        while samples are chosen by difficulty; ``state`` has ``curriculum_step``, the optimizer
+        step that the batch is for, counted from 1, and ``current_difficulties`` by metric. Called
+        in this process, on each rank. Raises ConfigError where no samples are chosen.
+        """
+        set_post_process(self.techniques, function)
 
     def save_16bit_model(
         self,

@@ -36,7 +36,11 @@ from hf_zero.optim.one_bit import as_sent, one_bit_of
 from hf_zero.optim.schedules import build_scheduler
 from hf_zero.parameters.leaf_modules import mark_configured
 from hf_zero.preflight import check, moments_of, room_for
-from hf_zero.techniques.curriculum_sampler import CurriculumSampler, RankBatches
+from hf_zero.techniques.curriculum_sampler import (
+    CurriculumLoader,
+    CurriculumSampler,
+    RankBatches,
+)
 from hf_zero.techniques.data_sampling import sampled_metrics
 from hf_zero.techniques.policy import TrainingTechniques, follow
 from hf_zero.techniques.quantized_linears import quantize_linears
@@ -405,7 +409,7 @@ def _curriculum_loader(
     ranks, rank = process_group.get_world_size(), process_group.get_rank()
     batch_size = config.train_batch_size or micro * ranks
     sampler = CurriculumSampler(data, batch_size, bool(config.dataloader_drop_last))
-    loader: DataLoader[Any] = DataLoader(
+    loader = CurriculumLoader(
         data,
         batch_sampler=RankBatches(sampler, micro, ranks, rank),
         collate_fn=collate_fn,

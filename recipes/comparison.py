@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 import deepspeed  # isort: skip  (after torch: in an editable install, hf-zero answers from there on)
 
@@ -27,8 +28,8 @@ IGNORED = -100  # a label that the loss leaves out
 Batch = dict[str, torch.Tensor]
 
 
-def parser_of(description: str, configs: Sequence[Path], tokens: int) -> argparse.ArgumentParser:
-    """The arguments of every such script."""
+def parser_of(description: str, configs: Sequence[Path], **amount: int) -> argparse.ArgumentParser:
+    """The arguments of every such script; ``amount`` is what each run trains on: tokens=600_000."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -36,13 +37,57 @@ def parser_of(description: str, configs: Sequence[Path], tokens: int) -> argpars
     parser.add_argument(
         "--local_rank", type=int, default=-1, help="passed by launchers that do not set LOCAL_RANK"
     )
-    parser.add_argument("--tokens", type=int, default=tokens, help="that each run trains on")
+    for unit, number in amount.items():
+        parser.add_argument(f"--{unit}", type=int, default=number, help="that each run trains on")
     parser.add_argument("--num_layers", type=int, default=2)
     parser.add_argument("--hidden_size", type=int, default=64)
     parser.add_argument("--evaluations", type=int, default=16, help="of each run, evenly apart")
     parser.add_argument("--output_dir", type=Path, default=Path("runs") / configs[0].parent.name)
     parser.add_argument("--seed", type=int, default=0)
     return parser
+
+
+def small_gpt2(args: argparse.Namespace, length: int) -> GPT2LMHeadModel:
+    """A GPT-2 of ``args``' size for rows of at most ``length`` bytes, without dropout."""
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VALUES,
+            n_positions=length,
+            n_embd=args.hidden_size,
+            n_layer=args.num_layers,
+            n_head=4,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+
+
+def small_bert(args: argparse.Namespace, words: int, length: int, **more: Any) -> BertForMaskedLM:
+    """A BERT of ``args``' size for rows of at most ``length`` of ``words`` words, without dropout.
+    ``more`` goes to its configuration.
+    """
+    given = {
+        "num_attention_heads": 4,
+        "intermediate_size": 4 * args.hidden_size,
+        # BERT's 0.02 is for a hidden size of 768; here it would leave hardly any of many layers
+        "initializer_range": args.hidden_size**-0.5,
+        **more,
+    }
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=words,
+            hidden_size=args.hidden_size,
+            num_hidden_layers=args.num_layers,
+            max_position_embeddings=length,
+            pad_token_id=None,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            **given,
+        )
+    )
 
 
 def load_text(length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,12 +135,13 @@ def train(
     """A run of ``args.tokens``: a row for each evaluation, on every rank.
 
     ``batch_of(count, random)`` makes a micro-batch; how many samples it has, and how many
-    micro-batches are a step, is asked of the engine in each.
+    micro-batches are a step, is asked of the engine in each. Evaluations do not count among the
+    seconds.
     """
     rank, ranks = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
     step = samples = tokens = 0
     interval = max(1, args.tokens // args.evaluations)
-    began = time.perf_counter()
+    seconds = 0.0
     first = {
         "step": 0,
         "samples": 0,
@@ -105,6 +151,7 @@ def train(
     }
     rows = [{"config": name, **first}]
     bar = tqdm(total=args.tokens, disable=None if rank == 0 else True, desc=name)
+    began = time.perf_counter()
     while tokens < args.tokens:
         step += 1
         before = tokens
@@ -118,12 +165,14 @@ def train(
         samples += parts * micro * ranks
         bar.update(tokens - before)
         if tokens // interval > before // interval or tokens >= args.tokens:
-            loss, seconds = evaluate(engine, held_out), time.perf_counter() - began
+            seconds += time.perf_counter() - began
+            loss = evaluate(engine, held_out)
             rows.append(
                 {"config": name, "step": step, "samples": samples, "tokens": tokens,
                  "seconds": seconds, "loss": loss}
             )  # fmt: skip
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            began = time.perf_counter()
     bar.close()
     deepspeed.log_dist(
         f"{name}: {step} steps, {tokens:,} tokens, held-out loss {rows[-1]['loss']:.3f}", ranks=[0]
@@ -150,6 +199,16 @@ def report(rows: list[dict[str, Any]], folder: Path, title: str, over: Sequence[
     print(f"rows and plots: {folder}")
 
 
+def finish(
+    rows: list[dict[str, Any]], args: argparse.Namespace, title: str, over: Sequence[str]
+) -> None:
+    """The report of all runs, by rank 0; the ranks end together."""
+    if deepspeed.comm.get_rank() == 0:
+        report(rows, args.output_dir, title, over)
+    deepspeed.comm.barrier()
+    deepspeed.comm.destroy_process_group()
+
+
 def compare(
     args: argparse.Namespace,
     model_of: Callable[[], torch.nn.Module],
@@ -170,7 +229,4 @@ def compare(
         )
         rows += train(file.stem, engine, batch_of, held_out, args)
         engine.destroy()
-    if deepspeed.comm.get_rank() == 0:
-        report(rows, args.output_dir, title, over)
-    deepspeed.comm.barrier()
-    deepspeed.comm.destroy_process_group()
+    finish(rows, args, title, over)

@@ -105,8 +105,8 @@ class EigenvalueSection:
     gas_boundary_resolution: int = _eigenvalue(
         integer(1), 1, "steps from one look to the next", unit="steps"
     )
-    layer_name: str = _eigenvalue(
-        TEXT, "bert.encoder.layer", "where the list of layers stands in the model"
+    layer_name: str | None = _eigenvalue(
+        TEXT, None, "where the list of layers stands in the model; null: its repeated blocks"
     )
     layer_num: int = _eigenvalue(integer(0), 0, "how many layers it has; 0: as many as there are")
 

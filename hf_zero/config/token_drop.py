@@ -16,6 +16,8 @@ from hf_zero.config.rows import inert, key
 ROUTING = f"{EFFICIENCY}.data_routing"
 TOKEN_DROP = f"{ROUTING}.random_ltd"
 SCHEDULE = "random_ltd_schedule"
+MASK = "attention_mask"
+ORDERS = ("batch_seq_dim", "seq_batch_dim")
 
 
 def _layers(value: Any) -> tuple[int, ...]:
@@ -66,12 +68,10 @@ class TokenDropSection:
         "the blocks that read a part; null: all but the first and last of each stack",
         idle=_idle,
     )
-    model_mask_name: str = key(
-        TEXT, "attention_mask", "the blocks' argument that holds the mask", idle=_idle
-    )
+    model_mask_name: str = key(TEXT, MASK, "the blocks' argument that holds the mask", idle=_idle)
     hidden_state_order: str = key(
-        choice("batch_seq_dim", "seq_batch_dim"),
-        "batch_seq_dim",
+        choice(*ORDERS),
+        ORDERS[0],
         "which dimensions hidden states have",
         idle=_idle,
     )

@@ -147,7 +147,7 @@ class BackwardTracker:
                 f"{call.unit.label} that the first has released; "
                 "use stage 2 for losses with gradients of gradients"
             )
-        if call.unit in self._left_out:
+        if self._left_out and call.unit in self._left_out:
             self._refuse_left_out(call.unit)
         if call.outer is not self.outstanding.recomputation:
             self.reached = call.outer

@@ -243,7 +243,7 @@ class GradientReducer:
             for unit in backward.units:
                 self._intake.accumulate(unit, self._batch)
         if self._batch.reduces:
-            settle_left_out(self._order.units)
+            self._settle()
         for unit in self._units:
             for flat in unit.flats:
                 if not flat.trainable:
@@ -317,7 +317,13 @@ class GradientReducer:
         if left:
             self._reductions.finish()
         self._offload.finish_sums()
-        settle_left_out(self._order.units)
+        self._settle()
+
+    def _settle(self) -> None:
+        """The gradients of the window are reduced."""
+        if self._order.left_some_out:
+            settle_left_out(self._order.units)
+            self._order.left_some_out = False
 
     def unreduced(self, flat: FlatBuffer) -> float:
         """What an accumulated gradient of ``flat`` is a multiple of that is the same on all its

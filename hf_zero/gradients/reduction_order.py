@@ -106,11 +106,15 @@ class ReductionOrder:
         self.deferred: set[Unit] = set()  # units whose gradients come in parts: reduced last
         self._known = False
         self._depths: dict[Hashable, dict[int, int]] = {}
+        self.left_some_out = False  # in a backward of the window
 
     def without(self, left_out: frozenset[Unit], reduces: bool) -> list[Unit]:
         """The order without units that no rank uses in a backward; where that ``reduces``, what
         earlier ones have left unreduced goes with it.
         """
+        if not left_out:
+            return list(self.units)
+        self.left_some_out = True
         return [
             unit
             for unit in self.units

@@ -117,6 +117,12 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return blocks
 
 
+def names_in_blocks(model: nn.Module) -> frozenset[str]:
+    """First names of the parameters in blocks of ``model``, tied ones among them."""
+    inside = {id(p) for _, block in find_blocks(model) for p in block.parameters()}
+    return frozenset(name for name, p in model.named_parameters() if id(p) in inside)
+
+
 def _by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
     total = _numel(model)
     if total < 2 * MIN_UNIT:

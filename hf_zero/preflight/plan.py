@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
 from hf_zero.parameters.layout import FlatLayout
-from hf_zero.parameters.wrap import UnitSpec
+from hf_zero.parameters.wrap import UnitSpec, names_in_blocks
 from hf_zero.preflight.moments import moments_of
 from hf_zero.units.compression import DEFAULT_BLOCKS, SMALLEST_TENSOR
 from hf_zero.units.policy import POLICIES, Policy
@@ -30,7 +30,8 @@ class FlatParameters:
     """Parameters that share a flat: computed in ``dtype``, gathered with unit ``unit``.
 
     Those in ``persistent`` stay whole between steps where parameters are sharded, in a flat of
-    their own (:meth:`MemoryPlan.flats_of`), which is ``whole``.
+    their own (:meth:`MemoryPlan.flats_of`), which is ``whole``. ``in_blocks`` names those that lie
+    in blocks of the model.
     """
 
     unit: str
@@ -39,6 +40,7 @@ class FlatParameters:
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     persistent: frozenset[str] = frozenset()
     whole: bool = False
+    in_blocks: frozenset[str] = frozenset()
 
     @cached_property
     def numel(self) -> int:
@@ -58,14 +60,21 @@ def groups_of(
     """The flats of the units that :func:`hf_zero.parameters.wrap.find_units` found, not laid out
     yet; ``persistent`` as :func:`hf_zero.parameters.wrap.persistent_names` gives it.
     """
-    found = []
+    found, in_blocks = [], names_in_blocks(module)
     for spec in specs:
         kinds: dict[tuple[bool, torch.dtype], list[tuple[str, tuple[int, ...]]]] = {}
         for name, parameter in spec.parameters:
             kind = (parameter.requires_grad, compute_dtype(name, parameter, precision, module))
             kinds.setdefault(kind, []).append((name, tuple(parameter.shape)))
         found += [
-            FlatParameters(spec.name or "(root)", trainable, dtype, tuple(shapes), persistent)
+            FlatParameters(
+                spec.name or "(root)",
+                trainable,
+                dtype,
+                tuple(shapes),
+                persistent,
+                in_blocks=in_blocks,
+            )
             for (trainable, dtype), shapes in kinds.items()
         ]
     return found
@@ -197,10 +206,12 @@ class MemoryPlan:
         """Bytes of the second buffer of a flat of ``padded`` elements that is whole between
         passes, at most: for the weights that modules compute with.
         """
-        rounds = self.rounds == "modules" or (self.rounds == "blocks" and group.unit != "(root)")
-        matrices = any(len(shape) > 1 for _, shape in group.shapes)
+        anywhere = self.rounds == "modules"
+        rounded = any(
+            len(shape) > 1 and (anywhere or name in group.in_blocks) for name, shape in group.shapes
+        )
         whole = not self.policy_of(group).shards_parameters
-        held = rounds and matrices and whole and group.trainable
+        held = self.rounds and rounded and whole and group.trainable
         return padded * group.dtype.itemsize if held else 0
 
     def error_bytes(self, group: FlatParameters) -> int:

@@ -5,62 +5,27 @@ What a block is called with goes through a subclass of its class, of the same na
 gets in place of it, as FSDP2 does. ``__call__`` of that class stands outside all hooks of the block
 (gathers, marks, activation offload), outside its checkpoint and its compiled forward, so that a
 call that is not made costs nothing. ``forward`` stays the very function that it was: transformers
-asks by it whether a layer is to be checkpointed. A copy or a pickle of the block has the class of
-before.
+asks by it whether a layer is to be checkpointed. Copies have the class of before; pickles are
+refused with the words in which an engine refuses them without a technique
+(``hf_zero.core.guards.Override``).
 """
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_zero.core.guards import outside_graphs
-from hf_zero.errors import ConfigError
-from hf_zero.parameters.wrap import repeated_blocks
+from hf_zero.techniques.blocks import Layer
 from hf_zero.units.unit import RootForward
 
 Call = Callable[..., Any]
 # call(block, run, args, kwargs): in place of run(*args, **kwargs)
 TakesOver = Callable[[nn.Module, Call, tuple[Any, ...], dict[str, Any]], Any]
-
-
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """A repeated block, ``place`` of ``of`` in its stack, counted from 1."""
-
-    block: nn.Module
-    stack: str  # the path of what holds it
-    place: int
-    of: int
-    keeps: bool  # it has to be run on all tokens: it returns what the others need
-
-
-def layers_of(model: nn.Module, key: str) -> list[Layer]:
-    """The repeated blocks of ``model``, two or more in a row. Raises ConfigError, naming ``key``,
-    where there are none.
-    """
-    stacks: dict[str, list[nn.Module]] = {}
-    for path, block in repeated_blocks(model):
-        stacks.setdefault(path.rpartition(".")[0], []).append(block)
-    found = [
-        Layer(block, stack, place, len(blocks), place == 1 and not _returns_a_tensor(block))
-        for stack, blocks in stacks.items()
-        if len(blocks) > 1
-        for place, block in enumerate(blocks, 1)
-    ]
-    if not found:
-        raise ConfigError(
-            f"{key}.enabled concerns the repeated blocks of a model, and {type(model).__name__} "
-            "has none (layers of transformers, _no_split_modules, or items of a ModuleList); "
-            "remove the key"
-        )
-    return found
 
 
 class BlockCalls:
@@ -87,7 +52,7 @@ def _subclass(kind: type[nn.Module], take_over: TakesOver) -> type[nn.Module]:
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         made = kind.__reduce_ex__(self, protocol)
-        return made[0], (plain, *made[1][1:]), *made[2:]
+        return _new, (plain, *made[1][1:]), *made[2:]
 
     metaclass: Any = type(kind)
     made: type[nn.Module] = metaclass(kind.__name__, (kind,), {
@@ -101,6 +66,13 @@ def _subclass(kind: type[nn.Module], take_over: TakesOver) -> type[nn.Module]:
     if made.forward is not kind.forward:  # transformers wraps that of each subclass
         made.forward = kind.forward  # type: ignore[method-assign]
     return made
+
+
+def _new(kind: type[nn.Module], *args: Any) -> nn.Module:
+    """What a pickle makes; of another class than the block has, which ``copyreg.__newobj__`` is not
+    allowed to.
+    """
+    return kind.__new__(kind, *args)
 
 
 # ---- what blocks take and return ----
@@ -133,12 +105,6 @@ def with_first(output: Any, state: torch.Tensor) -> Any:
         return state
     rest = output[1:]
     return type(output)(state, *rest) if hasattr(output, "_fields") else (state, *rest)
-
-
-def _returns_a_tensor(block: nn.Module) -> bool:
-    """Whether the forward of ``block`` is declared to return its hidden state and nothing else."""
-    said = inspect.signature(type(block).forward).return_annotation
-    return said in (torch.Tensor, "torch.Tensor", "Tensor", torch.FloatTensor, "torch.FloatTensor")
 
 
 class ReturnedBefore:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
-from torch.utils.data import BatchSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.sample_order import SampleOrder
@@ -20,6 +20,7 @@ class _Training:
 
     order: SampleOrder | None = None
     steps_done: Callable[[], int] = int
+    finish: Callable[[Any], Any] | None = None
 
 
 class CurriculumSampler(Sampler[int]):
@@ -40,9 +41,21 @@ class CurriculumSampler(Sampler[int]):
         whole, rest = divmod(len(dataset), batch_size)
         self._length = max(1, whole + bool(rest and not drop_last)) * batch_size
 
-    def follow(self, order: SampleOrder, steps_done: Callable[[], int]) -> None:
-        """Draw in ``order``, for a training that has done so many steps."""
-        self._training.order, self._training.steps_done = order, steps_done
+    def follow(
+        self,
+        order: SampleOrder,
+        steps_done: Callable[[], int],
+        finish: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """Draw in ``order``, for a training that has done so many steps; ``finish`` makes the
+        batches of a :class:`CurriculumLoader`.
+        """
+        training = self._training
+        training.order, training.steps_done, training.finish = order, steps_done, finish
+
+    def finish(self, batch: Any) -> Any:
+        """What a loader gives in place of ``batch``."""
+        return batch if self._training.finish is None else self._training.finish(batch)
 
     def __len__(self) -> int:
         return self._length
@@ -83,3 +96,27 @@ class RankBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         return islice(self.batches, self.rank, None, self.ranks)
+
+
+class RankSamples(Sampler[int]):
+    """The samples of ``batches`` one by one, for loaders that make micro-batches of as many by
+    themselves.
+    """
+
+    def __init__(self, batches: RankBatches):
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches) * self.batches.batch_size
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self.batches)
+
+
+class CurriculumLoader(DataLoader[Any]):
+    """A loader over :class:`RankBatches`, which gives batches as the training's function makes
+    them (``set_data_post_process_func``), in this process.
+    """
+
+    def __iter__(self) -> Any:
+        return map(self.batch_sampler.batches.sampler.finish, super().__iter__())  # type: ignore[union-attr]

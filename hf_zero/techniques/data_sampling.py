@@ -13,14 +13,16 @@ from hf_zero.config.curriculum import LENGTHS, METRICS
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.core.backward import Counters
 from hf_zero.errors import ConfigError
+from hf_zero.techniques.analyzer_index import AnalyzerIndex, is_analyzers
 from hf_zero.techniques.curriculum import metrics_of
 from hf_zero.techniques.curriculum_sampler import CurriculumSampler
 from hf_zero.techniques.difficulty import DifficultySchedule, Number
-from hf_zero.techniques.difficulty_index import DifficultyIndex
+from hf_zero.techniques.difficulty_index import DifficultyIndex, RankedSamples
 from hf_zero.techniques.sample_order import Criterion, SampleOrder
 
 _DIFFICULTY = ("value", "percentile")
-_CLUSTERING = ("schedule_based", "single_cluster")
+SINGLE = "single_cluster"
+_CLUSTERING = ("schedule_based", SINGLE)
 _KEYS = (
     "index_to_metric_path",
     "index_to_sample_path",
@@ -33,6 +35,10 @@ _KEYS = (
 )
 
 
+# (batch, state) -> batch; state: curriculum_step, counted from 1, current_difficulties by metric
+Finish = Callable[[Any, dict[str, Any]], Any]
+
+
 class DifficultySampling:
     """Gives samplers their order and tells them which step comes next; a
     :class:`hf_zero.techniques.policy.Technique`.
@@ -41,22 +47,25 @@ class DifficultySampling:
     def __init__(self, metrics: Mapping[str, Mapping[str, Any]], seed: int):
         self.schedules: dict[str, DifficultySchedule] = {}
         self._criteria: list[Criterion] = []
+        self._difficulties: dict[str, Callable[[int], Number]] = {}
+        self._single: list[str] = []  # metrics that admit every sample
         self._seed = seed
         self._counters = Counters()
         self._followed = False
+        self._finish: Finish | None = None
+        self._finished = False  # a batch, since the last step
         for name, settings in metrics.items():
             section = f"{METRICS}.{name}"
             _check(settings, section)
             schedule = self.schedules[name] = DifficultySchedule(settings, section)
+            difficulty = self._difficulties[name] = _by_step(schedule)
+            if settings.get("clustering_type") == SINGLE:
+                self._single.append(name)
+                continue
             by_value = settings.get("difficulty_type", "value") == "value"
-            self._criteria.append(
-                Criterion(
-                    name,
-                    DifficultyIndex(settings["index_to_metric_path"]),
-                    _by_step(schedule),
-                    None if by_value else schedule.max_difficulty,
-                )
-            )
+            top = None if by_value else schedule.max_difficulty
+            index = _opened(settings, section, by_value)
+            self._criteria.append(Criterion(name, index, difficulty, top))
 
     def follow(self, sampler: CurriculumSampler) -> None:
         """From now on ``sampler`` begins where the engine's training is. Raises
@@ -66,8 +75,23 @@ class DifficultySampling:
             criterion.index.check(sampler.dataset)
         rows = len(sampler.dataset)
         order = SampleOrder(rows, self._criteria, sampler.batch_size, self._seed)
-        sampler.follow(order, lambda: self._counters.global_steps)
+        sampler.follow(order, lambda: self._counters.global_steps, self.finish)
         self._followed = True
+
+    def finish_by(self, function: Finish) -> None:
+        """From now on ``function`` makes the batches of the engine's own loaders."""
+        self._finish = function
+
+    def finish(self, batch: Any) -> Any:
+        """What a loader gives in place of ``batch``, which is for the next step."""
+        if self._finish is None:
+            return batch
+        self._finished = True
+        done = self._counters.global_steps
+        difficulties = {name: each(done + 1) for name, each in self._difficulties.items()}
+        return self._finish(
+            batch, {"curriculum_step": done + 1, "current_difficulties": difficulties}
+        )
 
     def install(self, engine: Any) -> None:
         self._counters = engine.counters
@@ -80,6 +104,20 @@ class DifficultySampling:
                 "map-style dataset with shuffle=True (the Trainer's default sampling) with the "
                 "model's Accelerator"
             )
+        if self._single and self._finish is None:
+            raise ConfigError(
+                f"{METRICS}.{self._single[0]}.clustering_type is {SINGLE!r}, which admits every "
+                "sample at every step, and nothing takes its difficulty; call "
+                "engine.set_data_post_process_func(function), or write schedule_based "
+                f"({' or '.join(LENGTHS)} for a metric that cuts sequences)"
+            )
+        if self._finish is not None and not self._finished:
+            raise ConfigError(
+                "set_data_post_process_func was given a function, and no batch of this step has "
+                "gone through it: pass training_data= to initialize and train on its loader, or "
+                "change the data in a collate_fn"
+            )
+        self._finished = False
 
     def state_dict(self) -> dict[str, Any]:
         return {}  # the step, the seed and the schedules say it all
@@ -100,23 +138,29 @@ def _check(settings: Mapping[str, Any], section: str) -> None:
                 f"{section}.{key} = {value!r} is none of {', '.join(known)}"
                 f"{did_you_mean(str(value), known)}"
             )
-    if settings.get("clustering_type") == "single_cluster":
-        raise ConfigError(
-            f"{section}.clustering_type is 'single_cluster', which admits every sample at every "
-            f"step; write schedule_based, or {' or '.join(LENGTHS)} for a metric that cuts "
-            "sequences"
-        )
-    if not settings.get("index_to_metric_path"):
+
+
+def _opened(settings: Mapping[str, Any], section: str, by_value: bool) -> RankedSamples:
+    """The index that ``settings`` name: of ``hf-zero analyze``, or of DeepSpeed's analyzer."""
+    metric, samples = settings.get("index_to_metric_path"), settings.get("index_to_sample_path")
+    if samples and is_analyzers(samples) and (metric or not by_value):
+        return AnalyzerIndex(samples, metric if by_value else None)
+    if not metric:
         raise ConfigError(
             f"{section} has no index_to_metric_path; `hf-zero analyze DATASET` writes an index and "
             "says which to name"
         )
-    samples = settings.get("index_to_sample_path")
-    if samples not in (None, settings["index_to_metric_path"]):
+    if is_analyzers(metric):
+        raise ConfigError(
+            f"{section}.index_to_metric_path is an index of DeepSpeed's data analyzer, which has "
+            "the samples beside it; write index_to_sample_path"
+        )
+    if samples not in (None, metric):
         raise ConfigError(
             f"{section}.index_to_sample_path = {samples!r} is another folder than "
             "index_to_metric_path, and an index of `hf-zero analyze` holds both; leave it out"
         )
+    return DifficultyIndex(metric)
 
 
 def _by_step(schedule: DifficultySchedule) -> Callable[[int], Number]:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +28,32 @@ FORMAT, VERSION = "hf-zero difficulty index", 1
 PROBES = 16
 
 
-class DifficultyIndex:
+class RankedSamples(ABC):
+    """The samples of a dataset, ``order``, by rising difficulty."""
+
+    order: np.ndarray
+
+    @property
+    @abstractmethod
+    def rows(self) -> int:
+        """How many samples there are."""
+
+    @abstractmethod
+    def count_up_to(self, value: float) -> int:
+        """How many samples have a value of at most ``value``: the first of ``order``."""
+
+    def count_of(self, percentile: float, top: float) -> int:
+        """How many samples the ``percentile`` easiest of ``top`` percentiles are: of 1000 samples
+        the 25 easiest of 100 percentiles are 250.
+        """
+        return min(self.rows, max(0, math.floor(self.rows * percentile / top)))
+
+    @abstractmethod
+    def check(self, dataset: Any) -> None:
+        """Raise DifficultyIndexError if ``dataset`` is not the one that was analysed."""
+
+
+class DifficultyIndex(RankedSamples):
     """The index in ``folder``. Raises DifficultyIndexError if there is none that can be read."""
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -76,17 +102,9 @@ class DifficultyIndex:
         return self.values[self.order[last]].item()  # type: ignore[no-any-return]
 
     def count_up_to(self, value: float) -> int:
-        """How many samples have a value of at most ``value``: the first of ``order``."""
         return bisect_right(range(self.rows), value, key=lambda k: self.values[self.order[k]])
 
-    def count_of(self, percentile: float, top: float) -> int:
-        """How many samples the ``percentile`` easiest of ``top`` percentiles are: of 1000 samples
-        the 25 easiest of 100 percentiles are 250.
-        """
-        return min(self.rows, max(0, math.floor(self.rows * percentile / top)))
-
     def check(self, dataset: Any) -> None:
-        """Raise DifficultyIndexError if ``dataset`` is not the one that was analysed."""
         again = f"analyze the data that is trained on, or train on what {self.folder} is about"
         if len(dataset) != self.rows:
             raise DifficultyIndexError(

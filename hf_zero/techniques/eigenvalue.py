@@ -26,6 +26,7 @@ from hf_zero.core.sharded_model import MeshRanks
 from hf_zero.errors import ConfigError
 from hf_zero.logs import logger
 from hf_zero.parameters.parameter import name_of, owner_of
+from hf_zero.techniques.blocks import layers_at
 from hf_zero.techniques.rounding import Precision
 from hf_zero.units.flat_buffer import FlatBuffer
 
@@ -33,18 +34,12 @@ Vector = list[torch.Tensor]  # this rank's part of the parameters of a layer, in
 
 
 def layers_of(model: nn.Module, section: EigenvalueSection) -> list[nn.Module]:
-    """The layers that ``section`` names. Raises ConfigError where ``model`` has none there, or
-    fewer.
-    """
-    try:
-        found = list(model.get_submodule(section.layer_name).children())
-    except AttributeError:
-        found = []
-    if not found or len(found) < section.layer_num:
+    """The layers that ``section`` names; raises ConfigError where ``model`` has fewer."""
+    found = layers_at(model, section.layer_name, f"{EIGENVALUE}.layer_name")
+    if len(found) < section.layer_num:
         raise ConfigError(
-            f"{EIGENVALUE}: layer_name = {section.layer_name!r}, layer_num = {section.layer_num} "
-            f"name layers that {type(model).__name__} does not have; write where its list of "
-            "layers stands, such as model.layers, and their number or 0"
+            f"{EIGENVALUE}.layer_num = {section.layer_num} is more than the {len(found)} layers of "
+            f"{type(model).__name__}; write their number, or 0"
         )
     return found[: section.layer_num or None]
 

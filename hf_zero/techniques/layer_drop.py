@@ -48,12 +48,11 @@ from hf_zero.ops import philox
 from hf_zero.techniques.block_calls import (
     Call,
     DrawsForBlocks,
-    Layer,
     first_of,
     hidden_state,
-    layers_of,
     with_first,
 )
+from hf_zero.techniques.blocks import Layer, layers_of
 from hf_zero.units.unit import RootForward
 
 KEY = "progressive_layer_drop"

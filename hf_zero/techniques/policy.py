@@ -138,3 +138,16 @@ def set_custom_schedule(
                 "alone"
             )
         schedules[name].set_function(function)
+
+
+def set_post_process(techniques: Any, function: data_sampling.Finish) -> None:
+    """Let ``function`` make the batches of an engine's own loaders. Raises ConfigError where no
+    samples are chosen by difficulty.
+    """
+    sampling = techniques.by_key.get(SAMPLING)
+    if sampling is None:
+        raise ConfigError(
+            "set_data_post_process_func takes the batches that data_efficiency.data_sampling "
+            f"chooses, which is off; write {METRICS}, or change the data in a collate_fn"
+        )
+    sampling.finish_by(function)

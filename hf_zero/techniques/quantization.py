@@ -15,15 +15,22 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.quantization import COMPRESSION, QUANTIZE, QuantizeTraining, WeightQuantization
+from hf_zero.config.quantization import (
+    COMPRESSION,
+    EIGENVALUE,
+    QUANTIZE,
+    QuantizeTraining,
+    WeightQuantization,
+)
 from hf_zero.errors import ConfigError
 from hf_zero.logs import logger
+from hf_zero.parameters.wrap import names_in_blocks
 from hf_zero.techniques.eigenvalue import StretchedPeriods
 from hf_zero.techniques.rounding import Precision, Rounding, noise_for
 from hf_zero.units.flat_buffer import FlatBuffer
-from hf_zero.units.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -60,17 +67,17 @@ class WeightsInBits:
     def __init__(
         self,
         section: QuantizeTraining | WeightQuantization,
-        fall_of: Callable[[Unit, str], Fall | None],
+        falls_of: Callable[[nn.Module], Mapping[str, Fall]],
         nothing_found: str,
         seed: int,
         stretched: StretchedPeriods | None = None,
     ):
-        """``fall_of`` gives the bits of a parameter of a unit, by name, None where it stays as it
-        is; ``nothing_found`` is the error where it does so for all. ``stretched`` has the bits of
-        layers whose eigenvalues set their pace.
+        """``falls_of`` gives the bits of the parameters of a model, by name, of those that do not
+        stay as they are; ``nothing_found`` is the error where all that train do. ``stretched`` has
+        the bits of layers whose eigenvalues set their pace.
         """
         self._section = section
-        self._fall_of, self._nothing_found = fall_of, nothing_found
+        self._falls_of, self._nothing_found = falls_of, nothing_found
         self._seed = seed
         self._rounding = Rounding(
             section.groups, section.type == "symmetric", section.rounding == "stochastic"
@@ -87,6 +94,7 @@ class WeightsInBits:
         if engine.shard_only:
             return
         self._engine = engine
+        wanted = self._falls_of(engine.module)
         for unit in engine.units:
             for flat in unit.trainable:
                 falls = {
@@ -94,7 +102,7 @@ class WeightsInBits:
                     for name, parameter in flat.parameters.items()
                     if parameter.dim() > 1
                     and parameter.is_floating_point()
-                    and (fall := self._fall_of(unit, name)) is not None
+                    and (fall := wanted.get(name)) is not None
                 }
                 if falls:
                     self._check_groups(flat, falls)
@@ -193,6 +201,11 @@ def quantize_training(config: ZeroConfig) -> WeightsInBits | None:
     """MoQ, if ``config`` asks for it: of the weights of blocks."""
     section = config.quantize_training
     if not section.enabled:
+        if config.eigenvalue.enabled:
+            raise ConfigError(
+                f"{EIGENVALUE}.enabled asks for the eigenvalues that set the pace of {QUANTIZE}, "
+                f"which is off; write {QUANTIZE}.enabled: true, or remove the section"
+            )
         return None
     fall = Fall(QUANTIZE, section.start_bits, section.target_bits, section.period)
     _check(fall)
@@ -205,7 +218,7 @@ def quantize_training(config: ZeroConfig) -> WeightsInBits | None:
     )
     return WeightsInBits(
         section,
-        lambda unit, name: fall if unit.index else None,
+        lambda model: dict.fromkeys(names_in_blocks(model), fall),
         nothing,
         int(config.seed or 0),
         stretched,
@@ -236,11 +249,19 @@ def weight_quantization(config: ZeroConfig) -> WeightsInBits | None:
 
 
 def _first(
-    groups: Sequence[tuple[Fall, Sequence[re.Pattern[str]]]], unit: Unit, name: str
-) -> Fall | None:
-    module = name.rpartition(".")[0]
-    found = (fall for fall, patterns in groups if any(each.search(module) for each in patterns))
-    return next(found, None)
+    groups: Sequence[tuple[Fall, Sequence[re.Pattern[str]]]], model: nn.Module
+) -> dict[str, Fall]:
+    """The first of ``groups`` with a pattern for the module of each parameter."""
+    return {
+        name: next(fall for fall, patterns in groups if _named(name, patterns))
+        for name, _ in model.named_parameters()
+        if any(_named(name, patterns) for _, patterns in groups)
+    }
+
+
+def _named(parameter: str, patterns: Sequence[re.Pattern[str]]) -> bool:
+    module = parameter.rpartition(".")[0]
+    return any(each.search(module) for each in patterns)
 
 
 def _group(path: str, group: Any, in_forward: bool) -> tuple[Fall, list[re.Pattern[str]]]:

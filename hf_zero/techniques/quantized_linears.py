@@ -19,7 +19,7 @@ from hf_zero.config.quantization import FLOAT8, QAT, QuantizationAware
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError
-from hf_zero.parameters.wrap import find_units
+from hf_zero.techniques.blocks import linears_of_blocks
 
 
 def quantize_linears(model: nn.Module, config: ZeroConfig) -> None:
@@ -52,13 +52,6 @@ def quantize_linears(model: nn.Module, config: ZeroConfig) -> None:
             )
         else:
             _float8(model, chosen, str(float8.recipe), float8.emulate)
-
-
-def linears_of_blocks(model: nn.Module) -> list[str]:
-    """The names of torch's own linear layers in the blocks of ``model``."""
-    blocks = {module for spec in find_units(model)[0][1:] for module in spec.modules}
-    inside = {part for block in blocks for part in block.modules() if type(part) is nn.Linear}
-    return [name for name, module in model.named_modules() if module in inside]
 
 
 def base_config(name: str, group_size: int) -> Any:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hf_zero.errors import ConfigError
-from hf_zero.techniques.difficulty_index import DifficultyIndex
+from hf_zero.techniques.difficulty_index import RankedSamples
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Criterion:
     """
 
     name: str
-    index: DifficultyIndex
+    index: RankedSamples
     difficulty: Callable[[int], float]
     percentiles: float | None = None
     # by difficulty: a search of the index in each step would cost more than the draws

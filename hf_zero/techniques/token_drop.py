@@ -23,19 +23,22 @@ import torch
 from torch import nn
 
 from hf_zero.config import TokenDropSection, ZeroConfig
-from hf_zero.config.token_drop import SCHEDULE, TOKEN_DROP
+from hf_zero.config.spelling import did_you_mean
+from hf_zero.config.token_drop import MASK, ORDERS, SCHEDULE, TOKEN_DROP
+from hf_zero.core.guards import Attached
 from hf_zero.errors import ConfigError
 from hf_zero.ops import philox
 from hf_zero.techniques.block_calls import (
     Call,
     DrawsForBlocks,
-    Layer,
     first_of,
-    layers_of,
     with_first,
 )
+from hf_zero.techniques.blocks import Layer, layers_of
+from hf_zero.techniques.sequence_length import DECODER_TOKENS, NOT_TEXT, TOKENS
 from hf_zero.units.unit import RootForward
 
+BY_ROW = (*TOKENS, *DECODER_TOKENS, *NOT_TEXT)  # arguments of models whose first dimension is rows
 # of another sequence than the hidden state, but for the queries of those in four dimensions
 ELSEWHERE = ("encoder_hidden_states", "encoder_attention_mask", "encoder_decoder_position_bias")
 PACKED = ("cu_seq_lens", "cu_seqlens", "max_length_q", "max_length_k")
@@ -76,6 +79,8 @@ class TokenDrop(DrawsForBlocks):
         self._section, self._seed = section, seed
         self._layers: dict[nn.Module, tuple[int, Layer]] = {}
         self._chosen: set[nn.Module] = set()
+        self._rows: set[int] = set()  # of the batch of the forward under way
+        self._watching: Any = None
 
     @classmethod
     def of(cls, config: ZeroConfig) -> TokenDrop | None:
@@ -127,11 +132,65 @@ class TokenDrop(DrawsForBlocks):
         # all blocks of a stack tell what they return beside the state
         self._layers = {layer.block: (number, layer) for number, layer in enumerate(layers)}
         self._chosen = {layers[number].block for number in chosen}
+        for block in self._chosen:
+            said = {getattr(part, "batch_first", None) for part in block.modules()}
+            if (not self._rows_first) in said and self._rows_first not in said:
+                raise self._other_order(block, f"has batch_first = {not self._rows_first}")
+        self._watching = engine.module.register_forward_pre_hook(
+            Attached(self._watch), with_kwargs=True
+        )
         self._take_over(engine, list(self._layers))
+
+    @property
+    def _rows_first(self) -> bool:
+        return self._section.hidden_state_order == "batch_seq_dim"
+
+    def _watch(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Note how many rows ``model`` is called with, where names of its arguments tell."""
+        named = {**dict(zip(inspect.signature(model.forward).parameters, args)), **kwargs}
+        self._rows = {
+            named[name].shape[0]
+            for name in BY_ROW
+            if isinstance(named.get(name), torch.Tensor) and named[name].dim() > 1
+        }
+
+    def _check_call(
+        self, block: nn.Module, arguments: Mapping[str, Any], states: torch.Tensor
+    ) -> None:
+        """Raise ConfigError where ``block`` is called with a hidden state of another order than
+        configured, or without the mask that is.
+        """
+        mask = self._section.model_mask_name
+        names = {*inspect.signature(type(block).forward).parameters, *arguments.get("kwargs", ())}
+        if mask != MASK and mask not in names:
+            raise ConfigError(
+                f"{TOKEN_DROP}.model_mask_name = {mask!r} is no argument of "
+                f"{type(block).__name__}, whose mask it is to name"
+                f"{did_you_mean(mask, names - {'self', 'kwargs'})}"
+            )
+        if states.dim() != 3:
+            raise ConfigError(
+                f"{TOKEN_DROP} cannot draw tokens of {type(block).__name__}: its hidden state has "
+                f"{states.dim()} dimensions instead of rows, tokens and width; remove the section, "
+                "or leave the block out of random_ltd_layer_id"
+            )
+        rows, tokens = states.shape[:2]
+        if rows not in self._rows and tokens in self._rows:
+            raise self._other_order(
+                block, f"was called with {rows} rows, and the model with {tokens}"
+            )
+
+    def _other_order(self, block: nn.Module, why: str) -> ConfigError:
+        order, other = ORDERS if self._rows_first else ORDERS[::-1]
+        return ConfigError(
+            f"{TOKEN_DROP}.hidden_state_order = {order!r} is not the order of "
+            f"{type(block).__name__}, which {why}; write {other}"
+        )
 
     def _draw(self, forward: RootForward) -> Collection[nn.Module]:
         if not any(block.training for block in self._layers):
             return ()
+        self._rows = set()
         step = self._engine.global_steps
         forward.drawn[self] = (step, self._count.next(step), self._engine.global_rank)
         self._before.clear()
@@ -151,8 +210,9 @@ class TokenDrop(DrawsForBlocks):
         bound = inspect.signature(type(block).forward).bind(block, *args, **kwargs)
         given = list(bound.arguments)[1]
         state = bound.arguments[given]
-        first = self._section.hidden_state_order == "batch_seq_dim"
+        first = self._rows_first
         states = state if first else state.transpose(0, 1)  # [rows, tokens, width]
+        self._check_call(block, bound.arguments, states)
         rows, tokens = states.shape[:2]
         read = tokens_read(at[0], self._section)
         if read >= tokens:
@@ -173,7 +233,9 @@ class TokenDrop(DrawsForBlocks):
 
     def remove(self) -> None:
         super().remove()
-        self._layers = {}
+        if self._watching is not None:
+            self._watching.remove()
+        self._watching, self._layers = None, {}
 
 
 class _Narrow:

@@ -21,6 +21,7 @@ from hf_zero.config.spelling import did_you_mean
 from hf_zero.config.training_phases import PHASES
 from hf_zero.core.backward import Counters
 from hf_zero.errors import ConfigError
+from hf_zero.logs import logger
 from hf_zero.techniques import curriculum
 from hf_zero.techniques.sequence_length import SequenceLength
 
@@ -136,6 +137,7 @@ class TrainingPhases:
         self._counters = Counters()
         self._sizes = (1, 1)  # the batch and the micro-batch of the configuration
         self._engine: weakref.ref[Any] | None = None
+        self._told = False  # that the learning rate stays at 0
 
     @property
     def changes_micro_batches(self) -> bool:
@@ -234,9 +236,24 @@ class TrainingPhases:
             _set_rows(engine.training_dataloader, micro)
         engine.optimizer_step.lr_scale = self.lr_scale(step)
 
+    def _tell_of_nothing(self, engine: Any) -> None:
+        """Say once that the step that was taken has changed no weight."""
+        if engine.optimizer_step.lr_scale or self._told:
+            return
+        self._told = True
+        if engine.global_rank == 0:
+            logger.warning(
+                "%s.phases[%d] is over: its lr_decay_power leaves a learning rate of 0 from step "
+                "%d on; end the training there, raise its steps, or add a phase",
+                PHASES,
+                len(self.phases) - 1,
+                self._counters.global_steps,
+            )
+
     def end_step(self) -> None:
         engine = self._engine() if self._engine is not None else None
         if engine is not None:
+            self._tell_of_nothing(engine)
             self._begin(engine)
 
     def prepare_batch(self, batch: Any) -> Any:
@@ -246,7 +263,9 @@ class TrainingPhases:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.end_step()  # of the last step before the save
+        engine = self._engine() if self._engine is not None else None
+        if engine is not None:
+            self._begin(engine)
 
     def remove(self) -> None:
         if self.sequences is not None:

@@ -12,11 +12,10 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import BertConfig, BertForMaskedLM
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
-from comparison import IGNORED, Batch, compare, parser_of  # noqa: E402
+from comparison import IGNORED, Batch, compare, parser_of, small_bert  # noqa: E402
 
 CONFIGS = [
     HERE / name for name in ("post_layer_norm.json", "pre_layer_norm.json", "layer_drop.json")
@@ -46,21 +45,8 @@ def main() -> None:
     args = parser.parse_args()
 
     def model_of() -> torch.nn.Module:
-        return BertForMaskedLM(
-            BertConfig(
-                vocab_size=WORDS + 1,
-                hidden_size=args.hidden_size,
-                num_hidden_layers=args.num_layers,
-                num_attention_heads=2,
-                intermediate_size=2 * args.hidden_size,
-                max_position_embeddings=LENGTH,
-                pad_token_id=None,
-                hidden_dropout_prob=0.0,
-                attention_probs_dropout_prob=0.0,
-                # BERT's 0.02 is for a hidden size of 768; here it would leave hardly any layers
-                initializer_range=args.hidden_size**-0.5,
-            )
-        )
+        wide = 2 * args.hidden_size
+        return small_bert(args, WORDS + 1, LENGTH, num_attention_heads=2, intermediate_size=wide)
 
     held_out = sentences(64, torch.Generator().manual_seed(args.seed))
     compare(

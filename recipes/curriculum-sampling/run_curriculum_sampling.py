@@ -1,5 +1,5 @@
 """Train the same small GPT-2 once with rows in a random order, and once with the rows that
-`hf-zero analyze` finds easy first. Plot their held-out losses over the steps.
+`hf-zero analyze` finds easy first. Plot their held-out losses over samples and over seconds.
 
     torchrun --nproc_per_node 2 run_curriculum_sampling.py
 """
@@ -10,6 +10,7 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -19,35 +20,19 @@ from typing import Any
 import torch
 from datasets import Dataset, load_from_disk
 from tqdm.auto import tqdm
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import deepspeed  # isort: skip  (after torch: in an editable install, hf-zero answers from there on)
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
-from plot import line_plot  # noqa: E402
+from comparison import VALUES, evaluate, finish, parser_of, small_gpt2  # noqa: E402
 
 CONFIGS = ("random.json", "rarity.json")
-VALUES = 128  # of a byte of the text
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--deepspeed_config", type=Path, nargs="+", default=[HERE / name for name in CONFIGS]
-    )
-    parser.add_argument(
-        "--local_rank", type=int, default=-1, help="passed by launchers that do not set LOCAL_RANK"
-    )
-    parser.add_argument("--steps", type=int, default=320)
+    parser = parser_of(str(__doc__), [HERE / name for name in CONFIGS], steps=320)
     parser.add_argument("--seq_length", type=int, default=64, help="bytes of a row")
-    parser.add_argument("--num_layers", type=int, default=2)
-    parser.add_argument("--hidden_size", type=int, default=64)
-    parser.add_argument("--evaluations", type=int, default=16, help="of each run, evenly apart")
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/curriculum-sampling"))
-    parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
@@ -85,20 +70,7 @@ def build(file: Path, data: Path, args: argparse.Namespace) -> tuple[Any, Any]:
     same weights.
     """
     torch.manual_seed(args.seed)
-    net = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VALUES,
-            n_positions=args.seq_length,
-            n_embd=args.hidden_size,
-            n_layer=args.num_layers,
-            n_head=4,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
+    net = small_gpt2(args, args.seq_length)
     config = json.loads(file.read_text())
     sampling = config.get("data_efficiency", {}).get("data_sampling", {})
     metrics = sampling.get("curriculum_learning", {}).get("curriculum_metrics", {})
@@ -120,24 +92,30 @@ def batches(loader: Any) -> Iterator[dict[str, torch.Tensor]]:
         yield from loader
 
 
-@torch.no_grad()
-def evaluate(engine: Any, rows: torch.Tensor) -> float:
-    """Mean loss over the held-out rows, which each rank reads in full."""
-    engine.eval()
-    tokens = rows.to(engine.device)
-    loss = engine(input_ids=tokens, labels=tokens).loss.item()
-    engine.train()
-    return loss
-
-
 def train(file: Path, data: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A run with one configuration: a row for each evaluation, on every rank."""
+    """A run with one configuration: a row for each evaluation, on every rank. Evaluations do not
+    count among the seconds.
+    """
     (engine, loader), name = build(file, data, args), file.stem
-    _, held_out = load_rows(args.seq_length)
+    _, tokens = load_rows(args.seq_length)
+    held_out = {"input_ids": tokens, "labels": tokens}
     interval = max(1, args.steps // args.evaluations)
-    rows = [{"config": name, "step": 0, "loss": evaluate(engine, held_out)}]
+
+    def row(step: int, seconds: float) -> dict[str, Any]:
+        samples = step * engine.train_batch_size()
+        return {
+            "config": name,
+            "step": step,
+            "samples": samples,
+            "tokens": samples * args.seq_length,
+            "seconds": seconds,
+            "loss": evaluate(engine, held_out),
+        }
+
+    rows = [row(0, 0.0)]
     rank = deepspeed.comm.get_rank()
     bar = tqdm(total=args.steps, disable=None if rank == 0 else True, desc=name)
+    seconds, began = 0.0, time.perf_counter()
     for batch in batches(loader):
         tokens = {key: value.to(engine.device) for key, value in batch.items()}
         engine.backward(engine(**tokens).loss)
@@ -148,8 +126,10 @@ def train(file: Path, data: Path, args: argparse.Namespace) -> list[dict[str, An
         bar.update()
         step = engine.global_steps
         if step % interval == 0 or step == args.steps:
-            rows.append({"config": name, "step": step, "loss": evaluate(engine, held_out)})
+            seconds += time.perf_counter() - began
+            rows.append(row(step, seconds))
             bar.set_postfix(loss=f"{rows[-1]['loss']:.3f}", refresh=False)
+            began = time.perf_counter()
         if step == args.steps:
             break
     bar.close()
@@ -157,35 +137,13 @@ def train(file: Path, data: Path, args: argparse.Namespace) -> list[dict[str, An
     return rows
 
 
-def report(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    """The rows and their plot as files, and a table."""
-    lines = (json.dumps(row) for row in rows)
-    (args.output_dir / "rows.jsonl").write_text("\n".join(lines) + "\n")
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        curves.setdefault(row["config"], []).append((row["step"], row["loss"]))
-    print(f"{'':20}{'held-out loss':>16}")
-    for name, curve in curves.items():
-        print(f"{name:20}{curve[-1][1]:16.3f}")
-    line_plot(
-        args.output_dir / "loss_over_steps.svg",
-        curves,
-        "A small GPT-2, on rows in a random order and on common bytes first",
-        "steps",
-        "held-out loss",
-    )
-    print(f"rows and plot: {args.output_dir}")
-
-
 def main() -> None:
     args = parse_args()
     deepspeed.init_distributed()
     data = prepare(args)
     rows = [row for file in args.deepspeed_config for row in train(file, data, args)]
-    if deepspeed.comm.get_rank() == 0:
-        report(rows, args)
-    deepspeed.comm.barrier()
-    deepspeed.comm.destroy_process_group()
+    title = "A small GPT-2, on rows in a random order and on common bytes first"
+    finish(rows, args, title, ("samples", "seconds"))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
-from comparison import VALUES, Batch, compare, load_text, parser_of, rows_of  # noqa: E402
+from comparison import Batch, compare, load_text, parser_of, rows_of, small_gpt2  # noqa: E402
 
 CONFIGS = [HERE / name for name in ("whole.json", "truncate.json", "reshape.json")]
 
@@ -27,29 +26,13 @@ def main() -> None:
     args = parser.parse_args()
     stream, held_out = load_text(args.seq_length)
 
-    def model_of() -> torch.nn.Module:
-        return GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=VALUES,
-                n_positions=args.seq_length,
-                n_embd=args.hidden_size,
-                n_layer=args.num_layers,
-                n_head=4,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-                bos_token_id=0,
-                eos_token_id=0,
-            )
-        )
-
     def batch_of(count: int, random: torch.Generator) -> Batch:
         rows = rows_of(stream, args.seq_length, count, random)
         return {"input_ids": rows, "labels": rows}
 
     compare(
         args,
-        model_of,
+        lambda: small_gpt2(args, args.seq_length),
         batch_of,
         {"input_ids": held_out, "labels": held_out},
         "A small GPT-2, with whole sequences and with growing ones",

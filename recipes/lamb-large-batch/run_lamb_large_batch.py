@@ -17,55 +17,28 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import deepspeed  # isort: skip  (after torch: in an editable install, hf-zero answers from there on)
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
-from comparison import VALUES, evaluate, load_text, report  # noqa: E402
+from comparison import evaluate, finish, load_text, parser_of, small_gpt2  # noqa: E402
 
 CONFIGS = ("small_batch_adamw.json", "large_batch_adamw.json", "large_batch_lamb.json")
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--deepspeed_config", type=Path, nargs="+", default=[HERE / name for name in CONFIGS]
-    )
-    parser.add_argument(
-        "--local_rank", type=int, default=-1, help="passed by launchers that do not set LOCAL_RANK"
-    )
-    parser.add_argument("--samples", type=int, default=16384, help="rows that each run reads")
+    configs = [HERE / name for name in CONFIGS]
+    parser = parser_of(str(__doc__), configs, samples=16384)
     parser.add_argument("--seq_length", type=int, default=32, help="bytes of a row")
     parser.add_argument("--warmup", type=float, default=0.1, help="the share of all iterations")
-    parser.add_argument("--num_layers", type=int, default=2)
-    parser.add_argument("--hidden_size", type=int, default=64)
-    parser.add_argument("--evaluations", type=int, default=16, help="of each run, evenly apart")
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/lamb-large-batch"))
-    parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
 def build(file: Path, args: argparse.Namespace) -> Any:
     """An engine around a new model; whatever the file, the model begins with the same weights."""
     torch.manual_seed(args.seed)
-    net = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VALUES,
-            n_positions=args.seq_length,
-            n_embd=args.hidden_size,
-            n_layer=args.num_layers,
-            n_head=4,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
+    net = small_gpt2(args, args.seq_length)
     config = json.loads(file.read_text())
     iterations = args.samples // config["train_batch_size"]
 
@@ -136,11 +109,7 @@ def main() -> None:
     args = parse_args()
     deepspeed.init_distributed()
     rows = [row for file in args.deepspeed_config for row in train(file, args)]
-    if deepspeed.comm.get_rank() == 0:
-        title = "A small GPT-2, in small and in large batches"
-        report(rows, args.output_dir, title, ("samples",))
-    deepspeed.comm.barrier()
-    deepspeed.comm.destroy_process_group()
+    finish(rows, args, "A small GPT-2, in small and in large batches", ("samples",))
 
 
 if __name__ == "__main__":

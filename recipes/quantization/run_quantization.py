@@ -22,7 +22,7 @@ import deepspeed  # isort: skip  (after torch: in an editable install, hf-zero a
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
-from comparison import VALUES, evaluate, load_text, parser_of, report, rows_of, train  # noqa: E402
+from comparison import VALUES, evaluate, finish, load_text, parser_of, rows_of, train  # noqa: E402
 
 CONFIGS = ("full.json", "moq_8.json", "moq_4.json", "qat_int4.json")
 LENGTH = 32  # bytes of a row
@@ -86,11 +86,7 @@ def main() -> None:
             loss = afterwards(engine, bits, args, held_out)
             found[-1][f"loss_in_{bits}_bits"] = loss
             deepspeed.log_dist(f"{file.stem}, then rounded to {bits} bits: {loss:.3f}", ranks=[0])
-    if deepspeed.comm.get_rank() == 0:
-        title = "A small Llama, its weights in fewer and fewer bits"
-        report(found, args.output_dir, title, ["tokens"])
-    deepspeed.comm.barrier()
-    deepspeed.comm.destroy_process_group()
+    finish(found, args, "A small Llama, its weights in fewer and fewer bits", ["tokens"])
 
 
 if __name__ == "__main__":

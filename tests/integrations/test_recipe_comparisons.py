@@ -26,10 +26,10 @@ SLOW, LAMB, SAMPLING = (
 CURRICULUM, MIXED, BERT, BITS = (
     RECIPES / name for name in ("curriculum", "mixed-lengths", "bert-large-batch", "quantization")
 )
-DROP = RECIPES / "layer-drop"
+DROP, TOKENS = RECIPES / "layer-drop", RECIPES / "random-ltd"
 every = pytest.mark.parametrize(
     "recipe",
-    [SLOW, LAMB, SAMPLING, CURRICULUM, MIXED, BERT, BITS, DROP],
+    [SLOW, LAMB, SAMPLING, CURRICULUM, MIXED, BERT, BITS, DROP, TOKENS],
     ids=lambda path: path.name,
 )
 
@@ -73,6 +73,9 @@ def test_configurations_differ_in_what_is_compared() -> None:
     assert large["train_batch_size"] == 8 * small["train_batch_size"]
     whole, dropping = (config_of(DROP / f"{name}.json") for name in ("all_layers", "layer_drop"))
     assert dropping.pop("progressive_layer_drop")["enabled"] and dropping == whole
+    every, part = (config_of(TOKENS / f"{name}.json") for name in ("all_tokens", "random_ltd"))
+    routing = part.pop("data_efficiency")["data_routing"]["random_ltd"]
+    assert routing["enabled"] and len(routing["random_ltd_layer_id"]) == 6 and part == every
     random, rarity = (config_of(SAMPLING / f"{name}.json") for name in ("random", "rarity"))
     sampling = rarity.pop("data_efficiency")["data_sampling"]
     assert [*sampling["curriculum_learning"]["curriculum_metrics"]] == ["vocab_rarity"]
@@ -184,8 +187,10 @@ def test_curriculum_sampling(tmp_path: Path) -> None:
     sizes = ["--steps", "6", "--hidden_size", "32", "--num_layers", "1", "--evaluations", "2"]
     said = launched.output([*command, *sizes], SAMPLING, tmp_path / "log.txt")
     assert f'"index_to_metric_path": "{tmp_path}/data-difficulty/vocab_rarity"' in said
-    rows, plot = rows_and_plot(tmp_path)
-    assert len(plot.findall("{*}polyline")) == 2
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    for unit in ("samples", "seconds"):
+        plot = ElementTree.parse(tmp_path / f"loss_over_{unit}.svg").getroot()
+        assert len(plot.findall("{*}polyline")) == 2
     random, rarity = (
         [row for row in rows if row["config"] == name] for name in ("random", "rarity")
     )
@@ -196,21 +201,30 @@ def test_curriculum_sampling(tmp_path: Path) -> None:
     assert random[0]["loss"] == rarity[0]["loss"] and random[1]["loss"] != rarity[1]["loss"]
 
 
-def test_layer_drop(tmp_path: Path) -> None:
-    command = ["torchrun", "--nproc_per_node", "2", "run_layer_drop.py", "--num_iterations", "12"]
-    sizes = ["--hidden_size", "32", "--num_layers", "4", "--eval_every", "6", "--warmup", "2"]
+@pytest.mark.parametrize(
+    ("recipe", "plain", "technique", "sizes"),
+    [
+        (DROP, "all_layers", "layer_drop", ["--num_layers", "4", "--tokens", "12288"]),
+        (TOKENS, "all_tokens", "random_ltd", ["--num_layers", "8", "--tokens", "49152"]),
+    ],
+    ids=["layer-drop", "random-ltd"],
+)
+def test_what_is_left_out(
+    recipe: Path, plain: str, technique: str, sizes: list[str], tmp_path: Path
+) -> None:
+    (script,) = recipe.glob("run_*.py")
+    command = ["torchrun", "--nproc_per_node", "2", script.name, "--hidden_size", "32"]
     folder = tmp_path / "out"
-    launched.output([*command, *sizes, "--output_dir", str(folder)], DROP, tmp_path / "log.txt")
+    more = ["--evaluations", "2", *sizes, "--output_dir", str(folder)]
+    launched.output([*command, *more], recipe, tmp_path / "log.txt")
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     for unit in ("samples", "seconds"):
         root = ElementTree.parse(folder / f"loss_over_{unit}.svg").getroot()
         assert len(root.findall("{*}polyline")) == 2
-    whole, dropping = (
-        [row for row in rows if row["config"] == name] for name in ("all_layers", "layer_drop")
-    )
-    assert [row["samples"] for row in dropping] == [0, 96, 192]
-    assert dropping[0]["loss"] == whole[0]["loss"] and dropping[-1]["loss"] != whole[-1]["loss"]
-    assert dropping[-1]["loss"] < dropping[0]["loss"]
+    whole, part = ([row for row in rows if row["config"] == name] for name in (plain, technique))
+    assert [row["samples"] for row in part] == [0, 96, 192]
+    assert part[0]["loss"] == whole[0]["loss"] and part[-1]["loss"] != whole[-1]["loss"]
+    assert part[-1]["loss"] < part[0]["loss"]
 
 
 @pytest.fixture

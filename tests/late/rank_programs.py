@@ -187,10 +187,11 @@ def order_of_two_threads_on_two_communicators(job: Job) -> Any:
 @program
 def threads_take_turns(job: Job) -> Any:
     """Though they never run at once here: nothing but a clock orders them."""
-    turn = threading.Semaphore(0)
+    turn, begun = threading.Semaphore(0), threading.Event()
 
     def background() -> None:
         turn.acquire()
+        begun.set()
         job.sum(job.first)
         turn.release()
 
@@ -198,7 +199,8 @@ def threads_take_turns(job: Job) -> Any:
     thread.start()
     job.sum(job.first)
     turn.release()
-    time.sleep(0.2)
+    while not begun.is_set():  # on a loaded machine long after its turn has come
+        time.sleep(0.01)
     turn.acquire()
     found = job.sum(job.first)[0].item()
     thread.join()

@@ -5,6 +5,7 @@ resumed on others, and what is refused.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,68 @@ def test_workers_that_load_ahead_change_nothing(tmp_path: Path) -> None:
     assert run_ranks(1, run)[0] == sampled.drawn(index, 6)
 
 
+def collected(engine: Any, loader: Any, steps: int) -> list[tuple[int, dict[str, Any], float]]:
+    """What ``tagged`` has made of the batches of ``steps`` steps."""
+    found = []
+    for batch in islice(chain.from_iterable(repeat(loader)), steps):
+        engine.backward(engine(batch["x"]).mean())
+        engine.step()
+        found.append((batch["step"], batch["difficulties"], batch["x"].mean().item()))
+    engine.destroy()
+    return found
+
+
+def tagged(batch: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    step, difficulties = state["curriculum_step"], state["current_difficulties"]
+    return {**batch, "x": batch["x"] * 0 + step, "step": step, "difficulties": difficulties}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_function_makes_the_batches(tmp_path: Path, workers: int) -> None:
+    """Of a metric that admits every sample nothing else is seen."""
+    index = index_in(tmp_path)
+    config = configured(index, 1, 1, clustering_type="single_cluster", index_to_metric_path=None)
+    config["data_efficiency"]["data_sampling"]["num_workers"] = workers
+
+    def run(rank: int) -> None:
+        engine, loader = started(config)
+        seen = {int(row) for batch in loader for row in batch["id"]}
+        assert seen == {*range(ROWS)}, "an epoch is a shuffle of all"
+        engine.set_data_post_process_func(tagged)
+        expected = [(step, {"hard": sampled.at(step)}, float(step)) for step in range(1, 8)]
+        assert collected(engine, loader, 7) == expected
+
+    run_ranks(1, run)
+
+
+def test_functions_that_nothing_calls_are_refused(tmp_path: Path) -> None:
+    index = index_in(tmp_path)
+    single = configured(index, 1, 1, clustering_type="single_cluster")
+
+    def stepping(config: dict[str, Any]) -> Any:
+        engine, loader = started(config)
+        batch = next(iter(loader))
+        engine.backward(engine(batch["x"]).mean())
+        return engine
+
+    def run(rank: int) -> None:
+        engine = stepping(single)
+        with pytest.raises(ConfigError, match=r"hard\.clustering_type is 'single_cluster', which"):
+            engine.step()
+        engine.destroy()
+        engine = stepping(configured(index, 1, 1))
+        engine.set_data_post_process_func(tagged)
+        with pytest.raises(ConfigError, match="no batch of this step has gone through it"):
+            engine.step()
+        engine.destroy()
+        engine, _ = started(config_of(0, train_micro_batch_size_per_gpu=2))
+        with pytest.raises(ConfigError, match=r"set_data_post_process_func takes .* which is off"):
+            engine.set_data_post_process_func(tagged)
+        engine.destroy()
+
+    run_ranks(1, run)
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(sampled.data())
@@ -151,7 +214,6 @@ class Stream(IterableDataset[Any]):
         ({"dificulty_type": "value"}, ConfigError, "no key 'dificulty_type'.*'difficulty_type'"),
         ({"difficulty_type": "values"}, ConfigError, "'values' is none of value, percentile"),
         ({"clustering_type": "clusters"}, ConfigError, "none of schedule_based, single_cluster"),
-        ({"clustering_type": "single_cluster"}, ConfigError, "admits every sample at every step"),
         ({"index_to_metric_path": None}, ConfigError, "no index_to_metric_path; `hf-zero analyze"),
         ({"index_to_sample_path": "/b"}, ConfigError, "is another folder than index_to_metric"),
         ({"index_to_metric_path": "/no"}, DifficultyIndexError, "/no holds no difficulty index"),

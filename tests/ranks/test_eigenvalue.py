@@ -198,8 +198,8 @@ def test_a_measurement_changes_nothing_but_bits():
 @pytest.mark.parametrize(
     ("section", "more", "said"),
     [
-        ({"layer_name": "encoder.layer"}, {}, "name layers that Losing does not have"),
-        ({"layer_num": 4}, {}, "layer_num = 4 name layers"),
+        ({"layer_name": "encoder.layer"}, {}, "Losing has no list of them at 'encoder.layer'"),
+        ({"layer_num": 4}, {}, "layer_num = 4 is more than the 3 layers of Losing"),
         (
             {},
             {"compressed_communication": {"bits": 4}},

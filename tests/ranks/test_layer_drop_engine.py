@@ -235,6 +235,8 @@ def test_classes_stay_what_they_are() -> None:
     assert type(layer).forward is BertLayer.forward, "transformers asks by it whether to checkpoint"
     assert repr(layer).startswith("BertLayer(") and list(model.state_dict()) == keys
     assert type(copy.deepcopy(layer)) is BertLayer
+    with pytest.raises(PartitionError, match="under an engine cannot be pickled whole; save its"):
+        pickle.dumps(layer)
     engine.destroy()
     assert type(layer) is BertLayer
     assert type(pickle.loads(pickle.dumps(layer))) is BertLayer

@@ -339,6 +339,21 @@ def test_a_module_that_writes_to_its_weight_is_refused(stage):
     on_ranks(1, run, build=lambda: seeded(Writes))
 
 
+def test_torch_func_is_refused():
+    """It would see the weights as they are."""
+
+    def run(rank, model):
+        engine = start(model, sgd(model), config_of(1, quantize_training=at_once()))
+        x = features(0, 0, rank)
+        with pytest.raises(PartitionError, match=r"torch\.func goes through .* in fewer bits"):
+            torch.func.grad(lambda x: engine(x).sum())(x)
+        engine.backward(squared(engine, At(0, 0, rank)))
+        engine.destroy()
+        torch.func.grad(lambda x: model(x).sum())(x)
+
+    on_ranks(1, run)
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_bytes_are_those_of_the_estimate(stage):
     """Stages 0 to 2 hold the blocks twice, stage 3 nothing more."""
@@ -466,3 +481,23 @@ def test_logs_each_fall_of_a_bit(caplog):
         trained(0, model, config_of(1, quantize_training=section), squared)
     said = [line for line in caplog.messages if "weights in" in line]
     assert said == [f"quantize_training: weights in {bits} bits" for bits in (6, 5, 4)]
+
+
+class Headed(Stack):
+    """Its head is large enough to be a unit of its own, and is no block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(self.head.in_features, 1 << 14)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_large_head_is_no_block(stage):
+    model = seeded(Headed)
+    engine = start(model, sgd(model), config_of(stage, quantize_training=at_once()))
+    assert len(engine.units) > 1 and engine.units[-1].label == "head"
+    technique = engine.techniques.by_key["quantize_training"]
+    assert {*technique.bits()} == {
+        f"blocks.{number}.{name}.weight" for number in range(3) for name in ("up", "down")
+    }
+    engine.destroy()

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from hf_zero.errors import ConfigError
-from hf_zero.techniques.quantized_linears import base_config, linears_of_blocks
+from hf_zero.techniques.blocks import linears_of_blocks
+from hf_zero.techniques.quantized_linears import base_config
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import llama, seeded, tokens
 from tests.helpers.stacks import by_hand, on_ranks, squared, stack

@@ -4,9 +4,6 @@ tokens by hand, one sequence at a time.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,29 +15,22 @@ from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.techniques.token_drop import sample, tokens_read
 from tests.helpers import oracle
 from tests.helpers.cells import fast
-from tests.helpers.engines import STAGES, config_of, engine_opener, start, train_on_threads
+from tests.helpers.engines import (
+    STAGES,
+    config_of,
+    engine_opener,
+    full_weights,
+    start,
+    train_on_threads,
+)
 from tests.helpers.layer_drop import DEPTH, FAMILIES, LayerDropJob
-from tests.helpers.models import LENGTH, tokens
+from tests.helpers.models import LENGTH, floats, seeded, tokens
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import At, Driver, Plan, plain_sgd
+from tests.helpers.stacks import on_ranks
+from tests.helpers.token_drop import LOW, TokenDropJob, section
+from tests.helpers.training import At, Plan, plain_sgd
 
-SEED = 1234  # DeepSpeed's default
-LOW, HIGH, STEPS, EVERY = 3, 20, 10, 2
 TOLERANCE = 1e-4
-
-
-def section(ids: list[int] | None = None, **more: Any) -> dict[str, Any]:
-    schedule = {
-        "min_value": LOW,
-        "max_value": HIGH,
-        "schedule_type": "fixed_linear",
-        "schedule_config": {"require_steps": STEPS, "seq_per_step": EVERY},
-    }
-    ltd = {"enabled": True, "random_ltd_schedule": schedule, **more}
-    if ids is not None:
-        ltd |= {"random_ltd_layer_id": ids, "random_ltd_layer_num": len(ids)}
-    routing = {"enabled": True, "random_ltd": ltd}
-    return {"data_efficiency": {"enabled": True, "data_routing": routing}}
 
 
 @pytest.mark.parametrize(
@@ -66,79 +56,6 @@ def test_samples_are_rising_and_differ() -> None:
     assert all(not torch.equal(sample(7, at, block, 40, 30, 11, cpu), one) for at, block in others)
     counts = sample(7, (0, 0, 0), 0, 4000, 30, 11, cpu).flatten().bincount(minlength=30)
     assert (counts / 4000).sub(11 / 30).abs().max() < 0.04, "each place is as likely"
-
-
-@dataclass
-class TokenDropJob(LayerDropJob):
-    """The plain model gives chosen blocks their tokens row by row."""
-
-    chosen: tuple[int, ...] = (1, 2, 3)
-    padded: bool = False
-    eager: bool = False
-    dropped: int = 0
-
-    def build(self) -> nn.Module:
-        model: Any = super().build()
-        if self.eager:
-            model.set_attn_implementation("eager")
-        return model
-
-    def loss_of(self, net: Driver, at: At) -> torch.Tensor:
-        batch = FAMILIES[self.family][1](at.step, at.micro, at.rank)
-        if self.padded:
-            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-            batch["attention_mask"][1, -3:] = 0
-        loss: torch.Tensor = net(**batch).loss
-        return loss
-
-    def by_hand(self, model: nn.Module, at: At) -> None:
-        blocks = [block for stack in self.blocks(model) for block in stack]
-        made = TokenDropSection(
-            min_value=LOW, max_value=HIGH, require_steps=STEPS, seq_per_step=EVERY
-        )
-        read = tokens_read(at.step, made)
-        for number in self.chosen:
-            place = (at.step, at.micro, at.rank)
-            blocks[number].forward = self.narrowed(blocks[number], number, place, read)  # type: ignore
-
-    def narrowed(self, block: nn.Module, number: int, at: Any, read: int) -> Callable[..., Any]:
-        plain = type(block).forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            given = inspect.signature(plain).bind(block, *args, **kwargs).arguments
-            given |= given.pop("kwargs", {})
-            del given["self"]
-            x = given.pop("hidden_states")
-            size = x.shape[1]
-            if read >= size:
-                return plain(block, *args, **kwargs)
-            kept = sample(SEED, at, number, len(x), size, read, x.device)
-            self.dropped += size - read
-            new = x.clone()
-            for row, own in enumerate(kept):
-                named = {name: one_row(name, each, row, own, size) for name, each in given.items()}
-                out = plain(block, hidden_states=x[row : row + 1, own], **named)
-                new[row, own] = (out[0] if isinstance(out, tuple) else out)[0]
-            if isinstance(out, tuple):
-                return new, given["position_bias"], given["encoder_decoder_position_bias"]
-            return new
-
-        return forward
-
-
-def one_row(name: str, value: Any, row: int, own: torch.Tensor, size: int) -> Any:
-    """An argument of a block for one sequence and the tokens ``own`` of ``size``."""
-    if isinstance(value, tuple):
-        return tuple(one_row(name, each, row, own, size) for each in value)
-    if name == "past_key_values" or not isinstance(value, torch.Tensor):
-        return None if name == "past_key_values" else value
-    value = value[row : row + 1] if value.shape[0] > 1 else value
-    if name.startswith("encoder"):  # queries alone are of this sequence
-        return value[:, :, own] if value.dim() == 4 and value.shape[2] == size else value
-    if value.dim() == 4:
-        value = value[..., own] if value.shape[-1] == size else value
-        return value[:, :, own] if value.shape[-2] == size else value
-    return value[:, own]
 
 
 def check(job: TokenDropJob, plan: Plan, stage: int, **more: Any) -> None:
@@ -175,6 +92,38 @@ def test_images() -> None:
     """Four patches and the token of the class, of which a step or two leave one out."""
     job = TokenDropJob("vit")
     check(job, Plan(1, 3), 3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_is_resumed_reads_the_same_tokens(ranks: int, tmp_path: Any) -> None:
+    """In a window of two micro-batches, after three of six steps."""
+    job = TokenDropJob("bert", padded=True)
+
+    def steps(engine: Any, rank: int, numbers: range) -> list[float]:
+        losses = []
+        for at in (At(step, micro, rank) for step in numbers for micro in range(2)):
+            loss = job.loss_of(engine, at)
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    def run(rank: int, model: Any, resumed: bool) -> Any:
+        engine = start(model, plain_sgd(model), config_of(2, Plan(accumulation=2), **job.keys))
+        if resumed:
+            engine.load_checkpoint(str(tmp_path / "run"))
+        else:
+            steps(engine, rank, range(3))
+            engine.save_checkpoint(str(tmp_path / "run"))
+        losses = steps(engine, rank, range(3, 6))
+        weights = full_weights(engine)
+        engine.destroy()
+        return losses, weights
+
+    went, resumed = (on_ranks(ranks, run, each, build=job.build) for each in (False, True))
+    for (losses, weights), (again, others) in zip(went, resumed):
+        assert losses == again
+        assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 @pytest.mark.parametrize("more", [
@@ -270,7 +219,7 @@ def test_arguments_that_cannot_be_narrowed() -> None:
 
     def call(**given: Any) -> Any:
         def inside(module: nn.Module, args: Any, output: Any) -> None:
-            block(torch.zeros(2, LENGTH, 32), **given)
+            block(**{"hidden_states": torch.zeros(2, LENGTH, 32), **given})
 
         hook = model.transformer.wte.register_forward_hook(inside)
         try:
@@ -282,10 +231,71 @@ def test_arguments_that_cannot_be_narrowed() -> None:
         call(cu_seq_lens_q=torch.tensor([0, 4, 9]))
     with pytest.raises(ConfigError, match=r"argument other is a tensor of shape \[9, 3\]"):
         call(other=torch.zeros(LENGTH, 3))
+    with pytest.raises(ConfigError, match="its hidden state has 4 dimensions"):
+        call(hidden_states=torch.zeros(2, 3, 3, 32))
     block.attn.sliding_window = 4
     with pytest.raises(ConfigError, match="counts a window over what it gets"):
         call(attention_mask=None)
     engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("ltd", "said"),
+    [
+        (
+            {"hidden_state_order": "seq_batch_dim"},
+            "hidden_state_order = 'seq_batch_dim' .* GPT2Block, which was called with 9 rows, and "
+            "the model with 2; write batch_seq_dim",
+        ),
+        (
+            {"model_mask_name": "attn_mask"},
+            "model_mask_name = 'attn_mask' is no argument of GPT2Block.* 'attention_mask'",
+        ),
+    ],
+)
+def test_mistakes_that_a_forward_shows(ltd: Any, said: str) -> None:
+    model: Any = LayerDropJob("gpt2").build()
+    engine = start(model, plain_sgd(model), config_of(0, **section(**ltd)))
+    with pytest.raises(ConfigError, match=said):
+        engine(input_ids=tokens(0, 0, 0))
+    with torch.no_grad():
+        engine(input_ids=tokens(0, 0, 0))
+    engine.destroy()
+
+
+class Encoder(nn.Module):
+    """torch's own layers, whose hidden states have tokens first, [9, 2, 8], unless told."""
+
+    def __init__(self, batch_first: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=batch_first) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_hidden_states_with_tokens_first() -> None:
+    def run(batch_first: bool, order: str) -> torch.Tensor:
+        model = seeded(lambda: Encoder(batch_first))
+        keys = section([1], hidden_state_order=order)
+        engine = start(model, plain_sgd(model), config_of(0, **keys))
+        x = floats(0, 0, 0, 2, LENGTH, 8)
+        out: torch.Tensor = engine(x if batch_first else x.transpose(0, 1))
+        engine.destroy()
+        return out if batch_first else out.transpose(0, 1)
+
+    torch.testing.assert_close(run(False, "seq_batch_dim"), run(True, "batch_seq_dim"))
+    for batch_first, order, other in [
+        (False, "batch_seq_dim", "seq_batch_dim"),
+        (True, "seq_batch_dim", "batch_seq_dim"),
+    ]:
+        said = f"batch_first = {batch_first}; write {other}"
+        with pytest.raises(ConfigError, match=said):
+            run(batch_first, order)
 
 
 def test_a_section_that_is_off() -> None:

@@ -277,6 +277,28 @@ def test_phases_that_are_refused(section, said):
         run_ranks(1, run)
 
 
+def test_steps_beyond_a_decay_to_zero_are_told_once(caplog):
+    section = {"phases": [{"steps": 1}, {"steps": 2, "lr_decay_power": 1}]}
+
+    def run(rank):
+        model = ARCHITECTURE.build()
+        config = config_of(0, training_phases=section)
+        engine = start(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+        told = []
+        for step in range(5):
+            engine.backward(engine(**ARCHITECTURE.batch(step, 0, 0)).loss)
+            engine.step()
+            told.append([each for each in caplog.messages if "is over" in each])
+        engine.destroy()
+        return told
+
+    told = run_ranks(1, run)[0]
+    assert told[:3] == [[], [], []] and told[3] == told[4] == [
+        "training_phases.phases[1] is over: its lr_decay_power leaves a learning rate of 0 from "
+        "step 4 on; end the training there, raise its steps, or add a phase"
+    ]  # fmt: skip
+
+
 def test_what_cannot_be_changed():
     def run(rank: int) -> None:
         model = nn.Linear(2, 2)

@@ -115,7 +115,6 @@ NOT_BUILT = {
     "get_sequence_parallel_group": "set sp_size to 1",
     "random_ltd_initialize": "the engine draws tokens by its configuration alone",
     "register_compile_pass": "write compile: blocks in the configuration",
-    "set_data_post_process_func": "change the data in its Dataset or its collate_fn",
     "sparse_allreduce": "sparse gradients are reduced as dense ones",
     "tensor_parallel_config": "remove tensor_parallel from the configuration",
     "torch_autocast_lower_precision_safe_modules": "torch.autocast knows which operations are safe",

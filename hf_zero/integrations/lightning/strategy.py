@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import BatchSampler, RandomSampler
 
 from hf_zero.checkpoint.objects import split
+from hf_zero.config.curriculum import METRICS
 from hf_zero.config.training_phases import PHASES
 from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.distributed import init, process_group
@@ -31,6 +33,9 @@ from hf_zero.integrations.engine_teardown import destroy_and_restore
 from hf_zero.integrations.lightning.settings import read, resolve
 from hf_zero.integrations.transformers.loading import made_under
 from hf_zero.parameters.parameter import owner_of
+from hf_zero.techniques.curriculum_sampler import CurriculumSampler, RankBatches, RankSamples
+from hf_zero.techniques.data_sampling import sampled_metrics
+from hf_zero.techniques.policy import follow
 
 TAG = "checkpoint"  # what Lightning looks for in the folder of a sharded checkpoint
 STAGES = (0, 1, 2, 3)
@@ -243,6 +248,35 @@ class StrategyMethods:
     def teardown(self) -> None:
         with left_in_place(self):
             super().teardown()  # type: ignore[misc]
+
+    # ---- data ----
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """A loader for training that shuffles draws by difficulty, where the configuration says
+        so.
+        """
+        this: Any = self
+        engine, trainer = self.engine, this.lightning_module.trainer
+        if engine is None or not (trainer.training and sampled_metrics(engine.config)):
+            return super().process_dataloader(dataloader)  # type: ignore[misc]
+        scheduler = self._library("callbacks").GradientAccumulationScheduler
+        if any(isinstance(each, scheduler) for each in trainer.callbacks):
+            raise ConfigError(
+                f"{scheduler.__name__} changes how many samples a step has, and {METRICS} draws "
+                "equally many for each step; leave one of them out"
+            )
+        batches: Any = getattr(dataloader, "batch_sampler", None)
+        shuffles = getattr(dataloader.sampler, "shuffle", False)  # of a DistributedSampler
+        if type(batches) is BatchSampler and (
+            shuffles or isinstance(dataloader.sampler, RandomSampler)
+        ):
+            micro, ranks = batches.batch_size, this.world_size
+            samples = micro * ranks * trainer.accumulate_grad_batches
+            sampler = CurriculumSampler(dataloader.dataset, samples, batches.drop_last)
+            follow(engine.techniques, sampler)
+            shares = RankSamples(RankBatches(sampler, micro, ranks, this.global_rank))
+            dataloader = self._library("utilities.data")._update_dataloader(dataloader, shares)
+        return super().process_dataloader(dataloader)  # type: ignore[misc]
 
     # ---- steps ----
 

@@ -13,7 +13,8 @@ from torch import nn
 
 from hf_zero.config.quantization import AWARE
 from hf_zero.errors import ConfigError
-from hf_zero.techniques.quantized_linears import base_config, linears_of_blocks
+from hf_zero.techniques.blocks import linears_of_blocks
+from hf_zero.techniques.quantized_linears import base_config
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 

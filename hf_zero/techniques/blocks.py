@@ -1,0 +1,90 @@
+"""The blocks of a model, as techniques find them: where units and checkpoints are cut, too."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_zero.errors import ConfigError
+from hf_zero.parameters.wrap import find_blocks, repeated_blocks
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A repeated block, ``place`` of ``of`` in its stack, counted from 1."""
+
+    block: nn.Module
+    stack: str  # the path of what holds it
+    place: int
+    of: int
+    keeps: bool  # it has to be run on all tokens: it returns what the others need
+
+
+def layers_of(model: nn.Module, key: str) -> list[Layer]:
+    """The repeated blocks of ``model``, two or more in a row. Raises ConfigError, naming ``key``,
+    where there are none.
+    """
+    stacks: dict[str, list[nn.Module]] = {}
+    for path, block in repeated_blocks(model):
+        stacks.setdefault(path.rpartition(".")[0], []).append(block)
+    found = [
+        Layer(block, stack, place, len(blocks), place == 1 and not _returns_a_tensor(block))
+        for stack, blocks in stacks.items()
+        if len(blocks) > 1
+        for place, block in enumerate(blocks, 1)
+    ]
+    if not found:
+        raise ConfigError(
+            f"{key}.enabled concerns the repeated blocks of a model, and {type(model).__name__} "
+            "has none (layers of transformers, _no_split_modules, or items of a ModuleList); "
+            "remove the key"
+        )
+    return found
+
+
+def layers_at(model: nn.Module, path: str | None, key: str) -> list[nn.Module]:
+    """The items of the list of layers at ``path`` in ``model``; None: its repeated blocks. Raises
+    ConfigError, naming ``key``, where there are none.
+    """
+    refuse_stages(model, key)
+    try:
+        found = [] if path is None else list(model.get_submodule(path).children())
+    except AttributeError:
+        found = []
+    found = found or [block for _, block in repeated_blocks(model) if path is None]
+    if not found:
+        raise ConfigError(
+            f"{key} concerns layers of a model, and {type(model).__name__} has no list of them"
+            f"{'' if path is None else f' at {path!r}'}; write where it stands, such as "
+            "model.layers"
+        )
+    return found
+
+
+def linears_of_blocks(model: nn.Module) -> list[str]:
+    """The names of torch's own linear layers in blocks of ``model``; in a model that repeats none,
+    in the parts that it is cut into.
+    """
+    blocks = [block for _, block in find_blocks(model)]
+    inside = {part for block in blocks for part in block.modules() if type(part) is nn.Linear}
+    return [name for name, module in model.named_modules() if module in inside]
+
+
+def refuse_stages(model: nn.Module, key: str) -> None:
+    """Raise ConfigError where ``model`` is one stage of several: its blocks are a part of all."""
+    stages = getattr(model, "num_stages", 1)
+    if isinstance(stages, int) and stages > 1:
+        raise ConfigError(
+            f"{key} goes by the place of each block among all of a model, and a pipeline of "
+            f"{stages} stages has a part of them on each rank; remove the section, or train "
+            "without stages"
+        )
+
+
+def _returns_a_tensor(block: nn.Module) -> bool:
+    """Whether the forward of ``block`` is declared to return its hidden state and nothing else."""
+    said = inspect.signature(type(block).forward).return_annotation
+    return said in (torch.Tensor, "torch.Tensor", "Tensor", torch.FloatTensor, "torch.FloatTensor")
