@@ -1,0 +1,169 @@
+"""The tensor-parallel ranks of this one, and what activations do at the borders of sharded layers.
+
+Megatron's f and g (arXiv 1909.08053, section 3), and the two that end in whole tensors:
+
+    function   forward             backward
+    copy_to    as it is            sum over the ranks
+    sum_over   sum over the ranks  as it is
+    gather     parts joined        own part
+    split      own part            parts joined
+
+Each is right where the gradient of a replicated tensor is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+
+from hf_zero.distributed.collectives import MeshDim
+
+_axes: weakref.WeakValueDictionary[int, TensorAxis] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+class TensorAxis:
+    """The ranks along the axis "tensor" as sharded layers see them: one of all layers of a model,
+    and of its copies.
+    """
+
+    def __init__(self, dim: MeshDim):
+        self.dim = dim
+        self.rank, self.size = dim.rank, dim.size
+        # by which compiled code finds it
+        self.number = next(_numbers)
+        _axes[self.number] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorAxis:
+        return self
+
+    def sum(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """The sum of ``x`` over the ranks, a new tensor; ``name``: whose, in the ledger."""
+        total = x.detach().clone(memory_format=torch.contiguous_format)
+        self.dim.all_reduce(total, name).wait()
+        return total
+
+    def join(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """[..., n] of each rank to [..., size * n]."""
+        own = x.detach().contiguous().view(-1)
+        whole = own.new_empty(self.size * own.numel())
+        self.dim.all_gather([(whole, own)], name).wait()
+        return torch.cat(whole.view(self.size, *x.shape).unbind(0), -1)
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of [..., size * n]: [..., n]."""
+        width = x.shape[-1] // self.size
+        return x.narrow(-1, self.rank * width, width)
+
+
+# Compiled code calls the collectives as operators, which nothing looks into.
+
+
+@torch.library.custom_op("hf_zero::tensor_parallel_sum", mutates_args=())
+def _sum_operator(x: torch.Tensor, axis: int, name: str) -> torch.Tensor:
+    return _axes[axis].sum(x, name)
+
+
+@_sum_operator.register_fake
+def _(x: torch.Tensor, axis: int, name: str) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("hf_zero::tensor_parallel_join", mutates_args=())
+def _join_operator(x: torch.Tensor, axis: int, name: str) -> torch.Tensor:
+    return _axes[axis].join(x, name)
+
+
+@_join_operator.register_fake
+def _(x: torch.Tensor, axis: int, name: str) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], _axes[axis].size * x.shape[-1])
+
+
+def _sum(x: torch.Tensor, axis: int, name: str) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return _sum_operator(x, axis, name)
+    return _axes[axis].sum(x, name)
+
+
+def _join(x: torch.Tensor, axis: int, name: str) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return _join_operator(x, axis, name)
+    return _axes[axis].join(x, name)
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: int, name: str) -> torch.Tensor:
+        ctx.axis, ctx.name = axis, name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return _sum(grad, ctx.axis, ctx.name), None, None
+
+
+class _SumOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: int, name: str) -> torch.Tensor:
+        return _sum(x, axis, name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, axis: int, name: str, start: int, width: int
+    ) -> torch.Tensor:
+        ctx.start, ctx.width = start, width
+        return _join(x, axis, name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad.narrow(-1, ctx.start, ctx.width), None, None, None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, axis: int, name: str, start: int, width: int
+    ) -> torch.Tensor:
+        ctx.axis, ctx.name = axis, name
+        return x.narrow(-1, start, width)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return _join(grad, ctx.axis, ctx.name), None, None, None, None
+
+
+def copy_to(x: torch.Tensor, axis: TensorAxis, name: str) -> torch.Tensor:
+    """``x``, which all ranks have alike, for layers of which each rank has a part."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    return _CopyTo.apply(x, axis.number, name)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def sum_over(x: torch.Tensor, axis: TensorAxis, name: str) -> torch.Tensor:
+    """What the ranks have in sum, from what each has computed with its part."""
+    return _SumOver.apply(x, axis.number, name)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def gather(x: torch.Tensor, axis: TensorAxis, name: str) -> torch.Tensor:
+    """[..., n] of each rank to [..., size * n] on all of them."""
+    width = x.shape[-1]
+    return _Gather.apply(  # type: ignore[no-any-return,no-untyped-call]
+        x, axis.number, name, axis.rank * width, width
+    )
+
+
+def split(x: torch.Tensor, axis: TensorAxis, name: str) -> torch.Tensor:
+    """[..., size * n], which all ranks have alike, to this rank's [..., n]."""
+    width = x.shape[-1] // axis.size
+    return _Split.apply(  # type: ignore[no-any-return,no-untyped-call]
+        x, axis.number, name, axis.rank * width, width
+    )

@@ -1,0 +1,35 @@
+"""A model that transformers has split (``DistributedConfig(tp_size=...)``, ``tp_plan="auto"``):
+its parameters become plain local ones, and its layers run their own forwards again.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hf_zero.distributed.dtensors import is_dtensor, local_part
+from hf_zero.parameters.box import Box
+from hf_zero.parameters.sharding import Sharding, set_sharding
+
+
+def unwrap(model: nn.Module, rank: int, size: int) -> None:
+    """Make the DTensors of ``model`` plain parameters, each with the box it holds.
+
+    New parameters are made: an optimizer over the old ones is not served. Raises PartitionError
+    where they are not spread over ``size`` ranks as tensor parallelism does.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or not is_dtensor(parameter):
+                continue
+            if id(parameter) not in made:
+                local, dim, packed = local_part(f"{path}.{name}", parameter.data, size)
+                plain = nn.Parameter(local, requires_grad=parameter.requires_grad)
+                if dim is not None:
+                    box = Box.even(tuple(parameter.shape), dim, rank, size, packed)
+                    set_sharding(plain, Sharding(("tensor",), box=box))
+                made[id(parameter)] = plain
+            module._parameters[name] = made[id(parameter)]
+        forward = module.__dict__.get("forward")
+        if getattr(forward, "__module__", "").startswith("transformers.distributed."):
+            del module.__dict__["forward"]

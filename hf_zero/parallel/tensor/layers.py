@@ -1,0 +1,219 @@
+"""Layers of which each tensor-parallel rank has a part: what their forwards do beside their own
+code.
+
+A layer keeps its class and gets one of these before it (``put_on``): its parameters, their names
+and ``isinstance`` stay as they were, and what computes with its weights itself sees that it is no
+plain layer any more.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hf_zero.parallel.tensor.axis import TensorAxis, copy_to, gather, split, sum_over
+from hf_zero.parallel.tensor.dropout import OwnRandomNumbers
+from hf_zero.parallel.tensor.shared_inputs import SharedInputs
+
+ATTRIBUTE = "_hf_zero_tensor_part"
+
+
+@dataclass
+class Part:
+    """What a sharded layer knows of itself.
+
+    ``name`` is its place in the model. ``inputs`` are those it shares with its neighbours, where it
+    is number ``member``. ``random`` draws where activations are parts, which those after layers
+    of ``between`` are; None: nothing draws. ``start`` and ``width``: which part it is, for
+    those that ask.
+    """
+
+    axis: TensorAxis
+    name: str
+    inputs: SharedInputs | None = None
+    member: int = 0
+    random: OwnRandomNumbers | None = None
+    between: str = ""
+    start: int = 0
+    width: int = 0
+
+
+class Sharded(nn.Module):
+    """A layer under tensor parallelism."""
+
+    @property
+    def _part(self) -> Part:
+        return self.__dict__[ATTRIBUTE]  # type: ignore[no-any-return]
+
+    def _enter(self, x: torch.Tensor) -> torch.Tensor:
+        part = self._part
+        assert part.inputs is not None
+        return part.inputs.copy(x, part.member, part.axis)
+
+    def _begin_parts(self) -> None:
+        random = self._part.random
+        if random is not None and self.training:
+            random.begin(self._part.between)
+
+    def _end_parts(self) -> None:
+        random = self._part.random
+        if random is not None and self.training:
+            random.end()
+
+
+class Colwise(Sharded):
+    """Parts of the outputs of a linear layer; the input is whole."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        y = super().forward(self._enter(x), *args, **kwargs)  # type: ignore[misc]
+        self._begin_parts()
+        return y
+
+
+class ColwiseGathered(Sharded):
+    """The same, with whole outputs."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        y = super().forward(self._enter(x), *args, **kwargs)  # type: ignore[misc]
+        return gather(y, self._part.axis, self._part.name)
+
+
+class KeyValueHeads(Sharded):
+    """Keys or values of heads that are fewer than ranks: the layer is whole, and a rank goes on
+    with the head of its queries. Its gradient is a part of a sum over the ranks.
+    """
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        y = super().forward(self._enter(x), *args, **kwargs)  # type: ignore[misc]
+        self._begin_parts()
+        return y.narrow(-1, self._part.start, self._part.width)
+
+
+class Rowwise(Sharded):
+    """Parts of the inputs of a linear layer; outputs are whole. The bias, which is whole, is added
+    once.
+    """
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._end_parts()
+        part, bias = self._part, getattr(self, "bias", None)
+        if bias is None:
+            y = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        elif isinstance(self, nn.Linear):
+            y = F.linear(x, self.weight)
+        else:  # transformers' Conv1D: [inputs, outputs]
+            y = x @ self.weight
+        y = sum_over(y, part.axis, part.name)
+        return y if bias is None else y + bias
+
+
+class RowwiseSplit(Rowwise):
+    """The same where the input is whole."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        x = split(x, self._part.axis, self._part.name)
+        return super().forward(x, *args, **kwargs)
+
+
+class EmbeddingRowwise(Sharded):
+    """Part of the vocabulary: rows of others are zero in the sum."""
+
+    def forward(self, ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        part = self._part
+        own = ids - part.start
+        others = (own < 0) | (own >= part.width)
+        y = super().forward(own.masked_fill(others, 0), *args, **kwargs)  # type: ignore[misc]
+        return sum_over(y.masked_fill(others.unsqueeze(-1), 0), part.axis, part.name)
+
+
+class EmbeddingColwise(Sharded):
+    """Part of each vector."""
+
+    def forward(self, ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        y = super().forward(ids, *args, **kwargs)  # type: ignore[misc]
+        return gather(y, self._part.axis, self._part.name)
+
+
+class Experts(Sharded):
+    """Part of each expert of a mixture: tokens and their routing weights are whole, outputs too."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        part = self._part
+        x = copy_to(x, part.axis, part.name)
+        given = [
+            copy_to(each, part.axis, f"{part.name} (routing weights)")
+            if isinstance(each, torch.Tensor)
+            else each
+            for each in args
+        ]
+        named = {
+            name: copy_to(each, part.axis, f"{part.name} (routing weights)")
+            if isinstance(each, torch.Tensor)
+            else each
+            for name, each in kwargs.items()
+        }
+        return sum_over(super().forward(x, *given, **named), part.axis, part.name)  # type: ignore[misc]
+
+
+class Scaled(Sharded):
+    """Added to what the ranks sum up, and whole: each adds its fraction."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(x / self._part.axis.size, *args, **kwargs)  # type: ignore[misc]
+
+
+class Summed(Sharded):
+    """A module whose outputs are parts of a sum."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        y = super().forward(*args, **kwargs)  # type: ignore[misc]
+        return sum_over(y, self._part.axis, self._part.name)
+
+
+class LatentKeyValue(Sharded):
+    """The compressed keys and values of multi-head latent attention: its last ``width`` outputs,
+    the rotary ones, go to this rank's heads past the next layer.
+    """
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        part = self._part
+        y = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        latent, rotary = y.split([y.shape[-1] - part.width, part.width], -1)
+        return torch.cat([latent, copy_to(rotary, part.axis, part.name)], -1)
+
+
+class PartDropout(Sharded):
+    """Dropout of parts, outside of where they are known to be ones."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._begin_parts()
+        y = super().forward(x)  # type: ignore[misc]
+        self._end_parts()
+        return y  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _with(kind: type[Sharded], layer: type[nn.Module]) -> type[nn.Module]:
+    return type(f"{kind.__name__}{layer.__name__}", (kind, layer), {"__module__": layer.__module__})
+
+
+def put_on(module: nn.Module, kind: type[Sharded], part: Part) -> None:
+    """Have ``module`` run as its ``part``."""
+    module.__class__ = _with(kind, type(module))
+    module.__dict__[ATTRIBUTE] = part
+
+
+def is_sharded(module: nn.Module) -> bool:
+    return ATTRIBUTE in module.__dict__
+
+
+def take_off(module: nn.Module) -> None:
+    """Undo :func:`put_on`."""
+    module.__class__ = type(module).__bases__[1]
+    del module.__dict__[ATTRIBUTE]
+

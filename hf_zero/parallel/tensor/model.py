@@ -1,0 +1,238 @@
+"""``hf_zero.tensor_parallel``: each rank of a group keeps a part of every matrix of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from hf_zero.distributed import init, process_group
+from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
+from hf_zero.errors import ConfigError
+from hf_zero.parallel.tensor import layers
+from hf_zero.parallel.tensor.agreement import Agreement
+from hf_zero.parallel.tensor.axis import TensorAxis
+from hf_zero.parallel.tensor.cutting import box_of, cut
+from hf_zero.parallel.tensor.dropout import OwnRandomNumbers
+from hf_zero.parallel.tensor.dtensors import unwrap
+from hf_zero.parallel.tensor.families import COUNTS
+from hf_zero.parallel.tensor.layers import Part, is_sharded, put_on
+from hf_zero.parallel.tensor.plan import (
+    Target,
+    is_of_family,
+    plan_of,
+    planned_model,
+    targets,
+)
+from hf_zero.parallel.tensor.shared_inputs import SharedInputs
+from hf_zero.parallel.tensor.styles import dimension, is_conv1d
+from hf_zero.parameters.sharding import WHOLE, Sharding, set_sharding, sharding_of
+
+RECORD = "_hf_zero_tensor_parallel"
+
+
+@dataclass
+class TensorParallel:
+    """What a model was cut into: an attribute of it."""
+
+    axis: TensorAxis
+    random: OwnRandomNumbers | None
+    plan: Mapping[str, str | None] | None
+    rotary_width: int  # of multi-head latent attention
+    inputs: dict[str, SharedInputs] = field(default_factory=dict)  # by the module they are of
+    counted: set[str] = field(default_factory=set)  # modules whose numbers of heads are divided
+
+    @property
+    def size(self) -> int:
+        return self.axis.size
+
+
+def tensor_parallel(
+    model: nn.Module, size: int, plan: Mapping[str, str | None] | None = None
+) -> nn.Module:
+    """Let each of ``size`` neighbouring ranks keep its part of the matrices of ``model``, in place
+    (collective over all ranks).
+
+    The ranks of such a group must read the same batches; data is parallel over the groups. Values
+    that are here are rank 0's; those of a model that is loaded in shards are read by each rank in
+    its own part. Adapters (LoRA) are cut with their layers, before or after: called again, this
+    takes what was added since.
+
+    Args:
+        model: a model of transformers with a tensor-parallel plan of its own, or of a family
+            that hf-zero has one for; also inside PEFT's adapters, also one that transformers has
+            split already (``DistributedConfig(tp_size=...)``).
+        size: ranks of a group; it divides the number of ranks, heads and widths.
+        plan: changes to the model's plan: styles by names of modules, ``*`` for each number, or
+            None for those that stay whole.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ConfigError: a size that does not divide, a model without a plan, a layer that its style
+            cannot run.
+        NotBuiltError: a style that is not built.
+    """
+    world = process_group.get_world_size()
+    if size < 1 or world % size:
+        raise ConfigError(
+            f"tensor_parallel.autotp_size = {size} does not divide the {world} ranks of the job; "
+            "choose a size that does"
+        )
+    record: TensorParallel | None = model_record(model)
+    if record is not None and record.size != size:
+        raise ConfigError(
+            f"the model is cut among {record.size} tensor-parallel ranks already, and "
+            f"tensor_parallel.autotp_size is {size}; keep one size"
+        )
+    if size == 1:
+        return model
+    init.init_distributed()
+    path, inner = planned_model(model)
+    if record is None:
+        axis = TensorAxis(_groups(size).along("tensor"))
+        draws = _draws(model)
+        random = OwnRandomNumbers(axis, process_group.default_device()) if draws else None
+        record = TensorParallel(axis, random, plan, _rotary_width(inner))
+    unwrap(inner, record.axis.rank, size)
+    found = targets(path, inner, plan_of(inner, record.plan), is_of_family(inner))
+    _cut_all(model, found, record)
+    if RECORD not in inner.__dict__:
+        inner.__dict__[RECORD] = record
+        Agreement(record.axis, record.random).watch(inner)
+    return model
+
+
+def model_record(model: nn.Module) -> TensorParallel | None:
+    """What :func:`tensor_parallel` has made of ``model``; None: nothing."""
+    return planned_model(model)[1].__dict__.get(RECORD)
+
+
+def _groups(size: int) -> Any:
+    world, held = process_group.get_world_size(), get_parallel()
+    others = {} if held is None else {
+        axis: held.dims.size(axis) for axis in ("sequence", "expert", "pipeline")
+    }
+    return init_parallel(ParallelDims.over(world, tensor=size, **others))
+
+
+def _rotary_width(model: nn.Module) -> int:
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return int(getattr(text, "qk_rope_head_dim", 0) or 0)
+
+
+def _draws(model: nn.Module) -> bool:
+    """Whether a forward of ``model`` may draw random numbers."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
+            return True
+        if any(
+            isinstance(value, float) and value and "drop" in name
+            for name, value in module.__dict__.items()
+        ):
+            return True
+    return False
+
+
+def _cut_all(model: nn.Module, found: list[Target], record: TensorParallel) -> None:
+    axis, modules = record.axis, dict(model.named_modules(remove_duplicate=False))
+    new = [target for target in found if not is_sharded(target.module)]
+    cuts: dict[nn.Parameter, _Cut] = {}
+    named: set[tuple[nn.Module, str]] = set()
+    for target in found:
+        target.keep_heads(modules.get(target.parent), axis.size)
+        for name, parameter in target.module._parameters.items():
+            named.add((target.module, name))
+            if parameter is None or sharding_of(parameter) is not WHOLE:
+                continue
+            style = target.style_of(name)
+            dim = dimension(style, target.module, name, parameter.dim())
+            wanted = _Cut(f"{target.name}.{name}", dim, style.packed, style.partial)
+            cuts.setdefault(parameter, wanted).agree(wanted)
+    for path, module in modules.items():
+        for name, parameter in module._parameters.items():
+            if parameter in cuts and (module, name) not in named:
+                cuts[parameter].agree(_Cut(f"{path}.{name}", None))
+    boxes = {
+        parameter: box_of(wanted.name, parameter, wanted.dim, wanted.packed, axis.rank, axis.size)
+        for parameter, wanted in cuts.items()
+        if wanted.dim is not None
+    }
+    for target in new:
+        _check_forward(target)
+    for parameter, wanted in cuts.items():
+        if parameter in boxes:
+            cut(parameter, boxes[parameter])
+        elif wanted.partial:
+            set_sharding(parameter, Sharding(partial=True))
+    for target in new:
+        _run(target, record, modules)
+    if is_of_family(planned_model(model)[1]):
+        for path in {target.parent for target in new} - record.counted:
+            record.counted.add(path)
+            parent = modules[path].__dict__
+            for name in COUNTS:
+                if isinstance(count := parent.get(name), int):
+                    parent[name] = count // axis.size
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What the plan does to a parameter, by one of its names."""
+
+    name: str
+    dim: int | None
+    packed: int = 1
+    partial: bool = False
+
+    def agree(self, other: _Cut) -> None:
+        if (self.dim, self.packed) != (other.dim, other.packed):
+            whole = "leaves whole there" if None in (self.dim, other.dim) else "cuts in two ways"
+            raise ConfigError(
+                f"{self.name} and {other.name} are one parameter, which the tensor-parallel plan "
+                f"{whole}; give both layers a style that cuts it alike, by "
+                "hf_zero.tensor_parallel(model, size, plan=...), or untie them"
+            )
+
+
+def _check_forward(target: Target) -> None:
+    if target.style.runs is not None and "forward" in target.module.__dict__:
+        raise ConfigError(
+            f"something has replaced the forward of {target.name}, which tensor parallelism "
+            "changes; undo that first (hf_zero.restore(model) for fused kernels)"
+        )
+
+
+def _run(target: Target, record: TensorParallel, modules: Mapping[str, nn.Module]) -> None:
+    """Have the layer of ``target`` run as its part."""
+    module: Any = target.module
+    kind, axis = target.style.runs, record.axis
+    if kind is None:
+        return
+    part = Part(axis, target.name, random=record.random, between=target.parent)
+    if issubclass(kind, (layers.Colwise, layers.ColwiseGathered, layers.KeyValueHeads)):
+        own = target.name if target.adapts else target.parent
+        part.inputs = record.inputs.setdefault(own, SharedInputs(own or target.name))
+        part.member = part.inputs.join()
+        if is_conv1d(module) and target.style.cuts:
+            module.nf //= axis.size  # to which its forward shapes outputs
+    if kind is layers.KeyValueHeads:
+        heads, part.width = target.heads
+        part.start = axis.rank * heads // axis.size * part.width
+        parent: Any = modules[target.parent]
+        if target.place.endswith("k_proj") and not target.adapts:
+            parent.num_key_value_groups = parent.num_key_value_groups * heads // axis.size
+    if kind is layers.EmbeddingRowwise:
+        part.width = module.weight.shape[0]
+        part.start = axis.rank * part.width
+        if module.padding_idx is not None:
+            own_index = module.padding_idx - part.start
+            module.padding_idx = own_index if 0 <= own_index < part.width else None
+    if kind is layers.LatentKeyValue:
+        part.width = record.rotary_width
+    put_on(module, kind, part)

@@ -1,0 +1,215 @@
+"""What a model's tensor-parallel plan says of its layers: the plan itself, and the layers and
+parameters it names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from hf_zero.errors import ConfigError
+from hf_zero.parallel.tensor import layers
+from hf_zero.parallel.tensor.families import FAMILIES
+from hf_zero.parallel.tensor.layers import is_sharded
+from hf_zero.parallel.tensor.styles import KEY_VALUE_HEADS, WHOLE, Style, style_of, takes
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+@dataclass
+class Target:
+    """A layer that a plan names: ``style`` is how it runs, and what is cut of its own parameters
+    but for those in ``own``.
+
+    ``place`` is the name that the plan means: that of the layer, or of the adapter around it.
+    ``adapts``: it is what the adapter adds. ``heads``: where keys or values have fewer heads than
+    there are ranks, their number and width.
+    """
+
+    name: str
+    module: nn.Module
+    style: Style
+    place: str
+    adapts: bool = False
+    own: dict[str, Style] = field(default_factory=dict)
+    heads: tuple[int, int] = (0, 0)
+
+    @property
+    def parent(self) -> str:
+        """The module that :attr:`place` is in."""
+        return self.place.rpartition(".")[0]
+
+    def style_of(self, parameter: str) -> Style:
+        return self.own.get(parameter, self.style)
+
+    def keep_heads(self, attention: nn.Module | None, size: int) -> None:
+        """Cut between heads of ``attention``, which this lies in; leave keys and values whole
+        where their heads are fewer than the ``size`` ranks.
+
+        Raises ConfigError where heads do not divide.
+        """
+        if self.style.runs is not layers.Colwise:
+            return
+        width = next(
+            (
+                value
+                for name in ("head_dim", "attention_head_size", "key_value_proj_dim")
+                if isinstance(value := getattr(attention, name, None), int)
+            ),
+            0,
+        )
+        module: Any = self.module
+        outputs = int(getattr(module, "out_features", 0) or getattr(module, "nf", 0))
+        outputs //= self.style.packed
+        if not width or outputs % width or outputs // width % size == 0:
+            return
+        heads = outputs // width
+        few = self.place.rpartition(".")[2] in ("k_proj", "v_proj") and size % heads == 0
+        if not few or not hasattr(attention, "num_key_value_groups"):
+            raise ConfigError(
+                f"{self.name} has {heads} attention heads, which tensor_parallel.autotp_size = "
+                f"{size} does not divide; choose a size that divides {heads}"
+            )
+        self.style, self.heads = KEY_VALUE_HEADS, (heads, width)
+
+
+def planned_model(model: nn.Module) -> tuple[str, nn.Module]:
+    """The model of transformers inside ``model`` (adapters and wrappers of it), and its path."""
+    for name, module in model.named_modules():
+        # wrappers give what the model inside has
+        if hasattr(module.__dict__.get("config"), "model_type"):
+            return name, module
+    return "", model
+
+
+def plan_of(model: nn.Module, given: Mapping[str, str | None] | None) -> dict[str, str]:
+    """Styles by names of modules and parameters, ``*`` for each number: the model's own plan, or
+    that of its family, changed by ``given``, where None takes a name out.
+
+    Raises ConfigError where there is none.
+    """
+    own = dict(getattr(model, "tp_plan", None) or {}) or dict(FAMILIES.get(_type_of(model), {}))
+    for name, style in (given or {}).items():
+        if style is None:
+            own.pop(name, None)
+        else:
+            own[name] = style
+    if not own:
+        raise ConfigError(
+            f"{type(model).__name__} has no tensor-parallel plan, neither its own (tp_plan) nor "
+            f"one of hf-zero's ({', '.join(FAMILIES)}); give one by hf_zero.tensor_parallel(model, "
+            "size, plan={'layers.*.mlp.up_proj': 'colwise', ...}), or remove "
+            "tensor_parallel.autotp_size"
+        )
+    return own
+
+
+def _type_of(model: nn.Module) -> str:
+    return str(getattr(getattr(model, "config", None), "model_type", ""))
+
+
+def is_of_family(model: nn.Module) -> bool:
+    """Whether the plan of ``model`` is one of hf-zero's."""
+    return not getattr(model, "tp_plan", None) and _type_of(model) in FAMILIES
+
+
+def targets(path: str, model: nn.Module, plan: Mapping[str, str], suffixes: bool) -> list[Target]:
+    """The layers of ``model``, which lies at ``path``, that ``plan`` names; with ``suffixes`` by
+    how their names end.
+
+    Raises ConfigError for a name of the plan that a layer has which its style does not run, and
+    NotBuiltError for a style that is not here.
+    """
+    found: dict[nn.Module, Target] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        own = {
+            parameter: style_of(style, f"{name}.{parameter}")
+            for parameter in module._parameters
+            if (style := _look(plan, f"{name}.{parameter}", suffixes)) is not None
+        }
+        style = _look(plan, name, suffixes) if name else None
+        if style is None and not own:
+            continue
+        whole = f"{path}.{name}" if path else name
+        named = style_of(style, name) if style is not None else WHOLE
+        for part, layer, how, adapts in _layers(whole, module, named):
+            target = found.setdefault(layer, Target(part, layer, how, whole, adapts))
+            if layer is module:
+                target.own.update(own)
+    return list(found.values())
+
+
+def _look(plan: Mapping[str, str], name: str, suffixes: bool) -> str | None:
+    generic = _NUMBER.sub("*", name)
+    if not suffixes:
+        return plan.get(generic)
+    parts = generic.split(".")
+    return next(
+        (plan[end] for at in range(len(parts)) if (end := ".".join(parts[at:])) in plan), None
+    )
+
+
+def _layers(
+    name: str, module: nn.Module, style: Style
+) -> Iterator[tuple[str, nn.Module, Style, bool]]:
+    """The layers that do what the plan means by ``module``: itself, or those of adapters around
+    it, and whether they are what an adapter adds.
+    """
+    base = getattr(module, "base_layer", None)
+    if isinstance(base, nn.Module):
+        yield from _adapted(name, module, base, style)
+        return
+    original = getattr(module, "original_module", None)
+    if isinstance(original, nn.Module):  # PEFT's modules_to_save
+        yield from _layers(f"{name}.original_module", original, style)
+        for key, copy in getattr(module, "modules_to_save", {}).items():
+            yield from _layers(f"{name}.modules_to_save.{key}", copy, style)
+        return
+    if not is_sharded(module) and not takes(style, module):
+        raise ConfigError(
+            f"the tensor-parallel plan names {name}, a {type(module).__name__}, which is not a "
+            "layer that its style can run; take it out by hf_zero.tensor_parallel(model, size, "
+            f"plan={{{_NUMBER.sub('*', name)!r}: None}}), or remove tensor_parallel.autotp_size"
+        )
+    yield name, module, style, False
+
+
+_LOW_RANK = ("lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embedding_B")
+
+
+def _adapted(
+    name: str, module: nn.Module, base: nn.Module, style: Style
+) -> Iterator[tuple[str, nn.Module, Style, bool]]:
+    """LoRA around a layer (arXiv 2106.09685): of A and B, in whose product the layer's own
+    dimensions are outermost, the one that has the dimension that is cut.
+    """
+    yield from _layers(f"{name}.base_layer", base, style)
+    held: dict[str, Any] = {each: getattr(module, each, {}) for each in _LOW_RANK}
+    plain = not any(getattr(module, "use_dora", {}).values()) and not getattr(
+        module, "lora_magnitude_vector", {}
+    )
+    others = {
+        key.split(".")[0]
+        for key, _ in module.named_parameters()
+        if key.split(".")[0] not in (*_LOW_RANK, "base_layer")
+    }
+    if others or not plain:
+        raise ConfigError(
+            f"{name} has an adapter ({type(module).__name__}) that is not built under tensor "
+            "parallelism; use LoRA without DoRA, leave the layer out of target_modules, or remove "
+            "tensor_parallel.autotp_size"
+        )
+    inputs = style.cuts == "inputs"
+    for kind, wanted in (("lora_A", inputs), ("lora_B", not inputs)):
+        for key, layer in held[kind].items():
+            if wanted:
+                yield f"{name}.{kind}.{key}", layer, style, True
+    if style.runs is not None and issubclass(style.runs, layers.Rowwise):
+        for key, layer in held["lora_dropout"].items():
+            if isinstance(layer, nn.Dropout):
+                dropout = Style(layers.PartDropout, takes="any")
+                yield f"{name}.lora_dropout.{key}", layer, dropout, True

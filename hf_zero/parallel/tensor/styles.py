@@ -1,0 +1,114 @@
+"""The styles of tensor-parallel plans: which dimension of a parameter a style cuts, and how the
+layer runs then. Names are transformers', so that its models' plans are read as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from hf_zero.errors import NotBuiltError
+from hf_zero.parallel.tensor import layers
+from hf_zero.parallel.tensor.layers import Sharded
+
+
+@dataclass(frozen=True)
+class Style:
+    """``runs``: what the layer gets before its class; None: nothing. ``cuts``: "outputs",
+    "inputs", "rows" or "columns" (of an embedding), or nothing. ``packed``: so many matrices lie
+    side by side along the dimension that is cut. ``partial``: the gradient of the whole parameters
+    is a part of a sum. ``takes``: layers that it can run.
+    """
+
+    runs: type[Sharded] | None = None
+    cuts: str = ""
+    packed: int = 1
+    partial: bool = False
+    takes: str = "linear"
+
+
+def packed(style: Style, matrices: int) -> Style:
+    """``style`` for a layer that holds ``matrices`` side by side."""
+    return Style(style.runs, style.cuts, matrices, style.partial, style.takes)
+
+
+COLWISE = Style(layers.Colwise, "outputs")
+COLWISE_GATHERED = Style(layers.ColwiseGathered, "outputs")
+KEY_VALUE_HEADS = Style(layers.KeyValueHeads, partial=True)
+ROWWISE = Style(layers.Rowwise, "inputs")
+ROWWISE_SPLIT = Style(layers.RowwiseSplit, "inputs")
+EMBEDDING_COLWISE = Style(layers.EmbeddingColwise, "columns", takes="embedding")
+WHOLE = Style(takes="any")
+
+STYLES = {
+    "colwise": COLWISE,
+    "colwise_gather_output": COLWISE_GATHERED,
+    "colwise_rep": COLWISE_GATHERED,
+    "rowwise": ROWWISE,
+    "rowwise_split_input": ROWWISE_SPLIT,
+    "rowwise_rep": ROWWISE_SPLIT,
+    "embedding_rowwise": Style(layers.EmbeddingRowwise, "rows", takes="embedding"),
+    "embedding_colwise": EMBEDDING_COLWISE,
+    # a bias of attention scores: a column for each head
+    "embedding_of_heads": Style(None, "columns", takes="embedding"),
+    "packed_colwise": packed(COLWISE, 2),
+    "packed_colwise_3": packed(COLWISE, 3),
+    "packed_rowwise": packed(ROWWISE, 2),
+    "replicated_with_grad_allreduce": Style(None, partial=True, takes="any"),
+    "moe_tp_experts": Style(layers.Experts, takes="any"),
+    "moe_identity_expert": Style(layers.Scaled, takes="any"),
+    "mla_kv_a_proj": Style(layers.LatentKeyValue),
+    "all_reduce": Style(layers.Summed, takes="any"),
+    # all parameters are local ones here
+    "local_params": WHOLE,
+    "replicate": WHOLE,
+}
+
+
+def style_of(name: str, where: str) -> Style:
+    """The style ``name`` of ``where`` in a plan. Raises NotBuiltError for one that is not here."""
+    if name not in STYLES:
+        raise NotBuiltError(
+            f"the tensor-parallel plan gives {where} the style {name!r}, which is not built; give "
+            f"it one of {', '.join(STYLES)} by hf_zero.tensor_parallel(model, size, "
+            f"plan={{{where!r}: ...}}), or set tensor_parallel.autotp_size to 1"
+        )
+    return STYLES[name]
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether ``module`` is transformers' Conv1D, a linear layer whose weight is [inputs,
+    outputs].
+    """
+    return any(
+        kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+        for kind in type(module).__mro__
+    )
+
+
+def takes(style: Style, module: nn.Module) -> bool:
+    """Whether ``module`` is a layer that ``style`` can run; its own subclasses too, whose forward
+    may scale or norm what comes in or out but is linear in its weight.
+    """
+    if style.takes == "any" or style.runs is None:
+        return True
+    if style.takes == "embedding":
+        return isinstance(module, nn.Embedding)
+    plain = type(module).forward is nn.Linear.forward or is_conv1d(module)
+    if issubclass(style.runs, layers.Rowwise):  # computes its product itself where it has a bias
+        return plain or (isinstance(module, nn.Linear) and module.bias is None)
+    return plain or isinstance(module, nn.Linear)
+
+
+def dimension(style: Style, module: nn.Module, name: str, dims: int) -> int | None:
+    """Along which of its ``dims`` the parameter ``name`` of ``module`` is cut; None: it is not."""
+    if not style.cuts:
+        return None
+    if style.cuts in ("rows", "columns"):
+        return 0 if style.cuts == "rows" else 1
+    outputs, inputs = (dims - 2, dims - 1) if not is_conv1d(module) else (dims - 1, dims - 2)
+    if dims == 1:  # a bias, or a number for each head
+        return 0 if style.cuts == "outputs" else None
+    return outputs if style.cuts == "outputs" else inputs
+
