@@ -34,6 +34,7 @@ _EXPORTS = {
     "restore": "hf_zero.integrations.fused",
     "convert_checkpoint": "hf_zero.checkpoint",
     "verify_checkpoint": "hf_zero.checkpoint",
+    "tensor_parallel": "hf_zero.parallel.tensor",
     "analyze": "hf_zero.integrations.datasets.analyze",
     "estimate": "hf_zero.estimate",
     "propose": "hf_zero.estimate",

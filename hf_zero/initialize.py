@@ -34,6 +34,7 @@ from hf_zero.optim.build import build_optimizer
 from hf_zero.optim.elementwise import check as check_elementwise
 from hf_zero.optim.one_bit import as_sent, one_bit_of
 from hf_zero.optim.schedules import build_scheduler
+from hf_zero.parallel.tensor.configured import as_configured, readers
 from hf_zero.parameters.leaf_modules import mark_configured
 from hf_zero.preflight import check, moments_of, room_for
 from hf_zero.techniques.curriculum_sampler import (
@@ -164,6 +165,7 @@ def initialize_as(
         )
     if {parameter.is_meta for parameter in model.parameters()} == {True}:
         give_values(model)
+    settings = as_configured(model, settings)
     choose = settings.kernels == "auto"
     if choose:
         settings = settings.on_device(kind_for_auto(process_group.default_device()))
@@ -389,8 +391,9 @@ def data_loader(
         raise ConfigError(f"training_data is a {type(data).__name__}; pass a torch Dataset")
     if sampled_metrics(config):
         return _curriculum_loader(data, collate_fn, config, micro)
+    ranks, rank = readers()
     sampler: DistributedSampler[Any] = DistributedSampler(
-        data, process_group.get_world_size(), process_group.get_rank(), seed=int(config.seed or 0)
+        data, ranks, rank, seed=int(config.seed or 0)
     )
     loader = DataLoader(
         data,
@@ -406,7 +409,7 @@ def data_loader(
 def _curriculum_loader(
     data: Any, collate_fn: Callable[[Any], Any] | None, config: ZeroConfig, micro: int
 ) -> DataLoader[Any]:
-    ranks, rank = process_group.get_world_size(), process_group.get_rank()
+    ranks, rank = readers()
     batch_size = config.train_batch_size or micro * ranks
     sampler = CurriculumSampler(data, batch_size, bool(config.dataloader_drop_last))
     loader = CurriculumLoader(

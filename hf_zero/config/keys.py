@@ -34,6 +34,8 @@ from hf_zero.config.rows import (
     under,
 )
 from hf_zero.config.settings import Settings
+from hf_zero.config.tensor_parallel import ALIASES as TENSOR_ALIASES
+from hf_zero.config.tensor_parallel import OTHERS as TENSOR_KEYS
 from hf_zero.config.token_drop import ROUTING, TOKEN_DROP
 
 _UNIT = "a unit, usually one transformer block, is gathered and released whole"
@@ -201,12 +203,6 @@ _FEATURES = (
     ),
     switched("msamp", "MS-AMP (fp8)", "opt_level"),
     switched(
-        "tensor_parallel",
-        "tensor parallelism",
-        asks=larger_than_one("autotp_size", "tp.tp_size"),
-        off='{"autotp_size": 1}',
-    ),
-    switched(
         "inference",
         "the inference engine",
         asks=larger_than_one("tensor_parallel.tp_size"),
@@ -280,6 +276,7 @@ _GROUPS = (
     _REPORTS,
     _COMPILE,
     _FEATURES,
+    TENSOR_KEYS,
     COMPRESSIONS,
 )
 
@@ -318,6 +315,7 @@ ALIASES: dict[str, str] = {
     **spellings(Settings),
     **OFFLOAD_ALIASES,
     **SPELLINGS,
+    **TENSOR_ALIASES,
     "checkpoint.writer.decoupled": "checkpoint.async_save",
     "flops_profiler.step": "flops_profiler.profile_step",
 }

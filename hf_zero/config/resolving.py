@@ -9,6 +9,7 @@ from functools import partial
 
 from hf_zero.config.elasticity import elastic_sizes
 from hf_zero.config.reading import ConfigReading
+from hf_zero.config.tensor_parallel import TENSOR_SIZE
 from hf_zero.errors import ConfigError, NotBuiltError
 
 TOTAL = "train_batch_size"
@@ -36,10 +37,12 @@ def resolve(reading: ConfigReading, ranks: int, require_batch_size: bool, traini
         reading.forget_autos(
             "default: 'auto', which nothing fills in for an engine that only evaluates"
         )
+    batches = _ranks_with_batches(reading, ranks)
     for step in (
         reading.refuse_autos,
-        partial(_resolve_elasticity, reading, ranks),
-        partial(_resolve_batch, reading, ranks, require_batch_size),
+        partial(_resolve_elasticity, reading, batches),
+        partial(_correct_total, reading, ranks, batches),
+        partial(_resolve_batch, reading, batches, require_batch_size),
         partial(_resolve_mesh, reading, ranks),
         partial(_check_storage, reading, ranks),
         partial(_check_compression, reading),
@@ -47,6 +50,28 @@ def resolve(reading: ConfigReading, ranks: int, require_batch_size: bool, traini
         with reading.mistakes.noted():
             step()
     reading.mistakes.throw()
+
+
+def _ranks_with_batches(reading: ConfigReading, ranks: int) -> int:
+    """How many of ``ranks`` have batches of their own: those that share a layer read the same."""
+    tensor = reading.values.get(TENSOR_SIZE) or 1
+    if ranks % tensor:
+        with reading.mistakes.noted():
+            raise ConfigError(
+                f"{TENSOR_SIZE} = {tensor} ({reading.sources[TENSOR_SIZE]}) does not divide "
+                f"{ranks} ranks; choose a divisor of the number of ranks"
+            )
+        return ranks
+    return int(ranks // tensor)
+
+
+def _correct_total(reading: ConfigReading, ranks: int, batches: int) -> None:
+    """Accelerate and the Trainer count every rank in the batch size that they fill in, also those
+    that read the batch of another: that number goes, and the one of the equation comes.
+    """
+    total, micro, accumulation = (reading.values.get(key) for key in (TOTAL, MICRO, ACCUMULATION))
+    if batches < ranks and micro and total == micro * (accumulation or 1) * ranks:
+        reading.discard(TOTAL)
 
 
 def _resolve_elasticity(reading: ConfigReading, ranks: int) -> None:

@@ -59,6 +59,7 @@ from hf_zero.config.sections import (
     SchedulerConfig,
     ZeroSection,
 )
+from hf_zero.config.tensor_parallel import TENSOR, TensorParallelSection
 from hf_zero.config.token_drop import ROUTING, TOKEN_DROP, DataRouting, TokenDropSection
 from hf_zero.config.training_phases import PHASES, TrainingPhasesSection
 
@@ -145,6 +146,7 @@ class Settings:
     compressed_communication: CompressedCommunication = section(
         "compressed_communication", CompressedCommunication
     )
+    tensor_parallel: TensorParallelSection = section(TENSOR, TensorParallelSection)
     replicate_size: int = key(
         integer(1), 1, "copies of the shards: ranks / replicate_size share one"
     )

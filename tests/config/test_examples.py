@@ -304,7 +304,7 @@ def test_accepted(name: str) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "autotp": ({"tensor_parallel": {"autotp_size": 4}}, "tensor_parallel"),
+    "autotp": ({"tensor_parallel": {"preset_model": "llama"}}, "tensor_parallel.preset_model"),
     "tensorboard": ({"tensorboard": {"enabled": True, "output_path": "logs"}}, "tensorboard"),
     "memory": ({"memory_breakdown": True}, "memory_breakdown"),
     "deepcompile": ({"compile": {"deepcompile": True}}, "compile.deepcompile"),

@@ -111,6 +111,7 @@ TORCH_DISTRIBUTED = (
     "hf_zero.distributed.flat_mesh",
     "hf_zero.distributed.parallel_groups",
     "hf_zero.distributed.rank_group",
+    "hf_zero.distributed.dtensors",
 )
 HUGGING_FACE = {
     "transformers",

@@ -14,6 +14,7 @@ from hf_zero.integrations.deepspeed.zero_config import DEFAULTS, ZERO
 
 GETTERS: dict[str, tuple[str, Any]] = {
     "aio_config": ("aio", {}),
+    "autotp_size": ("tensor_parallel.autotp_size", 0),
     "checkpoint_tag_validation_enabled": ("checkpoint.tag_validation", "Warn"),
     "curriculum_enabled_legacy": (f"{LEGACY}.enabled", False),
     "curriculum_params_legacy": (LEGACY, {}),
@@ -101,7 +102,6 @@ CONSTANTS: dict[str, Any] = {
     "zero_allgather_sequential": False,
     "zero_compute_grad_norm": True,
     "zero_log_trace_cache_warnings": False,
-    "autotp_size": 0,
     "bf16_master_weights_and_gradients": False,
     "bf16_optimizer_states": False,
     "fp16_master_weights_and_gradients": False,
@@ -116,7 +116,7 @@ NOT_BUILT = {
     "random_ltd_initialize": "the engine draws tokens by its configuration alone",
     "register_compile_pass": "write compile: blocks in the configuration",
     "sparse_allreduce": "sparse gradients are reduced as dense ones",
-    "tensor_parallel_config": "remove tensor_parallel from the configuration",
+    "tensor_parallel_config": "read engine.config.tensor_parallel",
     "torch_autocast_lower_precision_safe_modules": "torch.autocast knows which operations are safe",
     "zenflow_config": "offload the optimizer: its update overlaps the next forward",
 }

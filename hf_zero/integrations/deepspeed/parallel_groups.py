@@ -1,5 +1,5 @@
-"""``deepspeed.utils.groups``: all ranks are data parallel; of model and sequence parallelism there
-is one rank.
+"""``deepspeed.utils.groups``: ranks are data parallel, or share layers (tensor_parallel.py); of
+sequence parallelism there is one rank.
 """
 
 from __future__ import annotations
@@ -9,9 +9,17 @@ from typing import Any
 from hf_zero.distributed import process_group
 from hf_zero.distributed.mpu import check_mpu
 from hf_zero.integrations.deepspeed.placeholders import refuse
+from hf_zero.parallel.tensor.configured import readers
 
-get_data_parallel_rank = process_group.get_rank
-get_data_parallel_world_size = process_group.get_world_size
+
+def get_data_parallel_rank() -> int:
+    """As which of the ranks that read batches of their own this one reads."""
+    return readers()[1]
+
+
+def get_data_parallel_world_size() -> int:
+    """Ranks that read batches of their own."""
+    return readers()[0]
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
@@ -23,12 +31,20 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 
 
 def get_data_parallel_group() -> Any:
-    """The group of all ranks."""
+    """The group of all ranks. Refused where ranks share layers, and the data-parallel ones are
+    some of them.
+    """
+    if get_data_parallel_world_size() < process_group.get_world_size():
+        refuse(
+            "deepspeed.utils.groups.get_data_parallel_group() under tensor parallelism",
+            "use the engine's own reductions",
+        )
     return process_group.dist.group.WORLD
 
 
 def get_data_parallel_group_ranks() -> list[int]:
-    return list(range(process_group.get_world_size()))
+    size = process_group.get_world_size() // get_data_parallel_world_size()
+    return list(range(process_group.get_rank() % size, process_group.get_world_size(), size))
 
 
 def one_rank() -> int:
@@ -39,8 +55,3 @@ def one_rank() -> int:
 def first_rank() -> int:
     """This rank in a parallelism that is not used."""
     return 0
-
-
-def own_rank() -> int:
-    """The first rank of this rank's group in a parallelism that is not used: itself."""
-    return process_group.get_rank()

@@ -13,6 +13,7 @@ from hf_zero.integrations.deepspeed.rows import (
 from hf_zero.integrations.deepspeed.tables.remedies import (
     BY_HOSTS,
     BY_LAUNCHER,
+    BY_TENSOR_PARALLEL,
     CONSTANT,
     EXPERT,
     GENERATE,
@@ -21,7 +22,6 @@ from hf_zero.integrations.deepspeed.tables.remedies import (
     KERNELS,
     NO_MONITOR,
     NO_PIPELINE,
-    NO_TENSOR_PARALLEL,
     PROPOSE,
     TRAIN_ADAPTERS,
 )
@@ -146,10 +146,9 @@ TOP = (
         names("deepspeed.runtime", "zero"),
         functions_not_built(GENERATE, "init_inference default_inference_config"),
         functions_not_built(KERNELS, "replace_transformer_layer"),
+        names(f"{HERE}.tensor_parallel", "set_autotp_mode", "tp_model_init"),
         functions_not_built(
-            NO_TENSOR_PARALLEL,
-            "tp_model_init set_autotp_mode record_tp_model_init_args "
-            "merge_tp_model_init_into_config",
+            BY_TENSOR_PARALLEL, "record_tp_model_init_args merge_tp_model_init_into_config"
         ),
         classes_not_built(GENERATE, "InferenceEngine DeepSpeedInferenceConfig"),
         classes_not_built(GENERATE, "DeepSpeedHybridEngine"),

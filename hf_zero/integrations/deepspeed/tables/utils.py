@@ -11,13 +11,13 @@ from hf_zero.integrations.deepspeed.rows import (
     names,
 )
 from hf_zero.integrations.deepspeed.tables.remedies import (
+    BY_TENSOR_PARALLEL,
     CONSTANT,
     FILES,
     HERE,
     INTERNAL,
     NO_EXPERTS,
     NO_SEQUENCE_PARALLEL,
-    NO_TENSOR_PARALLEL,
     PROFILE,
 )
 
@@ -67,15 +67,19 @@ GROUPS: tuple[Row, ...] = (
         "get_data_parallel_rank",
         "get_data_parallel_world_size",
         "initialize",
-        "first_rank as get_model_parallel_rank",
-        "first_rank as get_tensor_model_parallel_rank",
-        "one_rank as get_model_parallel_world_size",
-        "one_rank as get_tensor_model_parallel_world_size",
-        "own_rank as get_tensor_model_parallel_src_rank",
+    ),
+    *names(
+        f"{HERE}.tensor_parallel",
+        "get_group as get_model_parallel_group",
+        "get_group as get_tensor_model_parallel_group",
+        "get_rank as get_model_parallel_rank",
+        "get_rank as get_tensor_model_parallel_rank",
+        "get_world_size as get_model_parallel_world_size",
+        "get_world_size as get_tensor_model_parallel_world_size",
+        "get_first_rank as get_tensor_model_parallel_src_rank",
     ),
     *functions_not_built(
-        NO_TENSOR_PARALLEL,
-        "get_model_parallel_group get_tensor_model_parallel_group "
+        BY_TENSOR_PARALLEL,
         "set_tensor_model_parallel_rank set_tensor_model_parallel_world_size",
     ),
     *left_out(
@@ -122,9 +126,9 @@ UTILS = (
             "get_data_parallel_world_size as _get_sequence_data_parallel_world_size",
             "first_rank as _get_broadcast_src_rank",
             "first_rank as _get_sequence_parallel_rank",
-            "one_rank as _get_model_parallel_world_size",
             "one_rank as _get_sequence_parallel_world_size",
         ),
+        names(f"{HERE}.tensor_parallel", "get_world_size as _get_model_parallel_world_size"),
         functions_not_built(NO_SEQUENCE_PARALLEL, "_get_sequence_parallel_group"),
         functions_not_built(
             NO_EXPERTS,

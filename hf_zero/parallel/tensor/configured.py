@@ -1,0 +1,41 @@
+"""What a configuration says of tensor parallelism, and what a model that is cut says of it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hf_zero.config import ZeroConfig
+from hf_zero.config.tensor_parallel import TENSOR_SIZE
+from hf_zero.distributed import process_group
+from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.errors import ConfigError
+from hf_zero.parallel.tensor.model import model_record, tensor_parallel
+
+
+def as_configured(model: nn.Module, config: ZeroConfig) -> ZeroConfig:
+    """Cut ``model`` as ``config`` says, where it is not cut yet; the configuration with the size
+    that it is cut into (collective). Adapters that came since are cut with their layers.
+
+    Raises ConfigError where both say another size.
+    """
+    record, size = model_record(model), config.tensor_parallel.size
+    if record is not None and size == 1:
+        size = record.size
+        if config.tensor_parallel.autotp_size == 1:
+            raise ConfigError(
+                f"{TENSOR_SIZE} is 1 and the model is cut among {size} ranks already; write {size},"
+                " or leave it out"
+            )
+        config = config.override({TENSOR_SIZE: size}, "computed: the model is cut already")
+    if size > 1:
+        tensor_parallel(model, size)
+    return config
+
+
+def readers() -> tuple[int, int]:
+    """How many ranks read batches of their own as far as tensor parallelism goes, and which of them
+    this rank reads as.
+    """
+    ranks, rank, groups = process_group.get_world_size(), process_group.get_rank(), get_parallel()
+    size = 1 if groups is None else groups.dims.tensor
+    return ranks // size, rank // size
