@@ -28,8 +28,10 @@ def local_part(name: str, tensor: torch.Tensor, size: int) -> tuple[torch.Tensor
     if not spread or spread == [Replicate()]:
         return tensor.to_local(), None, 1
     place = spread[0]
-    if len(spread) > 1 or not isinstance(place, Shard | _StridedShard) or (
-        tensor.device_mesh.size() != size
+    if (
+        len(spread) > 1
+        or not isinstance(place, Shard | _StridedShard)
+        or (tensor.device_mesh.size() != size)
     ):
         raise PartitionError(
             f"parameter {name} is a DTensor {tensor.placements} over a mesh of shape "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.oracle import compare, compare_mixed, kept, mixed
+from tests.helpers.oracle import compare, kept
 from tests.helpers.tensor_parallel import TensorJob, train_tensor_parallel
 from tests.helpers.training import Plan, plain_sgd
 

@@ -16,9 +16,7 @@ from hf_zero.parameters.pending import source_of
 from hf_zero.parameters.sharding import Sharding, set_sharding
 
 
-def box_of(
-    name: str, parameter: torch.Tensor, dim: int, packed: int, rank: int, size: int
-) -> Box:
+def box_of(name: str, parameter: torch.Tensor, dim: int, packed: int, rank: int, size: int) -> Box:
     """The part of ``rank``. Raises ConfigError where the dimension does not divide."""
     shape = tuple(parameter.shape)
     try:

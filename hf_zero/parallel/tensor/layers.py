@@ -216,4 +216,3 @@ def take_off(module: nn.Module) -> None:
     """Undo :func:`put_on`."""
     module.__class__ = type(module).__bases__[1]
     del module.__dict__[ATTRIBUTE]
-

@@ -114,9 +114,11 @@ def model_record(model: nn.Module) -> TensorParallel | None:
 
 def _groups(size: int) -> Any:
     world, held = process_group.get_world_size(), get_parallel()
-    others = {} if held is None else {
-        axis: held.dims.size(axis) for axis in ("sequence", "expert", "pipeline")
-    }
+    others = (
+        {}
+        if held is None
+        else {axis: held.dims.size(axis) for axis in ("sequence", "expert", "pipeline")}
+    )
     return init_parallel(ParallelDims.over(world, tensor=size, **others))
 
 

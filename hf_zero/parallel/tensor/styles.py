@@ -111,4 +111,3 @@ def dimension(style: Style, module: nn.Module, name: str, dims: int) -> int | No
     if dims == 1:  # a bias, or a number for each head
         return 0 if style.cuts == "outputs" else None
     return outputs if style.cuts == "outputs" else inputs
-

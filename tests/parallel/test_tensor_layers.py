@@ -1,0 +1,201 @@
+"""Layers that ranks share, without an engine: forward and gradients against one process, and what
+is sent.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.errors import ConfigError, NotBuiltError, RankMismatchError
+from hf_zero.parallel.tensor import agreement
+from hf_zero.parameters.sharding import sharding_of
+from tests.helpers.models import seeded
+from tests.helpers.oracle import compare_tensors
+from tests.helpers.ranks import RankFailed, run_ranks
+from tests.helpers.tensor_parallel import (
+    MODELS,
+    VOCAB,
+    boxes_of,
+    gpt2,
+    llama,
+    put_together,
+    qwen3,
+)
+
+
+def _gradients(model: nn.Module, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    loss = model(**batch).loss
+    loss.backward()
+    return float(loss.detach()), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
+
+
+def _on_ranks(model: nn.Module, size: int, batch: Any, **plan: Any) -> list[Any]:
+    copies = [copy.deepcopy(model) for _ in range(size)]
+
+    def share(rank: int) -> Any:
+        cut = hf_zero.tensor_parallel(copies[rank], size, **plan)
+        loss, gradients = _gradients(cut, batch)
+        parts = {name: sharding_of(p) for name, p in cut.named_parameters()}
+        return loss, gradients, boxes_of(cut), {n for n, part in parts.items() if part.partial}
+
+    return run_ranks(size, share)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_the_parts_are_those_of_the_whole(name: str) -> None:
+    architecture = MODELS[name]
+    model, batch = architecture.build(), architecture.batch(0, 0, 0)
+    parts = _on_ranks(model, 2, batch)
+    loss, gradients = _gradients(model, batch)
+    partial = parts[0][3]
+    got = put_together(
+        [{n: g for n, g in part[1].items() if n not in partial} for part in parts],
+        [part[2] for part in parts],
+        exact=False,
+    )
+    got |= {n: sum(part[1][n] for part in parts) for n in partial}
+    for part in parts:
+        assert part[0] == pytest.approx(loss, rel=1e-5)
+    compare_tensors("gradient", got, gradients, floor=1e-6)
+
+
+@pytest.mark.parametrize("heads", (1, 2))
+def test_keys_and_values_of_fewer_heads_than_ranks(heads: int) -> None:
+    model = seeded(lambda: llama(key_value_heads=heads))
+    batch = MODELS["llama"].batch(0, 0, 0)
+    parts = _on_ranks(model, 4, batch)
+    loss, gradients = _gradients(model, batch)
+    assert parts[3][0] == pytest.approx(loss, rel=1e-5)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    assert name in parts[0][3]
+    compare_tensors(
+        "gradient", {name: sum(part[1][name] for part in parts)}, {name: gradients[name]}
+    )
+
+
+def _sent(make: Any, backward: bool = True) -> Any:
+    models = [seeded(make) for _ in range(2)]
+    batch = MODELS["llama"].batch(0, 0, 0)
+
+    def count(rank: int) -> Any:
+        model = hf_zero.tensor_parallel(models[rank], 2)
+        groups = get_parallel()
+        assert groups is not None
+        model(**batch)  # the first forward compares batches, too
+        stats = groups.stats["tensor"]
+        stats.counts.clear(), stats.bytes.clear()
+        agreement_forward = model.train(False) if not backward else model
+        loss = agreement_forward(**batch).loss
+        before = dict(stats.counts)
+        if backward:
+            loss.backward()
+        return before, dict(stats.counts), dict(stats.bytes), batch["input_ids"].numel()
+
+    return run_ranks(2, count)[0]
+
+
+def test_a_layer_sums_twice_forward_and_twice_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement.Agreement, "compare", lambda *_: None)
+    forward, both, sent, words = _sent(lambda: llama(num_hidden_layers=4))
+    # embedding, and attention and MLP of 4 layers; the head's backward in place of the embedding
+    assert forward == {"all_reduce": 9, "all_gather": 1}
+    assert both == {"all_reduce": 18, "all_gather": 1}
+    assert sent == {"all_reduce": 18 * words * 32 * 4, "all_gather": words * VOCAB * 4}
+
+
+def test_adapters_are_cut_with_their_layers() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def make() -> nn.Module:
+        settings = LoraConfig(
+            r=4, target_modules="all-linear", init_lora_weights=False, modules_to_save=["lm_head"]
+        )
+        return get_peft_model(llama(key_value_heads=2), settings)
+
+    model, batch = seeded(make), MODELS["llama"].batch(0, 0, 0)
+    parts = _on_ranks(model, 2, batch)
+    loss, gradients = _gradients(model, batch)
+    assert parts[1][0] == pytest.approx(loss, rel=1e-5)
+    got = put_together([part[1] for part in parts], [part[2] for part in parts], exact=False)
+    compare_tensors("gradient", got, gradients, floor=1e-6)
+
+
+def test_ranks_that_read_different_batches_are_told() -> None:
+    models = [seeded(llama) for _ in range(2)]
+
+    def differ(rank: int) -> None:
+        model = hf_zero.tensor_parallel(models[rank], 2)
+        model(**MODELS["llama"].batch(0, 0, rank))
+
+    with pytest.raises(RankFailed, match="given different batches") as raised:
+        run_ranks(2, differ)
+    assert isinstance(raised.value.__cause__, RankMismatchError)
+
+
+def _refused(model: nn.Module, size: int, **plan: Any) -> Exception:
+    models = [copy.deepcopy(model) for _ in range(size)]
+    with pytest.raises(RankFailed) as raised:
+        run_ranks(size, lambda rank: hf_zero.tensor_parallel(models[rank], size, **plan))
+    assert isinstance(raised.value.__cause__, Exception)
+    return raised.value.__cause__
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "plan", "kind", "words"),
+    (
+        (lambda: llama(num_attention_heads=6, num_key_value_heads=3, hidden_size=48), 2, None,
+         ConfigError, "k_proj has 3 attention heads"),
+        (lambda: llama(vocab_size=67), 2, None, ConfigError, "pad_to_multiple_of=2"),
+        (lambda: llama(intermediate_size=47), 2, None, ConfigError, "choose a size that divides"),
+        (llama, 2, {"model.layers.*.mlp.up_proj": "sequence_parallel"}, NotBuiltError,
+         "'sequence_parallel', which is not built"),
+        (llama, 2, {"model.layers.*.input_layernorm": "colwise"}, ConfigError,
+         "not a layer that its style can run"),
+        (lambda: llama(tied=True), 2, {"lm_head": None}, ConfigError, "are one parameter"),
+        (lambda: nn.Linear(4, 4), 2, None, ConfigError, "has no tensor-parallel plan"),
+    ),
+)  # fmt: skip
+def test_refused(make: Any, size: int, plan: Any, kind: type[Exception], words: str) -> None:
+    error = _refused(seeded(make), size, plan=plan)
+    assert isinstance(error, kind) and words in str(error)
+
+
+def test_a_size_that_does_not_divide_the_ranks() -> None:
+    with pytest.raises(ConfigError, match="autotp_size = 2 does not divide the 1 ranks"):
+        hf_zero.tensor_parallel(llama(), 2)
+
+
+def test_a_model_is_cut_once() -> None:
+    model = seeded(gpt2)
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def twice(rank: int) -> Any:
+        cut = hf_zero.tensor_parallel(hf_zero.tensor_parallel(models[rank], 2), 2)
+        return tuple(cut.transformer.h[0].attn.c_attn.weight.shape), cut.transformer.h[
+            0
+        ].attn.split_size
+
+    assert run_ranks(2, twice)[0] == ((32, 48), 16)
+
+
+def test_values_are_those_of_rank_0() -> None:
+    models = [seeded(qwen3) for _ in range(2)]
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.add_(1)
+    wanted = models[0].model.layers[0].mlp.down_proj.weight.detach()[:, 24:].clone()
+
+    def cut(rank: int) -> torch.Tensor:
+        made = hf_zero.tensor_parallel(models[rank], 2)
+        return made.model.layers[0].mlp.down_proj.weight.detach()
+
+    assert torch.equal(run_ranks(2, cut)[1], wanted)
