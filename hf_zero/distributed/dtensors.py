@@ -45,5 +45,5 @@ def local_part(name: str, tensor: torch.Tensor, size: int) -> tuple[torch.Tensor
             f"dimension {dim} of {name}, of shape {tuple(tensor.shape)}, is cut among {size} ranks "
             "unevenly; choose a size that divides it"
         )
-    packed = place.split_factor if isinstance(place, _StridedShard) else 1
+    packed = int(place.split_factor) if isinstance(place, _StridedShard) else 1
     return local, dim, packed

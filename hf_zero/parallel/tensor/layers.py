@@ -8,7 +8,6 @@ plain layer any more.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +106,8 @@ class Rowwise(Sharded):
         elif isinstance(self, nn.Linear):
             y = F.linear(x, self.weight)
         else:  # transformers' Conv1D: [inputs, outputs]
-            y = x @ self.weight
+            weight: Any = self.weight
+            y = x @ weight
         y = sum_over(y, part.axis, part.name)
         return y if bias is None else y + bias
 
@@ -197,9 +197,12 @@ class PartDropout(Sharded):
         return y  # type: ignore[no-any-return]
 
 
-@functools.cache
+_made: dict[tuple[type, type], type[nn.Module]] = {}
+
+
 def _with(kind: type[Sharded], layer: type[nn.Module]) -> type[nn.Module]:
-    return type(f"{kind.__name__}{layer.__name__}", (kind, layer), {"__module__": layer.__module__})
+    name, module = f"{kind.__name__}{layer.__name__}", {"__module__": layer.__module__}
+    return _made.setdefault((kind, layer), type(name, (kind, layer), module))
 
 
 def put_on(module: nn.Module, kind: type[Sharded], part: Part) -> None:
