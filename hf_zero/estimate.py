@@ -22,6 +22,7 @@ from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, Zero
 from hf_zero.device import kinds
 from hf_zero.errors import ConfigError
 from hf_zero.memory import Free
+from hf_zero.parallel.tensor import cuts_of
 from hf_zero.parameters.wrap import find_units, persistent_names
 from hf_zero.preflight import ACTIVATIONS, Fit, FlatParameters, MemoryPlan, fit, groups_of, needs
 from hf_zero.preflight.moments import moments_of
@@ -311,7 +312,8 @@ def _counted(model: Any, plan: MemoryPlan) -> tuple[str, list[FlatParameters], i
     name, module = _open(model)
     specs, _ = find_units(module, plan.granularity)
     persistent = persistent_names(module, *plan.persistence)
-    return name, groups_of(specs, module, plan.precision, persistent), len(specs)
+    cuts = cuts_of(module, plan.tensor)
+    return name, groups_of(specs, module, plan.precision, persistent, cuts), len(specs)
 
 
 def _open(model: Any) -> tuple[str, nn.Module]:
@@ -328,10 +330,10 @@ def _open(model: Any) -> tuple[str, nn.Module]:
 def _row(groups: Sequence[FlatParameters], plan: MemoryPlan) -> StageEstimate:
     if plan.stage < 3:
         plan = replace(plan, param=OffloadParam())
-    shards, plain = plan.shards, plan.on_device()
+    plain = plan.on_device()
     sums: Counter[str] = Counter()
     for group in plan.flats_of(groups):
-        policy = plan.policy_of(group)
+        policy, shards = plan.policy_of(group), plan.shards_of(group)
         layout = group.layout(shards if group.trainable else policy.parameter_shards(shards))
         kept = {"gradient": _name(plan.accumulation_dtype)} if plan.accumulation_dtype else {}
         price = policy.bytes_per_parameter(

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.core.cut_parameters import join_parts
 from hf_zero.errors import NotBuiltError
 from hf_zero.parameters.layout import Slot
+from hf_zero.parameters.sharding import sharding_of
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.unit import Unit
 
@@ -47,8 +49,6 @@ def _wholes(
     ``dtype`` is float32, and where what all ranks have lags behind them, as steps send differences.
     """
     for unit in engine.units:
-        for flat in unit.flats:
-            refuse_cut(flat)
         unit.take_user_writes()
         masters = {
             flat: _whole_master(flat)
@@ -60,6 +60,8 @@ def _wholes(
             master = masters.get(flat)
             if master is not None:
                 view = master[slot.offset : slot.end].view(slot.shape).to(dtype or view.dtype)
+            if flat.spec.sharding.axes:
+                view = join_parts(sharding_of(flat.parameters[slot.name]), view, slot.name)
             yield flat, slot, view
 
 
@@ -68,7 +70,7 @@ def refuse_cut(flat: FlatBuffer) -> None:
     if flat.spec.sharding.axes:
         raise NotBuiltError(
             f"{flat.layout.slots[0].name} is cut over ranks by {' and '.join(flat.mesh.axes)} "
-            "parallelism: whole models and checkpoints of that are not built yet"
+            "parallelism: checkpoints of that are not built yet"
         )
 
 

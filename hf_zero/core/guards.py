@@ -18,9 +18,11 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 
+from hf_zero.core.cut_parameters import join_parts, own_part
 from hf_zero.core.schedule import Schedule
 from hf_zero.errors import PartitionError
 from hf_zero.parameters.parameter import LiveParameter, OwnedParameter, name_of, owner_of
+from hf_zero.parameters.sharding import sharding_of
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.unit import Unit
 
@@ -152,7 +154,8 @@ class ModuleGuards:
 
     ``state_dict`` gathers and returns copies (on the CPU where parameters are sharded);
     ``load_state_dict`` gathers, lets torch copy, and takes the values over into shards and master
-    weights. Both are collective at stage 3. ``.to`` and its kin move buffers and refuse to change
+    weights. Both are collective at stage 3, and where parameters are cut by tensor or expert
+    parallelism: a state dict has them whole. ``.to`` and its kin move buffers and refuse to change
     parameters.
     """
 
@@ -276,15 +279,20 @@ class ModuleGuards:
             if (
                 isinstance(parameter, OwnedParameter)
                 and key in state
-                and (self._part or isinstance(parameter, LiveParameter))
+                and (
+                    self._part
+                    or isinstance(parameter, LiveParameter)
+                    or sharding_of(parameter).axes
+                )
             ):
                 # Copies, because a sharded one is released again and a part would be saved with all
                 # memory it is a view of. One copy a parameter, so that tied names still share
                 # memory and are saved once.
                 if id(parameter) not in self._copies:
+                    value = join_parts(sharding_of(parameter), parameter.detach(), key)
                     self._copies[id(parameter)] = torch.empty(
-                        parameter.shape, dtype=parameter.dtype
-                    ).copy_(parameter.detach())
+                        value.shape, dtype=parameter.dtype
+                    ).copy_(value)
                 state[key] = self._copies[id(parameter)]
         while self._leave_one() is not module:
             pass
@@ -316,6 +324,10 @@ class ModuleGuards:
             )
         for unit in pinned:
             self._schedule.pin(unit)
+        for name, parameter in self._own.get(module, {}).items():
+            given = state.get(prefix + name)
+            if sharding_of(parameter).axes and isinstance(given, torch.Tensor):
+                state[prefix + name] = own_part(sharding_of(parameter), given)
 
     @torch.no_grad()
     def _after_load(self, pinned: list[Unit], module: nn.Module, incompatible: Any) -> None:

@@ -148,8 +148,9 @@ class _Laid:
 
     @classmethod
     def of(cls, group: FlatParameters, plan: MemoryPlan) -> _Laid:
-        parameter_shards = plan.policy_of(group).parameter_shards(plan.shards)
-        layout = group.layout(plan.shards if group.trainable else parameter_shards)
+        shards = plan.shards_of(group)
+        parameter_shards = plan.policy_of(group).parameter_shards(shards)
+        layout = group.layout(shards if group.trainable else parameter_shards)
         parameter_chunk, stays = layout.padded // parameter_shards, layout.chunk * group.whole
         return cls(group, layout.chunk, layout.padded, parameter_chunk, stays)
 
@@ -274,14 +275,14 @@ def gradient_buffers(groups: Sequence[FlatParameters], plan: MemoryPlan) -> int:
     Whole gradients that are there anyway, and in the dtype of the wire (stages 0 and 1), travel
     from where they are.
     """
-    policy, shards = plan.policy, plan.shards
+    policy = plan.policy
     sizes = Counter(
-        (group.layout(shards).padded, group.dtype)
+        (group.layout(plan.shards_of(group)).padded, plan.shards_of(group), group.dtype)
         for group in plan.flats_of(groups)
         if group.trainable
     )
     total = 0
-    for (padded, dtype), count in sizes.items():
+    for (padded, shards, dtype), count in sizes.items():
         window = plan.gradient_bytes(dtype) if plan.ratio == 1.0 else plan.accumulator_bytes(dtype)
         copied = policy.shards_gradients or (dtype.itemsize < window and plan.ranks > 1)
         if copied and count > 1:

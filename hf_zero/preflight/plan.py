@@ -5,7 +5,7 @@ model.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -15,6 +15,7 @@ from torch import nn
 
 from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
 from hf_zero.parameters.layout import FlatLayout
+from hf_zero.parameters.sharding import Sharding, sharding_of
 from hf_zero.parameters.wrap import UnitSpec, names_in_blocks
 from hf_zero.preflight.moments import moments_of
 from hf_zero.units.compression import DEFAULT_BLOCKS, SMALLEST_TENSOR
@@ -31,7 +32,7 @@ class FlatParameters:
 
     Those in ``persistent`` stay whole between steps where parameters are sharded, in a flat of
     their own (:meth:`MemoryPlan.flats_of`), which is ``whole``. ``in_blocks`` names those that lie
-    in blocks of the model.
+    in blocks of the model. Along ``axes`` ranks hold different parts, whose shapes these are.
     """
 
     unit: str
@@ -41,6 +42,7 @@ class FlatParameters:
     persistent: frozenset[str] = frozenset()
     whole: bool = False
     in_blocks: frozenset[str] = frozenset()
+    axes: tuple[str, ...] = ()
 
     @cached_property
     def numel(self) -> int:
@@ -56,16 +58,23 @@ def groups_of(
     module: nn.Module,
     precision: str,
     persistent: frozenset[str] = frozenset(),
+    cuts: Mapping[nn.Parameter, Sharding] | None = None,
 ) -> list[FlatParameters]:
     """The flats of the units that :func:`hf_zero.parameters.wrap.find_units` found, not laid out
-    yet; ``persistent`` as :func:`hf_zero.parameters.wrap.persistent_names` gives it.
+    yet; ``persistent`` as :func:`hf_zero.parameters.wrap.persistent_names` gives it. ``cuts``: how
+    parameters that are still whole will be spread over ranks.
     """
     found, in_blocks = [], names_in_blocks(module)
     for spec in specs:
-        kinds: dict[tuple[bool, torch.dtype], list[tuple[str, tuple[int, ...]]]] = {}
+        kinds: dict[
+            tuple[bool, torch.dtype, tuple[str, ...], bool], list[tuple[str, tuple[int, ...]]]
+        ] = {}
         for name, parameter in spec.parameters:
-            kind = (parameter.requires_grad, compute_dtype(name, parameter, precision, module))
-            kinds.setdefault(kind, []).append((name, tuple(parameter.shape)))
+            spread = (cuts or {}).get(parameter, sharding_of(parameter))
+            dtype = compute_dtype(name, parameter, precision, module)
+            kind = (parameter.requires_grad, dtype, spread.axes, spread.partial)
+            shape = tuple(parameter.shape) if spread.box is None else spread.box.shape
+            kinds.setdefault(kind, []).append((name, shape))
         found += [
             FlatParameters(
                 spec.name or "(root)",
@@ -74,8 +83,9 @@ def groups_of(
                 tuple(shapes),
                 persistent,
                 in_blocks=in_blocks,
+                axes=axes,
             )
-            for (trainable, dtype), shapes in kinds.items()
+            for (trainable, dtype, axes, _), shapes in kinds.items()
         ]
     return found
 
@@ -104,6 +114,7 @@ class MemoryPlan:
     # a step sends differences to weights: in 32 bits, too, masters are others than these
     differences: bool = False
     one_bit: bool = False  # momenta travel in one bit
+    tensor: int = 1  # ranks that share a layer
     # ranks of a node among which gathered weights are sharded once more; 1: they are not
     node: int = 1
     # elements of a block of gradients in few bits whose errors are kept, and of the smallest tensor
@@ -142,6 +153,7 @@ class MemoryPlan:
             differences=config.compressed_communication.bits == 4,
             one_bit=config.compressed_communication.bits == 1
             or wanted.type.lower() in ("onebitadam", "onebitlamb", "zerooneadam"),
+            tensor=config.tensor_parallel.size,
             node=max(1, config.zero.hpz_partition_size),
             errors=(block or DEFAULT_BLOCKS[4], block or SMALLEST_TENSOR)
             if config.zeropp_loco_param.on
@@ -181,6 +193,10 @@ class MemoryPlan:
     @property
     def shards(self) -> int:
         return self.policy.shards(self.ranks, self.replicas)
+
+    def shards_of(self, group: FlatParameters) -> int:
+        """Chunks of the flat of ``group``: as many as ranks hold the same part of it."""
+        return max(1, self.shards // (self.tensor if "tensor" in group.axes else 1))
 
     @property
     def ratio(self) -> float:

@@ -145,7 +145,8 @@ class TensorJob(ArchitectureJob):
 
     def __init__(self, name: str, make_optimizer: Any = None) -> None:
         super().__init__(MODELS[name], *([make_optimizer] if make_optimizer else []))
-        self.name = f"tensor-{name}"
+        kind = make_optimizer.__name__ if make_optimizer else "adamw"
+        self.name = f"tensor-{name}-{kind}"
 
 
 def boxes_of(model: nn.Module) -> dict[str, Box]:

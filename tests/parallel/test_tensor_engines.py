@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from tests.helpers.oracle import compare, kept
-from tests.helpers.tensor_parallel import TensorJob, train_tensor_parallel
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.core.consolidate import whole_state_dict
+from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.errors import ConfigError
+from hf_zero.parallel.tensor import axis, cutting, shared_inputs, styles
+from hf_zero.parameters.sharding import Sharding
+from tests.helpers.engines import STAGES, config_of, start
+from tests.helpers.models import seeded
+from tests.helpers.oracle import FP32_TOLERANCE, compare, compare_mixed, kept, mixed
+from tests.helpers.ranks import RankFailed, run_ranks
+from tests.helpers.tensor_parallel import (
+    HIDDEN,
+    MODELS,
+    TensorJob,
+    llama,
+    train_tensor_parallel,
+)
 from tests.helpers.training import Plan, plain_sgd
 
-STAGES = (0, 1, 2, 3)
+CELLS = [(name, stage) for name in MODELS for stage in STAGES]
+ONCE = [(name, (place + 1) % 4) for place, name in enumerate(MODELS)]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -22,3 +42,169 @@ def test_two_ranks_share_the_layers(stage: int, accumulation: int) -> None:
 def test_groups_read_different_batches(stage: int) -> None:
     plan, job = Plan(ranks=2, accumulation=2, steps=2), TensorJob("qwen3", plain_sgd)
     compare(train_tensor_parallel(job, plan, 2, stage), kept(job, plan))
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [pytest.param(*cell, marks=() if cell in ONCE else pytest.mark.long) for cell in CELLS],
+)
+def test_models(name: str, stage: int) -> None:
+    plan, job = Plan(ranks=2, steps=2), TensorJob(name, plain_sgd)
+    compare(train_tensor_parallel(job, plan, 2, stage), kept(job, plan), 2 * FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_bf16(stage: int) -> None:
+    plan, job = Plan(ranks=2, steps=3, precision="bf16"), TensorJob("llama")
+    got = train_tensor_parallel(job, plan, 2, stage)
+    exact = kept(job, Plan(ranks=2, steps=3))
+    compare_mixed(got, mixed(job, plan, stage), exact, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("stage", "keys"),
+    (
+        (2, {"activation_checkpointing": {"blocks": True}}),
+        (3, {"activation_checkpointing": {"blocks": True}}),
+        (3, {"kernels": ["norms", "activations", "rotary", "qkv", "loss"]}),
+        (1, {"compile": {"blocks": True, "backend": "aot_eager"}}),
+        (3, {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"},
+             "offload_param": {"device": "cpu"}}}),
+    ),
+)  # fmt: skip
+def test_with_other_features(stage: int, keys: dict[str, Any]) -> None:
+    plan, job = Plan(ranks=2, accumulation=2, steps=2), TensorJob("llama", plain_sgd)
+    if "zero_optimization" in keys:
+        job = TensorJob("llama")  # AdamW, which has a host kernel
+    compare(train_tensor_parallel(job, plan, 2, stage, **keys), kept(job, plan))
+
+
+class _Adapted(TensorJob):
+    def build(self) -> nn.Module:
+        from peft import LoraConfig, get_peft_model
+
+        settings = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        return seeded(lambda: get_peft_model(llama(), settings))
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_adapters(stage: int) -> None:
+    plan, job = Plan(steps=2), _Adapted("llama", plain_sgd)
+    job.name = "tensor-lora"
+    compare(train_tensor_parallel(job, plan, 2, stage), kept(job, plan))
+
+
+def test_bytes_of_each_axis() -> None:
+    """At stage 3 over two groups of two ranks: what is cut travels between the groups, at half the
+    size; what is whole travels among all four.
+    """
+    job, plan = TensorJob("llama", plain_sgd), Plan(ranks=2, steps=1)
+    sent: list[Any] = []
+
+    def look(engine: Any) -> None:
+        groups = get_parallel()
+        assert groups is not None
+        sent.append(dict(groups.stats["tensor"].bytes))
+
+    train_tensor_parallel(job, plan, 2, 3, observe=look)
+    words, fp32 = 2 * 9, 4
+    compared = 4 * 8  # hashes of the first batch
+    assert sent[0]["all_reduce"] == 10 * words * HIDDEN * fp32 + compared
+    logits = words * 68 * fp32
+    assert sent[0]["all_gather"] == logits
+    assert len({tuple(sorted(each.items())) for each in sent}) == 1
+
+
+def _partial_left_alone(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(styles.STYLES, "replicated_with_grad_allreduce", styles.WHOLE)
+
+
+def _first_part_for_all(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(cutting, "Sharding", lambda axes, box: Sharding())
+
+
+def _inputs_not_summed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(shared_inputs, "copy_to", lambda x, axis, name: x)
+
+
+def _outputs_not_summed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(axis.TensorAxis, "sum", lambda self, x, name: x)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    (_partial_left_alone, _first_part_for_all, _inputs_not_summed, _outputs_not_summed),
+)
+def test_faults_are_caught(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, plan = TensorJob("qwen3", plain_sgd), Plan(steps=1)
+    expected = kept(job, plan)
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        compare(train_tensor_parallel(job, plan, 2, 1), expected)
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+@pytest.mark.parametrize("name", ("llama-tied", "gpt2", "mixtral"))
+def test_state_dicts_are_whole(name: str, stage: int) -> None:
+    models = [MODELS[name].build() for _ in range(2)]
+    wanted = {key: value.clone() for key, value in models[0].state_dict().items()}
+
+    def save(rank: int) -> Any:
+        model = models[rank]
+        config = config_of(stage, tensor_parallel={"autotp_size": 2})
+        engine = start(model, plain_sgd(model), config)
+        own = {key: value.clone() for key, value in model.state_dict().items()}
+        whole = whole_state_dict(engine)
+        with torch.no_grad():
+            changed = {key: value + 1 for key, value in own.items()}
+        model.load_state_dict(changed)
+        again = model.state_dict()
+        engine.destroy()
+        return own, whole, again
+
+    for own, whole, again in run_ranks(2, save):
+        assert own.keys() == whole.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert torch.equal(own[key], value) and torch.equal(whole[key], value), key
+            assert torch.equal(again[key], value + 1), key
+
+
+def test_batch_sizes_count_groups() -> None:
+    models = [seeded(llama) for _ in range(4)]
+    written = {
+        "tensor_parallel": {"autotp_size": 2},
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 2,
+        "train_batch_size": 24,  # as Accelerate and the Trainer count, every rank
+        "zero_optimization": {"stage": 1},
+    }
+
+    def sizes(rank: int) -> Any:
+        data = list(range(8))
+        engine, _, loader, _ = hf_zero.initialize(
+            model=models[rank],
+            optimizer=plain_sgd(models[rank]),
+            config=written,
+            training_data=data,
+        )
+        assert loader is not None
+        found = engine.train_batch_size(), sorted(loader.sampler)
+        engine.destroy()
+        return found
+
+    found = run_ranks(4, sizes)
+    assert [total for total, _ in found] == [12] * 4
+    assert found[0] == found[1] and found[2] == found[3]
+    assert sorted(found[0][1] + found[2][1]) == list(range(8))
+
+
+def test_sizes_that_differ() -> None:
+    models = [seeded(llama) for _ in range(2)]
+
+    def differ(rank: int) -> None:
+        model = hf_zero.tensor_parallel(models[rank], 2)
+        start(model, plain_sgd(model), config_of(1, tensor_parallel={"autotp_size": 1}))
+
+    with pytest.raises(RankFailed, match="is cut among 2 ranks already") as raised:
+        run_ranks(2, differ)
+    assert isinstance(raised.value.__cause__, ConfigError)

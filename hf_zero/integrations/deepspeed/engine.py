@@ -383,6 +383,9 @@ class DeepSpeedEngine(ReportingEngine):
         """The whole model on rank 0, None elsewhere (collective)."""
         return whole_state_dict(self, everywhere=False, exclude_frozen=exclude_frozen_parameters)
 
+    # which Accelerate calls where ranks share layers, at any stage
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
 
 for _name, _method in methods().items():
     setattr(DeepSpeedEngine, _name, _method)

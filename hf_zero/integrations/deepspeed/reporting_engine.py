@@ -122,7 +122,11 @@ class ReportingEngine(Engine):
         return self.config.offload_optimizer.ratio
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        return bool(self.config.zero.gather_16bit_weights_on_model_save)
+        """Whether a save of the model makes it whole: below stage 3 it is asked where ranks share
+        layers alone, and then a model is saved as it is there.
+        """
+        below = self.config.stage < 3 and self.config.tensor_parallel.size > 1
+        return below or bool(self.config.zero.gather_16bit_weights_on_model_save)
 
     def checkpoint_tag_validation_fail(self) -> bool:
         return str(self.checkpoint_tag_validation_enabled()).lower() == "fail"

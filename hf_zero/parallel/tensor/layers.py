@@ -139,7 +139,7 @@ class EmbeddingColwise(Sharded):
         return gather(y, self._part.axis, self._part.name)
 
 
-class Experts(Sharded):
+class ExpertParts(Sharded):
     """Part of each expert of a mixture: tokens and their routing weights are whole, outputs too."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

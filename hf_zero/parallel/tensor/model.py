@@ -144,10 +144,45 @@ def _draws(model: nn.Module) -> bool:
 def _cut_all(model: nn.Module, found: list[Target], record: TensorParallel) -> None:
     axis, modules = record.axis, dict(model.named_modules(remove_duplicate=False))
     new = [target for target in found if not is_sharded(target.module)]
+    for target in new:
+        _check_forward(target)
+    for parameter, spread in _cuts(modules, found, axis.rank, axis.size).items():
+        if spread.box is not None:
+            cut(parameter, spread.box)
+        else:
+            set_sharding(parameter, spread)
+    for target in new:
+        _run(target, record, modules)
+    if is_of_family(planned_model(model)[1]):
+        for path in {target.parent for target in new} - record.counted:
+            record.counted.add(path)
+            parent = modules[path].__dict__
+            for name in COUNTS:
+                if isinstance(count := parent.get(name), int):
+                    parent[name] = count // axis.size
+
+
+def cuts_of(model: nn.Module, size: int) -> dict[nn.Parameter, Sharding]:
+    """How the parameters of ``model``, which stays as it is, would be spread over ``size``
+    tensor-parallel ranks, of which this is the first; of those that all have alike, nothing.
+
+    Raises as :func:`tensor_parallel`.
+    """
+    if size == 1 or model_record(model) is not None:
+        return {}
+    path, inner = planned_model(model)
+    found = targets(path, inner, plan_of(inner, None), is_of_family(inner))
+    return _cuts(dict(model.named_modules(remove_duplicate=False)), found, 0, size)
+
+
+def _cuts(
+    modules: Mapping[str, nn.Module], found: list[Target], rank: int, size: int
+) -> dict[nn.Parameter, Sharding]:
+    """How the parameters of ``found`` that are still whole are to be spread."""
     cuts: dict[nn.Parameter, _Cut] = {}
     named: set[tuple[nn.Module, str]] = set()
     for target in found:
-        target.keep_heads(modules.get(target.parent), axis.size)
+        target.keep_heads(modules.get(target.parent), size)
         for name, parameter in target.module._parameters.items():
             named.add((target.module, name))
             if parameter is None or sharding_of(parameter) is not WHOLE:
@@ -160,27 +195,14 @@ def _cut_all(model: nn.Module, found: list[Target], record: TensorParallel) -> N
         for name, parameter in module._parameters.items():
             if parameter in cuts and (module, name) not in named:
                 cuts[parameter].agree(_Cut(f"{path}.{name}", None))
-    boxes = {
-        parameter: box_of(wanted.name, parameter, wanted.dim, wanted.packed, axis.rank, axis.size)
-        for parameter, wanted in cuts.items()
-        if wanted.dim is not None
-    }
-    for target in new:
-        _check_forward(target)
+    spread = {}
     for parameter, wanted in cuts.items():
-        if parameter in boxes:
-            cut(parameter, boxes[parameter])
+        if wanted.dim is not None:
+            box = box_of(wanted.name, parameter, wanted.dim, wanted.packed, rank, size)
+            spread[parameter] = Sharding(("tensor",), box=box)
         elif wanted.partial:
-            set_sharding(parameter, Sharding(partial=True))
-    for target in new:
-        _run(target, record, modules)
-    if is_of_family(planned_model(model)[1]):
-        for path in {target.parent for target in new} - record.counted:
-            record.counted.add(path)
-            parent = modules[path].__dict__
-            for name in COUNTS:
-                if isinstance(count := parent.get(name), int):
-                    parent[name] = count // axis.size
+            spread[parameter] = Sharding(partial=True)
+    return spread
 
 
 @dataclass(frozen=True)

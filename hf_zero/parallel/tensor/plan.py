@@ -15,7 +15,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.parallel.tensor import layers
 from hf_zero.parallel.tensor.families import FAMILIES
 from hf_zero.parallel.tensor.layers import is_sharded
-from hf_zero.parallel.tensor.styles import KEY_VALUE_HEADS, WHOLE, Style, style_of, takes
+from hf_zero.parallel.tensor.styles import KEY_VALUE_HEADS, WHOLE, LayerStyle, style_of, takes
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -32,10 +32,10 @@ class Target:
 
     name: str
     module: nn.Module
-    style: Style
+    style: LayerStyle
     place: str
     adapts: bool = False
-    own: dict[str, Style] = field(default_factory=dict)
+    own: dict[str, LayerStyle] = field(default_factory=dict)
     heads: tuple[int, int] = (0, 0)
 
     @property
@@ -43,7 +43,7 @@ class Target:
         """The module that :attr:`place` is in."""
         return self.place.rpartition(".")[0]
 
-    def style_of(self, parameter: str) -> Style:
+    def style_of(self, parameter: str) -> LayerStyle:
         return self.own.get(parameter, self.style)
 
     def keep_heads(self, attention: nn.Module | None, size: int) -> None:
@@ -154,8 +154,8 @@ def _look(plan: Mapping[str, str], name: str, suffixes: bool) -> str | None:
 
 
 def _layers(
-    name: str, module: nn.Module, style: Style
-) -> Iterator[tuple[str, nn.Module, Style, bool]]:
+    name: str, module: nn.Module, style: LayerStyle
+) -> Iterator[tuple[str, nn.Module, LayerStyle, bool]]:
     """The layers that do what the plan means by ``module``: itself, or those of adapters around
     it, and whether they are what an adapter adds.
     """
@@ -182,8 +182,8 @@ _LOW_RANK = ("lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embed
 
 
 def _adapted(
-    name: str, module: nn.Module, base: nn.Module, style: Style
-) -> Iterator[tuple[str, nn.Module, Style, bool]]:
+    name: str, module: nn.Module, base: nn.Module, style: LayerStyle
+) -> Iterator[tuple[str, nn.Module, LayerStyle, bool]]:
     """LoRA around a layer (arXiv 2106.09685): of A and B, in whose product the layer's own
     dimensions are outermost, the one that has the dimension that is cut.
     """
@@ -211,5 +211,5 @@ def _adapted(
     if style.runs is not None and issubclass(style.runs, layers.Rowwise):
         for key, layer in held["lora_dropout"].items():
             if isinstance(layer, nn.Dropout):
-                dropout = Style(layers.PartDropout, takes="any")
+                dropout = LayerStyle(layers.PartDropout, takes="any")
                 yield f"{name}.lora_dropout.{key}", layer, dropout, True

@@ -14,7 +14,7 @@ from hf_zero.parallel.tensor.layers import Sharded
 
 
 @dataclass(frozen=True)
-class Style:
+class LayerStyle:
     """``runs``: what the layer gets before its class; None: nothing. ``cuts``: "outputs",
     "inputs", "rows" or "columns" (of an embedding), or nothing. ``packed``: so many matrices lie
     side by side along the dimension that is cut. ``partial``: the gradient of the whole parameters
@@ -28,18 +28,18 @@ class Style:
     takes: str = "linear"
 
 
-def packed(style: Style, matrices: int) -> Style:
+def packed(style: LayerStyle, matrices: int) -> LayerStyle:
     """``style`` for a layer that holds ``matrices`` side by side."""
-    return Style(style.runs, style.cuts, matrices, style.partial, style.takes)
+    return LayerStyle(style.runs, style.cuts, matrices, style.partial, style.takes)
 
 
-COLWISE = Style(layers.Colwise, "outputs")
-COLWISE_GATHERED = Style(layers.ColwiseGathered, "outputs")
-KEY_VALUE_HEADS = Style(layers.KeyValueHeads, partial=True)
-ROWWISE = Style(layers.Rowwise, "inputs")
-ROWWISE_SPLIT = Style(layers.RowwiseSplit, "inputs")
-EMBEDDING_COLWISE = Style(layers.EmbeddingColwise, "columns", takes="embedding")
-WHOLE = Style(takes="any")
+COLWISE = LayerStyle(layers.Colwise, "outputs")
+COLWISE_GATHERED = LayerStyle(layers.ColwiseGathered, "outputs")
+KEY_VALUE_HEADS = LayerStyle(layers.KeyValueHeads, partial=True)
+ROWWISE = LayerStyle(layers.Rowwise, "inputs")
+ROWWISE_SPLIT = LayerStyle(layers.RowwiseSplit, "inputs")
+EMBEDDING_COLWISE = LayerStyle(layers.EmbeddingColwise, "columns", takes="embedding")
+WHOLE = LayerStyle(takes="any")
 
 STYLES = {
     "colwise": COLWISE,
@@ -48,25 +48,25 @@ STYLES = {
     "rowwise": ROWWISE,
     "rowwise_split_input": ROWWISE_SPLIT,
     "rowwise_rep": ROWWISE_SPLIT,
-    "embedding_rowwise": Style(layers.EmbeddingRowwise, "rows", takes="embedding"),
+    "embedding_rowwise": LayerStyle(layers.EmbeddingRowwise, "rows", takes="embedding"),
     "embedding_colwise": EMBEDDING_COLWISE,
     # a bias of attention scores: a column for each head
-    "embedding_of_heads": Style(None, "columns", takes="embedding"),
+    "embedding_of_heads": LayerStyle(None, "columns", takes="embedding"),
     "packed_colwise": packed(COLWISE, 2),
     "packed_colwise_3": packed(COLWISE, 3),
     "packed_rowwise": packed(ROWWISE, 2),
-    "replicated_with_grad_allreduce": Style(None, partial=True, takes="any"),
-    "moe_tp_experts": Style(layers.Experts, takes="any"),
-    "moe_identity_expert": Style(layers.Scaled, takes="any"),
-    "mla_kv_a_proj": Style(layers.LatentKeyValue),
-    "all_reduce": Style(layers.Summed, takes="any"),
+    "replicated_with_grad_allreduce": LayerStyle(None, partial=True, takes="any"),
+    "moe_tp_experts": LayerStyle(layers.ExpertParts, takes="any"),
+    "moe_identity_expert": LayerStyle(layers.Scaled, takes="any"),
+    "mla_kv_a_proj": LayerStyle(layers.LatentKeyValue),
+    "all_reduce": LayerStyle(layers.Summed, takes="any"),
     # all parameters are local ones here
     "local_params": WHOLE,
     "replicate": WHOLE,
 }
 
 
-def style_of(name: str, where: str) -> Style:
+def style_of(name: str, where: str) -> LayerStyle:
     """The style ``name`` of ``where`` in a plan. Raises NotBuiltError for one that is not here."""
     if name not in STYLES:
         raise NotBuiltError(
@@ -87,7 +87,7 @@ def is_conv1d(module: nn.Module) -> bool:
     )
 
 
-def takes(style: Style, module: nn.Module) -> bool:
+def takes(style: LayerStyle, module: nn.Module) -> bool:
     """Whether ``module`` is a layer that ``style`` can run; its own subclasses too, whose forward
     may scale or norm what comes in or out but is linear in its weight.
     """
@@ -101,7 +101,7 @@ def takes(style: Style, module: nn.Module) -> bool:
     return plain or isinstance(module, nn.Linear)
 
 
-def dimension(style: Style, module: nn.Module, name: str, dims: int) -> int | None:
+def dimension(style: LayerStyle, module: nn.Module, name: str, dims: int) -> int | None:
     """Along which of its ``dims`` the parameter ``name`` of ``module`` is cut; None: it is not."""
     if not style.cuts:
         return None

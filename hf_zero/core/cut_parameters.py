@@ -1,0 +1,43 @@
+"""Parameters that tensor or expert parallelism has cut: whole ones from the parts of all ranks, and
+this rank's part of a whole one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.errors import PartitionError
+from hf_zero.parameters.sharding import Sharding
+
+
+def join_parts(sharding: Sharding, part: torch.Tensor, name: str) -> torch.Tensor:
+    """The tensor that ``part`` is this rank's part of, from all ranks along the axes of
+    ``sharding`` (collective over them); what is not cut is given back.
+    """
+    groups = get_parallel()
+    if not sharding.axes or groups is None:
+        return part
+    if sharding.box is None:
+        raise PartitionError(
+            f"nobody has said which part of {name} each rank along "
+            f"{' and '.join(sharding.axes)} holds; give its Sharding a box"
+        )
+    # axes and dimensions go in the same order: experts are the first dimension
+    for axis, (dim, ranges) in reversed(list(zip(sharding.axes, sharding.box.cuts, strict=True))):
+        ranks = groups.along(axis)
+        own = part.detach().contiguous()
+        joined = own.new_empty(ranks.size * own.numel())
+        ranks.all_gather([(joined, own.view(-1))], f"{name} (whole)").wait()
+        parts = [each.chunk(len(ranges), dim) for each in joined.view(-1, *own.shape)]
+        # each of several matrices side by side has a part of every rank
+        part = torch.cat([each[place] for place in range(len(ranges)) for each in parts], dim)
+    return part
+
+
+def own_part(sharding: Sharding, given: torch.Tensor) -> torch.Tensor:
+    """This rank's part of ``given``, where that is the whole tensor."""
+    box = sharding.box
+    if box is None or tuple(given.shape) != box.whole:
+        return given
+    return box.take(given)  # type: ignore[no-any-return]

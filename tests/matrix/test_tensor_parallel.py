@@ -1,0 +1,59 @@
+"""``tensor_parallel.autotp_size`` through a stock Trainer and a loop of Accelerate, on processes,
+beside the same lines in one process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.helpers.launched import beside, torchrun
+
+SCRIPT = Path(__file__).parent / "scripts" / "tensor_parallel_cases.py"
+
+
+def _compare(out: Path, ranks: int, stages: tuple[int, ...]) -> None:
+    with beside(SCRIPT, out / "alone") as alone:
+        reports = torchrun(
+            SCRIPT, out / "ranks", "--stages", *map(str, stages), ranks=ranks, timeout=400
+        )
+        want = alone()
+    files = load_file(out / "alone" / "trainer-None" / "saved" / "model.safetensors")
+    for stage in stages:
+        got = [report[f"trainer {stage}"] for report in reports]
+        _nearly(got[0]["log"], want["trainer None"]["log"])
+        _nearly(got[0]["eval_loss"], want["trainer None"]["eval_loss"])
+        saved = load_file(out / "ranks" / f"trainer-{stage}" / "saved" / "model.safetensors")
+        assert {name: value.shape for name, value in saved.items()} == {
+            name: value.shape for name, value in files.items()
+        }
+        for name, value in files.items():
+            assert (saved[name] - value).norm() <= 1e-4 * value.norm(), name
+        got = [report[f"accelerate {stage}"] for report in reports]
+        _nearly(got[0]["losses"], want["accelerate None"]["losses"])
+        _nearly(got[0]["sizes"], want["accelerate None"]["sizes"])
+
+
+def _nearly(got: Any, want: Any) -> None:
+    if isinstance(want, dict):
+        assert got.keys() == want.keys()
+        for key in want:
+            _nearly(got[key], want[key])
+    elif isinstance(want, list):
+        assert len(got) == len(want)
+        for one, other in zip(got, want):
+            _nearly(one, other)
+    else:
+        assert got == pytest.approx(want, rel=2e-5)
+
+
+def test_two_ranks_share_the_layers(tmp_path: Path) -> None:
+    _compare(tmp_path, 2, (1, 3))
+
+
+@pytest.mark.long
+def test_two_groups_of_two(tmp_path: Path) -> None:
+    _compare(tmp_path, 4, (2, 3))

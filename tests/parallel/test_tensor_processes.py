@@ -1,0 +1,163 @@
+"""Tensor parallelism on processes: each has random generators of its own, and transformers can
+split a model there by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+import hf_zero
+from hf_zero.errors import RankMismatchError
+from tests.helpers.models import seeded
+from tests.helpers.oracle import compare_tensors
+from tests.helpers.processes import run_processes
+from tests.helpers.tensor_parallel import (
+    HEADS,
+    MODELS,
+    boxes_of,
+    gpt2,
+    llama,
+    put_together,
+)
+
+Gradients = dict[str, torch.Tensor]
+
+
+@contextmanager
+def dropout_by(draw: Callable[[torch.Tensor, float], torch.Tensor]) -> Iterator[None]:
+    """Dropout by the masks that ``draw`` gives for a tensor and a probability."""
+    original = F.dropout
+
+    def dropout(
+        x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Any:
+        return x * draw(x, p) / (1 - p) if training and p else x
+
+    F.dropout = dropout
+    try:
+        yield
+    finally:
+        F.dropout = original
+
+
+def _model() -> Any:
+    model = seeded(functools.partial(gpt2, 0.25))
+    model.config._attn_implementation = "eager"
+    return model
+
+
+def _run(model: nn.Module) -> tuple[float, Gradients]:
+    loss = model(**MODELS["gpt2"].batch(0, 0, 0)).loss
+    loss.backward()
+    return float(loss.detach()), {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def dropped(rank: int) -> Any:
+    """Loss, gradients, boxes and masks of a forward and backward, without and with checkpoints."""
+    return [_dropped(checkpointed) for checkpointed in (False, True)]
+
+
+def _dropped(checkpointed: bool) -> Any:
+    masks: list[torch.Tensor] = []
+
+    def draw(x: torch.Tensor, p: float) -> torch.Tensor:
+        masks.append((torch.rand(x.shape) >= p).float())
+        return masks[-1]
+
+    model = hf_zero.tensor_parallel(_model(), 2)
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.manual_seed(11)
+    with dropout_by(draw):
+        loss, gradients = _run(model)
+    return loss, gradients, boxes_of(model), masks[:7], torch.rand(2)
+
+
+def seeded_apart(rank: int) -> str:
+    torch.manual_seed(rank)
+    model = hf_zero.tensor_parallel(_model(), 2)
+    try:
+        _run(model)
+    except RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def split_by_transformers(rank: int, folder: str, stage: int) -> Any:
+    config = transformers.distributed.DistributedConfig(tp_size=2)
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, distributed_config=config)
+    hf_zero.tensor_parallel(model.train(), 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = hf_zero.initialize(
+        model=model, optimizer=optimizer, config={"zero_optimization": {"stage": stage}}
+    )[0]
+    assert engine.config.tensor_parallel.size == 2
+    loss = engine(**MODELS["llama"].batch(0, 0, 0)).loss
+    engine.backward(loss)
+    parts = {name: hf_zero.safe_get_full_grad(p).clone() for name, p in model.named_parameters()}
+    boxes = boxes_of(model)
+    state = model.state_dict()
+    engine.destroy()
+    return float(loss.detach()), parts, boxes, state
+
+
+def each(rank: int, folder: str) -> Any:
+    return (
+        dropped(rank),
+        seeded_apart(rank),
+        [split_by_transformers(rank, folder, stage) for stage in (1, 3)],
+    )
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder: Path = tmp_path_factory.mktemp("llama")
+    seeded(llama).save_pretrained(folder)
+    return run_processes(2, each, str(folder), timeout=240.0)
+
+
+@pytest.mark.parametrize("checkpointed", (False, True))
+def test_dropout_differs_where_activations_are_parts(ranks: Any, checkpointed: bool) -> None:
+    (first, second) = (each[0][checkpointed] for each in ranks)
+    masks = []
+    for one, other in zip(first[3], second[3], strict=True):
+        if one.dim() == 4:  # attention weights: heads / 2 of a rank
+            assert one.shape[1] == HEADS // 2 and not torch.equal(one, other)
+            masks.append(torch.cat([one, other], 1))
+        else:
+            assert torch.equal(one, other)
+            masks.append(one)
+    assert torch.equal(first[4], second[4])  # and the generators go on alike
+    model = _model()
+    with dropout_by(lambda x, p: masks.pop(0)):
+        loss, gradients = _run(model)
+    assert first[0] == second[0] == pytest.approx(loss, rel=1e-5)
+    got = put_together([first[1], second[1]], [first[2], second[2]], exact=False)
+    compare_tensors("gradient", got, gradients, floor=1e-6)
+
+
+def test_generators_that_differ_are_told(ranks: Any) -> None:
+    assert all("random generators of tensor-parallel ranks 0-1 differ" in each[1] for each in ranks)
+
+
+@pytest.mark.parametrize("place", (0, 1))
+def test_models_that_transformers_has_split(ranks: Any, place: int) -> None:
+    parts = [each[2][place] for each in ranks]
+    model = seeded(llama)
+    loss = model(**MODELS["llama"].batch(0, 0, 0)).loss
+    loss.backward()
+    assert parts[0][0] == pytest.approx(float(loss.detach()), rel=1e-5)
+    got = put_together([part[1] for part in parts], [part[2] for part in parts])
+    compare_tensors("gradient", got, {n: p.grad for n, p in model.named_parameters()}, floor=1e-6)
+    for name, value in model.state_dict().items():
+        assert torch.equal(parts[1][3][name], value), name
