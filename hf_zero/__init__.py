@@ -35,6 +35,7 @@ _EXPORTS = {
     "convert_checkpoint": "hf_zero.checkpoint",
     "verify_checkpoint": "hf_zero.checkpoint",
     "tensor_parallel": "hf_zero.parallel.tensor",
+    "sequence_parallel": "hf_zero.parallel.sequence.sequence_parallel",
     "analyze": "hf_zero.integrations.datasets.analyze",
     "estimate": "hf_zero.estimate",
     "propose": "hf_zero.estimate",

@@ -34,6 +34,7 @@ from hf_zero.optim.build import build_optimizer
 from hf_zero.optim.elementwise import check as check_elementwise
 from hf_zero.optim.one_bit import as_sent, one_bit_of
 from hf_zero.optim.schedules import build_scheduler
+from hf_zero.parallel.sequence import configured
 from hf_zero.parallel.tensor.configured import as_configured, readers
 from hf_zero.parameters.leaf_modules import mark_configured
 from hf_zero.preflight import check, moments_of, room_for
@@ -83,8 +84,8 @@ def initialize(
             config's. The engine steps it.
         distributed_port: where the ranks meet, if MASTER_PORT is not set and the launcher tells no
             port.
-        mpu: a Megatron-style model-parallel unit that describes data parallelism over all ranks;
-            any other is refused.
+        mpu: what ``hf_zero.sequence_parallel`` returns, or a Megatron-style model-parallel unit
+            that describes data parallelism over all ranks; any other is refused.
         dist_init_required: False: a process group must exist already.
         collate_fn: for the loader.
         config, config_params: ZeroConfig, dict, path or JSON text.
@@ -156,7 +157,8 @@ def initialize_as(
             "first or drop the argument"
         )
     init.init_from_config(settings, distributed_port)
-    if mpu is not None:
+    settings, sequence = configured.sequence_of(settings, mpu)
+    if mpu is not None and sequence is None:
         check_mpu(mpu, process_group.get_world_size())
     if lr_scheduler is not None and settings.scheduler is not None:
         raise ConfigError(
@@ -181,10 +183,13 @@ def initialize_as(
         require_batch_size=training_data is not None,
         training=made is not None,
     )
-    loader = data_loader(training_data, collate_fn, settings)
+    loader: Any = data_loader(training_data, collate_fn, settings)
+    if loader is not None and sequence is not None:
+        loader = sequence.batches(loader)
     _preflight(model, settings, made)
     release_holders(model)
-    patches, techniques = ActivationPatches(settings), TrainingTechniques(settings)
+    patches = ActivationPatches(settings)
+    techniques = TrainingTechniques(settings, configured.on_model(sequence))
     follow(techniques, getattr(loader, "data_sampler", None))
     engine = engine_class(model, settings, patches, techniques, made)
     engine.training_dataloader = loader

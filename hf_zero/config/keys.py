@@ -120,7 +120,11 @@ _GRADIENTS = (
         "parameters in a dtype other than that of fp16 or bf16",
         None,
     ),
-    inert("seq_parallel_communication_data_type", DTYPE, "concerns sequence parallelism"),
+    inert(
+        "seq_parallel_communication_data_type",
+        DTYPE,
+        "what attention exchanges under sequence_parallel_size is in its own dtype",
+    ),
     unbuilt(
         "fp32_allreduce", BOOLEAN, "fp32 reductions by an old name; use communication_data_type"
     ),
@@ -208,7 +212,6 @@ _FEATURES = (
         asks=larger_than_one("tensor_parallel.tp_size"),
         off="{}",
     ),
-    unbuilt("sequence_parallel_size", COUNT, "sequence parallelism (Ulysses)", 1, 0),
     switched("pipeline", "pipeline parallelism", asks=bool, off="{}"),
     switched("expert_parallel", "expert parallelism"),
     unbuilt("use_data_before_expert_parallelism", BOOLEAN, "expert parallelism"),

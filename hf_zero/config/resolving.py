@@ -20,6 +20,7 @@ ELASTICITY = "elasticity"
 NO_BATCH_SIZE = "default: no batch size is written"
 MICS = "zero_optimization.mics_shard_size"
 HPZ = "zero_optimization.zero_hpz_partition_size"
+SEQUENCE = "sequence_parallel_size"
 NODE_LOCAL = "checkpoint.use_node_local_storage"
 STAGE = "zero_optimization.stage"
 BITS = "compressed_communication.bits"
@@ -53,16 +54,21 @@ def resolve(reading: ConfigReading, ranks: int, require_batch_size: bool, traini
 
 
 def _ranks_with_batches(reading: ConfigReading, ranks: int) -> int:
-    """How many of ``ranks`` have batches of their own: those that share a layer read the same."""
-    tensor = reading.values.get(TENSOR_SIZE) or 1
-    if ranks % tensor:
-        with reading.mistakes.noted():
-            raise ConfigError(
-                f"{TENSOR_SIZE} = {tensor} ({reading.sources[TENSOR_SIZE]}) does not divide "
-                f"{ranks} ranks; choose a divisor of the number of ranks"
-            )
-        return ranks
-    return int(ranks // tensor)
+    """How many of ``ranks`` have batches of their own: those of one sequence have one together, and
+    those that share a layer read the same.
+    """
+    batches = ranks
+    for key in (SEQUENCE, TENSOR_SIZE):
+        size = reading.values.get(key) or 1
+        if batches % size:
+            with reading.mistakes.noted():
+                raise ConfigError(
+                    f"{key} = {size} ({reading.sources[key]}) does not divide {batches} ranks; "
+                    "choose a divisor of the number of ranks"
+                )
+            return ranks
+        batches //= size
+    return int(batches)
 
 
 def _correct_total(reading: ConfigReading, ranks: int, batches: int) -> None:
@@ -92,6 +98,11 @@ def _resolve_elasticity(reading: ConfigReading, ranks: int) -> None:
         reading.fill(key, value, f"computed: {ELASTICITY} on {ranks} ranks")
 
 
+def _equation(reading: ConfigReading) -> str:
+    sequence = reading.values.get(SEQUENCE) or 1
+    return f"{EQUATION} / {SEQUENCE}" if sequence > 1 else EQUATION
+
+
 def _resolve_batch(reading: ConfigReading, ranks: int, required: bool) -> None:
     total, micro, accumulation = (reading.values.get(key) for key in (TOTAL, MICRO, ACCUMULATION))
     if total is None:
@@ -99,7 +110,7 @@ def _resolve_batch(reading: ConfigReading, ranks: int, required: bool) -> None:
             if required:
                 raise ConfigError(
                     f"neither {MICRO} nor {TOTAL} is set, and a data loader needs one; write "
-                    f"{MICRO}: 8, for instance ({EQUATION})"
+                    f"{MICRO}: 8, for instance ({_equation(reading)})"
                 )
             micro = reading.fill(MICRO, 1, NO_BATCH_SIZE)
         if accumulation is None:
@@ -108,7 +119,7 @@ def _resolve_batch(reading: ConfigReading, ranks: int, required: bool) -> None:
         reading.fill(
             TOTAL,
             micro * accumulation * ranks,
-            f"computed: {EQUATION.partition(' = ')[2]}" if known else NO_BATCH_SIZE,
+            f"computed: {_equation(reading).partition(' = ')[2]}" if known else NO_BATCH_SIZE,
         )
     elif micro is None:
         if accumulation is None:
@@ -129,7 +140,7 @@ def _resolve_batch(reading: ConfigReading, ranks: int, required: bool) -> None:
             f"{TOTAL} = {total} ({reading.sources[TOTAL]}) contradicts {MICRO} × {ACCUMULATION} × "
             f"ranks = {micro} × {accumulation} × {ranks} = "
             f"{micro * accumulation * ranks} ({reading.sources[MICRO]}; "
-            f"{reading.sources[ACCUMULATION]}): {EQUATION}; change one of them, or "
+            f"{reading.sources[ACCUMULATION]}): {_equation(reading)}; change one of them, or "
             f"remove {TOTAL}, which is then computed"
         )
 
@@ -140,7 +151,7 @@ def _share(reading: ConfigReading, other: str, factor: int, ranks: int) -> int:
         raise ConfigError(
             f"{TOTAL} = {total} ({reading.sources[TOTAL]}) is not a multiple of {other} × ranks = "
             f"{factor} × {ranks} = {factor * ranks} "
-            f"({reading.sources[other]}): {EQUATION}; change one of them"
+            f"({reading.sources[other]}): {_equation(reading)}; change one of them"
         )
     return int(total // (factor * ranks))
 

@@ -147,6 +147,13 @@ class Settings:
         "compressed_communication", CompressedCommunication
     )
     tensor_parallel: TensorParallelSection = section(TENSOR, TensorParallelSection)
+    sequence_parallel_size: int = key(
+        integer(1),
+        1,
+        "neighbouring ranks that read parts of the same sequences and exchange them for attention "
+        "heads (Ulysses)",
+        unit="ranks",
+    )
     replicate_size: int = key(
         integer(1), 1, "copies of the shards: ranks / replicate_size share one"
     )

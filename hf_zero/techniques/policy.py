@@ -58,9 +58,11 @@ TECHNIQUES: Mapping[str, Callable[[ZeroConfig], Technique | None]] = {
 class TrainingTechniques:
     """What ``config`` asks for; a :class:`hf_zero.core.guards.Techniques`."""
 
-    def __init__(self, config: ZeroConfig):
+    def __init__(self, config: ZeroConfig, others: Mapping[str, Technique] | None = None):
+        """``others``: what is put on the model beside them, by key."""
         made = {key: make(config) for key, make in TECHNIQUES.items()}
         self.by_key = {key: each for key, each in made.items() if each is not None}
+        self.by_key |= others or {}
         phases = made[PHASES]
         if (
             SAMPLING in self.by_key

@@ -65,6 +65,12 @@ def skip_what_was_trained(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        from hf_zero.parallel.sequence.batches import SequenceBatches
+
+        if isinstance(dataloader, SequenceBatches):
+            # a batch of each rank of the group is as many of its own
+            whole, rest = divmod(num_batches, dataloader.dim.size)
+            return dataloader.over(skip_first_batches(dataloader.loader, whole), rest)
         skipping = original(dataloader, num_batches)
         from hf_zero.techniques.curriculum_sampler import CurriculumSampler
 

@@ -112,7 +112,6 @@ CONSTANTS: dict[str, Any] = {
 
 NOT_BUILT = {
     "get_deepcompile_backend": "write compile: blocks in the configuration",
-    "get_sequence_parallel_group": "set sp_size to 1",
     "random_ltd_initialize": "the engine draws tokens by its configuration alone",
     "register_compile_pass": "write compile: blocks in the configuration",
     "sparse_allreduce": "sparse gradients are reduced as dense ones",

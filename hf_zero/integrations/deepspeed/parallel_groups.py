@@ -1,5 +1,5 @@
-"""``deepspeed.utils.groups``: ranks are data parallel, or share layers (tensor_parallel.py); of
-sequence parallelism there is one rank.
+"""``deepspeed.utils.groups``: all ranks share the state of ZeRO, or share layers
+(tensor_parallel.py), or read parts of the same sequences (ulysses.py).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from hf_zero.engine import Engine
 from hf_zero.integrations.deepspeed.expert_parameters import has_moe_layers
 from hf_zero.integrations.deepspeed.layer_drop import ProgressiveLayerDrop
 from hf_zero.integrations.deepspeed.parallel_groups import get_data_parallel_group
+from hf_zero.integrations.deepspeed.ulysses import get_group
 from hf_zero.techniques.layer_drop import KEY as LAYER_DROP
 from hf_zero.techniques.layer_drop import LayerDrop
 from hf_zero.techniques.policy import TrainingTechniques
@@ -34,6 +35,12 @@ class ReportingEngine(Engine):
         """What leaves blocks out, under DeepSpeed's names; None where nothing does."""
         technique = cast(TrainingTechniques, self.techniques).by_key.get(LAYER_DROP)
         return ProgressiveLayerDrop(technique) if isinstance(technique, LayerDrop) else None
+
+    def get_sequence_parallel_group(self) -> Any:
+        """The process group of the ranks that read parts of the same sequences. Raises ConfigError
+        where the job is not sequence parallel.
+        """
+        return get_group()
 
     def get_mom(self) -> list[Any]:
         """Each group's momentum or betas, whichever its optimizer has; None for neither."""

@@ -248,6 +248,20 @@ class BlockLayout(SparsityConfig):
         return self.layout[head]
 
 
+class HeadsOf(SparsityConfig):
+    """``heads`` of those of ``config``, from ``first`` on: for a rank that computes some of them
+    alone.
+    """
+
+    def __init__(self, config: SparsityConfig, first: int, heads: int) -> None:
+        super().__init__(heads, config.block, different_layout_per_head=True)
+        self.attention = config.attention
+        self.config, self.first = config, first
+
+    def make_layout(self, seq_len: int) -> torch.Tensor:
+        return self.config.make_layout(seq_len)[self.first : self.first + self.num_heads]
+
+
 def _grid(blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
     index = torch.arange(blocks)
     return index[:, None], index[None, :]

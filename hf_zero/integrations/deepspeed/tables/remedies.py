@@ -4,7 +4,7 @@ from __future__ import annotations
 
 HERE = "hf_zero.integrations.deepspeed"
 EXPERT = "hf_zero.parallel.expert"
-NO_SEQUENCE_PARALLEL = "set sp_size to 1"
+NO_SEQUENCE_PARALLEL = "use hf_zero.sequence_parallel, or UlyssesSPAttentionHF"
 BY_TENSOR_PARALLEL = "write tensor_parallel.autotp_size, or call hf_zero.tensor_parallel"
 NO_EXPERTS = (
     "leave the experts in the model: set_z3_leaf_modules gathers them together, and every rank "

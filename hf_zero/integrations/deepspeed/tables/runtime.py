@@ -301,9 +301,7 @@ RUNTIME = (
     module(
         "deepspeed.runtime.sequence_parallel.ulysses_sp",
         "Sequence parallelism by attention heads.",
-        classes_not_built(
-            NO_SEQUENCE_PARALLEL, "UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter"
-        ),
+        names(f"{HERE}.ulysses", "UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter"),
         names(
             f"{HERE}.tiled_compute",
             "AutogradComputeMLP",

@@ -17,7 +17,6 @@ from hf_zero.integrations.deepspeed.tables.remedies import (
     HERE,
     INTERNAL,
     NO_EXPERTS,
-    NO_SEQUENCE_PARALLEL,
     PROFILE,
 )
 
@@ -125,11 +124,14 @@ UTILS = (
             "get_data_parallel_rank as _get_sequence_data_parallel_rank",
             "get_data_parallel_world_size as _get_sequence_data_parallel_world_size",
             "first_rank as _get_broadcast_src_rank",
-            "first_rank as _get_sequence_parallel_rank",
-            "one_rank as _get_sequence_parallel_world_size",
         ),
         names(f"{HERE}.tensor_parallel", "get_world_size as _get_model_parallel_world_size"),
-        functions_not_built(NO_SEQUENCE_PARALLEL, "_get_sequence_parallel_group"),
+        names(
+            f"{HERE}.ulysses",
+            "get_group as _get_sequence_parallel_group",
+            "get_rank as _get_sequence_parallel_rank",
+            "get_world_size as _get_sequence_parallel_world_size",
+        ),
         functions_not_built(
             NO_EXPERTS,
             "_create_expert_and_data_parallel _get_expert_parallel_group "

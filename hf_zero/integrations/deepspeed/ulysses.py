@@ -1,0 +1,124 @@
+"""``deepspeed.runtime.sequence_parallel.ulysses_sp``: what Accelerate and the Trainer call for
+``ParallelismConfig(sp_size=..., sp_backend="deepspeed")``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+
+from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.errors import ConfigError
+from hf_zero.parallel.sequence.batches import SequenceBatches
+from hf_zero.parallel.sequence.exchange import gather
+from hf_zero.parallel.sequence.sequence_parallel import (
+    AXIS,
+    SequenceParallel,
+    sequence_parallel,
+)
+
+_MARK = "_hf_zero_sequence"
+
+
+class UlyssesSPAttentionHF:
+    """Attention heads in exchange for tokens, in models of transformers."""
+
+    @classmethod
+    def register_with_transformers(
+        cls,
+        model_name_or_path: Any,
+        core_attn_implementation: str | None = None,
+        sequence_parallel_size: int = 1,
+        micro_batch_size: int | None = None,
+        seq_length: int | None = None,
+        seq_length_is_variable: bool = True,
+        disable_in_eval: bool = False,
+    ) -> SequenceParallel | None:
+        """The ``mpu`` for ``initialize``, which changes the attention of the model it is given;
+        None for a size of 1. Collective over all ranks.
+
+        Batches of a fixed ``seq_length`` are checked to have it. Raises ConfigError for sizes that
+        do not divide.
+        """
+        if sequence_parallel_size == 1:
+            return None
+        made = sequence_parallel(
+            sequence_parallel_size,
+            attention=core_attn_implementation,
+            in_evaluation=not disable_in_eval,
+        )
+        if not seq_length_is_variable:
+            made.length = seq_length
+        _gather_losses()
+        return made
+
+
+class UlyssesSPDataLoaderAdapter(SequenceBatches):
+    """This rank's parts of the batches of the loaders of a sequence-parallel group, which have
+    ``shift_labels`` and no ``labels``.
+    """
+
+    def __init__(
+        self,
+        dl: Any,
+        sp_rank: int | None = None,
+        sp_group: Any = None,
+        sp_world_size: int | None = None,
+        device: Any = None,
+    ):
+        super().__init__(dl, sequence_parallel().dim, device)
+        if sp_world_size not in (None, self.dim.size):
+            raise ConfigError(
+                f"UlyssesSPDataLoaderAdapter(sp_world_size={sp_world_size}) in a job whose ranks "
+                f"are sequence parallel in groups of {self.dim.size}; pass that"
+            )
+
+    def _placed(self, batch: dict[str, Any]) -> dict[str, Any]:
+        batch.pop("labels", None)
+        return super()._placed(batch)
+
+
+def get_group() -> Any:
+    """The process group of the ranks that read parts of the same sequences. Raises ConfigError
+    where the job is not sequence parallel.
+    """
+    return sequence_parallel().group
+
+
+def get_world_size() -> int:
+    """How many ranks read parts of the same sequences."""
+    groups = get_parallel()
+    return 1 if groups is None else groups.along(AXIS).size
+
+
+def get_rank() -> int:
+    """This rank among them."""
+    groups = get_parallel()
+    return 0 if groups is None else groups.along(AXIS).rank
+
+
+def _gather_losses() -> None:
+    """Have ``torch.distributed.nn.functional.all_gather`` over a sequence-parallel group, by which
+    Accelerate's loops and the Trainer add up the losses of its ranks, go through our collectives.
+
+    On gloo torch's own backward takes ranks of the group for those of the job, and ends where there
+    is more than one group. All other groups are left to it. Idempotent.
+    """
+    functional: Any = importlib.import_module("torch.distributed.nn.functional")
+    original = functional.all_gather
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def all_gather(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        group = kwargs.get("group", args[0] if args else None)
+        groups = get_parallel()
+        if group is None or groups is None or group is not groups.group(AXIS):
+            return original(tensor, *args, **kwargs)
+        return gather(groups.along(AXIS), "losses", tensor)
+
+    setattr(all_gather, _MARK, True)
+    functional.all_gather = all_gather

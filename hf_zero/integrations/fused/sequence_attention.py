@@ -1,0 +1,277 @@
+"""Sequence parallelism in unmodified models of transformers: attention of the implementation
+``hf_zero_sequence_<core>``.
+
+Two functions are registered under that name, as transformers provides for: one attends, one makes
+the mask. The mask of a forward over parts of sequences is a list of the documents in them
+(:class:`hf_zero.parallel.sequence.documents.Documents`), which says whose forward it is, too; every
+other forward (evaluation, a copy of the model, another model with the same configuration) gets the
+masks of the core, which then computes alone.
+
+What computes over tokens outside this interface cannot be split, and is refused: layers with a
+state or a convolution along the sequence, windows, biases by position, bidirectional attention.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.core.guards import Attached, outside_graphs
+from hf_zero.errors import ConfigError, KernelError
+from hf_zero.integrations.fused import attention as sparse
+from hf_zero.integrations.fused.replacement import Replacement
+from hf_zero.logs import log_rank0
+from hf_zero.ops.sparse_attention.layouts import HeadsOf
+from hf_zero.parallel.sequence.attention import KEY, attend, check_heads
+from hf_zero.parallel.sequence.documents import Documents
+from hf_zero.parallel.sequence.exchange import all_gather
+from hf_zero.parallel.sequence.sequence_parallel import SequenceParallel
+
+PREFIX = "hf_zero_sequence_"
+DEFAULT = "sdpa"
+_REFUSED = {
+    "softcap": "soft-capped scores",
+    "position_bias": "a bias by relative position",
+    "s_aux": "attention sinks",
+    "cache": "a paged cache",
+}
+_ROPES = ("dynamic", "longrope")  # whose angles depend on the length of what a rank sees
+_under_way = threading.local()  # .documents: of the forward of this thread
+
+
+def install(model: nn.Module, sequence: SequenceParallel) -> Replacement:
+    """Let the attention of ``model`` exchange tokens for heads along ``sequence``; undone by what
+    is returned. Raises ConfigError for a model whose attention cannot be split so.
+    """
+    from transformers import PreTrainedModel
+
+    inside = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if not inside:
+        raise ConfigError(
+            f"{KEY} needs a model of transformers, whose attention can be exchanged, not "
+            f"{type(model).__name__}; set {KEY} to 1"
+        )
+    owner = inside[0]
+    before = {id(each.config): (each.config, each.config._attn_implementation) for each in inside}
+    core = _core(owner, sequence)
+    _check(owner, sequence.size)
+    if owner.config._attn_implementation != core:
+        owner.set_attn_implementation(core)
+    _register(core)
+    owner.set_attn_implementation(PREFIX + core)
+    forward = _Forward(sequence, PREFIX + core)
+    handles = [
+        hook
+        for each in inside
+        for hook in (
+            each.register_forward_pre_hook(Attached(forward.begin), prepend=True, with_kwargs=True),
+            each.register_forward_hook(Attached(forward.end), always_call=True),
+        )
+    ]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+        for config, implementation in before.values():
+            config._attn_implementation_internal = implementation
+
+    return Replacement(PREFIX + core, "", undo)
+
+
+def _core(model: Any, sequence: SequenceParallel) -> str:
+    own = model.config._attn_implementation.removeprefix(PREFIX)
+    if own == sparse.NAME:
+        return own
+    core = sequence.attention or own
+    if core == "eager" or core is None:
+        log_rank0(
+            f"{KEY}: attention is computed by {DEFAULT}, for eager attention has no interface"
+        )
+        core = DEFAULT
+    if core == "flex_attention":
+        raise ConfigError(
+            f"{KEY} cannot split flex_attention, whose masks are of whole sequences; load the "
+            f"model with attn_implementation={DEFAULT!r}, or name it as sp_attn_implementation"
+        )
+    return str(core)
+
+
+def _check(model: Any, ranks: int) -> None:
+    name, config = type(model).__name__, model.config.get_text_config()
+
+    def refuse(what: str, remedy: str) -> None:
+        raise ConfigError(f"{KEY} = {ranks} cannot split {name}: {what}; {remedy}")
+
+    alone = f"set {KEY} to 1"
+    if config.is_encoder_decoder:
+        refuse("it attends across two sequences", alone)
+    if not model._can_set_attn_implementation():
+        refuse("it computes attention outside transformers' AttentionInterface", alone)
+    kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
+    if kinds:
+        refuse(
+            f"it has layers of {', '.join(sorted(kinds))}",
+            "use a model of full attention (for a sliding window: use_sliding_window=False, or "
+            f"sliding_window=None), or {alone}",
+        )
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        refuse(
+            f"its attention has a window of {config.sliding_window}",
+            "set config.sliding_window to None where no sequence is longer, or " + alone,
+        )
+    if getattr(config, "attn_logit_softcapping", None):
+        refuse("it soft-caps its scores", f"set attn_logit_softcapping to None, or {alone}")
+    ropes = getattr(config, "rope_parameters", None) or {}
+    kind = ropes.get("rope_type")
+    if kind in _ROPES:
+        refuse(
+            f"its rotary embedding is {kind}, which follows the length that one rank sees",
+            f"write a rope_type such as 'yarn' or 'linear', or {alone}",
+        )
+    mixes = next((key for key, each in model.named_modules() if isinstance(each, nn.Conv1d)), None)
+    if mixes is not None:
+        refuse(f"{mixes} is a convolution along the sequence", alone)
+    both = next(
+        (key for key, each in model.named_modules() if getattr(each, "is_causal", None) is False),
+        None,
+    )
+    if both is not None:
+        refuse(f"{both} attends in both directions, which needs the masks that are dropped", alone)
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is not None:
+        check_heads(heads, getattr(config, "num_key_value_heads", None) or heads, ranks)
+
+
+class _Forward:
+    """The forwards of one model: whether they are over parts of sequences, and of which."""
+
+    def __init__(self, sequence: SequenceParallel, name: str):
+        self._sequence, self._name = sequence, name
+        self._depth = threading.local()
+
+    def begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        depth = self._depth.__dict__.setdefault("value", 0)
+        self._depth.value = depth + 1
+        if depth or not (module.training or self._sequence.in_evaluation):
+            return
+        name, sequence = type(module).__name__, self._sequence
+        if module.config._attn_implementation != self._name:
+            raise ConfigError(
+                f"the attention of {name} was {self._name} at initialize and is "
+                f"{module.config._attn_implementation} now, which leaves each rank with its own "
+                f"tokens; leave it, or destroy() the engine and set {KEY} to 1"
+            )
+        if kwargs.get("attention_mask") is not None:
+            raise ConfigError(
+                f"{name} was given an attention_mask in training under {KEY}, where masks are "
+                "dropped; cut the batch with hf_zero.sequence_parallel().shard(batch), which looks "
+                "at it and leaves it out"
+            )
+        positions = kwargs.get("position_ids")
+        if not isinstance(positions, torch.Tensor) or positions.dim() != 2:
+            raise ConfigError(
+                f"{name} was called in training under {KEY} without position_ids of [rows, "
+                "tokens], and would count each rank's tokens from 0; pass those of the whole "
+                "sequence, as hf_zero.sequence_parallel().shard(batch) makes them, and call "
+                "model.eval() for whole sequences"
+            )
+        parts = all_gather(sequence.dim, "position_ids", positions)
+        whole = parts.transpose(0, 1).flatten(1)
+        if sequence.length not in (None, whole.shape[1]):
+            raise ConfigError(
+                f"{name} was given sequences of {whole.shape[1]} tokens, and sp_seq_length is "
+                f"{sequence.length}; set sp_seq_length_is_variable, or pad them to that"
+            )
+        _under_way.documents = Documents.of(sequence.number, whole)
+        _under_way.read = False
+
+    def end(self, module: Any, args: Any, output: Any) -> None:
+        self._depth.value -= 1
+        if self._depth.value or getattr(_under_way, "documents", None) is None:
+            return
+        _under_way.documents = None
+        if not _under_way.read and output is not None:
+            raise ConfigError(
+                f"{type(module).__name__} has attended without {self._name}: each rank saw its own "
+                f"tokens alone; set {KEY} to 1 for this model"
+            )
+
+
+def _register(core: str) -> None:
+    """Register the name for ``core`` with transformers. Idempotent."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(PREFIX + core, functools.partial(_attend, core))
+    AttentionMaskInterface.register(PREFIX + core, functools.partial(_mask, core))
+
+
+def _mask(core: str, *args: Any, **kwargs: Any) -> Any:
+    """For transformers' AttentionMaskInterface."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    documents = getattr(_under_way, "documents", None)
+    if documents is not None:
+        return documents.as_mask()
+    return ALL_MASK_ATTENTION_FUNCTIONS[core](*args, **kwargs)
+
+
+@outside_graphs
+def _attend(
+    core: str,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, Any]:
+    """For transformers' AttentionInterface: [B, H, s, D] to [B, s, H, D]."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    compute: Any = ALL_ATTENTION_FUNCTIONS[core]
+    documents = Documents.from_mask(attention_mask)
+    if documents is None:
+        out: tuple[torch.Tensor, Any] = compute(module, query, key, value, attention_mask, **kwargs)
+        return out
+    for name, what in _REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise ConfigError(
+                f"{type(module).__name__} asks for {what} ({name}), which cannot be had under "
+                f"{KEY}; set {KEY} to 1 for this model"
+            )
+    if documents.packed and core == sparse.NAME:
+        raise KernelError(
+            f"{sparse.NAME} does not know packed sequences (position_ids that begin anew); use "
+            "dense attention for them, or one sequence a row"
+        )
+    _under_way.read = True
+    dim = SequenceParallel.numbered(documents.number).dim
+    # of whole sequences, or of this rank's tokens: position_ids have done their part
+    passed = {name: each for name, each in kwargs.items() if name != "position_ids"}
+
+    def of_a_document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        here: Any = _WithHeads(module, q.shape[1], k.shape[1], dim.rank)
+        found: torch.Tensor = compute(here, q, k, v, None, **passed)[0]
+        return found
+
+    return attend(dim, of_a_document, query, key, value, documents), None
+
+
+class _WithHeads:
+    """An attention module as its core sees it, with this rank's heads."""
+
+    def __init__(self, module: nn.Module, heads: int, shared: int, place: int):
+        self._module = module
+        self.num_key_value_groups = heads // shared
+        layout = getattr(module, sparse.ATTRIBUTE, None)
+        if layout is not None and layout.num_layout_heads > 1:
+            layout = HeadsOf(layout, place * heads, heads)
+        setattr(self, sparse.ATTRIBUTE, layout)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)

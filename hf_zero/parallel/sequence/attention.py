@@ -1,0 +1,89 @@
+"""Attention over sequences that are split among ranks: each rank computes some of the heads over
+all tokens, and the tokens come back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from hf_zero.distributed.collectives import MeshDim
+from hf_zero.errors import ConfigError
+from hf_zero.parallel.sequence.documents import Documents
+from hf_zero.parallel.sequence.exchange import gather_heads, scatter_heads
+
+KEY = "sequence_parallel_size"
+# of q [B, H, S, D], k and v [B, Hkv, S, D] to [B, S, H, D]
+Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def attend(
+    dim: MeshDim,
+    core: Core,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: Documents,
+) -> torch.Tensor:
+    """``core`` over the tokens of all ranks, on this rank's share of the heads.
+
+    Shapes: query [B, H, s, D], key and value [B, Hkv, s, D] of this rank's s tokens, to
+    [B, s, H, D]. Heads of keys and values that are fewer than the ranks, or do not divide among
+    them, are repeated before they travel. ``core`` sees one document at a time, those of one length
+    together as a batch. Raises ConfigError for heads or tokens that do not divide.
+    """
+    heads, shared = query.shape[1], key.shape[1]
+    check_heads(heads, shared, dim.size)
+    if query.shape[2] * dim.size != documents.length or key.shape[2] != query.shape[2]:
+        raise ConfigError(
+            f"attention was given {query.shape[2]} queries and {key.shape[2]} keys of this rank, "
+            f"and position_ids are of {documents.length} tokens over {dim.size} ranks; under {KEY} "
+            "every tensor of a batch holds this rank's part of it, and no cache is used: cut it "
+            "with hf_zero.sequence_parallel().shard(batch), and generate after model.eval()"
+        )
+    repeats = math.lcm(shared, dim.size) // shared
+    if repeats > 1:
+        key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
+    dtype = value.dtype
+    if torch.is_autocast_enabled(query.device.type):
+        # what attention would cast them to, before they travel
+        dtype = torch.get_autocast_dtype(query.device.type)
+    query, key, value = scatter_heads(
+        dim, "queries, keys and values", *(each.to(dtype) for each in (query, key, value))
+    )
+    out = _by_document(core, query, key, value, documents)
+    return gather_heads(dim, "attention", out.transpose(1, 2)).transpose(1, 2)
+
+
+def check_heads(heads: int, shared: int, ranks: int) -> None:
+    """Raise ConfigError unless each of ``ranks`` can have as many of ``heads``, with the heads of
+    keys and values that they read, ``shared`` in all.
+    """
+    if heads % ranks:
+        raise ConfigError(
+            f"{KEY} = {ranks} does not divide {heads} attention heads (with {shared} of keys and "
+            f"values), of which each rank computes as many; choose a divisor of {heads}, such as "
+            f"{math.gcd(heads, ranks)}"
+        )
+
+
+def _by_document(
+    core: Core, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents
+) -> torch.Tensor:
+    """[B, S, H, D] of whole sequences."""
+    if not documents.packed:
+        return core(q, k, v)
+    rows, tokens = q.shape[0], q.shape[2]
+    # [B x S, H, D]
+    flat = [each.transpose(1, 2).reshape(rows * tokens, each.shape[1], -1) for each in (q, k, v)]
+    places, outs = [], []
+    for length, starts in documents.by_length(rows).items():
+        place = torch.tensor(starts)[:, None] + torch.arange(length)
+        place = place.to(q.device)
+        outs.append(core(*(each[place].transpose(1, 2) for each in flat)).flatten(0, 1))
+        places.append(place.flatten())
+    out = torch.cat(outs)
+    whole = torch.empty_like(out).index_copy(0, torch.cat(places), out)
+    return whole.view(rows, tokens, *out.shape[1:])

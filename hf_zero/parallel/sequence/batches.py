@@ -1,0 +1,181 @@
+"""Batches cut along their sequences, and loaders of them.
+
+What a rank's loader gives is a batch of that rank: those of the sequence-parallel ranks are trained
+on one after another, each by all of these ranks together. A loader that shares samples out among
+all ranks needs no change for it, and gives as many batches times as many ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.process_group import default_device
+from hf_zero.errors import ConfigError
+from hf_zero.parallel.sequence.attention import KEY
+from hf_zero.parallel.sequence.exchange import all_gather
+
+IGNORED = -100  # what losses of transformers ignore
+# Said by position_ids already, or of no use without a mask.
+_DROPPED = (
+    "attention_mask",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+)
+
+
+def cut(batch: Any, part: int, parts: int) -> dict[str, Any]:
+    """``batch``, a mapping of tensors [rows, tokens, ...], with the tokens of ``part`` alone.
+
+    ``labels`` are shifted by one before, so that each token has the next one for its label, across
+    the cut; they come back as ``labels`` and as ``shift_labels``. ``position_ids`` are made where
+    there are none, and are those of the whole sequence. An ``attention_mask`` is dropped: causal
+    attention does not reach padding on the right, whose labels are ignored. Other values than
+    tensors of as many tokens stay as they are. Raises ConfigError for a batch that cannot be cut.
+    """
+    if not isinstance(batch, Mapping):
+        raise ConfigError(
+            f"{KEY} cuts batches that are mappings of names to tensors, not a "
+            f"{type(batch).__name__}; let the collate_fn return a dict with input_ids, labels and "
+            "position_ids"
+        )
+    batch = dict(batch)
+    whole = next(
+        (batch[name] for name in ("input_ids", "inputs_embeds", "labels") if name in batch), None
+    )
+    if whole is None:
+        raise ConfigError(
+            f"{KEY} cannot tell how long the sequences of a batch of {sorted(batch)} are; name "
+            "their tokens input_ids, or inputs_embeds"
+        )
+    rows, length = whole.shape[:2]
+    if length % parts:
+        raise ConfigError(
+            f"sequences of {length} tokens do not divide among {KEY} = {parts} ranks; pad them "
+            f"to a multiple of {parts}, as with pad_to_multiple_of={parts} of the data collator"
+        )
+    _check_mask(batch.get("attention_mask"))
+    for name in _DROPPED:
+        batch.pop(name, None)
+    positions = batch.get("position_ids")
+    if positions is None:
+        positions = torch.arange(length, device=whole.device)[None]
+    if positions.dim() != 2 or positions.shape[1] != length:
+        raise ConfigError(
+            f"position_ids of shape {list(positions.shape)} beside {length} tokens cannot be cut "
+            f"for {KEY}; pass [rows, {length}]"
+        )
+    batch["position_ids"] = positions.expand(rows, -1)
+    if batch.get("shift_labels") is None and batch.get("labels") is not None:
+        batch["shift_labels"] = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
+    if batch.get("shift_labels") is not None:
+        batch["labels"] = batch["shift_labels"]
+    return {
+        name: value.chunk(parts, dim=1)[part].contiguous()
+        if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == length
+        else value
+        for name, value in batch.items()
+    }
+
+
+def _check_mask(mask: Any) -> None:
+    if mask is None:
+        return
+    if mask.dim() != 2:
+        raise ConfigError(
+            f"an attention_mask of shape {list(mask.shape)} cannot be had under {KEY}, where "
+            "attention is causal within the documents that position_ids tell apart; leave it out"
+        )
+    if bool((mask[:, 1:] > mask[:, :-1]).any()):
+        raise ConfigError(
+            f"the attention_mask of a batch has padding on the left, and under {KEY} masks are "
+            "dropped: pad on the right (tokenizer.padding_side = 'right'), where causal attention "
+            "does not read it"
+        )
+
+
+class SequenceBatches:
+    """The batches of ``loader``, and of the loaders of the other ranks along ``dim``, cut for this
+    rank. Iterating is collective; where a loader ends before the others, all end with it.
+    """
+
+    def __init__(self, loader: Any, dim: MeshDim, device: Any = None):
+        """``device``: where the parts go; None: they stay on the CPU."""
+        self.loader, self.dim, self.device = loader, dim, device
+        self._skip = 0
+
+    def __len__(self) -> int:
+        return len(self.loader) * self.dim.size - self._skip
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # of a copy under way
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        skip, self._skip = self._skip, 0
+        own = iter(self.loader)
+        while True:
+            batch = next(own, None)
+            last = getattr(self.loader, "end_of_dataloader", None)
+            batches = _gather_objects(self.dim, _on_cpu(batch))
+            if any(each is None for each in batches):
+                return
+            for place, each in enumerate(batches):
+                if skip:
+                    skip -= 1
+                    continue
+                if last is not None:
+                    # Accelerate ends a window of accumulation with the last batch of a loader
+                    self.loader.end_of_dataloader = last and place + 1 == len(batches)
+                yield self._placed(cut(each, self.dim.rank, self.dim.size))
+
+    def _placed(self, batch: dict[str, Any]) -> dict[str, Any]:
+        if self.device is None:
+            return batch
+        return {
+            name: value.to(self.device) if isinstance(value, torch.Tensor) else value
+            for name, value in batch.items()
+        }
+
+    def over(self, loader: Any, skip: int = 0) -> SequenceBatches:
+        """The same of another ``loader``, without the first ``skip`` batches in the next
+        iteration.
+        """
+        other = copy.copy(self)
+        other.loader, other._skip = loader, skip
+        return other
+
+
+def _on_cpu(batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return {
+            name: value.cpu() if isinstance(value, torch.Tensor) else value
+            for name, value in batch.items()
+        }
+    return batch
+
+
+def _gather_objects(dim: MeshDim, value: Any) -> list[Any]:
+    """``value`` of each rank, pickled on the way."""
+    if dim.size == 1:
+        return [value]
+    data, device = pickle.dumps(value), default_device()
+    sizes = all_gather(dim, "sizes of batches", torch.tensor([len(data)], device=device))
+    longest = int(sizes.max())
+    own = torch.zeros(longest, dtype=torch.uint8)
+    own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    whole = all_gather(dim, "batches", own.to(device)).cpu()
+    return [
+        pickle.loads(part[: int(size)].numpy().tobytes())
+        for part, size in zip(whole, sizes.flatten())
+    ]

@@ -1,0 +1,55 @@
+"""What a configuration and the ``mpu`` of ``initialize`` say about sequence parallelism."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from hf_zero.config import ZeroConfig
+from hf_zero.distributed import process_group
+from hf_zero.errors import ConfigError
+from hf_zero.logs import log_rank0
+from hf_zero.parallel.sequence.attention import KEY
+from hf_zero.parallel.sequence.sequence_parallel import (
+    OnModel,
+    SequenceParallel,
+    sequence_parallel,
+)
+
+TOTAL = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
+
+
+def sequence_of(config: ZeroConfig, mpu: Any) -> tuple[ZeroConfig, SequenceParallel | None]:
+    """``config`` with the size that it or ``mpu`` names, and the sequence parallelism of the job;
+    None where there is none. Collective.
+
+    A train batch size beside an ``mpu`` is computed anew: Accelerate computes it from sizes of its
+    own ParallelismConfig, which need not say how many ranks there are. Raises ConfigError where the
+    two contradict each other.
+    """
+    written = config.sequence_parallel_size
+    if not isinstance(mpu, SequenceParallel):
+        return config, sequence_parallel(written) if written > 1 else None
+    if written not in (1, mpu.size):
+        raise ConfigError(
+            f"{KEY} = {written} ({config.sources[KEY]}) contradicts the mpu of {mpu.size} ranks "
+            "that initialize was given; remove one of them"
+        )
+    config = config.override({KEY: mpu.size}, "the mpu of initialize")
+    micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    if config.train_batch_size is not None and micro is not None and steps is not None:
+        total = micro * steps * (process_group.get_world_size() // mpu.size)
+        if total != config.train_batch_size:
+            log_rank0(
+                f"{TOTAL} = {config.train_batch_size} ({config.sources[TOTAL]}) is taken for "
+                f"{total}: {MICRO} x gradient_accumulation_steps x (ranks / {KEY})",
+                logging.WARNING,
+            )
+            config = config.without(TOTAL)
+    return config, mpu if mpu.size > 1 else None
+
+
+def on_model(sequence: SequenceParallel | None) -> dict[str, OnModel]:
+    """What an engine puts on its model for it, among its techniques."""
+    return {} if sequence is None else {KEY: OnModel(sequence)}

@@ -1,0 +1,162 @@
+"""``hf_zero.sequence_parallel``: the ranks that read parts of the same sequences, what cuts batches
+for them, and the loss of all of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import weakref
+from typing import Any
+
+import torch
+
+from hf_zero.distributed import process_group
+from hf_zero.distributed.init import init_distributed
+from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
+from hf_zero.errors import ConfigError
+from hf_zero.parallel.sequence.attention import KEY
+from hf_zero.parallel.sequence.batches import IGNORED, SequenceBatches, cut
+from hf_zero.parallel.sequence.exchange import all_gather
+
+AXIS = "sequence"
+_OTHERS = ("tensor", "expert", "pipeline")
+_numbers = itertools.count(1)
+_by_number: weakref.WeakValueDictionary[int, SequenceParallel] = weakref.WeakValueDictionary()
+
+
+def sequence_parallel(
+    size: int | None = None,
+    *,
+    attention: str | None = None,
+    in_evaluation: bool = False,
+) -> SequenceParallel:
+    """Have each ``size`` neighbouring ranks read parts of the same sequences (Ulysses). Collective
+    over all ranks where it is the first call with this size.
+
+    Give the result to ``hf_zero.initialize(mpu=...)``, or write ``sequence_parallel_size`` in the
+    configuration and call this afterwards without a size.
+
+    Args:
+        size: ranks of a group; a divisor of the number of ranks and of the attention heads. None:
+            as the job is already.
+        attention: the implementation of transformers that computes attention within a rank; None:
+            that of the model, or sdpa for a model with eager attention.
+        in_evaluation: a model in ``eval()`` reads parts of sequences, too; False: each rank
+            evaluates whole sequences of its own.
+
+    Raises ConfigError for a size that does not divide the ranks, and without a size where the job
+    is not sequence parallel.
+    """
+    if not process_group.is_initialized():
+        init_distributed()
+    held = get_parallel()
+    if size is None:
+        if held is None or held.dims.sequence == 1:
+            raise ConfigError(
+                f"hf_zero.sequence_parallel() was called without a size, and this job is not "
+                f"sequence parallel; pass the number of ranks, or write {KEY} in the configuration "
+                "and call it after initialize"
+            )
+        size = held.dims.sequence
+    ranks = process_group.get_world_size()
+    if size < 1 or ranks % size:
+        raise ConfigError(
+            f"{KEY} = {size} does not divide {ranks} ranks; choose a divisor of {ranks}"
+        )
+    if held is not None and held.dims.sequence not in (1, size):
+        raise ConfigError(
+            f"{KEY} = {size} was asked for in a job whose ranks are sequence parallel in groups of "
+            f"{held.dims.sequence}; one job has one size"
+        )
+    others = {} if held is None else {axis: held.dims.size(axis) for axis in _OTHERS}
+    dims = ParallelDims.over(ranks, sequence=size, **others)
+    return SequenceParallel(init_parallel(dims), attention, in_evaluation)
+
+
+class SequenceParallel:
+    """The sequence-parallel ranks of one job; the ``mpu`` of an ``initialize``."""
+
+    def __init__(self, groups: Any, attention: str | None, in_evaluation: bool):
+        self.dim = groups.along(AXIS)
+        self.group = groups.group(AXIS)
+        self.stats = groups.stats[AXIS]
+        self.size, self.rank = self.dim.size, self.dim.rank
+        self.attention, self.in_evaluation = attention, in_evaluation
+        self.length: int | None = None  # of all sequences, where it is known
+        self.number = next(_numbers)
+        _by_number[self.number] = self
+
+    @staticmethod
+    def numbered(number: int) -> SequenceParallel:
+        """The one with this :attr:`number`."""
+        return _by_number[number]
+
+    def shard(self, batch: Any) -> dict[str, Any]:
+        """This rank's part of ``batch``, which all ranks of the group have alike: a mapping of
+        tensors [rows, tokens, ...]; :func:`hf_zero.parallel.sequence.batches.cut` says how.
+        """
+        return cut(batch, self.rank, self.size)
+
+    def batches(self, loader: Any) -> SequenceBatches:
+        """This rank's parts of the batches of ``loader``, and of those of the other ranks of the
+        group, in turn. Iterating it is collective.
+        """
+        return SequenceBatches(loader, self.dim, process_group.default_device())
+
+    def mean_loss(
+        self, loss: torch.Tensor, labels: torch.Tensor, ignore_index: int = IGNORED
+    ) -> torch.Tensor:
+        """The mean over the labelled tokens of all ranks of the group, from the mean ``loss`` over
+        those of this rank. Collective over the group.
+
+        ``labels``: this rank's, shifted. The gradient is ``size`` times that of this rank's share,
+        which the engine's average over all ranks takes back.
+        """
+        own = (labels != ignore_index).sum()
+        loss = torch.where(own > 0, loss, torch.zeros_like(loss))
+        pair = torch.stack([loss.detach().double(), own.double()])
+        pairs = all_gather(self.dim, "losses", pair)
+        total = pairs[:, 1].sum().clamp(min=1)
+        mean = ((pairs[:, 0] * pairs[:, 1]).sum() / total).to(loss.dtype)
+        weighted = loss * (own * self.size / total).to(loss.dtype)
+        return mean + weighted - weighted.detach()
+
+    # ---- Megatron's names ----
+
+    def get_sequence_parallel_group(self) -> Any:
+        return self.group
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self.size
+
+    def get_sequence_parallel_rank(self) -> int:
+        return self.rank
+
+
+class OnModel:
+    """Sequence parallelism on the model of one engine, among its techniques."""
+
+    def __init__(self, sequence: SequenceParallel):
+        self.sequence = sequence
+        self._installed: Any = None
+
+    def install(self, engine: Any) -> None:
+        # What is replaced is the code of Hugging Face, which this layer does not know.
+        fused = importlib.import_module("hf_zero.integrations.fused.sequence_attention")
+        self._installed = fused.install(engine.module, self.sequence)
+
+    def end_step(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+    def remove(self) -> None:
+        if self._installed is not None:
+            self._installed.undo()
+            self._installed = None

@@ -1,0 +1,134 @@
+"""Jobs over long sequences: plainly over whole ones, and on ranks that read parts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import hf_zero
+from tests.helpers.engines import OnEngine, config_of, start
+from tests.helpers.models import HEADS, HIDDEN, LAYERS, ROWS, VOCAB, Batch, seed_of, seeded
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import At, Driver, Job, Plan, Trace, merge, sgd, train
+
+TOKENS = 16
+
+
+def llama(kv_heads: int = 2, **more: Any) -> nn.Module:
+    """Tied if ``tie_word_embeddings``; ``kv_heads`` heads of keys and values."""
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN,
+        num_hidden_layers=LAYERS, num_key_value_heads=kv_heads,
+        max_position_embeddings=2 * TOKENS, initializer_range=0.2, pad_token_id=2,
+        **{"num_attention_heads": HEADS, "tie_word_embeddings": False, **more},
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def qwen3(**more: Any) -> nn.Module:
+    """With norms of queries and keys, and tied."""
+    config = transformers.Qwen3Config(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN,
+        num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=2, head_dim=8,
+        max_position_embeddings=2 * TOKENS, initializer_range=0.2, tie_word_embeddings=True,
+        pad_token_id=2, **more,
+    )  # fmt: skip
+    return transformers.Qwen3ForCausalLM(config)
+
+
+def gpt2(**more: Any) -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_positions=2 * TOKENS,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, initializer_range=0.2,
+        bos_token_id=0, eos_token_id=1, pad_token_id=2, **more,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def plain(at: At) -> Batch:
+    """Sequences whose prompts, of a length that differs, have no labels."""
+    generator = torch.Generator().manual_seed(seed_of(at.step, at.micro, at.rank))
+    ids = torch.randint(3, VOCAB, (ROWS, TOKENS), generator=generator)
+    labels = ids.clone()
+    labels[:, : 3 + 4 * (at.micro + at.rank)] = -100  # more than some ranks read
+    return {"input_ids": ids, "labels": labels}
+
+
+def packed(at: At) -> Batch:
+    """Documents one behind another, other ones in each row, one of them of one token."""
+    batch = plain(at)
+    lengths = [[5, 1, 7, 3], [9, 7]]
+    rows = [torch.cat([torch.arange(length) for length in row]) for row in lengths]
+    return batch | {"position_ids": torch.stack(rows)}
+
+
+@dataclass
+class SequenceJob(Job):
+    """A causal model over ``batch(at)``; where ranks read parts of it, ``fault`` changes what a
+    rank does with its loss and its batch.
+    """
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[At], Batch] = plain
+    fault: Callable[[Any, Batch], Batch] = lambda sequence, batch: batch
+    factor: Callable[[Any], float] = lambda sequence: 1.0
+
+    def build(self) -> nn.Module:
+        return seeded(self.make)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return sgd(model)
+
+    def loss(self, net: Driver, at: At) -> torch.Tensor:
+        batch, sequence = self.batch(at), net.memory.get("sequence")
+        if sequence is None:
+            return net(**batch).loss
+        part = self.fault(sequence, sequence.shard(batch))
+        mean = sequence.mean_loss(net(**part).loss, part["labels"])
+        return mean.detach() + (mean - mean.detach()) * self.factor(sequence)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """``sequence`` ranks read each sequence, and ``data`` groups of them different ones."""
+
+    sequence: int
+    data: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.sequence * self.data
+
+    def __str__(self) -> str:
+        return f"sp{self.sequence}xdp{self.data}"
+
+
+def on_rank(
+    rank: int, models: list[nn.Module], job: Job, plan: Plan, ranks: Ranks, config: Any
+) -> tuple[Trace, Any]:
+    model = models[rank]
+    sequence = hf_zero.sequence_parallel(ranks.sequence)
+    engine = start(model, job.optimizer(model), config, mpu=sequence)
+    session = OnEngine(engine, plan)
+    session.memory["sequence"] = sequence
+    trace = train(session, job, plan, rank // ranks.sequence)
+    session.close()
+    return trace, sequence.stats
+
+
+def train_on_threads(
+    job: Job, plan: Plan, ranks: Ranks, stage: int, **more: Any
+) -> tuple[Trace, list[Any]]:
+    """Merged records, and what each rank has sent along its sequences; ``plan.ranks`` are
+    groups.
+    """
+    assert plan.ranks == ranks.data
+    models = [job.build() for _ in range(ranks.world)]
+    config = config_of(stage, plan, **more)
+    results = run_ranks(ranks.world, on_rank, models, job, plan, ranks, config, timeout=120.0)
+    return merge([trace for trace, _ in results]), [stats for _, stats in results]

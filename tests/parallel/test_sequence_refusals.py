@@ -1,0 +1,242 @@
+"""What sequence parallelism refuses, by key and remedy; what it leaves alone; what it leaves
+behind.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import hf_zero
+from hf_zero.config import ZeroConfig
+from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.parallel.sequence.batches import cut
+from tests.helpers.engines import config_of, start
+from tests.helpers.models import HEADS, HIDDEN, LAYERS, VOCAB, Stack, bert, seeded, t5
+from tests.helpers.ranks import RankFailed, run_ranks
+from tests.helpers.sequences import ROWS, TOKENS, gpt2, llama, plain, qwen3
+from tests.helpers.training import At
+
+
+def gemma2() -> nn.Module:
+    config = transformers.Gemma2Config(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=HIDDEN, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=4,
+        layer_types=["full_attention", "full_attention"],
+    )  # fmt: skip
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def mistral() -> nn.Module:
+    config = transformers.MistralConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=HIDDEN, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, sliding_window=4,
+    )  # fmt: skip
+    return transformers.MistralForCausalLM(config)
+
+
+def mamba() -> nn.Module:
+    config = transformers.MambaConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=1, state_size=4, time_step_rank=2
+    )
+    return transformers.MambaForCausalLM(config)
+
+
+ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+MODELS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
+    "bidirectional": (bert, 2, "attends in both directions, .* set sequence_parallel_size to 1"),
+    "two sequences": (t5, 2, "it attends across two sequences"),
+    "sliding layers": (partial(qwen3, **SLIDING), 2, "layers of sliding_attention; .*sliding"),
+    "a window": (mistral, 2, "window of 4; set config.sliding_window to None"),
+    "soft-capping": (gemma2, 2, "set attn_logit_softcapping to None|sliding_window"),
+    "state": (mamba, 2, "layers of linear_attention; use a model of full"),
+    "rotary": (partial(llama, rope_parameters=ROPE), 2, "is dynamic, .* write a rope_type"),
+    "heads": (partial(llama, num_attention_heads=2), 4, "does not divide 2 attention heads"),
+    "no transformer": (Stack, 2, "needs a model of transformers, .* not Stack"),
+}
+
+
+def initialized(rank: int, models: list[nn.Module], size: int, config: Any) -> None:
+    model = models[rank]
+    before = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    try:
+        start(model, None, config, mpu=hf_zero.sequence_parallel(size))
+    finally:
+        if before is not None:
+            assert model.config._attn_implementation == before
+
+
+def refused(match: str, ranks: int, *args: Any) -> None:
+    with pytest.raises(RankFailed) as raised:
+        run_ranks(ranks, *args)
+    assert isinstance(raised.value.__cause__, ConfigError)
+    assert raised.match(match)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_that_cannot_be_split(kind: str) -> None:
+    make, size, match = MODELS[kind]
+    models = [seeded(make) for _ in range(size)]
+    refused(match, size, initialized, models, size, config_of(1))
+
+
+# ---- batches ----
+
+BATCH = plain(At(0, 0, 0))
+ONES = torch.ones(ROWS, TOKENS, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("batch", "parts", "match"),
+    [
+        ([ONES], 2, "mappings of names to tensors, not a list"),
+        ({"x": ONES}, 2, "cannot tell how long .* name their tokens input_ids"),
+        (BATCH, 3, "16 tokens do not divide .* pad_to_multiple_of=3"),
+        (BATCH | {"attention_mask": ONES.tril() * 0 + ONES.triu()}, 2, "padding on the left"),
+        (BATCH | {"attention_mask": ONES[:, None, None]}, 2, r"attention_mask of shape \[2, 1"),
+        (BATCH | {"position_ids": ONES.expand(3, ROWS, TOKENS)}, 2, r"position_ids of shape \[3"),
+    ],
+)
+def test_batches_that_cannot_be_cut(batch: Any, parts: int, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        cut(batch, 0, parts)
+
+
+def test_a_batch_is_cut_after_its_labels_are_shifted() -> None:
+    mask = ONES.clone()
+    mask[:, 10:] = 0
+    parts = [cut(BATCH | {"attention_mask": mask, "count": 3}, part, 2) for part in (0, 1)]
+    whole = {
+        name: torch.cat([part[name] for part in parts], 1) for name in parts[0] if name != "count"
+    }
+    assert torch.equal(whole["input_ids"], BATCH["input_ids"])
+    assert torch.equal(whole["shift_labels"][:, :-1], BATCH["labels"][:, 1:])
+    assert bool((whole["shift_labels"][:, -1] == -100).all())
+    assert torch.equal(whole["position_ids"], torch.arange(TOKENS).expand(ROWS, -1))
+    assert "attention_mask" not in whole and parts[1]["count"] == 3
+
+
+# ---- forwards ----
+
+
+def cache_of(tokens: int) -> transformers.DynamicCache:
+    cache = transformers.DynamicCache()
+    for layer in range(LAYERS):
+        cache.update(*torch.randn(2, ROWS, HEADS, tokens, HIDDEN // HEADS), layer)
+    return cache
+
+
+def forward(rank: int, models: list[nn.Module], change: Callable[[dict[str, Any]], Any]) -> None:
+    sequence = hf_zero.sequence_parallel(2)
+    engine = start(models[rank], None, config_of(1), mpu=sequence)
+    engine.train()
+    batch = sequence.shard(BATCH)
+    change(batch)
+    engine(**batch)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda batch: batch.pop("position_ids"), r"without position_ids of \[rows, tokens\]"),
+        (
+            lambda batch: batch.update(attention_mask=torch.ones_like(batch["input_ids"])),
+            r"an attention_mask in training .*\.shard",
+        ),
+        (
+            lambda batch: batch.update(past_key_values=cache_of(TOKENS), labels=None),
+            r"8 queries and 24 keys .*\.shard",
+        ),
+    ],
+)
+def test_forwards_that_would_be_wrong(change: Any, match: str) -> None:
+    models = [seeded(gpt2) for _ in range(2)]
+    refused(match, 2, forward, models, change)
+
+
+def evaluate(rank: int, models: list[nn.Module], others: list[nn.Module]) -> Any:
+    sequence = hf_zero.sequence_parallel(2)
+    engine = start(models[rank], None, config_of(1), mpu=sequence)
+    with torch.no_grad():
+        engine.eval()
+        whole = engine(**BATCH).loss
+        copied = copy.deepcopy(engine.module).train()(**BATCH).loss
+        other = others[rank](**BATCH).loss  # with the same configuration
+        engine.train()
+        part = sequence.shard(BATCH)
+        split = sequence.mean_loss(engine(**part).loss, part["labels"])
+    engine.destroy()
+    return whole, copied, other, split, models[rank].config._attn_implementation
+
+
+def test_evaluation_copies_and_other_models_compute_whole_sequences() -> None:
+    models = [seeded(llama) for _ in range(2)]
+    others = []
+    for model in models:
+        other = transformers.LlamaForCausalLM(model.config)
+        other.load_state_dict(model.state_dict())
+        others.append(other)
+    expected = seeded(llama)(**BATCH).loss
+    for *losses, implementation in run_ranks(2, evaluate, models, others):
+        for loss in losses:
+            torch.testing.assert_close(loss, expected.detach())
+        assert implementation == "sdpa"
+
+
+# ---- sizes ----
+
+
+def sized(rank: int, sizes: list[int | None]) -> None:
+    for size in sizes:
+        hf_zero.sequence_parallel(size)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "match"),
+    [
+        ([3], "sequence_parallel_size = 3 does not divide 2 ranks; choose a divisor"),
+        ([None], "called without a size, and this job is not sequence parallel"),
+        ([2, 1], "in a job whose ranks are sequence parallel in groups of 2"),
+    ],
+)
+def test_sizes_that_cannot_be(sizes: list[int | None], match: str) -> None:
+    refused(match, 2, sized, sizes)
+
+
+def contradicting(rank: int, models: list[nn.Module]) -> None:
+    config = config_of(1, sequence_parallel_size=4)
+    start(models[rank], None, config, mpu=hf_zero.sequence_parallel(2))
+
+
+def test_a_size_that_contradicts_the_mpu() -> None:
+    models = [seeded(llama) for _ in range(2)]
+    refused("sequence_parallel_size = 4 .* contradicts the mpu of 2", 2, contradicting, models)
+
+
+def test_batch_sizes_count_groups() -> None:
+    values = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "sequence_parallel_size": 4,
+    }
+    config = ZeroConfig.from_dict(values).resolve(8)
+    assert config.train_batch_size == 2 * 3 * 2
+    assert "ranks / sequence_parallel_size" in config.sources["train_batch_size"]
+    with pytest.raises(ConfigError, match=r"= 4 .* does not divide 6 ranks"):
+        ZeroConfig.from_dict(values).resolve(6)
+
+
+def test_another_mpu_with_parts_of_sequences() -> None:
+    class Other:
+        get_sequence_parallel_world_size = staticmethod(lambda: 2)
+
+    with pytest.raises(NotBuiltError, match="sequence parallelism"):
+        hf_zero.initialize(model=seeded(llama), mpu=Other(), config="zero1")

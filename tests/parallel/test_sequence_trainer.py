@@ -1,0 +1,42 @@
+"""The stock Trainer and Accelerate's loops on two ranks that read parts of the same sequences,
+against the same script in one plain process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers import oracle
+from tests.helpers.launched import beside, torchrun
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def check(script: str, stage: int, accumulation: int, folder: Path) -> None:
+    arguments = ("--accumulation", str(accumulation))
+    with beside(SCRIPTS / script, folder / "plain", *arguments) as plain:
+        found = torchrun(SCRIPTS / script, folder / "split", "--stage", str(stage), *arguments)
+        expected = plain()
+    weights = torch.load(folder / "plain" / "weights-0.pt")
+    for rank, report in enumerate(found):
+        assert report["stage"] == stage
+        assert report["batch"] == report["total"] == 2 * accumulation
+        assert len(report["log"]) == len(expected["log"])
+        for entry, plainly in zip(report["log"], expected["log"]):
+            assert entry == pytest.approx(plainly, rel=1e-5)
+        oracle.compare_tensors(
+            "weights", torch.load(folder / "split" / f"weights-{rank}.pt"), weights, 1e-5, 1e-6
+        )
+
+
+def test_the_trainer(tmp_path: Path) -> None:
+    check("sequence_trainer.py", 3, 2, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_trainer_at_other_stages(stage: int, tmp_path: Path) -> None:
+    check("sequence_trainer.py", stage, 1, tmp_path)
