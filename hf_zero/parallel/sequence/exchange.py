@@ -30,7 +30,7 @@ def gather(dim: MeshDim, key: str, tensor: torch.Tensor) -> tuple[torch.Tensor, 
     """``tensor`` of each rank, differentiably: each gets the sum of what all ranks' losses say
     about its own.
     """
-    return _Gather.apply(dim, key, tensor)  # type: ignore[no-any-return]
+    return _GatherTensors.apply(dim, key, tensor)  # type: ignore[no-any-return]
 
 
 def all_gather(dim: MeshDim, key: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ class _GatherHeads(torch.autograd.Function):
         return None, None, *_to_heads(ctx.dim, f"gradients of {ctx.key}", [grad])
 
 
-class _Gather(torch.autograd.Function):
+class _GatherTensors(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dim: MeshDim, key: str, tensor: torch.Tensor) -> Any:
         ctx.dim, ctx.key = dim, key
