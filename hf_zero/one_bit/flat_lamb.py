@@ -30,6 +30,8 @@ class FlatLamb(FlatMomentum):
 
     VARIANCES = (VARIANCE, FRESH)
 
+    BOUNDED = False  # the trust ratio measures the update
+
     def __init__(self, flat: FlatBuffer, bound: Any) -> None:
         super().__init__(flat, bound)
         self._slots = [slot for slot in flat.layout.slots if slot.numel]

@@ -14,6 +14,11 @@ lost: what m lacks is in a and in the errors, and comes later. This is 1-bit Ada
 with each rank keeping a part of the average instead of all of it. At the freeze v is raised so that
 D is at least FLOOR times its root mean square in its tensor: elements of tiny variance, whose
 average is what others' scales make of it, would be moved far by it, here and in dense steps later.
+
+Nothing bounds m / D where gradients outgrow what they were at the freeze (on a plateau that ends
+later, by thousands). So where the root mean square of m / ((1 - b1^t) D) in a block is over LIMIT,
+the step of x takes that much less of m, as Adafactor does with its updates (arXiv:1804.04235,
+section 6). Adam's own is about 1.
 """
 
 from __future__ import annotations
@@ -30,7 +35,8 @@ from hf_zero.ops.sign_blocks_reference import exponents_of
 from hf_zero.optim.table import group_runs
 from hf_zero.units.flat_buffer import FlatBuffer
 
-FLOOR = 0.1
+FLOOR, LIMIT = 0.1, 1.0
+OUTGROWN = 4.0  # times LIMIT: what a variance frozen well has not been seen to meet
 AVERAGE, VARIANCE = "exp_avg", "exp_avg_sq"
 
 
@@ -42,6 +48,7 @@ class FlatMomentum:
     """
 
     VARIANCES: tuple[str, ...] = (VARIANCE,)
+    BOUNDED = True
 
     def __init__(self, flat: FlatBuffer, bound: Any) -> None:
         assert flat.spec.momentum_blocks is not None
@@ -56,6 +63,8 @@ class FlatMomentum:
         self.momentum: Tensor | None = None  # [ranks, bytes]
         self._exponents: Tensor | None = None  # int8 [padded]
         self._weights: Tensor | None = None  # fp32 [padded]
+        self._largest: Tensor | None = None  # fp32 [ranks, blocks]: scales of an update of LIMIT
+        self.outgrown: Tensor | None = None  # bool, 0-dim: a step has met such of OUTGROWN
         self._state: dict[str, Tensor] = {}
 
     # ---- state of the optimizer ----
@@ -157,6 +166,7 @@ class FlatMomentum:
         flat, layout = self.flat, self.flat.layout
         master = flat.optimizer_shard.master
         assert master is not None
+        self._largest = None
         # in padding there is nothing to divide
         found = exponents_of(denominators.clamp(min=1e-30).reciprocal())
         device = flat.full.device
@@ -215,11 +225,27 @@ class FlatMomentum:
         """
         assert self.momentum is not None and self._weights is not None
         assert self._exponents is not None
+        momentum = self._bounded(made) if self.BOUNDED else self.momentum
         for index, start, stop in self.runs:
             keep, size = self.settings(index, made, frozen)
-            self.blocks.apply(
-                self._weights, self.momentum, self._exponents, keep, size, start, stop
-            )
+            self.blocks.apply(self._weights, momentum, self._exponents, keep, size, start, stop)
+
+    def _bounded(self, made: int) -> Tensor:
+        """The momentum as step number ``made`` takes it: see LIMIT in the note."""
+        assert self.momentum is not None and self._exponents is not None
+        rows, chunk = self.momentum.shape[0], self.flat.layout.chunk
+        if self._largest is None:
+            squares = self.blocks.mean_squares(self._exponents, rows, self.flat.layout.numel)
+            self._largest = squares.rsqrt_().mul_(LIMIT).float()
+            self.outgrown = torch.zeros((), dtype=torch.bool, device=self._exponents.device)
+        assert self.outgrown is not None
+        held = self.momentum.clone()
+        scales = self.blocks.scales(held, chunk)
+        # groups have the same betas
+        largest = self._largest * (1.0 - float(self._bound.groups[0]["betas"][0]) ** made)
+        self.outgrown.logical_or_((scales > largest * OUTGROWN).any())
+        torch.minimum(scales, largest, out=scales)
+        return held
 
     def settings(self, index: int, made: int, frozen: int) -> tuple[float, float]:
         """What the weights of the runs of group ``index`` are kept by, and the step size."""

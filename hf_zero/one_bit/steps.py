@@ -15,11 +15,12 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.gradients.norm import sums_of_squares
 from hf_zero.logs import logger
 from hf_zero.one_bit.flat_lamb import FlatLamb
-from hf_zero.one_bit.flat_momentum import FlatMomentum
+from hf_zero.one_bit.flat_momentum import LIMIT, FlatMomentum
 from hf_zero.optim.one_bit import OneBit
 from hf_zero.spans import span
 from hf_zero.units.flat_buffer import FlatBuffer
 
+OUTGROWN_EVERY = 10  # steps, as the host waits for the device to know
 MEASURED = 16  # dense steps before one in one bit whose gradient norm is compared with the ranks'
 FROZEN_AT, NORM_RATIO = "frozen_at", "norm_ratio"  # kept in the optimizer's groups
 
@@ -52,6 +53,7 @@ class OneBitSteps:
         self._squares: Tensor | None = None  # of this rank's own gradients
         self._scale = 1.0  # of these, to be parts of a mean
         self._lr = 0.0  # of the last dense step
+        self._warned = False  # that momenta have outgrown the variance
 
     @property
     def sends(self) -> bool:
@@ -287,6 +289,23 @@ class OneBitSteps:
             each.apply(self._made, self._frozen_at)
             restore()
             each.publish()
+        self._warn_of_outgrown()
+
+    def _warn_of_outgrown(self) -> None:
+        """Once, on rank 0: all ranks have the same messages."""
+        if self._warned or self._mesh.rank or self._made % OUTGROWN_EVERY:
+            return
+        flags = [each.outgrown for each in self._momenta if each.outgrown is not None]
+        if flags and bool(torch.stack(flags).any()):
+            self._warned = True
+            logger.warning(
+                "step %d: momenta have outgrown the variance that step %d froze; updates of "
+                "such blocks are held to %g learning rates (root mean square). The freeze came too "
+                "early: give a larger freeze_step, or take compressed_communication.bits: 4",
+                self._made,
+                self._frozen_at,
+                LIMIT,
+            )
 
     @property
     def _tensors(self) -> list[int]:

@@ -160,6 +160,28 @@ class SignBlocks:
         else:
             APPLY(weights, momentum, exponents, keep, step, self.block, at, begin, end)
 
+    def mean_squares(self, exponents: Tensor, rows: int, numel: int) -> Tensor:
+        """The mean square of what ``exponents``, int8 [rows * chunk], stand for in each block; from
+        ``numel`` on they are padding: fp64 [rows, blocks].
+        """
+        inside = torch.arange(exponents.numel(), device=exponents.device) < numel
+        both = [reference.powers(exponents).double().square_().mul_(inside), inside.double()]
+        chunk = exponents.numel() // rows
+        blocks = [
+            torch.nn.functional.pad(each.view(rows, chunk), (0, -chunk % self.block))
+            .unflatten(1, (-1, self.block))
+            .sum(-1)
+            for each in both
+        ]
+        return blocks[0] / blocks[1].clamp(min=1.0)
+
+    def scales(self, messages: Tensor, chunk: int) -> Tensor:
+        """Those of the rows of ``messages``, of ``chunk`` elements each: fp32 [rows, blocks], in
+        their memory.
+        """
+        at = self.scales_at(chunk)
+        return messages[:, at : at + 4 * -(-chunk // self.block)].view(torch.float32)
+
     def values(self, messages: Tensor, numel: int) -> Tensor:
         """What the rows of ``messages`` say, end to end: fp32 [numel]."""
         return reference.values(

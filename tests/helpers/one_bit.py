@@ -90,9 +90,23 @@ class Whole:
         r[numel:] = 0.0
         self.momentum = C(r, owners, numel)
         self.average = self.momentum + (r - self.momentum) * torch.tensor(1.0 / beta)
-        size = self.momentum * torch.tensor(self.lr / (1.0 - beta**number))
+        size = self.bounded(number) * torch.tensor(self.lr / (1.0 - beta**number))
         keep = torch.tensor(1.0 - self.lr * self.decay)
         self.weights = self.weights * keep - size * self.inverses
+
+    def bounded(self, number: int) -> Tensor:
+        """The momentum, of which no block makes updates of more than the learning rate, root mean
+        square.
+        """
+        held, chunk = self.momentum.clone(), self.momentum.numel() // self.layout.shards
+        for first in range(0, self.layout.numel, chunk):
+            end = min(first + chunk, self.layout.numel)
+            for at in range(first, end, BLOCK):
+                part = slice(at, min(at + BLOCK, end))
+                usual = self.inverses[part].double().square().mean().sqrt()
+                most = (1.0 / usual).float() * (1.0 - self.beta**number)
+                held[part] = held[part].clamp(-most, most)
+        return held
 
 
 @dataclass

@@ -447,6 +447,29 @@ def test_the_variance_of_constant_gradients_is_corrected():
             assert max(moves) < 1.13, cls
 
 
+def test_gradients_that_outgrow_the_frozen_variance_do_not_make_huge_steps(caplog):
+    """A block moves by the learning rate, root mean square, and rank 0 says why, once."""
+
+    def run(rank, model, growth):
+        optimizer = OneBitAdam(model.parameters(), lr=LR, weight_decay=0.0, freeze_step=5)
+        engine, moves = start(model, optimizer, config()), []
+        for number in range(25):
+            before = model.weight.detach().clone()
+            engine.backward(model.weight.sum() * (growth if number >= 8 else 1.0))
+            engine.step()
+            moves.append((model.weight.detach() - before).view(-1, BLOCK))
+        return float(torch.stack(moves).square().mean(-1).sqrt().max()) / LR
+
+    def build():
+        return torch.nn.Linear(32, 32, bias=False)
+
+    assert max(on_ranks(2, run, 1.5, build=build)) < 1.001
+    assert "outgrown" not in caplog.text
+    assert max(on_ranks(2, run, 1000.0, build=build)) < 1.001
+    assert caplog.text.count("step 10: momenta have outgrown the variance that step 5 froze") == 1
+    assert caplog.text.count("give a larger freeze_step") == 1
+
+
 def test_rows_without_gradients_hardly_move():
     """They share blocks with rows that have some, and 1 bit has no zero."""
 
