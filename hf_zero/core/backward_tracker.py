@@ -149,10 +149,11 @@ class BackwardTracker:
             )
         if self._left_out and call.unit in self._left_out:
             self._refuse_left_out(call.unit)
-        if call.outer is not self.outstanding.recomputation:
-            self.reached = call.outer
-        if not call.outer.whole or call.outer not in self._reached:
-            self.reach(call.outer)
+        outer = call.outer
+        if outer is not self.reached and outer is not self.outstanding.recomputation:
+            self.reached = outer
+        if not outer.whole or outer not in self._reached:
+            self.reach(outer)
         self._pass(call, call.left)
         if marks:
             call.marks_left = sum(map(torch._C._will_engine_execute_node, marks))

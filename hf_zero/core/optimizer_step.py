@@ -4,6 +4,7 @@ device and of what is offloaded.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -141,10 +142,10 @@ class OptimizerStep:
         return float(total.sqrt()) / self._scaler.scale
 
     def _squares(self) -> torch.Tensor:
-        flats = [flat for flat in self._model.trainable if not flat.gradient.stays_local]
-        by_weight: dict[float, list[GradientBuffer]] = {1.0: []}
-        for flat in flats:
-            by_weight.setdefault(flat.mesh.weight, []).append(flat.gradient)
+        by_weight: defaultdict[float, list[GradientBuffer]] = defaultdict(list, {1.0: []})
+        for flat in self._model.trainable:
+            if not flat.gradient.stays_local:
+                by_weight[flat.mesh.weight].append(flat.gradient)
         device = self._model.mesh.device
         squares = squared_norm(by_weight.pop(1.0), device, self._kernels)
         for weight, gradients in by_weight.items():
@@ -194,16 +195,16 @@ class OptimizerStep:
                     1.0 if divisor is None else float(divisor), steps
                 )
                 self.updater.start(update)
-        unused = {
-            flat for flat in model.trainable if flat.gradient.unused and flat.gradient.all_unused
-        }
+        resting = set(done)  # flats whose shards on the device are not written here
         for flat in model.trainable:
-            if flat not in unused:
+            if flat.gradient.unused and flat.gradient.all_unused:
+                resting.add(flat)
+            else:
                 flat.user_writes.mark_updated()
         behind = [
             flat
             for flat in model.flats
-            if not flat.optimizer_shard.offloaded and flat not in done and flat not in unused
+            if not flat.optimizer_shard.offloaded and flat not in resting
         ]
         model.refresh(behind, model.flats, frozenset(written), differences=True)
         return False

@@ -75,7 +75,7 @@ class Schedule:
         self._units = list(units)
         self._mesh = mesh
         self._limits = Limits(ahead_bytes, reads_ahead)
-        self._computed = ComputedValues()
+        self.computed = ComputedValues()
         self.gathers = any(unit.sharded for unit in units)
         self.shards = SharedShards(self._units, mesh)
         self._plans: dict[Hashable, list[Unit]] = {}
@@ -132,7 +132,7 @@ class Schedule:
         ``kind`` must be the same on all ranks; with what is gathered already it selects the plan.
         ``left_out``: units that no rank uses in this pass, the same on all ranks.
         """
-        self._computed.begin(backward)
+        self.computed.begin(backward)
         if not self.gathers:
             return
         if not backward:
@@ -183,7 +183,7 @@ class Schedule:
 
         ``keep_last``: its backward may follow.
         """
-        self._computed.end()
+        self.computed.end()
         under_way = self._pass
         if under_way is None:
             self._mesh.passes.end()
@@ -253,7 +253,7 @@ class Schedule:
         """Forget the pass under way, which an exception has broken, and release what no pass
         uses.
         """
-        self._computed.end()
+        self.computed.end()
         self._mesh.passes.broke()
         self._pass, self._kept = None, []
         self._release_unused()
@@ -268,9 +268,8 @@ class Schedule:
             self.on_use(unit)
         unit.wait_for_update()
         if not unit.sharded:
-            for flat in () if for_script else unit.flats:
-                if flat.computing is not None:
-                    self._computed.use(flat.computing)
+            if self.computed.on and not for_script:
+                self.computed.use(unit.flats)
             return
         if unit in self._to_reshard:
             self._to_reshard.remove(unit)
@@ -282,9 +281,8 @@ class Schedule:
         if unit.state is State.RELEASED:
             self._acquire(unit)
         unit.finish_gather()
-        for flat in () if for_script else unit.flats:
-            if flat.computing is not None:
-                self._computed.use(flat.computing)
+        if self.computed.on and not for_script:
+            self.computed.use(unit.flats)
         unit.guard.off(module)
         if unit in self._ahead:  # what was gathered before it is not needed, or not in this order
             at = self._ahead.index(unit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -44,6 +45,11 @@ class FlatMesh:
     def size(self) -> int:
         """How many ranks hold or cut the same values."""
         return self.shard.size * self.replicate.size
+
+    @cached_property
+    def sums_twice(self) -> bool:
+        """Whether a sum over its ranks is one along each of two axes."""
+        return self.shard.size > 1 and self.replicate.size > 1
 
     @property
     def is_first(self) -> bool:

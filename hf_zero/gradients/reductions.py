@@ -125,8 +125,11 @@ class Reductions:
         """Whether the gradient of ``flat`` may travel with others. A sum over two axes is two
         messages a flat buffer.
         """
-        two = flat.mesh.shard.size > 1 and flat.mesh.replicate.size > 1
-        return flat.layout.padded <= self._pack.limit and flat.spec.reduce_codec is None and not two
+        return (
+            flat.layout.padded <= self._pack.limit
+            and flat.spec.reduce_codec is None
+            and not flat.mesh.sums_twice
+        )
 
     def flush(self) -> None:
         """Send what waits, in one message."""

@@ -162,5 +162,8 @@ def settle_left_out(units: Sequence[Unit]) -> None:
 
 def _complete(flats: Sequence[FlatBuffer]) -> bool:
     """Whether nothing has to be read to know which parameters of ``flats`` are unused."""
-    gradients = [flat.gradient for flat in flats]
-    return all(each.used == each.all_used or each.all_unused for each in gradients)
+    for flat in flats:
+        gradient = flat.gradient
+        if gradient.used != gradient.all_used and not gradient.all_unused:
+            return False
+    return True

@@ -49,7 +49,6 @@ def layers_at(model: nn.Module, path: str | None, key: str) -> list[nn.Module]:
     """The items of the list of layers at ``path`` in ``model``; None: its repeated blocks. Raises
     ConfigError, naming ``key``, where there are none.
     """
-    refuse_stages(model, key)
     try:
         found = [] if path is None else list(model.get_submodule(path).children())
     except AttributeError:
@@ -71,17 +70,6 @@ def linears_of_blocks(model: nn.Module) -> list[str]:
     blocks = [block for _, block in find_blocks(model)]
     inside = {part for block in blocks for part in block.modules() if type(part) is nn.Linear}
     return [name for name, module in model.named_modules() if module in inside]
-
-
-def refuse_stages(model: nn.Module, key: str) -> None:
-    """Raise ConfigError where ``model`` is one stage of several: its blocks are a part of all."""
-    stages = getattr(model, "num_stages", 1)
-    if isinstance(stages, int) and stages > 1:
-        raise ConfigError(
-            f"{key} goes by the place of each block among all of a model, and a pipeline of "
-            f"{stages} stages has a part of them on each rank; remove the section, or train "
-            "without stages"
-        )
 
 
 def _returns_a_tensor(block: nn.Module) -> bool:

@@ -146,8 +146,7 @@ class WeightsInBits:
         if self._engine is None or self._began or self.step < 0:
             return
         self._began = True
-        for flat in self._flats:
-            flat.compute_with(self._round)
+        self._engine.schedule.computed.change(self._flats, self._round)
 
     def _round(self, values: Mapping[str, torch.Tensor]) -> None:
         if self._stretched is not None and self._stretched.measuring:
@@ -190,8 +189,8 @@ class WeightsInBits:
         self._begin()
 
     def remove(self) -> None:
-        for flat in self._flats if self._began else ():
-            flat.compute_with(None)
+        if self._began:
+            self._engine.schedule.computed.change(self._flats, None)
         if self._stretched is not None:
             self._stretched.remove()
         self._began = False

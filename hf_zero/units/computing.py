@@ -13,7 +13,7 @@ that a script has gathered (GatheredParameters) are changed for the pass and res
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,16 +105,26 @@ class ComputedValues:
     def __init__(self) -> None:
         self._forward = True  # the pass under way is one
         self._used: list[Computing] = []
+        self._changed: set[Any] = set()  # flat buffers
+        self.on = False  # there are some
+
+    def change(self, flats: Sequence[Any], change: Change | None) -> None:
+        """``compute_with(change)`` of each of ``flats``; called between passes."""
+        for flat in flats:
+            flat.compute_with(change)
+        self._changed = self._changed - {*flats} if change is None else self._changed | {*flats}
+        self.on = bool(self._changed)
 
     def begin(self, backward: bool) -> None:
         """A pass begins."""
         self._forward = not backward
 
-    def use(self, computing: Computing) -> None:
-        """A module is about to read the values of a flat buffer, which are here."""
-        if not computing.under_way:
-            computing.use(self._forward)
-            self._used.append(computing)
+    def use(self, flats: Iterable[Any]) -> None:
+        """A module is about to read the values of flat buffers, which are here."""
+        for computing in (flat.computing for flat in flats):
+            if computing is not None and not computing.under_way:
+                computing.use(self._forward)
+                self._used.append(computing)
 
     def end(self) -> None:
         """The pass is over, or an exception has broken it."""

@@ -26,11 +26,13 @@ class Pack:
         """Whether ``elements`` more may travel in it, of ``dtype`` and on the ranks of ``mesh``
         where these are given.
         """
+        if self._elements + elements > self.limit:
+            return False
         kind = self._kind
-        alike = kind is None or (
-            dtype in (None, kind[0]) and (mesh is None or mesh.axes == kind[1].axes)
+        return kind is None or (
+            (dtype is None or dtype is kind[0])
+            and (mesh is None or mesh is kind[1] or mesh.axes == kind[1].axes)
         )
-        return alike and self._elements + elements <= self.limit
 
     def add(self, elements: int, dtype: torch.dtype, mesh: FlatMesh) -> None:
         self._elements, self._kind = self._elements + elements, (dtype, mesh)

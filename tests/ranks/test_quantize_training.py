@@ -483,6 +483,25 @@ def test_logs_each_fall_of_a_bit(caplog):
     assert said == [f"quantize_training: weights in {bits} bits" for bits in (6, 5, 4)]
 
 
+class Sharing(Stack):
+    """Two of its blocks have a weight in common, which is the root's to gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].up.weight = self.blocks[1].up.weight
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_weight_that_blocks_share(stage):
+    def build():
+        return seeded(Sharing)
+
+    answers = on_ranks(
+        2, trained, config_of(stage, quantize_training=SECTION), squared, build=build
+    )
+    check(answers, by_hand(build, squared, SECTION, 2))
+
+
 class Headed(Stack):
     """Its head is large enough to be a unit of its own, and is no block."""
 
