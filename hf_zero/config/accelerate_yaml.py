@@ -44,6 +44,7 @@ PASSED_ON = (
     "data_efficiency",
     "training_phases",
     "progressive_layer_drop",
+    "tensor_parallel",
 )
 
 _LAUNCHER = "read by accelerate launch, which starts the ranks"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_zero.config.kinds import ANYTHING, BOOLEAN, COUNT, TEXT
+from hf_zero.config.kinds import BOOLEAN, COUNT, DTYPE, TEXT
 from hf_zero.config.rows import inert, key, switched, unbuilt
 
 TENSOR = "tensor_parallel"
@@ -32,7 +32,7 @@ class TensorParallelSection:
 
 
 OTHERS = (
-    inert(f"{TENSOR}.dtype", ANYTHING, "bf16 and fp16 say in what a model trains"),
+    inert(f"{TENSOR}.dtype", DTYPE, "bf16 and fp16 say in what a model trains"),
     inert(f"{TENSOR}.keep_module_on_host", BOOLEAN, "parts are cut where the model is"),
     unbuilt(f"{TENSOR}.tp_overlap_comm", BOOLEAN, "sums that run beside the computation"),
     unbuilt(f"{TENSOR}.replace_with_kernel_inject", BOOLEAN, "injected kernels; write kernels"),

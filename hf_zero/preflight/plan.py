@@ -194,9 +194,13 @@ class MemoryPlan:
     def shards(self) -> int:
         return self.policy.shards(self.ranks, self.replicas)
 
+    def apart(self, group: FlatParameters) -> int:
+        """Ranks that hold different parts of ``group``."""
+        return self.tensor if "tensor" in group.axes else 1
+
     def shards_of(self, group: FlatParameters) -> int:
         """Chunks of the flat of ``group``: as many as ranks hold the same part of it."""
-        return max(1, self.shards // (self.tensor if "tensor" in group.axes else 1))
+        return max(1, self.shards // self.apart(group))
 
     @property
     def ratio(self) -> float:

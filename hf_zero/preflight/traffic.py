@@ -63,30 +63,38 @@ class _Sizes:
     rest: int
     shards: int
 
+    @property
+    def nbytes(self) -> int:
+        return (self.few + self.rest) * self.item
+
+    @property
+    def sent(self) -> float:
+        """The share of what is whole that a rank sends to the others."""
+        return (self.shards - 1) / self.shards
+
     def dense(self, times: float = 1.0) -> float:
-        return times * (self.few + self.rest) * self.item
+        return times * self.sent * self.nbytes
 
     def coded(self, nbytes: Callable[[int], float], times: float = 1.0) -> float:
         chunk = -(-self.few // self.shards)
-        return times * (self.shards * nbytes(chunk) + self.rest * self.item)
+        return times * self.sent * (self.shards * nbytes(chunk) + self.rest * self.item)
 
 
 def traffic(groups: Sequence[FlatParameters], plan: MemoryPlan, codings: Codings) -> list[Traffic]:
     """The ways of the stage of ``plan``, the dense one first; that alone with one rank."""
     stage, shards = plan.stage, plan.shards if plan.stage else plan.ranks // plan.replicas
-    every = [_sizes(group, shards) for group in plan.flats_of(groups)]
+    every = [_sizes(group, max(1, shards // plan.apart(group))) for group in plan.flats_of(groups)]
     trains = [each for each, group in zip(every, plan.flats_of(groups)) if group.trainable]
     reduces = plan.accumulation if stage > 1 else 1
     gathers = 2 * plan.accumulation
-    share = (shards - 1) / shards
     # over copies of the shards, what is left of a reduction
     copies = 2 * (plan.replicas - 1) / plan.replicas / shards * reduces
-    across = sum(each.dense(copies) for each in trains)
+    across = sum(copies * each.nbytes for each in trains)
     few = sum(each.few for each in trains)
 
     def way(name: str, nbytes: float, encoded: float = 0.0, decoded: float = 0.0) -> Traffic:
         coding = encoded * codings.encode + decoded * codings.decode
-        return Traffic(name, round(share * nbytes + across), coding)
+        return Traffic(name, round(nbytes + across), coding)
 
     up = sum(each.dense(reduces) for each in trains)
     four, eight = (SymmetricBlocks(bits, block).nbytes for bits, block in DEFAULT_BLOCKS.items())

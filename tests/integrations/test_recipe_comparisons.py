@@ -27,9 +27,10 @@ CURRICULUM, MIXED, BERT, BITS = (
     RECIPES / name for name in ("curriculum", "mixed-lengths", "bert-large-batch", "quantization")
 )
 DROP, TOKENS = RECIPES / "layer-drop", RECIPES / "random-ltd"
+TENSOR = RECIPES / "tensor-parallel"
 every = pytest.mark.parametrize(
     "recipe",
-    [SLOW, LAMB, SAMPLING, CURRICULUM, MIXED, BERT, BITS, DROP, TOKENS],
+    [SLOW, LAMB, SAMPLING, CURRICULUM, MIXED, BERT, BITS, DROP, TOKENS, TENSOR],
     ids=lambda path: path.name,
 )
 
@@ -225,6 +226,37 @@ def test_what_is_left_out(
     assert [row["samples"] for row in part] == [0, 96, 192]
     assert part[0]["loss"] == whole[0]["loss"] and part[-1]["loss"] != whole[-1]["loss"]
     assert part[-1]["loss"] < part[0]["loss"]
+
+
+@pytest.mark.long
+def test_ranks_that_share_layers_learn_as_those_that_share_batches(tmp_path: Path) -> None:
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for name in ("tensor", "data"):
+        place = [
+            "--config_file",
+            str(TENSOR / f"{name}.yaml"),
+            str(TENSOR / "run_tensor_parallel.py"),
+        ]
+        launched.output(
+            [
+                "accelerate",
+                "launch",
+                *place,
+                "--max_train_steps",
+                "4",
+                "--output_dir",
+                str(tmp_path),
+            ],
+            tmp_path,
+            tmp_path / f"{name}.txt",
+        )
+        file = tmp_path / f"rows-{'1x2' if name == 'tensor' else '2x1'}.jsonl"
+        rows[name] = [json.loads(line) for line in file.read_text().splitlines()]
+    shared, alone = rows["tensor"], rows["data"]
+    assert shared[0]["loss"] == pytest.approx(alone[0]["loss"], rel=1e-5)
+    assert shared[-1]["loss"] < shared[0]["loss"]
+    assert shared[0]["parameters_of_layers"] * 2 == alone[0]["parameters_of_layers"]
+    assert (tmp_path / "loss_over_steps.svg").is_file()
 
 
 @pytest.fixture

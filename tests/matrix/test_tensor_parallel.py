@@ -11,15 +11,17 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.helpers.launched import beside, torchrun
+from tests.helpers.models import seeded
+from tests.helpers.tensor_parallel import llama
 
 SCRIPT = Path(__file__).parent / "scripts" / "tensor_parallel_cases.py"
 
 
 def _compare(out: Path, ranks: int, stages: tuple[int, ...]) -> None:
+    seeded(llama).save_pretrained(out / "start")
+    chosen = ["--start", str(out / "start"), "--stages", *map(str, stages)]
     with beside(SCRIPT, out / "alone") as alone:
-        reports = torchrun(
-            SCRIPT, out / "ranks", "--stages", *map(str, stages), ranks=ranks, timeout=400
-        )
+        reports = torchrun(SCRIPT, out / "ranks", *chosen, ranks=ranks, timeout=400)
         want = alone()
     files = load_file(out / "alone" / "trainer-None" / "saved" / "model.safetensors")
     for stage in stages:

@@ -169,6 +169,21 @@ def test_state_dicts_are_whole(name: str, stage: int) -> None:
             assert torch.equal(again[key], value + 1), key
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_estimate_is_what_a_rank_holds(stage: int) -> None:
+    models = [seeded(llama) for _ in range(4)]
+    config = config_of(stage, tensor_parallel={"autotp_size": 2})
+    row = hf_zero.estimate(seeded(llama), 4, config=config).at(stage)
+
+    def held(rank: int) -> Any:
+        engine = start(models[rank], plain_sgd(models[rank]), config)
+        found = engine.state_bytes()["parameters"]
+        engine.destroy()
+        return found
+
+    assert run_ranks(4, held) == [row.parameters] * 4
+
+
 def test_batch_sizes_count_groups() -> None:
     models = [seeded(llama) for _ in range(4)]
     written = {

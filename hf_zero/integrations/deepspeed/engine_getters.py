@@ -91,8 +91,6 @@ GETTERS: dict[str, tuple[str, Any]] = {
 
 CONSTANTS: dict[str, Any] = {
     "autotuning_enabled": False,
-    "get_model_parallel_rank": 0,
-    "get_tensor_parallel_rank": 0,
     "is_deepcompile_active": False,
     "is_deepcompile_enabled": False,
     "is_sanity_checks_enabled": True,

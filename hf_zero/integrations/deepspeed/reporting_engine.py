@@ -11,6 +11,7 @@ import torch
 from hf_zero.core.sharded_model import DTYPES
 from hf_zero.distributed.process_group import backend_for
 from hf_zero.engine import Engine
+from hf_zero.integrations.deepspeed import tensor_parallel
 from hf_zero.integrations.deepspeed.expert_parameters import has_moe_layers
 from hf_zero.integrations.deepspeed.layer_drop import ProgressiveLayerDrop
 from hf_zero.integrations.deepspeed.parallel_groups import get_data_parallel_group
@@ -127,6 +128,12 @@ class ReportingEngine(Engine):
     def zero_partial_offload(self) -> float | str:
         """The part of the optimizer's state that is offloaded; "auto": what does not fit."""
         return self.config.offload_optimizer.ratio
+
+    def get_tensor_parallel_rank(self) -> int:
+        """This rank among those that share its layers."""
+        return tensor_parallel.get_rank()
+
+    get_model_parallel_rank = get_tensor_parallel_rank
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether a save of the model makes it whole: below stage 3 it is asked where ranks share

@@ -245,7 +245,6 @@ def test_classes_are_the_native_ones() -> None:
     ("name", "arguments"),
     [
         ("init_inference", (None,)),
-        ("tp_model_init", ()),
         ("ops.lamb.DeepSpeedCPULamb", ()),
         ("sequence.layer.DistributedAttention", ()),
         ("PipelineModule", ()),

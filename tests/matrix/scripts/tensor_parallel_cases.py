@@ -42,7 +42,7 @@ def config(stage):
     }
 
 
-def by_trainer(out, stage):
+def by_trainer(out, stage, start):
     chosen = options(
         out / "trainer",
         per_device_train_batch_size=2,
@@ -56,10 +56,7 @@ def by_trainer(out, stage):
     )
     arguments = transformers.TrainingArguments(**chosen)
     if stage == 3:  # under the configuration, from files: each rank reads its part
-        seeded(llama).save_pretrained(out / f"start-{os.environ.get('RANK', 0)}")
-        model = transformers.LlamaForCausalLM.from_pretrained(
-            out / f"start-{os.environ.get('RANK', 0)}"
-        ).train()
+        model = transformers.LlamaForCausalLM.from_pretrained(start).train()
     else:
         model = seeded(llama)
     trainer = transformers.Trainer(
@@ -78,7 +75,7 @@ def by_trainer(out, stage):
     }
 
 
-def by_accelerate(out, stage):
+def by_accelerate(out, stage, start):
     plugin = None
     if stage is not None:
         written = config(stage) | {"gradient_accumulation_steps": 1}
@@ -108,6 +105,7 @@ CASES = {"trainer": by_trainer, "accelerate": by_accelerate}
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--start", type=Path)
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     parser.add_argument("--stages", nargs="*", type=int, default=[None])
     args = parser.parse_args()
@@ -116,7 +114,7 @@ def main():
         for name in args.cases:
             if name == "accelerate":
                 accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-            report[f"{name} {stage}"] = CASES[name](args.out / f"{name}-{stage}", stage)
+            report[f"{name} {stage}"] = CASES[name](args.out / f"{name}-{stage}", stage, args.start)
     rank = os.environ.get("RANK", 0)
     (args.out / f"report-{rank}.json").write_text(json.dumps(report))
 

@@ -1,0 +1,81 @@
+"""Checkpoints of ranks that share layers: resumed on other ranks and sizes, and converted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import hf_zero
+from hf_zero.core.consolidate import whole_state_dict
+from tests.helpers.engines import config_of, start
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tensor_parallel import MODELS
+from tests.helpers.training import adamw
+
+FROM, TO = ((2, 2), (2, 1), (1, 2), (4, 1)), ((1, 1), (1, 2), (2, 2), (4, 1))
+
+
+def _train(
+    name: str, size: int, groups: int, stage: int, steps: int, folder: Path, load: bool, save: bool
+) -> Any:
+    """Losses of ``steps`` steps on ``groups`` groups of ``size`` ranks, and the whole weights."""
+    models = [MODELS[name].build() for _ in range(size * groups)]
+    config = config_of(stage, tensor_parallel={"autotp_size": size})
+
+    def run(rank: int) -> Any:
+        engine = start(models[rank], adamw(models[rank]), config)
+        if load:
+            engine.load_checkpoint(str(folder))
+        losses = []
+        for step in range(steps):
+            # the same batch for every group, whatever their number
+            loss = engine(**MODELS[name].batch(step + 10 * load, 0, 0)).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        if save:
+            engine.save_checkpoint(str(folder))
+        weights = whole_state_dict(engine, dtype=torch.float32)
+        engine.destroy()
+        return losses, weights
+
+    return run_ranks(len(models), run)[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "stage"),
+    [
+        pytest.param(before, after, stage, marks=() if place % 7 == 0 else pytest.mark.long)
+        for place, (before, after, stage) in enumerate(
+            (before, after, stage) for before in FROM for after in TO for stage in (1, 3)
+        )
+    ],
+)
+def test_resumed(
+    before: tuple[int, int], after: tuple[int, int], stage: int, tmp_path: Path
+) -> None:
+    name = "llama-tied" if stage == 1 else "gpt2"
+    _train(name, *before, stage, 2, tmp_path, load=False, save=True)
+    one = _train(name, *before, stage, 2, tmp_path, load=True, save=False)
+    other = _train(name, *after, stage, 2, tmp_path, load=True, save=False)
+    assert one[0] == pytest.approx(other[0], rel=1e-5)
+    for key, value in one[1].items():
+        assert torch.allclose(value, other[1][key], rtol=1e-4, atol=1e-5), key
+
+
+@pytest.mark.parametrize("name", ("qwen3", "mixtral"))
+def test_converted(name: str, tmp_path: Path) -> None:
+    _, weights = _train(name, 2, 2, 3, 1, tmp_path / "saved", load=False, save=True)
+    hf_zero.convert_checkpoint(str(tmp_path / "saved"), str(tmp_path / "model"))
+    files = load_file(tmp_path / "model" / "model.safetensors")
+    model = MODELS[name].build()
+    model.load_state_dict(weights)
+    model.save_pretrained(tmp_path / "plain")
+    wanted = load_file(tmp_path / "plain" / "model.safetensors")
+    assert files.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert torch.equal(files[key], value), key
