@@ -99,8 +99,8 @@ def _resolve_elasticity(reading: ConfigReading, ranks: int) -> None:
 
 
 def _equation(reading: ConfigReading) -> str:
-    sequence = reading.values.get(SEQUENCE) or 1
-    return f"{EQUATION} / {SEQUENCE}" if sequence > 1 else EQUATION
+    over = [key for key in (SEQUENCE, TENSOR_SIZE) if (reading.values.get(key) or 1) > 1]
+    return " / ".join([EQUATION, *over])
 
 
 def _resolve_batch(reading: ConfigReading, ranks: int, required: bool) -> None:

@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "tensor_parallel_cases.py"
 
 def _compare(out: Path, ranks: int, stages: tuple[int, ...]) -> None:
     seeded(llama).save_pretrained(out / "start")
-    chosen = ["--start", str(out / "start"), "--stages", *map(str, stages)]
+    chosen = ["--model", str(out / "start"), "--stages", *map(str, stages)]
     with beside(SCRIPT, out / "alone") as alone:
         reports = torchrun(SCRIPT, out / "ranks", *chosen, ranks=ranks, timeout=400)
         want = alone()

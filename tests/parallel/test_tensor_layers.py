@@ -169,6 +169,31 @@ def test_refused(make: Any, size: int, plan: Any, kind: type[Exception], words: 
     assert isinstance(error, kind) and words in str(error)
 
 
+def test_a_quantised_layer_is_refused() -> None:
+    model = seeded(llama)
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight = nn.Parameter(torch.zeros(48, 32, dtype=torch.int8), requires_grad=False)
+    error = _refused(model, 2)
+    assert isinstance(error, ConfigError) and "cannot cut a quantised layer" in str(error)
+
+
+@pytest.mark.parametrize("late", (False, True))
+def test_adapters_of_parts(late: bool) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    models = [seeded(gpt2) for _ in range(2)]
+    settings = LoraConfig(r=2, target_modules=["c_proj"], fan_in_fan_out=True, use_dora=not late)
+
+    def adapt(rank: int) -> None:
+        model = hf_zero.tensor_parallel(models[rank], 2) if late else models[rank]
+        hf_zero.tensor_parallel(get_peft_model(model, settings), 2)
+
+    words = "made for this rank's part" if late else "use LoRA without DoRA"
+    with pytest.raises(RankFailed, match=words) as raised:
+        run_ranks(2, adapt)
+    assert isinstance(raised.value.__cause__, ConfigError)
+
+
 def test_a_size_that_does_not_divide_the_ranks() -> None:
     with pytest.raises(ConfigError, match="autotp_size = 2 does not divide the 1 ranks"):
         hf_zero.tensor_parallel(llama(), 2)

@@ -17,8 +17,15 @@ from hf_zero.parameters.sharding import Sharding, set_sharding
 
 
 def box_of(name: str, parameter: torch.Tensor, dim: int, packed: int, rank: int, size: int) -> Box:
-    """The part of ``rank``. Raises ConfigError where the dimension does not divide."""
+    """The part of ``rank``. Raises ConfigError where the dimension does not divide, and for a
+    quantised parameter, whose elements do not stand in its layer's places.
+    """
     shape = tuple(parameter.shape)
+    if not parameter.is_floating_point():
+        raise ConfigError(
+            f"{name} is {parameter.dtype}: tensor_parallel.autotp_size = {size} cannot cut a "
+            "quantised layer; load the model in bf16, or remove the key"
+        )
     try:
         return Box.even(shape, dim, rank, size, packed)
     except ValueError:

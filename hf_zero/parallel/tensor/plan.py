@@ -16,6 +16,8 @@ from hf_zero.parallel.tensor import layers
 from hf_zero.parallel.tensor.families import FAMILIES
 from hf_zero.parallel.tensor.layers import is_sharded
 from hf_zero.parallel.tensor.styles import KEY_VALUE_HEADS, WHOLE, LayerStyle, style_of, takes
+from hf_zero.parameters.sharding import WHOLE as WHOLE_OF_ALL
+from hf_zero.parameters.sharding import sharding_of
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -202,6 +204,18 @@ def _adapted(
             f"{name} has an adapter ({type(module).__name__}) that is not built under tensor "
             "parallelism; use LoRA without DoRA, leave the layer out of target_modules, or remove "
             "tensor_parallel.autotp_size"
+        )
+    cut = sharding_of(base.weight).box if isinstance(base.weight, nn.Parameter) else None
+    sizes = {
+        layer.weight.shape[dim]
+        for kind, dim in (("lora_A", 1), ("lora_B", 0))
+        for layer in held[kind].values()
+        if sharding_of(layer.weight) is WHOLE_OF_ALL
+    }
+    if cut is not None and not sizes <= set(cut.whole):
+        raise ConfigError(
+            f"the adapter of {name} was made for this rank's part of it; add adapters before "
+            "hf_zero.tensor_parallel"
         )
     inputs = style.cuts == "inputs"
     for kind, wanted in (("lora_A", inputs), ("lora_B", not inputs)):

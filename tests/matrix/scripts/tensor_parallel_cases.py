@@ -78,7 +78,7 @@ def by_trainer(out, stage, start):
 def by_accelerate(out, stage, start):
     plugin = None
     if stage is not None:
-        written = config(stage) | {"gradient_accumulation_steps": 1}
+        written = config(stage) | {"gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
         plugin = accelerate.utils.DeepSpeedPlugin(hf_ds_config=written)
     accelerator = accelerate.Accelerator(cpu=True, deepspeed_plugin=plugin)
     model = seeded(gpt2)
@@ -105,7 +105,7 @@ CASES = {"trainer": by_trainer, "accelerate": by_accelerate}
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--start", type=Path)
+    parser.add_argument("--model", type=Path)
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     parser.add_argument("--stages", nargs="*", type=int, default=[None])
     args = parser.parse_args()
@@ -114,7 +114,7 @@ def main():
         for name in args.cases:
             if name == "accelerate":
                 accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-            report[f"{name} {stage}"] = CASES[name](args.out / f"{name}-{stage}", stage, args.start)
+            report[f"{name} {stage}"] = CASES[name](args.out / f"{name}-{stage}", stage, args.model)
     rank = os.environ.get("RANK", 0)
     (args.out / f"report-{rank}.json").write_text(json.dumps(report))
 
