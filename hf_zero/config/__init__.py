@@ -1,6 +1,10 @@
 """The configuration of a ZeRO engine: strict, frozen, and each value knows where it came from."""
 
-from hf_zero.config.activations import ActivationCheckpointing, ActivationOffload
+from hf_zero.config.activations import (
+    ActivationCheckpointing,
+    ActivationOffload,
+    TiledMlpSection,
+)
 from hf_zero.config.explaining import ExplainRow
 from hf_zero.config.layer_drop import LayerDropSection
 from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
@@ -33,6 +37,7 @@ __all__ = [
     "OffloadParam",
     "OptimizerConfig",
     "SchedulerConfig",
+    "TiledMlpSection",
     "TokenDropSection",
     "ZeroConfig",
     "ZeroSection",

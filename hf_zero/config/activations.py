@@ -95,6 +95,31 @@ class ActivationCheckpointing:
         return self.blocks == "selective"
 
 
+def _idle_tiles(values: Mapping[str, Any]) -> str:
+    return "" if values.get("tiled_mlp.enabled") else "tiled_mlp.enabled is false"
+
+
+@dataclass(frozen=True)
+class TiledMlpSection:
+    """MLPs of the model's blocks that compute one stretch of the tokens after another, each again
+    in the backward; see :mod:`hf_zero.parallel.sequence.tiled_mlp`.
+    """
+
+    enabled: bool = key(
+        BOOLEAN,
+        False,
+        "MLPs compute one stretch of the tokens after another, and again in the backward: less "
+        "memory for long sequences",
+    )
+    shards: int | None = key(
+        integer(1),
+        None,
+        "stretches; null: tokens / hidden size, the most of any rank",
+        unit="stretches",
+        idle=_idle_tiles,
+    )
+
+
 @dataclass(frozen=True)
 class ActivationOffload:
     """Tensors that a forward saves for its backward, in memory of the host until then.

@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_zero.config.activations import ActivationCheckpointing, ActivationOffload
+from hf_zero.config.activations import (
+    ActivationCheckpointing,
+    ActivationOffload,
+    TiledMlpSection,
+)
 from hf_zero.config.curriculum import (
     CURRICULUM,
     EFFICIENCY,
@@ -205,6 +209,7 @@ class Settings:
         "activation_checkpointing", ActivationCheckpointing
     )
     activation_offload: ActivationOffload = section("activation_offload", ActivationOffload)
+    tiled_mlp: TiledMlpSection = section("tiled_mlp", TiledMlpSection)
     curriculum_learning: CurriculumSection = section(LEGACY, CurriculumSection)
     data_efficiency: DataEfficiency = section(EFFICIENCY, DataEfficiency)
     data_routing: DataRouting = section(ROUTING, DataRouting)

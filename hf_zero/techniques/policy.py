@@ -10,6 +10,8 @@ from hf_zero.config.curriculum import LEGACY, METRICS, SAMPLING
 from hf_zero.config.token_drop import TOKEN_DROP
 from hf_zero.config.training_phases import PHASES
 from hf_zero.errors import ConfigError
+from hf_zero.parallel.sequence.tiled_mlp import KEY as TILED_MLP
+from hf_zero.parallel.sequence.tiled_mlp import TiledMlps
 from hf_zero.techniques import curriculum, data_sampling, training_phases
 from hf_zero.techniques.curriculum_sampler import CurriculumSampler
 from hf_zero.techniques.difficulty import DifficultySchedule
@@ -52,6 +54,7 @@ TECHNIQUES: Mapping[str, Callable[[ZeroConfig], Technique | None]] = {
     PHASES: training_phases.of_config,
     LAYER_DROP: LayerDrop.of,
     TOKEN_DROP: TokenDrop.of,
+    TILED_MLP: TiledMlps.of,
 }
 
 

@@ -21,11 +21,14 @@ TOKENS = 16
 
 def llama(kv_heads: int = 2, **more: Any) -> nn.Module:
     """Tied if ``tie_word_embeddings``; ``kv_heads`` heads of keys and values."""
+    chosen = {
+        "num_attention_heads": HEADS, "max_position_embeddings": 2 * TOKENS,
+        "tie_word_embeddings": False, **more,
+    }  # fmt: skip
     config = transformers.LlamaConfig(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN,
-        num_hidden_layers=LAYERS, num_key_value_heads=kv_heads,
-        max_position_embeddings=2 * TOKENS, initializer_range=0.2, pad_token_id=2,
-        **{"num_attention_heads": HEADS, "tie_word_embeddings": False, **more},
+        num_hidden_layers=LAYERS, num_key_value_heads=kv_heads, initializer_range=0.2,
+        pad_token_id=2, **chosen,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 

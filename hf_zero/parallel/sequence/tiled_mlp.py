@@ -1,0 +1,119 @@
+"""MLPs computed in stretches of the tokens (ALST, arXiv 2506.13996): each stretch runs by itself,
+and once more in the backward, so that what an MLP keeps and computes is that of one stretch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_zero.config import TiledMlpSection, ZeroConfig
+from hf_zero.core.guards import Attached, Override
+from hf_zero.errors import ConfigError
+from hf_zero.parameters.wrap import repeated_blocks
+
+KEY = "tiled_mlp"
+
+
+class TiledMlps:
+    """The MLPs of the model of one engine in ``shards`` stretches; None: as many as the hidden size
+    goes into the tokens.
+
+    The number is the same on all ranks, whatever lengths their sequences have: at stage 3 a module
+    that is called more often on one rank would be gathered more often.
+    """
+
+    def __init__(self, section: TiledMlpSection):
+        self._written = section.shards
+        self._shards = section.shards or 1
+        self._engine: Any = None
+        self._undo: list[Any] = []
+
+    @classmethod
+    def of(cls, config: ZeroConfig) -> TiledMlps | None:
+        """What ``config`` asks for, if anything."""
+        return cls(config.tiled_mlp) if config.tiled_mlp.enabled else None
+
+    def install(self, engine: Any) -> None:
+        """Take over the forwards. Raises ConfigError for a model without MLPs in its blocks."""
+        model, self._engine = engine.module, engine
+        blocks = [block for _, block in repeated_blocks(model)]
+        found = dict.fromkeys(
+            module
+            for block in blocks
+            for module in block.modules()
+            if type(module).__name__.endswith("MLP")
+        )
+        if not found:
+            raise ConfigError(
+                f"{KEY}.enabled: no block of {type(model).__name__} has a module whose class ends "
+                f"in MLP; remove the section"
+            )
+        for module in found:
+            plain, before = module.forward, module.__dict__.get("forward")
+            tiled = Override(self._tiled(plain), module, "forward")
+            module.__dict__["forward"] = tiled
+            self._undo.append((module, tiled, before))
+        if self._written is None:
+            hook = model.register_forward_pre_hook(
+                Attached(self._agree), prepend=True, with_kwargs=True
+            )
+            self._undo.append(hook)
+
+    def _tiled(self, plain: Any) -> Any:
+        def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            shards = min(self._shards, x.shape[-2] if x.dim() > 1 else 1)
+            if shards == 1 or args or kwargs:
+                return plain(x, *args, **kwargs)
+            parts = x.chunk(shards, dim=-2)
+            if not torch.is_grad_enabled():
+                return torch.cat([plain(part) for part in parts], dim=-2)
+            made = [checkpoint(plain, part, use_reentrant=False) for part in parts]
+            return torch.cat(made, dim=-2)
+
+        return forward
+
+    def _agree(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before a forward: the most stretches that any rank needs for its tokens."""
+        tokens = next(
+            (
+                each.shape[1]
+                for each in (*kwargs.values(), *args)
+                if isinstance(each, torch.Tensor) and each.dim() > 1
+            ),
+            1,
+        )
+        config: Any = getattr(model, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        width = getattr(text, "hidden_size", 0) or tokens
+        most = torch.tensor([math.ceil(tokens / width)], device=self._engine.device)
+        mesh = self._engine.mesh
+        for axis in (mesh.shard, mesh.replicate):
+            if axis.size > 1 and self._engine.stage == 3:
+                axis.all_reduce(most, "stretches of MLPs", maximum=True).wait()
+        self._shards = int(most)
+
+    def end_step(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+    def remove(self) -> None:
+        undo, self._undo = self._undo, []
+        for each in undo:
+            if not isinstance(each, tuple):
+                each.remove()
+                continue
+            module, tiled, before = each
+            if module.__dict__.get("forward") is tiled:
+                module.__dict__.pop("forward")
+                if before is not None:
+                    module.__dict__["forward"] = before
