@@ -233,7 +233,7 @@ def _file_plan(engine: TrainingEngine, exclude_frozen: bool) -> tuple[FilePlan, 
     """The file, and under which name each parameter stands in it."""
     export = engine_state.export_of(engine.module, engine.aliases)
     held = {
-        slot.name: (flat.dtype, slot.shape)
+        slot.name: (flat.dtype, slot.whole)
         for flat in engine.flats
         if flat.trainable or not exclude_frozen
         for slot in flat.layout.slots

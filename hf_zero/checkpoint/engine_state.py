@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_zero.checkpoint.records import MASTER, RNG, SHARD, Adapter, Export, strip_wrappers
-from hf_zero.core.consolidate import belongs, refuse_cut, written
+from hf_zero.core.consolidate import belongs, written
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
+from hf_zero.logs import listed
 
 if TYPE_CHECKING:
     from hf_zero.core.engine import TrainingEngine
@@ -40,6 +41,21 @@ def weights_of(flat: FlatBuffer) -> tuple[str, torch.Tensor]:
     if master is not None:
         return MASTER, master
     return SHARD, flat.shard
+
+
+def saved_key(flat: FlatBuffer) -> str:
+    """The key of ``flat`` in a checkpoint: of one that is cut over ranks beside ZeRO, that of its
+    part. Raises CheckpointError where it is not known which part that is.
+    """
+    axes, dims = flat.mesh.axes, flat.engine_mesh.dims
+    lost = [slot.name for slot in flat.layout.slots if axes and slot.box is None]
+    if lost:
+        raise CheckpointError(
+            f"{listed(lost)} are parts of tensors, and nothing says which; give their "
+            "Sharding a box"
+        )
+    rank = flat.engine_mesh.rank
+    return "|".join([flat.key, *(f"{axis} {dims.coordinate(rank, axis)}" for axis in axes)])
 
 
 @dataclass(frozen=True)
@@ -109,8 +125,6 @@ def refuse_destroyed(engine: TrainingEngine, what: str) -> None:
             f"the engine was destroyed and holds no weights and no optimizer state to {what}; "
             f"{what} before destroy()"
         )
-    for flat in engine.flats:
-        refuse_cut(flat)
 
 
 def frozen_names(engine: TrainingEngine) -> set[str]:

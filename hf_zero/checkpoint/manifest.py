@@ -4,10 +4,14 @@ read, written as JSON.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,8 +35,9 @@ from hf_zero.errors import CheckpointError
 from hf_zero.parameters.layout import FlatLayout, Slot
 
 FORMAT = "hf-zero/checkpoint"
-VERSION = 2
-READ = (1, 2)  # version 1 has SHA-256 alone
+PARTS_VERSION = 3  # of those with parts of tensors
+VERSION = 2  # of all others
+READ = (1, 2, 3)  # version 1 has SHA-256 alone
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST = 1 << 30  # bytes; a manifest beyond it is damage, not a model
 DIGEST = "digest"  # the field that tells whether all others are as they were written
@@ -66,8 +71,36 @@ class Manifest:
 
     @cached_property
     def slots(self) -> dict[str, tuple[FlatEntry, Slot]]:
-        """Where each parameter is held."""
-        return {slot.name: (flat, slot) for flat in self.flats for slot in flat.layout.slots}
+        """Where each parameter is held, or the first part of it."""
+        return {name: parts[0] for name, parts in self.parts.items()}
+
+    @cached_property
+    def parts(self) -> dict[str, list[tuple[FlatEntry, Slot]]]:
+        """Where each parameter is held: as one, or in parts with boxes."""
+        found: dict[str, list[tuple[FlatEntry, Slot]]] = {}
+        for flat in self.flats:
+            for slot in flat.layout.slots:
+                found.setdefault(slot.name, []).append((flat, slot))
+        return found
+
+    @property
+    def version(self) -> int:
+        """That of the format in which it is written."""
+        cut = any(slot.box is not None for parts in self.parts.values() for _, slot in parts)
+        return PARTS_VERSION if cut else VERSION
+
+    def runs(self, name: str, start: int, stop: int) -> Iterator[tuple[FlatEntry, int, int]]:
+        """Elements ``[start, stop)`` of the whole parameter ``name``, in order: ``length`` elements
+        from ``at`` of a flat on, as (flat, at, length).
+        """
+        parts = self.parts[name]
+        flat, slot = parts[0]
+        if slot.box is None:
+            yield flat, slot.offset + start, stop - start
+            return
+        of_parts = (_runs_of(flat, slot, start, stop) for flat, slot in parts)
+        for _, flat, at, length in heapq.merge(*of_parts, key=itemgetter(0)):
+            yield flat, at, length
 
     def to_json(self) -> dict[str, Any]:
         optimizer = self.optimizer and {
@@ -77,7 +110,7 @@ class Manifest:
         }
         return {
             "format": FORMAT,
-            "version": VERSION,
+            "version": self.version,
             "software": self.software,
             "save_id": self.save_id,
             "tag": self.tag,
@@ -176,6 +209,14 @@ class Manifest:
                 f"{source} is damaged: {detail}; restore it, or load another tag of this run"
             ) from error
         return manifest
+
+
+def _runs_of(
+    flat: FlatEntry, slot: Slot, start: int, stop: int
+) -> Iterator[tuple[int, FlatEntry, int, int]]:
+    assert slot.box is not None
+    for run in slot.box.runs_within(start, stop):
+        yield run.place, flat, slot.offset + run.at, run.length
 
 
 def _is_as_written(content: bytes, digest: Any) -> bool:
@@ -336,16 +377,27 @@ def _parse(data: dict[str, Any]) -> Manifest:
     )
 
 
+def _check_parts(name: str, slots: Sequence[Slot]) -> None:
+    """Raise ValueError unless ``slots`` hold each element of the parameter ``name`` once."""
+    whole, numel = slots[0].whole, sum(slot.numel for slot in slots)
+    if any(slot.box is None for slot in slots) and len(slots) > 1:
+        raise ValueError(f"parameter {name!r} is held twice")
+    if any(slot.whole != whole for slot in slots) or numel != math.prod(whole):
+        raise ValueError(f"the parts of parameter {name!r} do not make one of shape {whole}")
+    boxes = [slot.box for slot in slots if slot.box is not None]
+    for one, other in itertools.combinations(boxes, 2):
+        if one.meets(other):
+            raise ValueError(f"parts of parameter {name!r} hold the same elements")
+
+
 def _check(manifest: Manifest) -> None:
     """What single fields cannot show: names held once, chunks that cover each flat once.
 
     Raises ValueError.
     """
-    held = [slot.name for flat in manifest.flats for slot in flat.layout.slots]
-    if len(set(held)) != len(held):
-        raise ValueError(
-            f"parameters {sorted({n for n in held if held.count(n) > 1})} are held twice"
-        )
+    held = list(manifest.parts)
+    for name, parts in manifest.parts.items():
+        _check_parts(name, [slot for _, slot in parts])
     if set(held) != set(manifest.parameters):
         raise ValueError(
             f"flats and parameters disagree on {sorted(set(held) ^ set(manifest.parameters))}"

@@ -90,8 +90,8 @@ def _match_parameters(
                     missing.append(slot.name)
                 continue
             saved, saved_slot = manifest.slots[name]
-            if saved_slot.shape != slot.shape:
-                differing.append(_shapes(slot.name, saved_slot.shape, slot.shape))
+            if saved_slot.whole != slot.whole:
+                differing.append(_shapes(slot.name, saved_slot.whole, slot.whole))
             elif (flat.raw or saved.raw) and saved.dtype != flat.dtype:
                 recoded.append(f"{slot.name} (checkpoint {saved.dtype}, model {flat.dtype})")
             else:

@@ -31,6 +31,7 @@ from hf_zero.checkpoint.records import (
 )
 from hf_zero.checkpoint.storage import AnyPath
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, hash_of, plan_file
+from hf_zero.parameters.layout import FlatLayout
 
 if TYPE_CHECKING:
     from hf_zero.core.engine import TrainingEngine
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class RankReport:
     """What one rank tells rank 0: its file, the chunks in it by flat, the numbers of each
-    optimizer group and of parameters in it, and the state of whole parameters in its file.
+    optimizer group and of parameters in it, and the state of whole parameters in its file. layouts:
+    of flats that are cut over ranks beside ZeRO: key in the checkpoint -> (key, layout).
     """
 
     file: FileEntry
@@ -47,6 +49,7 @@ class RankReport:
     scalars: list[dict[str, Any]]
     apart: list[dict[str, Any]]
     factors: dict[str, dict[str, tuple[int, ...]]]  # shapes, by parameter and name
+    layouts: dict[str, tuple[str, FlatLayout]]
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,16 @@ def plan_save(engine: TrainingEngine, name: str, save_id: str, exclude_frozen: b
     """The file ``name`` of this rank."""
     tensors: dict[str, engine_state.DeferredTensor] = {}
     chunks: dict[str, tuple[int, int, tuple[str, ...]]] = {}
+    layouts: dict[str, tuple[str, FlatLayout]] = {}
     for flat in engine.flats:
         if not flat.writes or (exclude_frozen and not flat.trainable):
             continue
         held = engine_state.flat_tensors(flat, engine.bound)
-        tensors |= {f"{flat.key}::{name}": each for name, each in held.items()}
-        chunks[flat.key] = (*flat.owned, tuple(held))
+        key = engine_state.saved_key(flat)
+        tensors |= {f"{key}::{name}": each for name, each in held.items()}
+        chunks[key] = (*flat.owned, tuple(held))
+        if key != flat.key:
+            layouts[key] = flat.key, flat.layout
     if engine.global_rank == 0:
         buffers = engine_state.persistent_buffers(
             engine.module, engine_state.frozen_names(engine) if exclude_frozen else ()
@@ -114,6 +121,7 @@ def plan_save(engine: TrainingEngine, name: str, save_id: str, exclude_frozen: b
                 parameter: {name: tuple(each.shape) for name, each in of.items()}
                 for parameter, of in factors.items()
             },
+            layouts,
         ),
     )
 
@@ -151,15 +159,15 @@ def build_manifest(
         if exclude_frozen and not flat.trainable:
             excluded += names
             continue
-        held = sorted(
-            (report.chunks[flat.key][0], file, report.chunks[flat.key])
-            for file, report in enumerate(reports)
-            if flat.key in report.chunks
-        )
-        chunks = tuple(
-            Chunk(file, start, stop, tensors) for _, file, (start, stop, tensors) in held
-        )
-        flats.append(FlatEntry(flat.key, flat.trainable, flat.dtype, flat.layout, chunks, flat.raw))
+        layouts = {
+            key: layout
+            for report in reports
+            for key, (of, layout) in report.layouts.items()
+            if of == flat.key
+        }
+        for key, layout in sorted(layouts.items()) or [(flat.key, flat.layout)]:
+            chunks = _chunks(key, reports)
+            flats.append(FlatEntry(key, flat.trainable, flat.dtype, layout, chunks, flat.raw))
         dtypes |= {name: dtype_of(engine.param_dtypes[name]) for name in names}
     manifest = Manifest(
         save_id=save_id,
@@ -196,6 +204,16 @@ def build_manifest(
         software={"hf_zero": hf_zero.__version__, "torch": torch.__version__},
     )
     return deepcopy(manifest)
+
+
+def _chunks(key: str, reports: list[RankReport]) -> tuple[Chunk, ...]:
+    """The chunks of the flat ``key``, in order."""
+    held = sorted(
+        (report.chunks[key][0], file, report.chunks[key])
+        for file, report in enumerate(reports)
+        if key in report.chunks
+    )
+    return tuple(Chunk(file, start, stop, tensors) for _, file, (start, stop, tensors) in held)
 
 
 def _optimizer(engine: TrainingEngine, reports: list[RankReport]) -> OptimizerEntry | None:

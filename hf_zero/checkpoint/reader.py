@@ -21,6 +21,7 @@ from hf_zero.checkpoint.records import BUFFER, FileEntry, FlatEntry, factor_key
 from hf_zero.checkpoint.storage import AnyPath, ClosedAtExit, modified_ns, store_errors
 from hf_zero.checkpoint.tensorfile import BLOCK, TensorFile, algorithm_of, hash_of_file
 from hf_zero.errors import CheckpointError
+from hf_zero.parameters.box import Run
 from hf_zero.parameters.layout import FlatLayout
 
 
@@ -43,20 +44,20 @@ class CopyRange:
 def parameter_ranges(
     manifest: Manifest, name: str, start: int, stop: int, target: int = 0
 ) -> Iterator[CopyRange]:
-    """The runs that give elements ``[start, stop)`` of parameter ``name``, in order, without
-    gaps.
+    """The runs that give elements ``[start, stop)`` of the whole parameter ``name``, in order,
+    without gaps.
     """
-    flat, slot = manifest.slots[name]
-    at, end = slot.offset + start, slot.offset + stop
-    # the last of those that start there: earlier ones are empty
-    index = bisect.bisect_right(flat.starts, at) - 1
-    while at < end:
-        chunk = flat.chunks[index]
-        length = min(end, chunk.stop) - at
-        if length > 0:
-            yield CopyRange(flat, index, at - chunk.start, target, length)
-            at, target = at + length, target + length
-        index += 1
+    for flat, at, numel in manifest.runs(name, start, stop):
+        end = at + numel
+        # the last of those that start there: earlier ones are empty
+        index = bisect.bisect_right(flat.starts, at) - 1
+        while at < end:
+            chunk = flat.chunks[index]
+            length = min(end, chunk.stop) - at
+            if length > 0:
+                yield CopyRange(flat, index, at - chunk.start, target, length)
+                at, target = at + length, target + length
+            index += 1
 
 
 def copy_ranges(
@@ -73,15 +74,26 @@ def copy_ranges(
     for piece in layout.pieces(start, stop):
         if piece.name not in held:
             continue
-        for run in parameter_ranges(
-            manifest, held[piece.name], piece.start, piece.stop, piece.offset - start
-        ):
-            if last and _continues(last, run):
-                last = replace(last, length=last.length + run.length)
-                continue
-            if last:
-                yield last
-            last = run
+        box, target = layout.by_name[piece.name].box, piece.offset - start
+        wanted = (
+            [Run(piece.start, piece.start, len(piece))]
+            if box is None
+            else box.runs(piece.start, piece.stop)
+        )
+        for part in wanted:
+            for run in parameter_ranges(
+                manifest,
+                held[piece.name],
+                part.place,
+                part.place + part.length,
+                target + part.at - piece.start,
+            ):
+                if last and _continues(last, run):
+                    last = replace(last, length=last.length + run.length)
+                    continue
+                if last:
+                    yield last
+                last = run
     if last:
         yield last
 
@@ -266,8 +278,8 @@ class Checkpoint(ClosedAtExit):
     def buffer(self, name: str) -> torch.Tensor:
         if name not in self.manifest.buffers:  # a writer that does not tell them from parameters
             flat, slot = self.manifest.slots[name]
-            out = torch.empty(slot.shape, dtype=flat.dtype)
-            self.fill(out.view(-1), parameter_ranges(self.manifest, name, 0, slot.numel))
+            out = torch.empty(slot.whole, dtype=flat.dtype)
+            self.fill(out.view(-1), parameter_ranges(self.manifest, name, 0, out.numel()))
             return out
         dtype, shape = self.manifest.buffers[name]
         out = torch.empty(shape, dtype=dtype)

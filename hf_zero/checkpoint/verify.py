@@ -170,9 +170,14 @@ def _check_checkpoint(folder: AnyPath, progress: bool | None) -> Verdict:
         if not problems:
             _note(problems, checkpoint.client_state)
             _note(problems, checkpoint.scheduler_state)
-    slots = [slot for flat in checkpoint.manifest.flats for slot in flat.layout.slots]
+    slots = [slot for parts in checkpoint.manifest.parts.values() for _, slot in parts]
     return Verdict(
-        folder, len(files), read, len(slots), sum(slot.numel for slot in slots), tuple(problems)
+        folder,
+        len(files),
+        read,
+        len(checkpoint.manifest.parts),
+        sum(slot.numel for slot in slots),
+        tuple(problems),
     )
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from hf_zero.core.cut_parameters import join_parts
-from hf_zero.errors import NotBuiltError
 from hf_zero.parameters.layout import Slot
 from hf_zero.parameters.sharding import sharding_of
 from hf_zero.units.flat_buffer import FlatBuffer
@@ -63,15 +62,6 @@ def _wholes(
             if flat.spec.sharding.axes:
                 view = join_parts(sharding_of(flat.parameters[slot.name]), view, slot.name)
             yield flat, slot, view
-
-
-def refuse_cut(flat: FlatBuffer) -> None:
-    """Raise NotBuiltError for parameters of which this rank's engine holds a part alone."""
-    if flat.spec.sharding.axes:
-        raise NotBuiltError(
-            f"{flat.layout.slots[0].name} is cut over ranks by {' and '.join(flat.mesh.axes)} "
-            "parallelism: checkpoints of that are not built yet"
-        )
 
 
 def _whole_master(flat: FlatBuffer) -> torch.Tensor:

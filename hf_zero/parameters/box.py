@@ -9,9 +9,19 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 Cut = tuple[int, int]
+
+
+class Run(NamedTuple):
+    """``length`` elements that lie together: from ``at`` of a part on, and from ``place`` of the
+    whole tensor on, both flattened.
+    """
+
+    at: int
+    place: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -71,43 +81,75 @@ class Box:
         along each dimension, else a new tensor.
         """
         for dim, ranges in self.cuts:
-            pieces = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
-            whole = pieces[0] if len(pieces) == 1 else _joined(pieces, dim)
+            before = (slice(None),) * dim
+            if len(ranges) == 1:
+                whole = whole[(*before, slice(*ranges[0]))]
+            else:
+                whole = whole[(*before, [at for cut in ranges for at in range(*cut)])]
         return whole
 
-    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Elements ``[start, stop)`` of the part, flattened, as runs ``(at, place, length)``: at
-        ``at`` of the part and ``place`` of the whole tensor, flattened.
-        """
-        for at, place, length in self._runs():
-            if at >= stop:
-                return
-            first, last = max(at, start), min(at + length, stop)
-            if first < last:
-                yield first, place + first - at, last - first
+    def put(self, part: Any, whole: Any) -> None:
+        """Copy ``part`` into its place in ``whole``, a tensor of that shape."""
+        for blocks in itertools.product(*map(_blocks, self._ranges)):
+            own, place = tuple(own for own, _ in blocks), tuple(place for _, place in blocks)
+            whole[place] = part[own]
 
-    def _runs(self) -> Iterator[tuple[int, int, int]]:
-        """All runs of the part, in its order."""
-        last = max((dim for dim, _ in self.cuts), default=-1)
-        if last < 0:
-            yield 0, 0, math.prod(self.whole)
-            return
-        inner = math.prod(self.whole[last + 1 :])
+    def runs(self, start: int, stop: int) -> Iterator[Run]:
+        """Elements ``[start, stop)`` of the part, flattened, in its order."""
+        shape, lead = self.shape, self._lead
+        row_numel = math.prod(shape[lead:])
+        for row in _rows(start, stop, row_numel):
+            index = [
+                _spread(self._ranges[dim], at) for dim, at in enumerate(_index(row, shape[:lead]))
+            ]
+            yield from self._row(row, _place(index, self.whole), start, stop, of_whole=False)
+
+    def runs_within(self, start: int, stop: int) -> Iterator[Run]:
+        """What the part has of elements ``[start, stop)`` of the whole tensor, flattened, in their
+        order.
+        """
+        shape, lead = self.shape, self._lead
+        row_numel = math.prod(self.whole[lead:])
+        for row in _rows(start, stop, row_numel):
+            index = [
+                _joined_at(self._ranges[dim], at)
+                for dim, at in enumerate(_index(row, self.whole[:lead]))
+            ]
+            if None not in index:
+                own = _place([at for at in index if at is not None], shape)
+                yield from self._row(own, row, start, stop, of_whole=True)
+
+    @cached_property
+    def _lead(self) -> int:
+        """How many dimensions lie before the last that is cut: along them a row is one index."""
+        return max((dim for dim, _ in self.cuts), default=0)
+
+    @cached_property
+    def _ranges(self) -> tuple[tuple[Cut, ...], ...]:
         by_dim = dict(self.cuts)
-        outer = [
-            itertools.chain.from_iterable(range(*cut) for cut in by_dim.get(dim, ((0, n),)))
-            for dim, n in enumerate(self.whole[:last])
-        ]
-        at = 0
-        for index in itertools.product(*outer):
-            row = 0
-            for n, i in zip(self.whole, index):
-                row = row * n + i
-            row *= self.whole[last]
-            for start, stop in by_dim[last]:
-                length = (stop - start) * inner
-                yield at, (row + start) * inner, length
-                at += length
+        return tuple(by_dim.get(dim, ((0, n),)) for dim, n in enumerate(self.whole))
+
+    def _row(self, own: int, row: int, start: int, stop: int, of_whole: bool) -> Iterator[Run]:
+        """The runs of row ``own`` of the part, which is ``row`` of the whole tensor, inside
+        ``[start, stop)`` of one of the two.
+        """
+        lead = self._lead
+        inner = math.prod(self.whole[lead + 1 :])
+        at, place = own * math.prod(self.shape[lead:]), row * math.prod(self.whole[lead:])
+        for first, last in self._ranges[lead] if self.whole else ((0, 1),):
+            run = Run(at, place + first * inner, (last - first) * inner)
+            at += run.length
+            base = run.place if of_whole else run.at
+            skip, end = max(start - base, 0), min(stop - base, run.length)
+            if skip < end:
+                yield Run(run.at + skip, run.place + skip, end - skip)
+
+    def meets(self, other: Box) -> bool:
+        """Whether two parts of one tensor have an element in common."""
+        return all(
+            any(max(a, c) < min(b, d) for a, b in mine for c, d in theirs)
+            for mine, theirs in zip(self._ranges, other._ranges)
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -130,7 +172,49 @@ class Box:
             ) from None
 
 
-def _joined(pieces: Sequence[Any], dim: int) -> Any:
-    import torch
+def _blocks(ranges: Sequence[Cut]) -> list[tuple[slice, slice]]:
+    """Where each of ``ranges`` stands among them, one after another, and where it is."""
+    found, at = [], 0
+    for start, stop in ranges:
+        found.append((slice(at, at + stop - start), slice(start, stop)))
+        at += stop - start
+    return found
 
-    return torch.cat(list(pieces), dim)
+
+def _rows(start: int, stop: int, numel: int) -> range:
+    """The rows of ``numel`` elements that ``[start, stop)`` touches."""
+    return range(start // numel, -(-stop // numel)) if numel and start < stop else range(0)
+
+
+def _index(row: int, shape: Sequence[int]) -> list[int]:
+    found = []
+    for n in reversed(shape):
+        row, at = divmod(row, n)
+        found.append(at)
+    return found[::-1]
+
+
+def _place(index: Sequence[int], shape: Sequence[int]) -> int:
+    place = 0
+    for at, n in zip(index, shape):
+        place = place * n + at
+    return place
+
+
+def _spread(ranges: Sequence[Cut], at: int) -> int:
+    """Where element ``at`` of ``ranges``, one after another, lies."""
+    for start, stop in ranges:
+        if at < stop - start:
+            return start + at
+        at -= stop - start
+    raise IndexError(f"{at} beyond {ranges}; count from 0")
+
+
+def _joined_at(ranges: Sequence[Cut], place: int) -> int | None:
+    """Inverse of :func:`_spread`; None for what no range holds."""
+    at = 0
+    for start, stop in ranges:
+        if start <= place < stop:
+            return at + place - start
+        at += stop - start
+    return None

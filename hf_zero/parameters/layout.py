@@ -11,21 +11,32 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
+
+from hf_zero.parameters.box import Box
 
 ALIGNMENT = 8  # elements; a chunk of 16-bit elements then starts on a 16-byte boundary
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one parameter: ``offset`` and ``numel`` in elements of the flat buffer."""
+    """The place of one parameter: ``offset`` and ``numel`` in elements of the flat buffer. ``box``:
+    of a larger tensor it is this part.
+    """
 
     name: str
     shape: tuple[int, ...]
     offset: int
+    box: Box | None = None
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return self.shape if self.box is None else self.box.whole
 
     @property
     def numel(self) -> int:
@@ -74,14 +85,19 @@ class FlatLayout:
             )
 
     @classmethod
-    def build(cls, named_shapes: Sequence[tuple[str, Sequence[int]]], shards: int) -> FlatLayout:
-        """Lay ``named_shapes`` out in the order given.
+    def build(
+        cls,
+        named_shapes: Sequence[tuple[str, Sequence[int]]],
+        shards: int,
+        boxes: Mapping[str, Box | None] = MappingProxyType({}),
+    ) -> FlatLayout:
+        """Lay ``named_shapes`` out in the order given; ``boxes`` are those of parts of tensors.
 
         A shape ``()`` holds one element, an empty one none.
         """
         slots, offset = [], 0
         for name, shape in named_shapes:
-            slots.append(Slot(name, tuple(int(n) for n in shape), offset))
+            slots.append(Slot(name, tuple(int(n) for n in shape), offset, boxes.get(name)))
             offset = slots[-1].end
         return cls(tuple(slots), shards)
 
@@ -141,7 +157,9 @@ class FlatLayout:
         return {
             "shards": self.shards,
             "slots": [
-                {"name": s.name, "shape": list(s.shape), "offset": s.offset} for s in self.slots
+                {"name": s.name, "shape": list(s.shape), "offset": s.offset}
+                | ({} if s.box is None else {"box": s.box.to_json()})
+                for s in self.slots
             ],
         }
 
@@ -154,7 +172,12 @@ class FlatLayout:
         """
         try:
             slots = tuple(
-                Slot(_typed(s["name"], str), tuple(map(_count, s["shape"])), _count(s["offset"]))
+                Slot(
+                    _typed(s["name"], str),
+                    tuple(map(_count, s["shape"])),
+                    _count(s["offset"]),
+                    Box.from_json(s["box"]) if "box" in s else None,
+                )
                 for s in data["slots"]
             )
             shards = _count(data["shards"])
@@ -169,6 +192,11 @@ class FlatLayout:
                 raise ValueError(
                     f"slot {slot.name!r} with shape {slot.shape} stands at {slot.offset}, expected "
                     f"{at}; the layout is damaged"
+                )
+            if slot.box is not None and slot.box.shape != slot.shape:
+                raise ValueError(
+                    f"slot {slot.name!r} has shape {slot.shape}, its box {slot.box.shape}; the "
+                    "layout is damaged"
                 )
             at = slot.end
         return cls(slots, shards)

@@ -81,6 +81,10 @@ def partition(
         for index, spec in enumerate(specs)
     ]
     flats = engine_flats.flats
+    if any(flat.mesh.axes for flat in flats):
+        slots = [slot for flat in flats for slot in flat.layout.slots]
+        own = {slot.name: slot.box for slot in slots if slot.box is not None}
+        engine_flats.boxes = dict(zip(mesh.ranks, mesh.all_gather_object(own, "parts of tensors")))
     memory = FlatMemory(flats, group_of, policy, placement, device, dtypes)
     former, staging, reads = FormerValues(), Staging(), any(is_pending(flat) for flat in flats)
     for unit in units:
@@ -231,7 +235,9 @@ def _plan_unit(
         shards = mesh.shard.size if trainable else own.parameter_shards(mesh.shard.size)
         stays = own != policy
         layout = FlatLayout.build(
-            [(name, tuple(p.shape)) for name, p in parameters.items()], shards
+            [(name, tuple(p.shape)) for name, p in parameters.items()],
+            shards,
+            {name: sharding_of(p).box for name, p in parameters.items()},
         )
         writes = mesh.replicate.rank == 0 and (shards > 1 or mesh.shard.rank == 0)
         state = "trainable" if trainable else "frozen"

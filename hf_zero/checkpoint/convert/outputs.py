@@ -139,7 +139,7 @@ def outputs(
         if exclude_frozen and not flat.trainable:
             continue
         given = own if dtype is None or flat.raw or not own.is_floating_point else dtype
-        made.append(OutputTensor(strip_wrappers(name), name, given, slot.shape, raw=flat.raw))
+        made.append(OutputTensor(strip_wrappers(name), name, given, slot.whole, raw=flat.raw))
     return made + [
         OutputTensor(strip_wrappers(name), name, own, shape, is_buffer=True)
         for name, (own, shape) in manifest.buffers.items()

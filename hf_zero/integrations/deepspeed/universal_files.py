@@ -109,7 +109,7 @@ def _whole(checkpoint: Checkpoint, name: str, state: str | None) -> torch.Tensor
     runs = list(parameter_ranges(checkpoint.manifest, name, 0, slot.numel))
     if state is not None and not all(checkpoint.holds(run, state) for run in runs):
         return None
-    out = torch.empty(slot.shape, dtype=torch.float32)
+    out = torch.empty(slot.whole, dtype=torch.float32)
     checkpoint.fill(out.view(-1), runs, state)
     return out
 
@@ -133,7 +133,7 @@ def _model_states(checkpoint: Checkpoint) -> dict[str, Any]:
         "buffer_names": [strip_wrappers(name) for name in manifest.buffers],
         "param_shapes": [
             OrderedDict(
-                (strip_wrappers(name), torch.Size(manifest.slots[name][1].shape)) for name in names
+                (strip_wrappers(name), torch.Size(manifest.slots[name][1].whole)) for name in names
             )
             for names in grouped
         ],
