@@ -16,6 +16,8 @@ from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.parallel_groups import ParallelGroups
 from hf_zero.parameters.box import Box
 from hf_zero.parameters.sharding import Sharding, set_sharding
+from tests.helpers.engines import config_of
+from tests.helpers.training import Plan
 
 HIDDEN, HEADS, INNER, EXPERTS, WIDE = 12, 4, 16, 4, 8
 ROWS = 6  # tokens of a micro-batch on a rank
@@ -207,6 +209,17 @@ def batches(steps: int, accumulation: int, ranks: int) -> Tensor:
     """[steps, accumulation, ranks that read different rows, rows, hidden]"""
     generator = torch.Generator().manual_seed(5)
     return torch.randn(steps, accumulation, ranks, ROWS, HIDDEN, generator=generator)
+
+
+def config_of_split(stage: int, accumulation: int = 1, clip: float = 0.0, **zero: Any) -> Any:
+    """A configuration in which each block is a unit, and none of its parameters stays whole."""
+    made = config_of(stage, Plan(accumulation=accumulation, clip=clip))
+    made["train_micro_batch_size_per_gpu"] = ROWS
+    made["zero_optimization"].update(
+        stage3_param_persistence_threshold=0, stage3_module_granularity_threshold=0
+    )
+    made["zero_optimization"].update(zero)
+    return made
 
 
 class Record:

@@ -16,26 +16,16 @@ import hf_zero
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.parameters.sharding import sharding_of
-from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.engines import full_weights, start
 from tests.helpers.models import seeded
 from tests.helpers.ranks import run_ranks
-from tests.helpers.split import ROWS, Record, Split, batches, plain, split
-from tests.helpers.training import Plan, adamw, plain_sgd
+from tests.helpers.split import Record, Split, batches, config_of_split, plain, split
+from tests.helpers.training import adamw, plain_sgd
 
 TP2 = {"tensor": 2}
 EP2 = {"expert": 2}
 BOTH = {"tensor": 2, "expert": 2}
 CLIP = 0.05
-
-
-def config(stage: int, accumulation: int = 1, clip: float = 0.0, **zero: Any) -> dict[str, Any]:
-    made = config_of(stage, Plan(accumulation=accumulation, clip=clip))
-    made["train_micro_batch_size_per_gpu"] = ROWS
-    made["zero_optimization"].update(
-        stage3_param_persistence_threshold=0, stage3_module_granularity_threshold=0
-    )
-    made["zero_optimization"].update(zero)
-    return made
 
 
 def train(rank: int, whole: nn.Module, data: Tensor, sizes: Any, made: Any, optimizer: Any) -> Any:
@@ -72,7 +62,7 @@ def check(
     whole = seeded(lambda: Split(experts=dims.expert > 1))
     data = batches(3, accumulation, dims.data)
     want = plain(whole, optimizer, data, clip)
-    made = config(stage, accumulation, clip, **zero)
+    made = config_of_split(stage, accumulation, clip, **zero)
     got = run_ranks(4, train, whole, data, sizes, made, optimizer)
     assert len({tuple(record.norms) for record, _ in got}) == 1, "norms differ between ranks"
     tensor = dims.tensor
