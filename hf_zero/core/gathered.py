@@ -147,8 +147,10 @@ class GatheredParameters:
         if parameter.data_ptr() != view.data_ptr() and parameter.numel():
             view.copy_(parameter.data)  # another tensor was put into parameter.data
             parameter.data = view
-        if modifier is not None:
-            world_group.broadcast(view, modifier)
+        group = flat.mesh.group
+        if modifier is not None and group is not None:
+            # of a part that the modifier does not have, the first rank that has it counts
+            group.broadcast(view, modifier if modifier in group.ranks else group.ranks[0])
         with _engine_of(flat).schedule.shards.writing():
             flat.adopt(name)
 

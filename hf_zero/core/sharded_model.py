@@ -15,15 +15,17 @@ from hf_zero.core.guards import ModuleGuards
 from hf_zero.core.schedule import Schedule
 from hf_zero.core.takeover import refuse_unknown_params
 from hf_zero.distributed.mesh import Mesh
+from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.ops import native
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.elementwise import check
 from hf_zero.optim.fused_support import reads_16_bits
 from hf_zero.optim.one_bit import one_bit_of
 from hf_zero.optim.state import collect, numbers_kept
-from hf_zero.optim.whole_tensor import moments_by_group
+from hf_zero.optim.whole_tensor import WholeTensorOptimizer, moments_by_group
 from hf_zero.parameters.layout import Slot
 from hf_zero.parameters.parameter import owner_of
+from hf_zero.parameters.sharding import sharding_of
 from hf_zero.parameters.wrap import find_units, packed_elements, persistent_names
 from hf_zero.spans import span
 from hf_zero.storage.placement import Placement
@@ -32,7 +34,7 @@ from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.flat_memory import Dtypes
 from hf_zero.units.materialize import check_parameters, partition
 from hf_zero.units.packing import packs
-from hf_zero.units.policy import POLICIES
+from hf_zero.units.policy import POLICIES, Policy
 from hf_zero.units.unit import Unit
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -60,7 +62,12 @@ class ShardedModel:
         self.placement = placement
         self.shard_only = precision is None
         self.policy = POLICIES[config.stage]
-        specs, self.aliases = find_units(model, config.zero.module_granularity_threshold)
+        zero = config.zero
+        whole = persistent_names(
+            model, zero.param_persistence_threshold, zero.model_persistence_threshold
+        )
+        in_root = _gathered_with_the_root(model, mesh, self.policy, whole)
+        specs, self.aliases = find_units(model, zero.module_granularity_threshold, in_root)
         # that small units may have together in one message
         self.packed_elements = packed_elements(config.zero.module_granularity_threshold)
         check_parameters(specs, mesh.device)
@@ -78,10 +85,6 @@ class ShardedModel:
             numbers_kept(optimizer) if optimizer is not None and placement.in_files else 0,
             optimizer is not None and reads_16_bits(optimizer, config.kernels, mesh.device),
             DTYPES[config.buffer_dtype] if config.buffer_dtype and precision else None,
-        )
-        zero = config.zero
-        whole = persistent_names(
-            model, zero.param_persistence_threshold, zero.model_persistence_threshold
         )
         self.units = partition(
             model,
@@ -187,7 +190,18 @@ class ShardedModel:
             flat.retire()
 
     def bind(self, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> BoundOptimizer:
-        """``optimizer`` over this rank's segments, with its state where the placement says."""
+        """``optimizer`` over this rank's segments, with its state where the placement says.
+
+        Raises UnsupportedOptimizerError for one that looks at whole tensors, of which ranks hold
+        parts.
+        """
+        cut = [flat for flat in self.trainable if flat.mesh.axes]
+        if cut and isinstance(optimizer, WholeTensorOptimizer):
+            raise UnsupportedOptimizerError(
+                f"{type(optimizer).__name__} looks at whole tensors, and {cut[0].key} has parts of "
+                f"tensors that {' and '.join(cut[0].mesh.axes)} parallelism has cut; take an "
+                "optimizer that updates each element by itself (AdamW, Lion, SGD)"
+            )
         shards = [flat.optimizer_shard for flat in self.trainable]
         return BoundOptimizer(
             optimizer,
@@ -227,8 +241,24 @@ class MeshRanks:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """``value`` of each rank (collective over all ranks)."""
-        every = self._mesh.all_gather_object(value, "what optimizers keep")
+        every = dict(
+            zip(self._mesh.ranks, self._mesh.all_gather_object(value, "what optimizers keep"))
+        )
         return [every[rank] for rank in self._axis.ranks]
+
+
+def _gathered_with_the_root(
+    model: nn.Module, mesh: Mesh, policy: Policy, whole: frozenset[str]
+) -> frozenset[int]:
+    """The ids of vectors that all tensor-parallel ranks hold, beside matrices that these cut: in
+    the unit of those they would be a message more for each gather.
+    """
+    if mesh.dims.tensor == 1 or not policy.shards_parameters:
+        return frozenset()
+    named = model.named_parameters()
+    return frozenset(
+        id(p) for name, p in named if p.dim() < 2 and name not in whole and not sharding_of(p).axes
+    )
 
 
 def _groups(

@@ -4,7 +4,7 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -147,7 +147,7 @@ def _by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def find_units(
-    model: nn.Module, granularity: int | None = None
+    model: nn.Module, granularity: int | None = None, in_root: Collection[int] = ()
 ) -> tuple[list[UnitSpec], dict[str, str]]:
     """Units of ``model`` (the first is the root) and its tied names as ``{alias: first name}``.
 
@@ -157,13 +157,13 @@ def find_units(
     a unit if it lies in none, whatever blocks it holds. Parameters of one unit that a module names
     together in :data:`PACKED` follow the first of them; raises PartitionError for a name that the
     module does not have. A parameter that two units reach belongs once, to the root: their lowest
-    common ancestor, since units do not nest.
+    common ancestor, since units do not nest; so do those whose ids are ``in_root``.
     """
     names, aliases = _names(model)
     blocks = find_blocks(model)
     alone = _alone(model, blocks)
     wrapped = _outermost(model, alone | {id(block) for _, block in blocks})
-    root, owned = _owners(model, names, wrapped)
+    root, owned = _owners(model, names, wrapped, in_root)
     packs = _packs(model)
     specs = [UnitSpec(("",), (model,), _in_packs(root, packs))]
     limit = GRANULARITY if granularity is None else granularity
@@ -231,7 +231,10 @@ def _alone(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> set[int
 
 
 def _owners(
-    model: nn.Module, names: Mapping[str, nn.Parameter], wrapped: Sequence[tuple[str, nn.Module]]
+    model: nn.Module,
+    names: Mapping[str, nn.Parameter],
+    wrapped: Sequence[tuple[str, nn.Module]],
+    in_root: Collection[int],
 ) -> tuple[list[tuple[str, nn.Parameter]], list[list[tuple[str, nn.Parameter]]]]:
     """The parameters of the root, and those that each of the ``wrapped`` modules alone reaches."""
     reached: dict[int, set[int]] = {}
@@ -239,6 +242,7 @@ def _owners(
         for parameter in module.parameters():
             reached.setdefault(id(parameter), set()).add(index)
     reached_outside = _reached_outside(model, {id(module) for _, module in wrapped})
+    reached_outside.update(in_root)
     owned: list[list[tuple[str, nn.Parameter]]] = [[] for _ in wrapped]
     root: list[tuple[str, nn.Parameter]] = []
     for name, parameter in names.items():
