@@ -109,11 +109,11 @@ def test_what_is_no_manifest(data):
     refused(data, "no manifest of hf-zero.*name a folder")
 
 
-@pytest.mark.parametrize("version", [0, 3, "1", True, None])
+@pytest.mark.parametrize("version", [0, 4, "1", True, None])
 def test_another_version(written, version):
     refused(
         written | {"version": version},
-        "format version .* reads versions 1 to 2; load it with the hf-zero that wrote it",
+        "format version .* reads versions 1 to 3; load it with the hf-zero that wrote it",
     )
 
 
