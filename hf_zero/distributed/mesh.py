@@ -47,7 +47,6 @@ class Mesh:
     ):
         self.rank = get_rank()
         self.dims = parallel.dims if parallel is not None else ParallelDims(get_world_size())
-        self._parallel = parallel
         self.ranks = self.dims.ranks_sharing(self.rank)  # the peers, with this one
         self.world = len(self.ranks)
         self.stats = CollectiveStats()
@@ -94,11 +93,6 @@ class Mesh:
         tensor-parallel rank has a part of their gradient.
         """
         return replace(self._of[axes], gain=float(self.dims.tensor)) if partial else self._of[axes]
-
-    def along(self, axis: str) -> MeshDim:
-        """This rank's ranks along ``axis`` of the job ("tensor", "expert")."""
-        assert self._parallel is not None
-        return self._parallel.along(axis)
 
     def _meet(self) -> CollectiveLog:
         """Agree with the peers on the making of an engine; the log of its agreements."""

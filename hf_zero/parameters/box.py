@@ -4,7 +4,6 @@ only.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -88,12 +87,6 @@ class Box:
                 whole = whole[(*before, [at for cut in ranges for at in range(*cut)])]
         return whole
 
-    def put(self, part: Any, whole: Any) -> None:
-        """Copy ``part`` into its place in ``whole``, a tensor of that shape."""
-        for blocks in itertools.product(*map(_blocks, self._ranges)):
-            own, place = tuple(own for own, _ in blocks), tuple(place for _, place in blocks)
-            whole[place] = part[own]
-
     def runs(self, start: int, stop: int) -> Iterator[Run]:
         """Elements ``[start, stop)`` of the part, flattened, in its order."""
         shape, lead = self.shape, self._lead
@@ -170,15 +163,6 @@ class Box:
             raise ValueError(
                 f"a box holds the whole shape and the cuts of its dimensions: {error!r}"
             ) from None
-
-
-def _blocks(ranges: Sequence[Cut]) -> list[tuple[slice, slice]]:
-    """Where each of ``ranges`` stands among them, one after another, and where it is."""
-    found, at = [], 0
-    for start, stop in ranges:
-        found.append((slice(at, at + stop - start), slice(start, stop)))
-        at += stop - start
-    return found
 
 
 def _rows(start: int, stop: int, numel: int) -> range:

@@ -22,7 +22,6 @@ from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.flat_mesh import FlatMesh
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
-from hf_zero.parameters.box import Box
 from hf_zero.parameters.flat_spec import FlatSpec, reading
 from hf_zero.parameters.layout import FlatLayout, Slot
 from hf_zero.parameters.parameter_handles import ParameterHandles
@@ -46,8 +45,6 @@ class EngineFlats:
         self.flats: list[FlatBuffer] = []
         self.gradients: list[GradientBuffer] = []
         self.engine: Callable[[], Any] = lambda: None  # a weak reference
-        # of the parameters that are parts of tensors, by rank and name
-        self.boxes: dict[int, dict[str, Box]] = {}
 
     def add(self, flat: FlatBuffer) -> None:
         """``flat`` is one of them."""

@@ -81,10 +81,6 @@ def partition(
         for index, spec in enumerate(specs)
     ]
     flats = engine_flats.flats
-    if any(flat.mesh.axes for flat in flats):
-        slots = [slot for flat in flats for slot in flat.layout.slots]
-        own = {slot.name: slot.box for slot in slots if slot.box is not None}
-        engine_flats.boxes = dict(zip(mesh.ranks, mesh.all_gather_object(own, "parts of tensors")))
     memory = FlatMemory(flats, group_of, policy, placement, device, dtypes)
     former, staging, reads = FormerValues(), Staging(), any(is_pending(flat) for flat in flats)
     for unit in units:
