@@ -21,7 +21,7 @@ from hf_zero.checkpoint.records import BUFFER, FileEntry, FlatEntry, factor_key
 from hf_zero.checkpoint.storage import AnyPath, ClosedAtExit, modified_ns, store_errors
 from hf_zero.checkpoint.tensorfile import BLOCK, TensorFile, algorithm_of, hash_of_file
 from hf_zero.errors import CheckpointError
-from hf_zero.parameters.box import Run
+from hf_zero.parameters.box import BoxRun
 from hf_zero.parameters.layout import FlatLayout
 
 
@@ -76,7 +76,7 @@ def copy_ranges(
             continue
         box, target = layout.by_name[piece.name].box, piece.offset - start
         wanted = (
-            [Run(piece.start, piece.start, len(piece))]
+            [BoxRun(piece.start, piece.start, len(piece))]
             if box is None
             else box.runs(piece.start, piece.stop)
         )

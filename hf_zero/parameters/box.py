@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 Cut = tuple[int, int]
 
 
-class Run(NamedTuple):
+class BoxRun(NamedTuple):
     """``length`` elements that lie together: from ``at`` of a part on, and from ``place`` of the
     whole tensor on, both flattened.
     """
@@ -87,7 +87,7 @@ class Box:
                 whole = whole[(*before, [at for cut in ranges for at in range(*cut)])]
         return whole
 
-    def runs(self, start: int, stop: int) -> Iterator[Run]:
+    def runs(self, start: int, stop: int) -> Iterator[BoxRun]:
         """Elements ``[start, stop)`` of the part, flattened, in its order."""
         shape, lead = self.shape, self._lead
         row_numel = math.prod(shape[lead:])
@@ -97,7 +97,7 @@ class Box:
             ]
             yield from self._row(row, _place(index, self.whole), start, stop, of_whole=False)
 
-    def runs_within(self, start: int, stop: int) -> Iterator[Run]:
+    def runs_within(self, start: int, stop: int) -> Iterator[BoxRun]:
         """What the part has of elements ``[start, stop)`` of the whole tensor, flattened, in their
         order.
         """
@@ -122,7 +122,7 @@ class Box:
         by_dim = dict(self.cuts)
         return tuple(by_dim.get(dim, ((0, n),)) for dim, n in enumerate(self.whole))
 
-    def _row(self, own: int, row: int, start: int, stop: int, of_whole: bool) -> Iterator[Run]:
+    def _row(self, own: int, row: int, start: int, stop: int, of_whole: bool) -> Iterator[BoxRun]:
         """The runs of row ``own`` of the part, which is ``row`` of the whole tensor, inside
         ``[start, stop)`` of one of the two.
         """
@@ -130,12 +130,12 @@ class Box:
         inner = math.prod(self.whole[lead + 1 :])
         at, place = own * math.prod(self.shape[lead:]), row * math.prod(self.whole[lead:])
         for first, last in self._ranges[lead] if self.whole else ((0, 1),):
-            run = Run(at, place + first * inner, (last - first) * inner)
+            run = BoxRun(at, place + first * inner, (last - first) * inner)
             at += run.length
             base = run.place if of_whole else run.at
             skip, end = max(start - base, 0), min(stop - base, run.length)
             if skip < end:
-                yield Run(run.at + skip, run.place + skip, end - skip)
+                yield BoxRun(run.at + skip, run.place + skip, end - skip)
 
     def meets(self, other: Box) -> bool:
         """Whether two parts of one tensor have an element in common."""
