@@ -342,6 +342,7 @@ TOP = (
             "top1gating top2gating topkgating einsum einsum_sec_sm_ecm multiplicative_jitter "
             "gumbel_rsample",
         ),
+        left_out(INTERNAL, "*"),
     ),
     module("deepspeed.moe.experts", "Experts.", names(f"{EXPERT}.moe_layer", "Experts")),
     module(
