@@ -68,8 +68,8 @@ class Building:
     """Context around the construction of models: beyond the first ``whole_bytes``, parameters have
     no memory, only a record of their values.
 
-    ``roots`` are then the outermost modules that have such parameters. ``pauses()`` is asked before
-    a tensor is made without memory.
+    ``roots`` are then the outermost modules that have such parameters, and ``outermost()`` those
+    that have any. ``pauses()`` is asked before a tensor is made without memory.
     """
 
     def __init__(self, whole_bytes: int, pauses: Callable[[], bool] = lambda: False):
@@ -97,19 +97,21 @@ class Building:
 
     @property
     def roots(self) -> list[nn.Module]:
+        return self.outermost(is_filled)
+
+    def outermost(self, counts: Callable[[Any], bool]) -> list[nn.Module]:
+        """The outermost modules of those that were given a parameter for which ``counts``."""
         found: dict[nn.Module, None] = {}
         for reference in self._owners:
             owner = reference()
-            if owner is not None and any(
-                is_filled(parameter) for parameter in owner._parameters.values()
-            ):
+            if owner is not None and any(map(counts, owner._parameters.values())):
                 while (up := self._parents.get(owner)) is not None and (parent := up()) is not None:
                     owner = parent
                 found[owner] = None
         return list(found)
 
     def _parameter(self, module: nn.Module, name: str, parameter: Any) -> None:
-        if is_filled(parameter) and threading.get_ident() == self._thread:
+        if parameter is not None and threading.get_ident() == self._thread:
             self._owners.append(weakref.ref(module))
 
     def _child(self, module: nn.Module, name: str, child: Any) -> None:

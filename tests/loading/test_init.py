@@ -15,7 +15,7 @@ import hf_zero
 from hf_zero.integrations.deepspeed import zero_init
 from hf_zero.integrations.deepspeed.zero_init import Init
 from hf_zero.loading import building as lazily
-from hf_zero.parameters.parameter import ReleasedParameter, owner_of
+from hf_zero.parameters.parameter import ReleasedParameter, ZeroParamStatus, owner_of
 from tests.helpers.processes import run_processes, say
 
 WIDTH = 16
@@ -163,13 +163,29 @@ def work(rank: int) -> dict[str, Any]:
     say("small models")
     zero_init.WHOLE_BYTES = 1 << 20
     torch.manual_seed(5)
+    plain = Net()
+    torch.manual_seed(5 + rank)
     with Init(config=ZERO3):
         model = Net()
-    torch.manual_seed(5)
-    assert all(
-        torch.equal(ours, plain)
-        for ours, plain in zip(model.parameters(), Net().parameters(), strict=True)
+    assert released(model)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert ours.ds_status is ZeroParamStatus.NOT_AVAILABLE and ours.ds_shape == theirs.shape
+    for (name, ours), theirs in zip(whole(model).items(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    with Init(config=ZERO3):
+        layer = nn.Linear(WIDTH, WIDTH)
+    with hf_zero.GatheredParameters(layer.weight, modifier_rank=1), torch.no_grad():
+        if rank == 1:
+            layer.weight.fill_(3.0)
+    with hf_zero.GatheredParameters(layer.weight):
+        assert bool((layer.weight == 3.0).all())
+    say("a layer that is added to a model under training")
+    engine, *_ = hf_zero.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=ZERO3
     )
+    with Init(config=ZERO3):
+        engine.module.added = nn.Linear(WIDTH, WIDTH)
+    assert type(engine.module.added.weight) is nn.Parameter
     return out
 
 

@@ -18,6 +18,6 @@ DEFAULT_LEAF_MODULE_CLASSES: list[str] = []
 DEFAULT_LEAF_MODULE_NAMES: list[str] = []
 DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 PARTITIONED_SHAPE = [0]
-"""The shape of a parameter while only its shards are there."""
+"""The shape that DeepSpeed gives a parameter without memory; hf-zero's keep their own."""
 MIN_SWAPPABLE_BYTES = 1024**2
 """What DeepSpeed leaves in memory under offload to files; hf-zero writes tensors of any size."""

@@ -19,18 +19,18 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed import init, process_group
-from hf_zero.holding import hold
+from hf_zero.holding import engines_of, hold
 from hf_zero.integrations.deepspeed.zero3_context import (
     active_config,
     current_loading,
     forced_config,
 )
 from hf_zero.loading import Building, make_pending, make_real
-from hf_zero.parameters.parameter import ZeroParamStatus
+from hf_zero.parameters.parameter import ZeroParamStatus, owner_of
 
-# So much of a model is built in memory: that costs little, and a small model has the very numbers
-# that a single process draws. Put off, each parameter's numbers come from a generator of its own,
-# alike for any number of ranks.
+# So much of a model is built in memory before it is sharded: that costs little, and a small model
+# has the very numbers that a single process draws. Put off, each parameter's numbers come from a
+# generator of its own, alike for any number of ranks.
 WHOLE_BYTES = 256 << 20
 
 
@@ -52,11 +52,22 @@ def give_facts(parameters: Iterable[Any]) -> None:
             )
 
 
-def hold_roots(building: Building, config: ZeroConfig) -> None:
-    for root in building.roots:
+def hold_roots(roots: Iterable[nn.Module], config: ZeroConfig) -> None:
+    """Shard modules that were made inside a :class:`Building` (collective)."""
+    for root in roots:
         make_real(root)
         make_pending(root)
         hold(root, config)
+
+
+def _is_new(parameter: Any) -> bool:
+    """Whether no engine has shards of ``parameter``."""
+    return isinstance(parameter, nn.Parameter) and owner_of(parameter) is None
+
+
+def _trains(module: nn.Module) -> bool:
+    """Whether an engine trains a part of ``module``: what is added to it stays as it is."""
+    return any(engine.bound is not None for engine in engines_of(module))
 
 
 class Init:
@@ -64,7 +75,8 @@ class Init:
     arguments. Collective.
 
     At stage 3 and on several ranks, models made inside come in shards: those of ``from_pretrained``
-    are read so, others have no memory beyond their first 256 MB. They can be read, written (see
+    are read so, others have no memory beyond their first 256 MB; of those every rank takes rank
+    0's values, and keeps its shards. They can be read, written (see
     GatheredParameters) and called before ``initialize`` takes them over. ``module``, a model that
     is here already, is sharded at once. Parameters keep the dtype that the code asks for. Without
     ``config_dict_or_path`` or ``config``, the configuration alive in transformers, else plain stage
@@ -127,7 +139,8 @@ class Init:
         self._stack.close()
         building, self._building = self._building, None
         if building is not None and exc[0] is None:
-            hold_roots(building, self._config)
+            whole = [root for root in building.outermost(_is_new) if not _trains(root)]
+            hold_roots(dict.fromkeys([*building.roots, *whole]), self._config)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

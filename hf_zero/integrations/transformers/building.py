@@ -44,7 +44,7 @@ def build_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
             building = Building(zero_init.WHOLE_BYTES)
             with building:
                 model = original(cls, *args, **kwargs)
-            zero_init.hold_roots(building, config)
+            zero_init.hold_roots(building.roots, config)
             return model
         finally:
             current_loading.reset(token)

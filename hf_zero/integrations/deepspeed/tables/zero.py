@@ -85,7 +85,7 @@ ZERO_ROWS = (
         ZERO,
         names(f"{HERE}.zero_init", "zero_wrapper_for_fp_tensor_constructor"),
         names(f"{HERE}.accelerator", "get_accelerator"),
-        names("torch", "arange as _orig_torch_arange", "empty as _orig_torch_empty"),
+        names("torch", "arange as _orig_torch_arange"),
         names("torch.nn.functional", "linear as zero3_linear_wrap"),
         names(f"{HERE}.constants", "PARTITIONED_SHAPE as partitioned_param_data_shape"),
         classes_not_built(QUANTIZED, "CUDAQuantizer QuantizationInfo"),
