@@ -61,6 +61,7 @@ REASONS = {
             "keys that the configuration leaves out are filled from TrainingArguments, too: else "
             "gradient_clipping would silence max_grad_norm"
         ),
+        "test_alst_ulysses_sp": "sequence parallelism is not built",
         "test_torchrun_accelerate_deepspeed": "it asks for the names of CUDA devices",
     },
 }
@@ -72,16 +73,21 @@ testing.require_non_cpu = testing.require_multi_device = lambda test: test
     "transformers": """import transformers.testing_utils as testing
 testing.require_torch_accelerator = testing.require_torch_multi_accelerator = lambda test: test
 testing.backend_device_count = lambda device: 2
-import transformers.training_args as arguments
+""",
+}
+# Loaded at the start of every process; Transformers refuses bf16 where there is no accelerator.
+REGISTER = "import hf_zero._autoload; hf_zero._autoload.register()\n"
+STARTS = {
+    "accelerate": REGISTER,
+    "transformers": f"""{REGISTER}import transformers.training_args as arguments
 arguments.is_torch_bf16_gpu_available = lambda: True
 """,
 }
-REGISTER = "import hf_zero._autoload; hf_zero._autoload.register()\n"
-HEAD = """# {Name}'s own DeepSpeed tests over hf-zero
+HEAD = """# {Whose} own DeepSpeed tests over hf-zero
 
-Written by `scripts/hugging_face_tests.py`: `{tests}` of {Name} {of}, on the CPU (tests
-that ask for accelerators run, too), with Accelerate {accelerate}, Transformers {transformers} and
-torch {torch}.
+Written by `scripts/hugging_face_tests.py`: `{tests}`
+of {Name} {of}, on the CPU (tests that ask for accelerators run, too), with
+Accelerate {accelerate}, Transformers {transformers} and torch {torch}.
 
 {passed} passed, {failed} failed, {skipped} skipped for what the machine lacks{left}.
 
@@ -133,7 +139,7 @@ LIBRARIES = {
 def run(library: Library, source: Path, folder: Path, also: Path | None, only: str) -> str:
     """What pytest says of the tests."""
     (folder / "hugging_face_plugin.py").write_text(PLUGINS[library.name])
-    (folder / "sitecustomize.py").write_text(REGISTER)
+    (folder / "sitecustomize.py").write_text(STARTS[library.name])
     bins = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     path = [str(folder), str(ROOT), *([str(also)] if also else []), str(source)]
     chosen = " and ".join(
@@ -160,6 +166,7 @@ def table(library: Library, of: str, said: str) -> str:
         **{"passed": 0, "failed": 0, "skipped": 0} | found,
         **{name: version(name) for name in ("accelerate", "transformers", "torch")},
         Name=library.name.capitalize(),
+        Whose="Transformers'" if library.name == "transformers" else "Accelerate's",
         tests=library.tests,
         of=of,
         left=f"; {library.why}" if library.why else "",
