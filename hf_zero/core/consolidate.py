@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.cut_parameters import join_parts
 from hf_zero.parameters.layout import Slot
 from hf_zero.parameters.sharding import sharding_of
+from hf_zero.units.cut_parameters import join_parts
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.unit import Unit
 

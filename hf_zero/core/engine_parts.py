@@ -16,7 +16,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hf_zero.config import ZeroConfig
 from hf_zero.core.backward import AccumulationWindow, Backward, Counters
 from hf_zero.core.guards import Override, Patches, Techniques, refuse_foreign_step
-from hf_zero.core.making_mesh import make_mesh
 from hf_zero.core.optimizer_step import OptimizerStep
 from hf_zero.core.sanity import SanityChecks
 from hf_zero.core.sharded_model import ShardedModel, retire_flats, take_native_threads
@@ -28,6 +27,7 @@ from hf_zero.distributed import process_group, rank_status
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.step_times import StepTimes
 from hf_zero.storage.placement import Placement
+from hf_zero.units.making_mesh import make_mesh
 from hf_zero.units.policy import POLICIES
 from hf_zero.units.precision import Fp16LossScaler
 

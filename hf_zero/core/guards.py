@@ -18,11 +18,11 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 
-from hf_zero.core.cut_parameters import join_parts, own_part
 from hf_zero.core.schedule import Schedule
 from hf_zero.errors import PartitionError
 from hf_zero.parameters.parameter import LiveParameter, OwnedParameter, name_of, owner_of
 from hf_zero.parameters.sharding import sharding_of
+from hf_zero.units.cut_parameters import join_parts, own_part
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.unit import Unit
 
