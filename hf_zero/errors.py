@@ -47,6 +47,10 @@ class PartitionError(HfZeroError, RuntimeError):
     """
 
 
+class PipelineError(HfZeroError, RuntimeError):
+    """What the engine of a pipeline cannot do, because a rank has a part of the model alone."""
+
+
 class UnusedParameterError(PartitionError, AssertionError):
     """A parameter that trains and got no gradient, where the configuration forbids that."""
 

@@ -22,6 +22,7 @@ from hf_zero.config.curriculum import METRICS
 from hf_zero.device.kinds import device_count
 from hf_zero.distributed import init, process_group, world_group
 from hf_zero.distributed.mpu import check_mpu
+from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.distributed.rendezvous import announce
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
@@ -34,6 +35,9 @@ from hf_zero.optim.build import build_optimizer
 from hf_zero.optim.elementwise import check as check_elementwise
 from hf_zero.optim.one_bit import as_sent, one_bit_of
 from hf_zero.optim.schedules import build_scheduler
+from hf_zero.parallel.pipeline.checks import check_pipeline
+from hf_zero.parallel.pipeline.engine import pipelined
+from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.parallel.sequence import configured
 from hf_zero.parallel.tensor.configured import as_configured, readers
 from hf_zero.parameters.leaf_modules import mark_configured
@@ -158,7 +162,7 @@ def initialize_as(
         )
     init.init_from_config(settings, distributed_port)
     settings, sequence = configured.sequence_of(settings, mpu)
-    if mpu is not None and sequence is None:
+    if mpu is not None and sequence is None and not isinstance(model, StagedModule):
         check_mpu(mpu, process_group.get_world_size())
     if lr_scheduler is not None and settings.scheduler is not None:
         raise ConfigError(
@@ -179,7 +183,7 @@ def initialize_as(
         adopt(made)
     settings = as_sent(settings, one_bit_of(settings, made))
     settings = settings.resolve(
-        process_group.get_world_size(),
+        _ranks_to_resolve_for(settings),
         require_batch_size=training_data is not None,
         training=made is not None,
     )
@@ -191,6 +195,10 @@ def initialize_as(
     patches = ActivationPatches(settings)
     techniques = TrainingTechniques(settings, configured.on_model(sequence))
     follow(techniques, getattr(loader, "data_sampler", None))
+    if isinstance(model, StagedModule):
+        sends_one_bit = one_bit_of(settings, made) is not None
+        check_pipeline(settings, model, techniques.by_key, sends_one_bit)
+        engine_class = pipelined(engine_class)
     engine = engine_class(model, settings, patches, techniques, made)
     engine.training_dataloader = loader
     try:
@@ -258,11 +266,24 @@ def _fuse(model: nn.Module, config: ZeroConfig, compiled: Sequence[nn.Module]) -
         fused.prepare(model, config.kernels, sparse, config.pre_layer_norm, compiled)
 
 
+def _ranks_to_resolve_for(config: ZeroConfig) -> int:
+    """The ranks of a pipeline stage, without those that share a layer and that ``config`` does not
+    know of: the axis "model" of a pipeline's topology.
+    """
+    world, groups = process_group.get_world_size(), get_parallel()
+    if groups is None:
+        return world
+    known = config.tensor_parallel.size > 1
+    return world // groups.dims.pipeline // (1 if known else groups.dims.tensor)
+
+
 def _preflight(
     model: nn.Module, config: ZeroConfig, optimizer: torch.optim.Optimizer | None
 ) -> None:
     """Refuse what does not fit before any memory is taken, on all ranks alike."""
     world, device = process_group.get_world_size(), process_group.default_device()
+    groups = get_parallel()
+    peers = world if groups is None else world // groups.dims.pipeline
     free = room_for(model, config, device)
     if world > 1:
         least = [
@@ -279,7 +300,7 @@ def _preflight(
     report = check(
         model,
         config,
-        world,
+        peers,
         device=device,
         free=free,
         moments=moments,

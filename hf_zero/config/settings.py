@@ -36,6 +36,7 @@ from hf_zero.config.kinds import (
 )
 from hf_zero.config.layer_drop import LAYER_DROP, LayerDropSection
 from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
+from hf_zero.config.pipeline import PipelineSection
 from hf_zero.config.quantization import (
     EIGENVALUE,
     FLOAT8,
@@ -158,6 +159,7 @@ class Settings:
         "heads (Ulysses)",
         unit="ranks",
     )
+    pipeline: PipelineSection = section("pipeline", PipelineSection)
     replicate_size: int = key(
         integer(1), 1, "copies of the shards: ranks / replicate_size share one"
     )

@@ -4,7 +4,7 @@ its hooks, what the loss carries, and the reduction of the gradients that come.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -183,6 +183,16 @@ class Backward:
             root = loss.float() * scale if scale != 1.0 else loss
             with self.hooks.announced(root):
                 root.backward(retain_graph=retain_graph)
+
+    def run_from(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        """Backpropagate ``gradients`` of ``outputs``, those of a micro-batch whose loss another
+        rank has: they carry its loss scale.
+        """
+        self.take_in_unannounced()
+        with self.losses.carrying(torch.float32, None), ExitStack() as announced:
+            for output in outputs:
+                announced.enter_context(self.hooks.announced(output))
+            torch.autograd.backward(list(outputs), list(gradients))
 
     def _begins(self) -> None:
         """A backward reaches the model: say what its gradients are multiples of, and whether they

@@ -88,11 +88,15 @@ class Mesh:
         """Whether waiting for a collective blocks the host, not a stream."""
         return kinds.is_host(self.device)
 
-    def of(self, axes: tuple[str, ...], partial: bool = False) -> FlatMesh:
+    def of(self, axes: tuple[str, ...], partial: bool = False, stages: int = 1) -> FlatMesh:
         """The ranks of flat buffers that are cut by ``axes`` beside ZeRO. ``partial``: each
-        tensor-parallel rank has a part of their gradient.
+        tensor-parallel rank has a part of their gradient. ``stages``: so many stages of a pipeline
+        hold the same values.
         """
-        return replace(self._of[axes], gain=float(self.dims.tensor)) if partial else self._of[axes]
+        mesh = self._of[axes]
+        if partial:
+            mesh = replace(mesh, gain=float(self.dims.tensor))
+        return replace(mesh, weight=mesh.weight / stages) if stages > 1 else mesh
 
     def _meet(self) -> CollectiveLog:
         """Agree with the peers on the making of an engine; the log of its agreements."""

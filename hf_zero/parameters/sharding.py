@@ -22,12 +22,14 @@ class Sharding:
     rank is its part of a sum over the tensor-parallel ranks, as that of a weight that is whole but
     used by this rank's attention heads alone (a norm of queries, a bias that one rank adds); else
     all tensor-parallel ranks have the same gradient. box: which part of the whole tensor this
-    rank holds, for checkpoints; None: all of it, or nobody needs to know.
+    rank holds, for checkpoints; None: all of it, or nobody needs to know. stages: of a pipeline,
+    those that hold it, where there are several: each has a part of its gradient.
     """
 
     axes: tuple[str, ...] = ()
     partial: bool = False
     box: Box | None = None
+    stages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.axes not in ((), ("tensor",), ("expert",), ("expert", "tensor")):
@@ -46,7 +48,8 @@ class Sharding:
         """A word for the ranks and the average of its gradient; "" where all ranks of the stage
         hold it and have its gradient.
         """
-        return "+".join((*self.axes, *(("partial",) if self.partial else ())))
+        tied = ("tied",) if self.stages else ()
+        return "+".join((*self.axes, *(("partial",) if self.partial else ()), *tied))
 
 
 WHOLE = Sharding()  # of parameters that nothing was said of

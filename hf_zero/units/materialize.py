@@ -227,7 +227,7 @@ def _plan_unit(
         kinds.setdefault(kind, {})[name] = parameter
     flats = []
     for (trainable, dtype, raw, own, compressed, kept, held), parameters in kinds.items():
-        mesh = engine_flats.mesh.of(held.axes, held.partial)
+        mesh = engine_flats.mesh.of(held.axes, held.partial, len(held.stages))
         shards = mesh.shard.size if trainable else own.parameter_shards(mesh.shard.size)
         stays = own != policy
         layout = FlatLayout.build(

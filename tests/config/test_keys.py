@@ -26,6 +26,7 @@ SAMPLES: dict[str, Any] = {
     "a non-empty string": "AdamW",
     "a path": "/local_nvme",
     "one of 'gloo', 'nccl'": "gloo",
+    "one of '1f1b', 'gpipe', 'interleaved_1f1b'": "1f1b",
     "one of 'mean', 'sum'": "sum",
     "one of 'fast', 'python'": "FAST",
     "one of 'replica', 'socket', 'machine'": "replica",

@@ -60,6 +60,7 @@ STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
     ),
     "one of 'ignore', 'warn', 'fail'": st.sampled_from(["Ignore", "WARN", "fail"]),
     "one of 'debug', 'info', 'warning', 'error', 'critical'": st.sampled_from(["INFO", "error"]),
+    "one of '1f1b', 'gpipe', 'interleaved_1f1b'": st.sampled_from(["1f1b", "GPipe"]),
     "one of 'mean', 'sum'": st.sampled_from(["mean", "sum"]),
     "one of 'fast', 'python'": st.sampled_from(["FAST", "python"]),
     "one of 'replica', 'socket', 'machine'": st.sampled_from(["replica", "MACHINE"]),

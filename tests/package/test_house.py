@@ -37,6 +37,7 @@ PARAMETERS = {
     "hf_zero.optim.one_bit_lamb.OneBitLamb": 16,
     "hf_zero.parallel.expert.moe_layer.MoE": 15,
     "hf_zero.parallel.expert.moe_layer.TopKGate": 11,
+    "hf_zero.parallel.pipeline.module.PipelineModule": 13,
 }
 # one for each of Lightning's packages; the core's queue of transfers, and its copy in Python
 NAMES_TAKEN_TWICE = {"FileQueue", "ZeroPrecision", "ZeroStrategy"}

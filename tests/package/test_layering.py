@@ -112,6 +112,8 @@ TORCH_DISTRIBUTED = (
     "hf_zero.distributed.parallel_groups",
     "hf_zero.distributed.rank_group",
     "hf_zero.distributed.dtensors",
+    "hf_zero.distributed.pipeline_stage",
+    "hf_zero.distributed.stage_messages",
 )
 HUGGING_FACE = {
     "transformers",

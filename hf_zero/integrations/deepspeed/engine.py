@@ -30,6 +30,7 @@ from hf_zero.integrations.deepspeed.placeholders import refuse
 from hf_zero.integrations.deepspeed.reporting_engine import ReportingEngine
 from hf_zero.integrations.deepspeed.states_away import StatesAway, checked
 from hf_zero.integrations.deepspeed.step_profile import StepProfile
+from hf_zero.parallel.tensor.configured import readers
 from hf_zero.techniques.policy import follow
 from hf_zero.units.precision import Fp16LossScaler
 
@@ -204,7 +205,7 @@ class DeepSpeedEngine(ReportingEngine):
         if not hasattr(dataset, "__getitem__"):
             raise ConfigError(f"dataset is a {type(dataset).__name__}; pass a torch Dataset")
         sampler = data_sampler or torch.utils.data.DistributedSampler(
-            dataset, self.world_size, self.global_rank, shuffle=False
+            dataset, *readers(), shuffle=False
         )
         return DataLoader(
             dataset,

@@ -12,7 +12,7 @@ import torch
 
 from hf_zero.distributed.process_group import dist
 from hf_zero.integrations.deepspeed import comm
-from hf_zero.integrations.deepspeed.runtime_utils import partition_uniform
+from hf_zero.parallel.pipeline.partition import partition_uniform
 
 
 class PartitionedTensor:

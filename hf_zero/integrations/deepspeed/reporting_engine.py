@@ -16,6 +16,7 @@ from hf_zero.integrations.deepspeed.expert_parameters import has_moe_layers
 from hf_zero.integrations.deepspeed.layer_drop import ProgressiveLayerDrop
 from hf_zero.integrations.deepspeed.parallel_groups import get_data_parallel_group
 from hf_zero.integrations.deepspeed.ulysses import get_group
+from hf_zero.parallel.tensor.configured import readers
 from hf_zero.techniques.layer_drop import KEY as LAYER_DROP
 from hf_zero.techniques.layer_drop import LayerDrop
 from hf_zero.techniques.policy import TrainingTechniques
@@ -154,7 +155,7 @@ class ReportingEngine(Engine):
         return None if self.config.scheduler is None else self.config.scheduler.type
 
     def get_data_parallel_rank(self) -> int:
-        return int(self.global_rank)
+        return readers()[1]
 
     @property
     def dp_world_size(self) -> int:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
-import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-import numpy
 import torch
 from torch import nn
 
@@ -63,13 +60,6 @@ def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
     return torch.logical_not(torch.isfinite(x.float())).any()
 
 
-def set_random_seed(seed: int) -> None:
-    """Seed Python's, numpy's and torch's generators."""
-    random.seed(seed)
-    numpy.random.seed(seed % (1 << 32))
-    torch.manual_seed(seed)
-
-
 def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
     """Make the folder that the file ``filename`` is to lie in."""
     os.makedirs(os.path.dirname(os.fspath(filename)) or ".", exist_ok=True)
@@ -106,61 +96,6 @@ def prefix_sum_inc(weights: Sequence[int]) -> list[int]:
     for weight in weights:
         sums.append(weight + (sums[-1] if sums else 0))
     return sums
-
-
-def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Where the parts of ``num_items`` begin, and the end: sizes differ by one at most, the first
-    parts are the larger ones.
-    """
-    size, rest = divmod(num_items, num_parts)
-    return [part * size + min(part, rest) for part in range(num_parts + 1)]
-
-
-def partition_balanced(weights: Sequence[int], num_parts: int) -> list[int]:
-    """Where the parts of a list begin, and its end, so that the heaviest part is as light as it
-    can be, and then the lightest as heavy as it can be.
-    """
-    sums = [0, *prefix_sum_inc(weights)]
-    low, high = max(weights, default=0), sums[-1]
-    while low < high:
-        middle = (low + high) // 2
-        if len(_packed(sums, middle)) - 1 <= num_parts:
-            high = middle
-        else:
-            low = middle + 1
-    return _even(sums, num_parts, low)
-
-
-def _even(sums: Sequence[int], num_parts: int, most: int) -> list[int]:
-    """Parts that hold at most ``most``, of which the lightest is as heavy as it can be."""
-    ends = range(len(sums))
-    # by end: the lightest of the parts so far, and where the last of them begins
-    lightest: list[list[tuple[float, int]]] = [[(math.inf if end == 0 else -1, 0) for end in ends]]
-    for _ in range(num_parts):
-        before = lightest[-1]
-        lightest.append(
-            [
-                max(
-                    (min(before[at][0], sums[end] - sums[at]), at)
-                    for at in range(end + 1)
-                    if sums[end] - sums[at] <= most
-                )
-                for end in ends
-            ]
-        )
-    bounds = [len(sums) - 1]
-    for row in reversed(lightest[1:]):
-        bounds.append(row[bounds[-1]][1])
-    return bounds[::-1]
-
-
-def _packed(sums: Sequence[int], most: int) -> list[int]:
-    """Parts that hold as much as they may, ``most``, one after another."""
-    parts = [0]
-    for item in range(1, len(sums)):
-        if sums[item] - sums[parts[-1]] > most:
-            parts.append(item - 1)
-    return [*parts, len(sums) - 1]
 
 
 def get_only_unique_item(items: Iterable[T]) -> T:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_zero.errors import PartitionError
-from hf_zero.integrations.deepspeed.runtime_utils import partition_uniform
+from hf_zero.parallel.pipeline.partition import partition_uniform
 
 
 def split_tensor_along_last_dim(

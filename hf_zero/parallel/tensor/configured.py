@@ -33,9 +33,12 @@ def as_configured(model: nn.Module, config: ZeroConfig) -> ZeroConfig:
 
 
 def readers() -> tuple[int, int]:
-    """How many ranks read batches of their own as far as tensor parallelism goes, and which of them
-    this rank reads as.
+    """How many ranks read batches of their own as far as tensor and pipeline parallelism go, and
+    which of them this rank reads as.
     """
     ranks, rank, groups = process_group.get_world_size(), process_group.get_rank(), get_parallel()
+    if groups is not None:
+        ranks //= groups.dims.pipeline
+        rank %= ranks
     size = 1 if groups is None else groups.dims.tensor
     return ranks // size, rank // size

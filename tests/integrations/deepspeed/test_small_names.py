@@ -24,6 +24,7 @@ from hf_zero.integrations.deepspeed import (
     runtime_utils,
     schedule_arguments,
 )
+from hf_zero.parallel.pipeline import partition
 from hf_zero.parameters.leaf_modules import mark_configured
 
 # -- accelerator and operators ---------------------------------------------------------------------
@@ -290,7 +291,7 @@ def test_clipping_of_parameters_that_no_engine_owns() -> None:
 @pytest.mark.parametrize("parts", range(1, 7))
 def test_partitions_are_the_best_there_are(parts: int) -> None:
     weights = [3, 1, 4, 1, 5, 9, 2, 6]
-    bounds = runtime_utils.partition_balanced(weights, parts)
+    bounds = partition.partition_balanced(weights, parts)
     assert len(bounds) == parts + 1 and bounds[0] == 0 and bounds[-1] == len(weights)
     heaviest = max(sum(weights[a:b]) for a, b in itertools.pairwise(bounds))
     best = min(
@@ -300,7 +301,7 @@ def test_partitions_are_the_best_there_are(parts: int) -> None:
     assert heaviest == best
     if parts <= len(weights):
         assert all(a < b for a, b in itertools.pairwise(bounds))
-    five = runtime_utils.partition_balanced([1] * 5, 4)
+    five = partition.partition_balanced([1] * 5, 4)
     assert sorted(b - a for a, b in itertools.pairwise(five)) == [1, 1, 1, 2]
     uniform = runtime_utils.partition_uniform(8, parts)
     sizes = [b - a for a, b in itertools.pairwise(uniform)]

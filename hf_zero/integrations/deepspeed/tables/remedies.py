@@ -10,7 +10,8 @@ NO_EXPERTS = (
     "leave the experts in the model: set_z3_leaf_modules gathers them together, and every rank "
     "computes its own tokens"
 )
-NO_PIPELINE = "pass the whole model to initialize, at stage 3 if it does not fit"
+NO_DUALPIPE = "use PipelineModule, with pipeline.schedule in the configuration"
+PIPELINE = "hf_zero.parallel.pipeline"
 GENERATE = "generate with the engine's module, `engine.module.generate(...)`"
 KERNELS = "use the model's own layers, with `kernels` of the configuration"
 NO_MONITOR = "log from the training loop, or with the callbacks of the Trainer and Accelerate"

@@ -19,9 +19,9 @@ from hf_zero.integrations.deepspeed.tables.remedies import (
     GENERATE,
     HERE,
     INTERNAL,
-    NO_PIPELINE,
     NO_SEQUENCE_PARALLEL,
     OWN_OPTIMIZER,
+    PIPELINE,
 )
 from hf_zero.integrations.deepspeed.tables.top import CONFIG, CONFIG_ERROR
 
@@ -275,27 +275,33 @@ RUNTIME = (
     module(
         "deepspeed.runtime.pipe",
         "Pipeline parallelism.",
-        classes_not_built(NO_PIPELINE, "PipelineModule LayerSpec TiedLayerSpec ProcessTopology"),
+        names(PIPELINE + ".module", "PipelineModule"),
+        names(PIPELINE + ".layers", "LayerSpec", "TiedLayerSpec"),
+        names(PIPELINE + ".topology", "ProcessTopology"),
     ),
     module(
         "deepspeed.runtime.pipe.engine",
         "Its engine.",
-        classes_not_built(NO_PIPELINE, "PipelineEngine"),
+        names(f"{HERE}.pipeline", "PipelineEngine"),
         left_out(INTERNAL, "*"),
     ),
     module(
         "deepspeed.runtime.pipe.module",
         "Its layers.",
-        classes_not_built(NO_PIPELINE, "PipelineModule LayerSpec TiedLayerSpec PipelineError"),
+        names(PIPELINE + ".module", "PipelineModule"),
+        names(PIPELINE + ".layers", "LayerSpec", "TiedLayerSpec"),
+        names("hf_zero.errors", "PipelineError"),
     ),
     module(
         "deepspeed.runtime.pipe.topology",
         "Its ranks.",
-        classes_not_built(
-            NO_PIPELINE,
-            "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology "
-            "PipelineParallelGrid",
+        names(
+            PIPELINE + ".topology",
+            "PipeDataParallelTopology",
+            "PipeModelDataParallelTopology",
+            "ProcessTopology",
         ),
+        names(PIPELINE + ".grid", "PipelineParallelGrid"),
     ),
     module("deepspeed.runtime.sequence_parallel", "Sequence parallelism."),
     module(
@@ -343,11 +349,10 @@ RUNTIME = (
             "has_inf_or_nan",
             "move_to_device",
             "noop_decorator",
-            "partition_balanced",
-            "partition_uniform",
             "prefix_sum_inc",
-            "set_random_seed",
         ),
+        names(PIPELINE + ".layers", "set_random_seed"),
+        names(PIPELINE + ".partition", "partition_balanced", "partition_uniform"),
         names(f"{HERE}.partitioned_tensor", "PartitionedTensor"),
         names("contextlib", "nullcontext as noop_context"),
         left_out("use see_memory_usage", "memory_status get_ma_status mem_alloced mem_cached"),

@@ -20,8 +20,9 @@ from hf_zero.integrations.deepspeed.tables.remedies import (
     HERE,
     INTERNAL,
     KERNELS,
+    NO_DUALPIPE,
     NO_MONITOR,
-    NO_PIPELINE,
+    PIPELINE,
     PROPOSE,
     TRAIN_ADAPTERS,
 )
@@ -153,7 +154,8 @@ TOP = (
         classes_not_built(GENERATE, "InferenceEngine DeepSpeedInferenceConfig"),
         classes_not_built(GENERATE, "DeepSpeedHybridEngine"),
         classes_not_built(KERNELS, "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"),
-        classes_not_built(NO_PIPELINE, "PipelineEngine DualPipeVEngine DualPipeVModule"),
+        names(f"{HERE}.pipeline", "PipelineEngine"),
+        classes_not_built(NO_DUALPIPE, "DualPipeVEngine DualPipeVModule"),
         left_out("hf_zero.ZeroConfig.coerce reads configurations", "load_ds_config"),
         left_out(INTERNAL, "module_inject"),
         left_out(
@@ -385,7 +387,9 @@ TOP = (
     module(
         "deepspeed.pipe",
         "Pipeline parallelism.",
-        classes_not_built(NO_PIPELINE, "LayerSpec PipelineModule TiedLayerSpec DualPipeVModule"),
+        names(PIPELINE + ".module", "PipelineModule"),
+        names(PIPELINE + ".layers", "LayerSpec", "TiedLayerSpec"),
+        classes_not_built(NO_DUALPIPE, "DualPipeVModule"),
     ),
     module(
         "deepspeed.comm",

@@ -1,0 +1,317 @@
+"""The stages of a pipeline on one rank, run by the schedules of torch.distributed.pipelining.
+
+[Note: a stage of our own]
+torch's schedules say when which stage runs which micro-batch, and launch and wait for the messages;
+:class:`Stage` is what they ask of a stage. torch's own PipelineStage fixes shapes with the first
+micro-batch, for which it runs a forward and a backward of the model, wants tensors alone, and runs
+the backward without the loss scale and the hooks of an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.distributed.stage_messages import Activations, StageMessages
+from hf_zero.errors import ConfigError
+
+Forward = Callable[[int, int, Any], Any]
+Backward = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+
+
+class _Received(torch.autograd.Function):
+    """Identity, so that the first layer of a stage may change its input in place: it is neither a
+    leaf nor a view.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        return grads
+
+
+class Stage:
+    """Stage ``index`` of ``count``.
+
+    ``forward(index, micro_batch, inputs)`` gives its output: a tensor, or a tuple of tensors and
+    None; ``inputs`` is what the stage before has given, None on the first. ``backward(outputs,
+    gradients)`` runs a backward; on the last stage of the loss alone, and of no gradients.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        count: int,
+        messages: StageMessages,
+        forward: Forward,
+        backward: Backward,
+    ):
+        self.stage_index = index
+        self.num_stages = count
+        self.group_rank, self.group_size = messages.rank, messages.size
+        self.device = messages.device
+        self.submod = nn.Module()  # the schedules look whether it is FSDP's
+        self.has_backward = False
+        # where schedules look for messages past a neighbour, of which there are none
+        self.args_recv_info: dict[int, tuple[Any, ...]] = {0: ()}
+        self.act_send_info: dict[int, list[Any]] = {}
+        self._messages = messages
+        self._forward = forward
+        self._backward = backward
+        self._inputs: dict[int, tuple[Activations, tuple[bool, ...], bool]] = {}
+        self._outputs: dict[int, tuple[Activations, bool]] = {}
+        self._gradients: dict[int, list[torch.Tensor]] = {}  # of outputs
+        self._sent_back: dict[int, list[torch.Tensor]] = {}  # of inputs
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage_index == self.num_stages - 1
+
+    @property
+    def _before(self) -> int:
+        return (self.stage_index - 1) % self.group_size
+
+    @property
+    def _after(self) -> int:
+        return (self.stage_index + 1) % self.group_size
+
+    def _key(self, stage: int, micro_batch: int) -> str:
+        return f"micro-batch {micro_batch} between stages {stage} and {stage + 1}"
+
+    # ---- what a schedule sets up ----
+
+    def clear_runtime_states(self) -> None:
+        for kept in (self._inputs, self._outputs, self._gradients, self._sent_back):
+            kept.clear()
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is known before the messages come."""
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
+        """As above."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        return []
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """The engine reduces and scales gradients."""
+
+    # ---- messages ----
+
+    def get_fwd_recv_ops(self, micro_batch: int) -> list[Any]:
+        if self.is_first:
+            return []
+        key = self._key(self.stage_index - 1, micro_batch)
+        memory, grads, single, operations = self._messages.receive(self._before, key)
+        self._inputs[micro_batch] = memory, grads, single
+        return operations
+
+    def get_fwd_send_ops(self, micro_batch: int) -> list[Any]:
+        if self.is_last:
+            return []
+        outputs, single = self._outputs[micro_batch]
+        key = self._key(self.stage_index, micro_batch)
+        operations = self._messages.send(self._after, outputs, single, key)
+        if not self.has_backward:
+            del self._outputs[micro_batch]
+        return operations
+
+    def get_bwd_recv_ops(self, micro_batch: int) -> list[Any]:
+        if self.is_last or not self.has_backward:
+            return []
+        memory = [
+            torch.empty_like(each, memory_format=torch.contiguous_format)
+            for each in self._outputs[micro_batch][0]
+            if each is not None and each.requires_grad
+        ]
+        self._gradients[micro_batch] = memory
+        # with several stages on a rank a schedule receives ahead
+        blocks = self.num_stages == self.group_size
+        key = self._key(self.stage_index, micro_batch)
+        return self._messages.receive_gradients(self._after, memory, key, blocks)
+
+    def get_bwd_send_ops(self, micro_batch: int) -> list[Any]:
+        if self.is_first or not self.has_backward:
+            return []
+        gradients = self._sent_back.pop(micro_batch)
+        key = self._key(self.stage_index - 1, micro_batch)
+        return self._messages.send_gradients(self._before, gradients, key)
+
+    # ---- neighbours on the same rank ----
+
+    def set_local_fwd_input(self, outputs: Any, micro_batch: int) -> None:
+        activations, single = _as_tuple(outputs)
+        grads = tuple(each is not None and each.requires_grad for each in activations)
+        # a copy, as a message would be: the next stage may change it in place
+        inputs = tuple(None if each is None else each.detach().clone() for each in activations)
+        self._inputs[micro_batch] = inputs, grads, single
+
+    def get_local_bwd_output(self, micro_batch: int) -> tuple[torch.Tensor, ...]:
+        return tuple(self._sent_back.pop(micro_batch, ()))
+
+    def set_local_bwd_input(self, gradients: Sequence[torch.Tensor], micro_batch: int) -> None:
+        self._gradients[micro_batch] = list(gradients)
+
+    # ---- a micro-batch ----
+
+    def forward_one_chunk(
+        self,
+        micro_batch: int,
+        args: Any = (),
+        kwargs: Any = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        inputs = None
+        if not self.is_first:
+            activations, grads, single = self._inputs[micro_batch]
+            if self.has_backward:
+                leaves = [each for each, wanted in zip(activations, grads) if wanted]
+                for leaf in leaves:
+                    assert leaf is not None
+                    leaf.requires_grad_()
+                given = iter(_Received.apply(*leaves) if leaves else ())
+                activations = tuple(
+                    next(given) if wanted else each for each, wanted in zip(activations, grads)
+                )
+            else:
+                del self._inputs[micro_batch]
+            inputs = activations[0] if single else activations
+        output = self._forward(self.stage_index, micro_batch, inputs)
+        if not self.is_last:
+            self._outputs[micro_batch] = _as_tuple(output)
+        return output
+
+    def backward_one_chunk(
+        self,
+        micro_batch: int,
+        loss: torch.Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        self._messages.came()
+        if not self.has_backward:
+            return
+        if self.is_last:
+            assert loss is not None
+            self._backward([loss], [])
+        else:
+            outputs = [
+                each
+                for each in self._outputs.pop(micro_batch)[0]
+                if each is not None and each.requires_grad
+            ]
+            self._backward(outputs, self._gradients.pop(micro_batch))
+        if not self.is_first:
+            activations, grads, _ = self._inputs.pop(micro_batch)
+            self._sent_back[micro_batch] = [
+                torch.zeros_like(each) if each.grad is None else each.grad
+                for each, wanted in zip(activations, grads)
+                if each is not None and wanted
+            ]
+
+
+def _as_tuple(output: Any) -> tuple[Activations, bool]:
+    """What a stage has given as a tuple, and whether it was one tensor."""
+    if isinstance(output, torch.Tensor):
+        return (output,), True
+    if isinstance(output, (tuple, list)) and all(
+        each is None or isinstance(each, torch.Tensor) for each in output
+    ):
+        return tuple(output), False
+    raise ConfigError(
+        f"a stage of the pipeline gives a {type(output).__name__}; what goes from one stage to the "
+        "next is a tensor, or a tuple of tensors and None"
+    )
+
+
+def make_schedule(
+    name: str,
+    stages: Sequence[Stage],
+    micro_batches: int,
+    loss: Callable[[Any, torch.Tensor], torch.Tensor],
+) -> Any:
+    """The schedule ``name`` of torch.distributed.pipelining for the ``stages`` of this rank.
+
+    ``loss(output, number)`` is that of a micro-batch. With fewer micro-batches than stages "1f1b"
+    is GPipe, which then keeps no more activations. Raises ConfigError for a number that an
+    interleaved schedule cannot divide.
+    """
+    from torch.distributed import pipelining
+
+    options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
+    if name == "interleaved_1f1b":
+        ranks = stages[0].group_size
+        rounds = max(1, micro_batches // ranks)
+        if micro_batches % rounds:
+            raise ConfigError(
+                f"gradient_accumulation_steps is {micro_batches}, which the interleaved schedule "
+                f"cannot divide among {ranks} ranks of a pipeline; make it a multiple of {ranks}"
+            )
+        return pipelining.ScheduleInterleaved1F1B(list(stages), micro_batches, **options)  # type: ignore[arg-type]
+    kind = pipelining.Schedule1F1B
+    if name == "gpipe" or micro_batches < stages[0].num_stages:
+        return pipelining.ScheduleGPipe(stages[0], micro_batches, **options)  # type: ignore[arg-type]
+    return kind(stages[0], micro_batches, **options)  # type: ignore[arg-type]
+
+
+class PipelineRun:
+    """The ``stages`` of this rank under the schedule ``name``."""
+
+    def __init__(self, name: str, stages: Sequence[Stage], messages: StageMessages):
+        self.name = name
+        self.stages = list(stages)
+        self.messages = messages
+        self._loss: Callable[[Any, int], torch.Tensor] | None = None
+        self._schedules: dict[int, Any] = {}
+
+    def run(
+        self, micro_batches: int, loss: Callable[[Any, int], torch.Tensor], training: bool
+    ) -> list[torch.Tensor]:
+        """Run ``micro_batches`` through all stages (all ranks of the pipeline together); the loss
+        of each, on the rank of the last stage, elsewhere nothing.
+        """
+        if micro_batches not in self._schedules:
+            self._schedules[micro_batches] = make_schedule(
+                self.name, self.stages, micro_batches, self._loss_of
+            )
+        schedule, losses = self._schedules[micro_batches], list[torch.Tensor]()
+        here = {"target": torch.arange(micro_batches)} if self.stages[-1].is_last else {}
+        self._loss = loss
+        run = schedule.step if training else schedule.eval
+        try:
+            run(losses=losses, return_outputs=False, **here)
+        except RuntimeError as error:
+            if not _is_of_a_message(error):
+                raise
+            raise self.messages.explain(error) from error
+        finally:
+            self._loss = None
+            self.messages.came()
+            for stage in self.stages:
+                stage.clear_runtime_states()
+        self.messages.finish()
+        return losses
+
+    def _loss_of(self, output: Any, number: torch.Tensor) -> torch.Tensor:
+        assert self._loss is not None
+        return self._loss(output, int(number))
+
+
+def _is_of_a_message(error: RuntimeError) -> bool:
+    """Whether ``error`` was raised by the wait for a message, by the module that waits."""
+    trace, where = error.__traceback__, ""
+    while trace is not None:
+        where = trace.tb_frame.f_globals.get("__name__", "")
+        trace = trace.tb_next
+    return where.startswith(("torch.distributed.pipelining.schedules", "torch.distributed.dist"))

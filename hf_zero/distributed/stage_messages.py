@@ -1,0 +1,263 @@
+"""Messages between the stages of a pipeline: activations one way, their gradients the other.
+
+A message of activations is preceded by a header of fixed size that says what comes: the shapes may
+differ from one micro-batch to the next. The gradients of what a stage has sent come back in the
+same shapes, so they need none. Headers travel through host memory where the process group has a
+backend for it; a stage waits there for the one before it, which the watchdog sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
+from hf_zero.distributed.collectives import CPU, DEFAULT_TIMEOUT, MeshDim, abort
+from hf_zero.distributed.dim_maker import DimMaker
+from hf_zero.distributed.init import MARGIN_SECONDS
+from hf_zero.distributed.parallel_groups import ParallelGroups
+from hf_zero.distributed.process_group import backend_serving, group_backend
+from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.distributed.world_group import get_world_group
+from hf_zero.errors import PartitionError
+
+HEADER = 128  # numbers in a header
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+HEADER_TAG, FORWARD_TAG, BACKWARD_TAG = 1, 2, 3
+
+Activations = tuple[torch.Tensor | None, ...]
+
+
+class StageMessages:
+    """What one rank of a pipeline exchanges with the others, ``ranks``, over ``group``."""
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        group: Any,
+        device: torch.device,
+        stats: CollectiveStats,
+        watchdog: Watchdog,
+        name: str,
+        timeout: float,
+    ):
+        """``ranks`` are global, ``rank`` is this one among them."""
+        self.ranks = list(ranks)
+        self.size = len(self.ranks)
+        self.rank = self.ranks.index(rank)
+        self.device = device
+        self._group = group
+        self._stats = stats
+        self._watchdog = watchdog
+        self._headers = CPU if self.size > 1 and backend_serving(CPU) else device
+        self._sent: list[tuple[Any, torch.Tensor]] = []  # headers on their way
+        self._waiting = ExitStack()
+        self._logs: dict[tuple[int, int], CollectiveLog] = {}
+        off = partial(abort, group, group_backend(device), self.size, self.rank, device)
+        for peer in range(self.size):
+            for pair in ((self.rank, peer), (peer, self.rank)):
+                if peer != self.rank:
+                    source, target = (self.ranks[place] for place in pair)
+                    log = CollectiveLog(
+                        f"pipeline messages of {name} from rank {source} to rank {target}",
+                        (source, target),
+                        timeout,
+                        off,
+                        native=watchdog.rank_status is None or device.type == "cpu",
+                    )
+                    if watchdog.rank_status is not None:
+                        log = watchdog.rank_status.register(log)
+                    self._logs[pair] = log
+
+    @classmethod
+    def over(cls, groups: ParallelGroups, name: str, timeout: float) -> StageMessages:
+        """Those of this rank's pipeline, for the engine ``name`` (collective over all ranks)."""
+        dims, own = groups.dims, None
+        if dims.pipeline > 1:
+            limit = timedelta(seconds=timeout + MARGIN_SECONDS)
+            for ranks in dict.fromkeys(
+                dims.ranks_along(rank, "pipeline") for rank in range(dims.world)
+            ):
+                made = dist.new_group(list(ranks), timeout=limit)
+                own = made if groups.rank in ranks else own
+        return cls(
+            dims.ranks_along(groups.rank, "pipeline"),
+            groups.rank,
+            own,
+            groups.device,
+            groups.stats["pipeline"],
+            get_world_group().watchdog if own is not None else Watchdog(enabled=False),
+            name,
+            timeout,
+        )
+
+    def close(self) -> None:
+        """Give the communicator back."""
+        for log in self._logs.values():
+            log.closed = "destroyed its engine"
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+    def _issue(self, source: int, target: int, what: str) -> PendingCollective:
+        return self._logs[source, target].issue(what, (self.ranks[source],))
+
+    # ---- activations ----
+
+    def send(self, peer: int, activations: Activations, single: bool, key: str) -> list[Any]:
+        """Send the header of ``activations`` to ``peer``, and return the operations that send the
+        tensors. ``single``: they are one tensor, not a tuple of one.
+        """
+        self._issue(self.rank, peer, f"{key} forward")
+        header = _header(activations, single).to(self._headers)
+        work = dist.isend(header, group=self._group, group_dst=peer, tag=HEADER_TAG)
+        self._sent = [(w, h) for w, h in self._sent if not w.is_completed()]
+        self._sent.append((work, header))
+        tensors = [each.detach() for each in activations if each is not None]
+        return self._operations(dist.isend, tensors, peer, FORWARD_TAG, key)
+
+    def receive(self, peer: int, key: str) -> tuple[Activations, tuple[bool, ...], bool, list[Any]]:
+        """Wait for the header of the next activations of ``peer``: memory for them, which of them
+        require grad, whether they are one tensor, and the operations that fill that memory.
+        """
+        pending = self._issue(peer, self.rank, f"{key} forward")
+        header = torch.empty(HEADER, dtype=torch.int64, device=self._headers)
+        self._watchdog.check()
+        try:
+            with self._watchdog.watching(pending):
+                work = dist.irecv(header, group=self._group, group_src=peer, tag=HEADER_TAG)
+                assert work is not None
+                work.wait()
+                numbers = header.tolist()
+        except RuntimeError as error:
+            raise self._watchdog.explain_failure(pending, error) from error
+        activations, grads, single = _memory(numbers, self.device)
+        tensors = [each for each in activations if each is not None]
+        return (
+            activations,
+            grads,
+            single,
+            self._operations(dist.irecv, tensors, peer, FORWARD_TAG, key),
+        )
+
+    # ---- gradients ----
+
+    def send_gradients(self, peer: int, gradients: Sequence[torch.Tensor], key: str) -> list[Any]:
+        self._issue(self.rank, peer, f"{key} backward")
+        return self._operations(dist.isend, gradients, peer, BACKWARD_TAG, key)
+
+    def receive_gradients(
+        self, peer: int, into: Sequence[torch.Tensor], key: str, blocks: bool
+    ) -> list[Any]:
+        """The operations that receive the gradients that ``peer`` sends next. ``blocks``: the
+        caller waits for them before it does anything else, and calls :meth:`came`.
+        """
+        pending = self._issue(peer, self.rank, f"{key} backward")
+        if blocks:
+            self._waiting.enter_context(self._watchdog.watching(pending))
+        return self._operations(dist.irecv, into, peer, BACKWARD_TAG, key)
+
+    def came(self) -> None:
+        """What the caller has waited for is here."""
+        self._waiting.close()
+
+    def explain(self, error: RuntimeError) -> Exception:
+        """What to raise for ``error`` of a wait for another stage."""
+        self.came()
+        pending = PendingCollective("the stages of the pipeline", needs=tuple(self.ranks))
+        return self._watchdog.explain_failure(pending, error)
+
+    def finish(self) -> None:
+        """Wait until what was sent has left."""
+        self.came()
+        for work, _ in self._sent:
+            work.wait()
+        self._sent = []
+
+    def _operations(
+        self, operation: Any, tensors: Sequence[torch.Tensor], peer: int, tag: int, key: str
+    ) -> list[Any]:
+        found = []
+        for tensor in tensors:
+            if not tensor.numel():
+                continue
+            # as bytes: not every backend knows every dtype
+            flat = tensor.contiguous().view(-1).view(torch.uint8)
+            if operation is dist.isend:
+                what = "send_activations" if tag == FORWARD_TAG else "send_gradients"
+                self._stats.record(what, f"{key} (pipeline)", flat.numel())
+            found.append(dist.P2POp(operation, flat, group=self._group, tag=tag, group_peer=peer))
+        return found
+
+
+def _header(activations: Activations, single: bool) -> torch.Tensor:
+    numbers = [len(activations), int(single)]
+    for each in activations:
+        if each is None:
+            numbers.append(-1)
+        else:
+            numbers += [DTYPES.index(each.dtype), int(each.requires_grad), each.dim(), *each.shape]
+    if len(numbers) > HEADER:
+        raise PartitionError(
+            f"a stage of the pipeline passes on {len(activations)} tensors, whose shapes are more "
+            f"than {HEADER} numbers; pass fewer from layer to layer, or stack them"
+        )
+    return torch.tensor([*numbers, *[0] * (HEADER - len(numbers))], dtype=torch.int64)
+
+
+def _memory(
+    numbers: Sequence[int], device: torch.device
+) -> tuple[Activations, tuple[bool, ...], bool]:
+    """Memory for what a header announces, which of it requires grad, whether it is one tensor."""
+    left = iter(numbers)
+    count, single = next(left), bool(next(left))
+    found: list[torch.Tensor | None] = []
+    grads: list[bool] = []
+    for _ in range(count):
+        code = next(left)
+        if code < 0:
+            found.append(None)
+            grads.append(False)
+            continue
+        grads.append(bool(next(left)))
+        shape = [next(left) for _ in range(next(left))]
+        found.append(torch.empty(shape, dtype=DTYPES[code], device=device))
+    return tuple(found), tuple(grads), single
+
+
+def dim_of_stages(groups: ParallelGroups, stages: Sequence[int], name: str) -> MeshDim:
+    """The ranks of this rank's pipeline at ``stages``, if it is one of them; else itself alone
+    (collective over all ranks).
+    """
+    dims = groups.dims
+    columns = dict.fromkeys(dims.ranks_along(rank, "pipeline") for rank in range(dims.world))
+    sets = [
+        each
+        for ranks in columns
+        for each in (
+            tuple(ranks[stage] for stage in stages),
+            *((rank,) for stage, rank in enumerate(ranks) if stage not in stages),
+        )
+    ]
+    watchdog = get_world_group().watchdog
+    backend = group_backend(groups.device)
+    maker = DimMaker(groups.rank, groups.device, backend, watchdog, DEFAULT_TIMEOUT)
+    return maker.make(sets, name, groups.stats["pipeline"], 2)

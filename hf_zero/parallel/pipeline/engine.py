@@ -1,0 +1,326 @@
+"""The engine of a pipeline: a step is ``train_batch``, over all micro-batches of a window."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from hf_zero.core.engine import TrainingEngine
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.distributed.pipeline_stage import PipelineRun, Stage
+from hf_zero.distributed.stage_messages import StageMessages
+from hf_zero.errors import ConfigError, PipelineError
+from hf_zero.logs import logger
+from hf_zero.parallel.pipeline.grid import PipelineParallelGrid
+from hf_zero.parallel.pipeline.staged import StagedModule
+from hf_zero.parallel.pipeline.tied import TiedParameters
+from hf_zero.parameters.tree import map_tensors
+
+E = TypeVar("E", bound=TrainingEngine)
+
+
+class PipelineTraining(TrainingEngine):
+    """An engine whose model is a :class:`StagedModule`; see :func:`pipelined`."""
+
+    module: StagedModule
+    pipeline_parallelism = True
+
+    def _build(self, mesh: Mesh, precision: str | None, installed: ExitStack) -> None:
+        groups = get_parallel()
+        assert groups is not None
+        self._tied = TiedParameters(self.module, groups)
+        super()._build(mesh, precision, installed)
+        self._tied.check(self.flats)
+        installed.callback(self._tied.close)
+        messages = StageMessages.over(groups, mesh.name, mesh.timeout)
+        installed.callback(messages.close)
+        count = self.module.num_stages * self.module.stages_per_rank
+        stages = [
+            Stage(stage, count, messages, self._run_forward, self._run_backward)
+            for stage in self.module.stages_here
+        ]
+        self._pipeline = PipelineRun(
+            self.config.pipeline.schedule_for(len(stages)), stages, messages
+        )
+        self._batches: Iterator[Any] | None = None
+        self._batch_function: Callable[[Any], Any] | None = None
+        self._window: list[tuple[Any, Any]] = []  # inputs and labels of the micro-batches
+
+    # ---- what a step does ----
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Train one step on the next micro-batches of ``data_iter``, as many as
+        ``gradient_accumulation_steps`` (all ranks together): the mean loss, on every rank.
+
+        The ranks of the first and the last stage read, each those of its own data-parallel
+        coordinate; None: what :meth:`set_dataiterator` was given, or the loader of ``initialize``.
+        Raises PipelineError inside ``torch.no_grad()``.
+        """
+        if not torch.is_grad_enabled():
+            raise PipelineError(
+                "train_batch() inside torch.no_grad() has no gradients; call eval_batch() to "
+                "evaluate, or leave the block"
+            )
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        began = time.perf_counter()
+        self.module.train()
+        steps, window = self.gradient_accumulation_steps(), self.accumulation
+        before = window.boundary
+        try:
+            window.boundary = False
+            losses = self._run(steps, training=True)
+            window.boundary = True
+            self.reduce_gradients()
+            self._tied.add_up(self.flats)
+            self._count_micro_batches(steps - 1)
+            super().step()
+        finally:
+            window.boundary = before
+        loss = self._mean(losses)
+        every = self.config.steps_per_print
+        if every and self.global_rank == 0 and self.global_steps % every == 0:
+            seconds = time.perf_counter() - began
+            logger.info("step %d: loss %.4f, %.3f s", self.global_steps, float(loss), seconds)
+        return loss
+
+    def eval_batch(
+        self,
+        data_iter: Iterable[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Run micro-batches of ``data_iter`` forward, without gradients (all ranks together), as
+        many as ``num_micro_batches`` or those of a step: their mean loss, on every rank.
+
+        ``return_logits``: (loss, what the last stage has given, joined along the first dimension,
+        or a list where shapes differ; None on other stages). ``reduce_output`` None: the losses one
+        by one, and without ``compute_loss`` the outputs: on the ranks of the last stage, None
+        elsewhere. The model is in evaluation mode afterwards. Raises ConfigError for another
+        ``reduce_output``.
+        """
+        if reduce_output not in ("avg", None):
+            raise ConfigError(f'reduce_output is {reduce_output!r}; it is "avg" or None')
+        training, self._batches = self._batches, iter(data_iter)
+        outputs: list[Any] = []
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                losses = self._run(
+                    num_micro_batches or self.gradient_accumulation_steps(),
+                    training=False,
+                    outputs=outputs if return_logits or not compute_loss else None,
+                    compute_loss=compute_loss,
+                )
+        finally:
+            self._batches = training
+        here = self.is_last_stage()
+        answer: Any
+        if not compute_loss:
+            answer = outputs if here else None
+        elif reduce_output is None:
+            answer = losses if here else None
+        else:
+            answer = self._mean(losses)
+        if not return_logits:
+            return answer
+        shapes = {each.shape[1:] if isinstance(each, torch.Tensor) else None for each in outputs}
+        alike = len(shapes) == 1 and None not in shapes
+        return answer, torch.cat(outputs) if alike else (outputs or None)
+
+    def _run(
+        self,
+        micro_batches: int,
+        training: bool,
+        outputs: list[Any] | None = None,
+        compute_loss: bool = True,
+    ) -> list[torch.Tensor]:
+        def loss(output: Any, number: int) -> torch.Tensor:
+            if outputs is not None:
+                outputs.append(output)
+            if not compute_loss:
+                return torch.zeros((), device=self.device)
+            return self.module.loss(output, self._window[number][1])
+
+        self._window = list(self._load(micro_batches))
+        try:
+            return self._pipeline.run(micro_batches, loss, training)
+        finally:
+            self._window = []
+
+    def _load(self, micro_batches: int) -> Iterator[tuple[Any, Any]]:
+        """The inputs and labels of the next micro-batches, on the ranks that use them."""
+        if not (self.is_first_stage() or self.is_last_stage()):
+            return
+        if self._batches is None:
+            if self.training_dataloader is None:
+                raise PipelineError(
+                    "train_batch() has no data: pass data_iter, call set_dataiterator(), or pass "
+                    "training_data to initialize"
+                )
+            self.set_dataloader(self.training_dataloader)
+        assert self._batches is not None
+        for number in range(micro_batches):
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                raise PipelineError(
+                    f"the data ended after {number} of the {micro_batches} micro-batches of a "
+                    "step; repeat it (RepeatingLoader), or end the loop at whole steps"
+                ) from None
+            if self._batch_function is not None:
+                batch = self._batch_function(batch)
+            inputs, labels = map_tensors(
+                self.module.split_batch(batch), lambda each: each.to(self.device)
+            )
+            yield inputs, labels
+
+    def _run_forward(self, stage: int, number: int, inputs: Any) -> Any:
+        return super().forward(self._window[number][0] if inputs is None else inputs, stage=stage)
+
+    def _run_backward(
+        self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        if gradients:
+            self.backward_pass.run_from(outputs, gradients)
+        elif outputs:
+            super().backward(outputs[0])
+
+    def _mean(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The mean of the losses of all ranks of the last stage, the same on every rank."""
+        mean = torch.zeros(1, dtype=torch.float64, device=self.device)
+        if losses:
+            mean += torch.stack([loss.detach().double() for loss in losses]).mean()
+        mesh = self.mesh
+        for axis in (mesh.sums.stages, mesh.shard, mesh.replicate):
+            axis.all_reduce(mean, "loss of the pipeline").wait()
+        return (mean / mesh.world).float().squeeze(0)
+
+    # ---- its data ----
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """Read micro-batches from ``loader`` from now on, which begins anew when it ends."""
+        self.set_dataiterator(_repeated(loader))
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Read micro-batches from ``iterator`` from now on."""
+        self._batches = iter(iterator)
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Have ``fn`` make (inputs, labels) of what the data gives."""
+        self._batch_function = fn
+
+    def reset_activation_shape(self) -> None:
+        """Nothing: shapes may differ from one micro-batch to the next."""
+
+    # ---- what it says about itself ----
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the first stage."""
+        return self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last stage."""
+        return self.stage_id == self.num_stages - 1
+
+    @property
+    def num_stages(self) -> int:
+        """The ranks that a sample passes."""
+        return self.module.num_stages
+
+    @property
+    def stage_id(self) -> int:
+        """Where this rank stands among them."""
+        return self.module.stage_id
+
+    @property
+    def prev_stage(self) -> int:
+        return self.stage_id - 1
+
+    @property
+    def next_stage(self) -> int:
+        return self.stage_id + 1
+
+    @property
+    def grid(self) -> PipelineParallelGrid:
+        """Where this rank stands, by the names of a Megatron ``mpu``."""
+        return PipelineParallelGrid(self.module.topology)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step."""
+        return self.gradient_accumulation_steps()
+
+    # ---- what a pipeline cannot do ----
+
+    def consolidated(self, dtype: torch.dtype | None = None) -> NoReturn:  # type: ignore[override]
+        _refuse_whole("consolidated")
+
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse_whole("save_16bit_model")
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("forward")
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("backward")
+
+    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("step")
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        _refuse("no_sync")
+        yield
+
+
+def _refuse(name: str) -> NoReturn:
+    raise PipelineError(
+        f"{name}() of the engine of a pipeline: a rank has a part of the model, and micro-batches "
+        "pass all of them; only train_batch() and eval_batch() run it"
+    )
+
+
+def _refuse_whole(name: str) -> NoReturn:
+    raise PipelineError(
+        f"{name}() of the engine of a pipeline: no rank has the whole model; save_checkpoint() "
+        "writes it, and hf-zero convert-checkpoint makes model files of that"
+    )
+
+
+def _repeated(loader: Iterable[Any]) -> Iterator[Any]:
+    """The batches of ``loader``, epoch after epoch."""
+    sampler: Any = getattr(loader, "data_sampler", None) or getattr(loader, "sampler", None)
+    epoch = 0
+    while True:
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            raise PipelineError(
+                f"the loader of the pipeline ({type(loader).__name__}) gives no batch; give it "
+                "more samples than a micro-batch has on all ranks, or drop_last=False"
+            )
+        epoch += 1
+
+
+_made: dict[type[Any], type[Any]] = {}
+
+
+def pipelined(engine_class: type[E]) -> type[E]:
+    """``engine_class`` for a model that is cut into the stages of a pipeline; one class of each."""
+    if engine_class not in _made:
+        told = {"__doc__": PipelineTraining.__doc__, "__module__": engine_class.__module__}
+        _made[engine_class] = type("PipelineEngine", (PipelineTraining, engine_class), told)
+    return _made[engine_class]

@@ -1,0 +1,87 @@
+"""Layers of a pipeline that are built by the rank whose stage holds them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from hf_zero.errors import ConfigError
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python's, numpy's and torch's generators."""
+    random.seed(seed)
+    numpy.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+
+
+class LayerSpec:
+    """A layer to be: ``typename(*module_args, **module_kwargs)``, a module."""
+
+    def __init__(self, typename: Callable[..., nn.Module], *module_args: Any, **module_kwargs: Any):
+        if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
+            raise ConfigError(
+                f"LayerSpec({typename!r}) needs a class of torch.nn.Module; pass a function as a "
+                "layer by itself, without LayerSpec"
+            )
+        self.typename: type[nn.Module] = typename
+        self.module_args = module_args
+        self.module_kwargs = module_kwargs
+
+    def __repr__(self) -> str:
+        given = [*map(repr, self.module_args)]
+        given += [f"{name}={value!r}" for name, value in self.module_kwargs.items()]
+        return f"{self.typename.__name__}({', '.join(given)})"
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that shares its parameters with all others of the same ``key``; where those lie on
+    several stages, the engine adds their gradients up. ``forward_fn(module, inputs)`` takes the
+    place of its forward.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: Callable[..., nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = ("weight",),
+        **module_kwargs: Any,
+    ):
+        """``tied_weight_attr`` names what DeepSpeed would tie: here it is the whole module."""
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key = key
+        self.forward_fn = forward_fn
+        self.tied_weight_attr = (
+            [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+        )
+
+
+def name_of_layer(layer: Any) -> str:
+    """The class of a layer, or the name of the function that it is."""
+    if isinstance(layer, LayerSpec):
+        return layer.typename.__name__
+    if isinstance(layer, nn.Module):
+        return type(layer).__name__
+    return str(getattr(layer, "__name__", type(layer).__name__))
+
+
+def training_numel(layer: Any) -> int:
+    """How many elements of parameters of ``layer`` train; what is not built yet is built without
+    memory.
+    """
+    if isinstance(layer, LayerSpec):
+        with torch.device("meta"):
+            layer = layer.build()
+    if not isinstance(layer, nn.Module):
+        return 0
+    return sum(p.numel() for p in layer.parameters() if p.requires_grad)

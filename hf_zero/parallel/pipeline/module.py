@@ -1,0 +1,194 @@
+"""``PipelineModule``: a list of layers as the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_zero.errors import ConfigError
+from hf_zero.logs import logger
+from hf_zero.parallel.pipeline.grid import PipelineParallelGrid
+from hf_zero.parallel.pipeline.layers import (
+    LayerSpec,
+    TiedLayerSpec,
+    name_of_layer,
+    set_random_seed,
+    training_numel,
+)
+from hf_zero.parallel.pipeline.partition import bounds_of
+from hf_zero.parallel.pipeline.staged import StagedModule
+from hf_zero.parallel.pipeline.topology import ProcessTopology
+
+_recompute = partial(checkpoint, use_reentrant=False)
+
+
+class PipelineModule(StagedModule):
+    """``layers`` one after another, of which this rank holds those of its stages.
+
+    A layer is a module, a function, or a :class:`LayerSpec`, which only the rank that holds it
+    builds. What one gives is what the next is called with: a tensor, or a tuple of them. Names of
+    parameters begin with the number of their layer in the list, those of tied ones with
+    ``tied_modules.KEY``: they are the same for any number of stages.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Any],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] = _recompute,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+        stages_per_rank: int = 1,
+    ):
+        """
+        Args:
+            num_stages: ranks that a sample passes; or ``topology``, with an axis "pipe".
+            loss_fn: of the last layer's output and the labels, a mean; None: that output is it.
+            seed_layers: seed the generators with ``base_seed`` and the number of the layer before
+                each layer is built, and in each forward with ``seed_fn`` (None: all of them), so
+                that values do not depend on the stages.
+            partition_method: "parameters", "uniform", or "type:regex" on the classes of layers.
+            activation_checkpoint_interval: so many layers are recomputed together in the
+                backward, by ``activation_checkpoint_func``; 0: none. ``checkpointable_layers``:
+                the classes of which all of them must be, None: those with parameters.
+            dynamic_shape: accepted; shapes may differ from one micro-batch to the next.
+            stages_per_rank: more than 1 for an interleaved schedule.
+
+        Raises:
+            ConfigError: arguments that contradict each other or the ranks that were started.
+        """
+        super().__init__(num_stages, topology, stages_per_rank)
+        self.loss_fn = loss_fn
+        self.seed_layers = seed_layers
+        self.seed_fn = seed_fn or set_random_seed
+        self.base_seed = base_seed
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self._checkpointing = activation_checkpoint_func, checkpointable_layers
+        self.micro_offset = 0
+        layers = list(layers)
+        for layer in layers:
+            if not callable(layer) and not isinstance(layer, LayerSpec):
+                raise ConfigError(
+                    f"{layer!r} in layers is neither a module, a function nor a LayerSpec; pass "
+                    "what can be called with the output of the layer before"
+                )
+        names = [name_of_layer(layer) for layer in layers]
+        count = self.num_stages * self.stages_per_rank
+        numels = (
+            [training_numel(layer) for layer in layers]
+            if partition_method.lower() == "parameters"
+            else []
+        )
+        self.parts = bounds_of(partition_method, count, names, numels)
+        self.tied_modules = nn.ModuleDict()
+        # by stage of this rank: the functions of its layers, and the number of the first
+        self._functions = {
+            stage: [
+                self._build(index, layers[index])
+                for index in range(self.parts[stage], self.parts[stage + 1])
+            ]
+            for stage in self.stages_here
+        }
+        if self.global_rank == 0:
+            shown = [
+                f"  stage {stage}: {', '.join(names[start:stop])}"
+                for stage, (start, stop) in enumerate(zip(self.parts, self.parts[1:]))
+            ]
+            logger.info(
+                "layers of the pipeline (partition_method %r):\n%s",
+                partition_method,
+                "\n".join(shown),
+            )
+
+    def _build(self, index: int, layer: Any) -> Callable[[Any], Any]:
+        """Register layer number ``index``, built if it has to be; what runs it."""
+        if self.seed_layers:
+            self.seed_fn(self.base_seed + index)
+        if isinstance(layer, TiedLayerSpec):
+            if layer.key not in self.tied_modules:
+                self.tied_modules[layer.key] = layer.build()
+            module = self.tied_modules[layer.key]
+            return module if layer.forward_fn is None else partial(layer.forward_fn, module)
+        built = layer.build() if isinstance(layer, LayerSpec) else layer
+        if isinstance(built, nn.Module):
+            self.add_module(str(index), built)
+        function: Callable[[Any], Any] = built
+        return function
+
+    # ---- a forward ----
+
+    def forward(self, inputs: Any, stage: int | None = None) -> Any:
+        stage = self.stage_id if stage is None else stage
+        functions, first = self._functions[stage], self.parts[stage]
+        self.micro_offset += 1
+        every = self.activation_checkpoint_interval or len(functions)
+        for start in range(0, len(functions), every):
+            chosen = functions[start : start + every]
+            run = partial(self._run, chosen, first + start, self.micro_offset + 1)
+            given = inputs if isinstance(inputs, tuple) else (inputs,)
+            recomputes = torch.is_grad_enabled() and self._is_recomputed(chosen)
+            inputs = self._checkpointing[0](run, *given) if recomputes else run(*given)
+        return inputs
+
+    def _run(
+        self, functions: Sequence[Callable[[Any], Any]], first: int, offset: int, *given: Any
+    ) -> Any:
+        value = given[0] if len(given) == 1 else given
+        for index, function in enumerate(functions, first):
+            if self.seed_layers:
+                self.seed_fn(self.base_seed * offset + index)
+            value = function(value)
+        return value
+
+    def _is_recomputed(self, functions: Sequence[Callable[[Any], Any]]) -> bool:
+        if not self.activation_checkpoint_interval:
+            return False
+        classes = self._checkpointing[1]
+        if classes is not None:
+            return all(type(each).__name__ in classes for each in functions)
+        modules = [each for each in functions if isinstance(each, nn.Module)]
+        return any(True for module in modules for _ in module.parameters())
+
+    def loss(self, output: Any, labels: Any) -> torch.Tensor:
+        if self.loss_fn is None:
+            answer: torch.Tensor = output
+            return answer
+        return self.loss_fn(output, labels)
+
+    # ---- what it says about itself ----
+
+    def partitions(self) -> list[int]:
+        """Where the layers of each stage begin, and the end."""
+        return self.parts
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The stage that holds layer ``layer_idx``. Raises ConfigError for no layer of it."""
+        for stage, (start, stop) in enumerate(zip(self.parts, self.parts[1:])):
+            if start <= layer_idx < stop:
+                return stage
+        raise ConfigError(
+            f"layer {layer_idx} is in no stage: the pipeline has layers 0 to {self.parts[-1] - 1}"
+        )
+
+    def mpu(self) -> PipelineParallelGrid:
+        """Where this rank stands."""
+        return PipelineParallelGrid(self.topology)
+
+    def num_pipeline_stages(self) -> int:
+        return self.num_stages
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Recompute so many layers together from now on; 0: none."""
+        self.activation_checkpoint_interval = interval

@@ -1,0 +1,121 @@
+"""A model that is cut into the stages of a pipeline: what an engine asks of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.distributed import init, process_group
+from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
+from hf_zero.errors import ConfigError
+from hf_zero.parallel.pipeline.topology import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
+
+
+class StagedModule(nn.Module):
+    """The stages that this rank holds: ``stages_per_rank`` of a pipeline of as many times
+    ``num_stages``, which is the number of ranks that a sample passes. Stage k lies on the rank at
+    ``k % num_stages`` of the axis "pipe" of ``topology``.
+    """
+
+    def __init__(
+        self,
+        num_stages: int | None,
+        topology: ProcessTopology | None = None,
+        stages_per_rank: int = 1,
+    ):
+        """Raises ConfigError where the ranks that were started are not those of the topology."""
+        super().__init__()
+        if not process_group.is_initialized():
+            init.init_distributed()
+        world, self.global_rank = process_group.get_world_size(), process_group.get_rank()
+        if topology is None:
+            if num_stages is None:
+                raise ConfigError("a pipeline needs num_stages or topology; pass one")
+            topology = _topology_of(num_stages, world)
+        if topology.world_size() != world or not topology.get_dim("pipe"):
+            raise ConfigError(
+                f"the topology of the pipeline is {topology}, and {world} ranks were started; it "
+                'needs an axis "pipe", and as many places as there are ranks'
+            )
+        if num_stages not in (None, topology.get_dim("pipe")):
+            raise ConfigError(
+                f"num_stages is {num_stages}, and the axis pipe of the topology has "
+                f"{topology.get_dim('pipe')} ranks; pass one of them"
+            )
+        _make_parallel(topology)
+        if stages_per_rank < 1:
+            raise ConfigError(f"stages_per_rank is {stages_per_rank}; make it 1 or more")
+        self.topology = topology
+        self.num_stages = topology.get_dim("pipe")
+        self.stages_per_rank = stages_per_rank
+        self.stage_id: int = topology.get_coord(self.global_rank).pipe
+
+    @property
+    def stages_here(self) -> list[int]:
+        """The stages of this rank."""
+        return list(range(self.stage_id, self.num_stages * self.stages_per_rank, self.num_stages))
+
+    def forward(self, inputs: Any, stage: int | None = None) -> Any:
+        """What stage ``stage`` gives for ``inputs``; None: the only one of this rank."""
+        raise NotImplementedError
+
+    def loss(self, output: Any, labels: Any) -> torch.Tensor:
+        """The mean loss of what the last stage has given."""
+        raise NotImplementedError
+
+    def split_batch(self, batch: Any) -> tuple[Any, Any]:
+        """A micro-batch as the inputs of the first stage, and what the loss compares."""
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise ConfigError(
+                f"a micro-batch of a pipeline is (inputs, labels), not a {type(batch).__name__}; "
+                "collate it so, or pass a function to engine.set_batch_fn"
+            )
+        return batch[0], batch[1]
+
+
+def _topology_of(num_stages: int, world: int) -> ProcessTopology:
+    """The places of ``world`` ranks in pipelines of ``num_stages``, beside what else the job is
+    parallel in.
+    """
+    held = get_parallel()
+    tensor = 1 if held is None else held.dims.tensor
+    if num_stages < 1 or world % (num_stages * tensor):
+        beside = f" with {tensor} tensor-parallel ranks each" if tensor > 1 else ""
+        raise ConfigError(
+            f"num_stages is {num_stages}{beside}, which does not divide the {world} ranks that "
+            "were started; choose a divisor, or start other ranks"
+        )
+    data = world // num_stages // tensor
+    if tensor == 1:
+        return PipeDataParallelTopology(num_stages, data)
+    return PipeModelDataParallelTopology(num_stages, tensor, data)
+
+
+def _make_parallel(topology: ProcessTopology) -> None:
+    """Make the job parallel as ``topology`` says (collective). Raises ConfigError for axes in
+    another order, and where the job is parallel in another way already.
+    """
+    if topology.axes not in (["pipe", "data"], ["pipe", "data", "model"]):
+        raise ConfigError(
+            f"the axes of the topology are {topology.axes}; ranks are numbered by "
+            '["pipe", "data"] or ["pipe", "data", "model"], the last of which has neighbours'
+        )
+    tensor = max(1, topology.get_dim("model"))
+    dims = ParallelDims.over(
+        topology.world_size(), tensor=tensor, pipeline=topology.get_dim("pipe")
+    )
+    held = get_parallel()
+    if held is None or held.dims == ParallelDims(dims.world):
+        init_parallel(dims)
+    elif held.dims != dims:
+        raise ConfigError(
+            f"the job is parallel as {held.dims}, and the pipeline's topology is {topology}; make "
+            f"it so before anything is split: init_parallel({dims})"
+        )

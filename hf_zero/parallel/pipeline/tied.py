@@ -1,0 +1,118 @@
+"""Parameters that several stages of a pipeline hold: the same names on all of them.
+
+Each stage trains its own copy, with the sum of the gradients of all: after the data-parallel ranks
+of each stage have averaged theirs, the shards are summed over the stages. First values are those of
+the first stage that holds one, so that the copies stay alike to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.parallel_groups import ParallelGroups
+from hf_zero.distributed.stage_messages import dim_of_stages
+from hf_zero.distributed.world_group import get_world_group
+from hf_zero.errors import PartitionError
+from hf_zero.parallel.pipeline.staged import StagedModule
+from hf_zero.parameters.sharding import set_sharding, sharding_of
+from hf_zero.units.flat_buffer import FlatBuffer
+
+
+class TiedParameters:
+    """Those of ``module``, which are told of it and get the values of their first stage when this
+    is made, before its engine (collective over all ranks).
+    """
+
+    def __init__(self, module: StagedModule, groups: ParallelGroups):
+        self._along: dict[tuple[int, ...], MeshDim] = {}
+        self._device = groups.device
+        if groups.dims.pipeline == 1:
+            return
+        own = dict(module.named_parameters())
+        stage_of = [groups.dims.coordinate(rank, "pipeline") for rank in range(groups.dims.world)]
+        described = {name: (tuple(p.shape), str(p.dtype)) for name, p in own.items()}
+        every = get_world_group().all_gather_object(described, "parameters of the stages")
+        holders: dict[str, dict[int, object]] = {}
+        for stage, described in zip(stage_of, every):
+            for name, what in described.items():
+                holders.setdefault(name, {})[stage] = what
+        tied = {name: held for name, held in holders.items() if len(held) > 1}
+        for name, held in tied.items():
+            if len(set(held.values())) > 1:
+                raise PartitionError(
+                    f"{name} is tied over stages {sorted(held)} of the pipeline, and differs "
+                    f"there: {list(held.values())}; build it alike on all of them"
+                )
+        for stages in sorted({tuple(sorted(held)) for held in tied.values()}):
+            name = f"weights tied over stages {', '.join(map(str, stages))}"
+            self._along[stages] = dim_of_stages(groups, stages, name)
+        for name in sorted(set(tied) & set(own)):
+            stages = tuple(sorted(tied[name]))
+            set_sharding(own[name], replace(sharding_of(own[name]), stages=stages))
+            self._take_first(own[name], self._along[stages], name)
+
+    @torch.no_grad()
+    def _take_first(self, parameter: torch.Tensor, along: MeshDim, name: str) -> None:
+        """Give all stages the value that the first has: the others send zeros."""
+        value = parameter.detach().to(self._device, copy=True)
+        if along.rank:
+            value.zero_()
+        along.all_reduce(value, f"first values of {name}").wait()
+        parameter.copy_(value)
+
+    def check(self, flats: Sequence[FlatBuffer]) -> None:
+        """Raise PartitionError, on all ranks, unless all stages hold tied parameters in the same
+        flat buffers (collective over all ranks).
+        """
+        if not self._along:
+            return
+        own = {
+            stages: [(flat.layout.slots, flat.layout.padded, str(flat.dtype)) for flat in of_stages]
+            for stages, of_stages in self._flats(flats).items()
+        }
+        every = get_world_group().all_gather_object(own, "tied parameters")
+        for stages in self._along:
+            found = [held[stages] for held in every if held.get(stages)]
+            if any(each != found[0] for each in found):
+                raise PartitionError(
+                    f"the parameters tied over stages {list(stages)} of the pipeline lie in "
+                    "different flat buffers there; give them the same optimizer group, or freeze "
+                    "them, on all of these stages"
+                )
+
+    def _flats(self, flats: Sequence[FlatBuffer]) -> dict[tuple[int, ...], list[FlatBuffer]]:
+        """Tied ones, by their stages, in an order that all stages share."""
+        found: dict[tuple[int, ...], list[FlatBuffer]] = {}
+        for flat in flats:
+            if flat.spec.sharding.stages and flat.trainable:
+                found.setdefault(flat.spec.sharding.stages, []).append(flat)
+        for each in found.values():
+            each.sort(key=lambda flat: flat.layout.slots[0].name)
+        return dict(sorted(found.items()))
+
+    @torch.no_grad()
+    def add_up(self, flats: Sequence[FlatBuffer]) -> None:
+        """Sum the reduced gradients of tied parameters over their stages, once before each step
+        (collective over these stages).
+        """
+        for stages, of_stages in self._flats(flats).items():
+            for flat in of_stages:
+                shard, along = flat.gradient.shard, self._along[stages]
+                assert shard is not None
+                flat.optimizer_shard.wait_for_update()
+                total = shard.to(self._device) if flat.gradient.holds_gradient else None
+                if total is None:
+                    total = torch.zeros_like(shard, device=self._device)
+                along.all_reduce(total, f"gradient of {flat.key}, tied").wait()
+                if total.data_ptr() != shard.data_ptr():
+                    shard.copy_(total)
+                flat.gradient.mark_used(flat.gradient.all_used)
+                flat.gradient.mark_reduced()
+
+    def close(self) -> None:
+        for along in self._along.values():
+            along.close()

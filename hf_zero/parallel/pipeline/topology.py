@@ -1,0 +1,109 @@
+"""Ranks as points of a grid with named axes."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Iterable, Sequence
+from itertools import product
+from typing import Any
+
+from hf_zero.errors import ConfigError
+
+
+class ProcessTopology:
+    """``dims[i]`` ranks along ``axes[i]``; of the last axis neighbours have consecutive ranks."""
+
+    def __init__(self, axes: Sequence[str], dims: Sequence[int]):
+        self.axes = list(axes)
+        self.dims = list(dims)
+        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
+        coordinate: Any = self.ProcessCoord
+        self.mapping: dict[Any, int] = {
+            coordinate(*place): rank for rank, place in enumerate(product(*map(range, self.dims)))
+        }
+        self._coords = list(self.mapping)
+
+    def get_rank(self, **coords: int) -> int:
+        """The rank at one point. Raises ConfigError unless every axis has a coordinate inside."""
+        rank = None
+        if set(coords) == set(self.axes):
+            rank = self.mapping.get(self.ProcessCoord(**coords))
+        if rank is None:
+            raise ConfigError(
+                f"get_rank({coords}) names no rank of {self}; give each of {self.axes} a "
+                "coordinate, or ask filter_match for several ranks"
+            )
+        return rank
+
+    def get_axis_names(self) -> list[str]:
+        return self.axes
+
+    def get_rank_repr(
+        self,
+        rank: int,
+        omit_axes: Iterable[str] = ("data", "pipe"),
+        inner_sep: str = "_",
+        outer_sep: str = "-",
+    ) -> str:
+        """The coordinates of ``rank`` as text, such as "model_00"."""
+        coord, left_out = self.get_coord(rank), set(omit_axes)
+        return outer_sep.join(
+            f"{axis}{inner_sep}{getattr(coord, axis):02d}"
+            for axis in self.axes
+            if axis not in left_out
+        )
+
+    def get_dim(self, axis: str) -> int:
+        """The number of ranks along ``axis``; 0 where there is no such axis."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def get_coord(self, rank: int) -> Any:
+        """The point of ``rank``, a named tuple. Raises ConfigError for no rank of it."""
+        if not 0 <= rank < len(self._coords):
+            raise ConfigError(
+                f"rank {rank} is not in {self}, which has {self.world_size()} ranks; start as many "
+                "ranks as its axes have places"
+            )
+        return self._coords[rank]
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """The sets of ranks that differ along ``axis`` alone; none for an axis that is not."""
+        if axis not in self.axes:
+            return []
+        others = [each for each in self.axes if each != axis]
+        return [
+            self.filter_match(**dict(zip(others, place)))
+            for place in product(*(range(self.get_dim(each)) for each in others))
+        ]
+
+    def filter_match(self, **coords: int) -> list[int]:
+        """The ranks whose coordinates are these."""
+        return [
+            rank
+            for coord, rank in self.mapping.items()
+            if all(getattr(coord, axis) == at for axis, at in coords.items())
+        ]
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """The ranks at ``idx`` of ``axis``."""
+        return self.filter_match(**{axis: idx})
+
+    def world_size(self) -> int:
+        return len(self.mapping)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in zip(self.axes, self.dims))
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """Stages of ``num_dp`` data-parallel ranks each, whose ranks are consecutive."""
+
+    def __init__(self, num_pp: int, num_dp: int):
+        super().__init__(["pipe", "data"], [num_pp, num_dp])
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """Stages, data-parallel ranks and tensor-parallel ranks, of which the last are consecutive."""
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int):
+        super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])

@@ -1,0 +1,175 @@
+"""Causal models of transformers as stages of a pipeline, against the whole model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM
+
+import hf_zero
+from hf_zero.distributed import process_group
+from hf_zero.errors import ConfigError
+from hf_zero.integrations.transformers.pipeline_stages import FAMILIES
+from hf_zero.parallel.pipeline import staged
+from tests.helpers.ranks import run_ranks
+from tests.parallel.pipelines import CLIP, config, plain, sgd
+
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+TYPES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "mistral": {"sliding_window": 3},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2},
+    "qwen3": {},
+    "gemma": {},
+    "phi3": {},
+    "olmo2": {},
+    "smollm3": {},
+    "stablelm": {},
+    "gpt2": {"n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32, "vocab_size": 32},
+}
+
+
+def model_of(kind: str) -> Any:
+    torch.manual_seed(3)
+    given = TYPES[kind] if kind == "gpt2" else {**SMALL, **TYPES[kind]}
+    made = AutoConfig.for_model(kind, **given)
+    for name in ("embd_pdrop", "resid_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout"):
+        if hasattr(made, name):
+            setattr(made, name, 0.0)
+    return AutoModelForCausalLM.from_config(made, attn_implementation="eager")
+
+
+def batches_of(count: int) -> list[dict[str, torch.Tensor]]:
+    """Micro-batches with padding, masked labels, positions, and nothing of these."""
+    draw, found = torch.Generator().manual_seed(1), []
+    for number in range(count):
+        ids = torch.randint(1, 32, (2, 5 + number % 3), generator=draw)
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        if number % 2 == 0:
+            batch["attention_mask"] = torch.ones_like(ids)
+            batch["attention_mask"][1, -2:] = 0
+            batch["labels"][1, -2:] = -100
+        if number % 3 == 1:
+            batch["position_ids"] = (torch.arange(ids.shape[1]) % 4).expand_as(ids)
+        found.append(batch)
+    return found
+
+
+def test_every_family_is_tested() -> None:
+    assert {type(model_of(kind)).__name__ for kind in TYPES} == set(FAMILIES)
+
+
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Cut what rank ``rank`` of ``world`` keeps, without the others."""
+
+    def set_rank(rank: int, world: int) -> None:
+        monkeypatch.setattr(process_group, "is_initialized", lambda: True)
+        monkeypatch.setattr(process_group, "get_world_size", lambda: world)
+        monkeypatch.setattr(process_group, "get_rank", lambda: rank)
+        monkeypatch.setattr(staged, "get_parallel", lambda: None)
+        monkeypatch.setattr(staged, "init_parallel", lambda dims: None)
+
+    return set_rank
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_stages_one_after_another_are_the_model(
+    kind: str, as_rank: Callable[[int, int], None]
+) -> None:
+    whole = model_of(kind)
+    names = dict(whole.named_parameters())
+    stages = []
+    for rank in range(3):
+        as_rank(rank, 3)
+        stages.append(hf_zero.pipeline_stages(copy.deepcopy(whole), 3, partition_method="uniform"))
+    held = [set(dict(stage.named_parameters())) for stage in stages]
+    assert set().union(*held) == set(names)
+    shared = {name for name in names if sum(name in each for each in held) > 1}
+    tied = whole.get_input_embeddings().weight is whole.get_output_embeddings().weight
+    assert len(shared) == int(tied)
+    for batch in batches_of(3):
+        inputs, labels = stages[0].split_batch(batch)
+        value: Any = inputs
+        for stage in stages:
+            value = stage(value)
+        expected = whole(**batch)
+        assert torch.equal(value, expected.logits)
+        loss = stages[-1].loss(value, labels)
+        assert torch.equal(loss, expected.loss)
+        loss.backward()
+        expected.loss.backward()
+        for name, parameter in names.items():
+            own = [dict(stage.named_parameters()).get(name) for stage in stages]
+            parts = [each.grad for each in own if each is not None and each.grad is not None]
+            total = torch.stack(parts).sum(0)
+            assert parameter.grad is not None
+            assert (total - parameter.grad).norm() <= 1e-5 * parameter.grad.norm() + 1e-9, name
+    assert stages[1].config is stages[1].hf_model.config
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_one_call_and_it_trains(kind: str) -> None:
+    """Interleaved on one rank: the same blocks in each chunk's forward as in the whole model."""
+    whole, cut = model_of(kind), model_of(kind)
+
+    def rank(_: int) -> Any:
+        stages = hf_zero.pipeline_stages(cut, 1, stages_per_rank=3)
+        engine, _, _, _ = hf_zero.initialize(
+            model=stages, config=config(3, 1, kernels="off"), optimizer=sgd
+        )
+        data = iter(batches_of(6))
+        told = [(float(engine.train_batch(data)), engine.get_global_grad_norm()) for _ in range(2)]
+        with pytest.raises(ConfigError, match="have no labels"):
+            engine.eval_batch([{"input_ids": torch.ones(1, 4, dtype=torch.long)}] * 3)
+        outputs = engine.eval_batch(batches_of(1), compute_loss=False, num_micro_batches=1)
+        weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        engine.destroy()
+        return told, weights, outputs[0]
+
+    data = batches_of(6)
+    expected, _ = plain(whole, [data[:3], data[3:]], lambda model, batch: model(**batch).loss)
+    ((told, weights, logits),) = run_ranks(1, rank)
+    for (loss, norm), (want, of) in zip(told, expected):
+        assert loss == pytest.approx(want, rel=1e-6) and norm == pytest.approx(of, rel=1e-6)
+    for name, value in whole.named_parameters():
+        assert (weights[name] - value).norm() <= 1e-5 * value.norm(), name
+    with torch.no_grad():
+        torch.testing.assert_close(logits, whole.eval()(**batches_of(1)[0]).logits)
+    assert CLIP
+
+
+def test_what_is_refused() -> None:
+    bert = BertForMaskedLM(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    with pytest.raises(ConfigError, match=r"cut a BertForMaskedLM; it cuts LlamaForCausalLM, "):
+        hf_zero.pipeline_stages(bert, 1)
+    with torch.device("meta"):
+        nothing = model_of("llama")
+    with pytest.raises(ConfigError, match="on the meta device"):
+        hf_zero.pipeline_stages(nothing, 1)
+    stages = hf_zero.pipeline_stages(model_of("llama"), 1)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    for batch in ({"inputs_embeds": ids}, {"input_ids": ids, "token_type_ids": ids}):
+        with pytest.raises(ConfigError, match="for a pipeline of a causal model"):
+            stages.split_batch(batch)
+    assert stages.split_batch((ids, ids))[0].keys() == {"input_ids"}
+    with pytest.raises(ConfigError, match=r"pipeline\.activation_checkpoint_interval is for a"):
+        hf_zero.initialize(
+            model=stages,
+            config=config(1, 0, pipeline={"activation_checkpoint_interval": 1}),
+            optimizer=sgd,
+        )

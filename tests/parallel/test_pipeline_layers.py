@@ -1,0 +1,345 @@
+"""Layers of a pipeline in one process: which stage holds which, what is built, names and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.config import ZeroConfig
+from hf_zero.distributed import process_group
+from hf_zero.errors import ConfigError, PipelineError
+from hf_zero.parallel.pipeline import staged
+from hf_zero.parallel.pipeline.grid import PipelineParallelGrid
+from hf_zero.parallel.pipeline.layers import LayerSpec, TiedLayerSpec
+from hf_zero.parallel.pipeline.module import PipelineModule
+from hf_zero.parallel.pipeline.partition import bounds_of
+from hf_zero.parallel.pipeline.topology import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
+from tests.helpers.ranks import run_ranks
+from tests.parallel.pipelines import (
+    STEPS,
+    Whole,
+    batches,
+    config,
+    layers,
+    loss_of,
+    pipeline,
+    plain,
+    sgd,
+    windows_of,
+)
+
+
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Build what rank ``rank`` of ``world`` builds, without the others."""
+
+    def set_rank(rank: int, world: int) -> None:
+        monkeypatch.setattr(process_group, "is_initialized", lambda: True)
+        monkeypatch.setattr(process_group, "get_world_size", lambda: world)
+        monkeypatch.setattr(process_group, "get_rank", lambda: rank)
+        monkeypatch.setattr(staged, "get_parallel", lambda: None)
+        monkeypatch.setattr(staged, "init_parallel", lambda dims: None)
+
+    return set_rank
+
+
+# ---- which stage holds which ----
+
+
+def test_partitions_by_number_by_parameters_and_by_class() -> None:
+    names = ["Embedding", "Block", "Block", "Block", "Head"]
+    numels = [100, 10, 10, 10, 100]
+    assert bounds_of("uniform", 2, names, numels) == [0, 3, 5]
+    assert bounds_of("parameters", 3, names, numels) == [0, 1, 4, 5]
+    assert bounds_of("type:block", 3, names, numels) == [0, 2, 3, 5]
+    # what weighs nothing leaves no stage empty
+    assert bounds_of("type:head", 4, names, numels) == sorted(
+        {*bounds_of("type:head", 4, names, numels)}
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "parts", "said"),
+    [
+        ("type:Conv", 2, "matches none of the layers"),
+        ("type:", 2, "partition_method is 'type:'"),
+        ("profile", 2, "partition_method is 'profile'"),
+        ("uniform", 6, "leaves stages empty"),
+    ],
+)
+def test_partitions_that_there_are_not(method: str, parts: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        bounds_of(method, parts, ["Block"] * 5, [1] * 5)
+
+
+def test_a_rank_builds_the_layers_of_its_stages_alone(as_rank: Callable[[int, int], None]) -> None:
+    built: list[int] = []
+
+    class Counted(nn.Linear):
+        def __init__(self, index: int) -> None:
+            super().__init__(4, 4)
+            if not self.weight.is_meta:
+                built.append(index)
+
+    held: set[str] = set()
+    for rank in range(4):
+        as_rank(rank, 4)
+        built.clear()
+        module = PipelineModule([LayerSpec(Counted, index) for index in range(8)], 4)
+        assert built == [2 * rank, 2 * rank + 1]
+        names = {name for name, _ in module.named_parameters()}
+        assert names == {f"{index}.{name}" for index in built for name in ("weight", "bias")}
+        assert module.stage_owner(built[0]) == module.stage_id == rank
+        held |= names
+    assert len(held) == 16
+    with pytest.raises(ConfigError, match="needs the topology of a PipelineModule"):
+        PipelineParallelGrid()
+    with pytest.raises(ConfigError, match="layer 8 is in no stage"):
+        module.stage_owner(8)
+
+
+def test_values_of_seeded_layers_do_not_depend_on_the_stages(
+    as_rank: Callable[[int, int], None],
+) -> None:
+    whole = dict(Whole().named_parameters())
+    found: dict[str, torch.Tensor] = {}
+    for stages in (1, 2, 5):
+        for rank in range(stages):
+            as_rank(rank, stages)
+            found |= PipelineModule(
+                layers(), stages, seed_layers=True, partition_method="uniform"
+            ).named_parameters()
+        assert found.keys() == whole.keys()
+        # a tied layer draws its values where it is first built: the engine gives those of stage 0
+        assert all(torch.equal(found[name], whole[name]) for name in whole if "tied" not in name)
+
+
+def test_stages_one_after_another_are_the_model(as_rank: Callable[[int, int], None]) -> None:
+    ids, _ = batches(1)[0]
+    expected, value = Whole()(ids), ids
+    tied = Whole().tied_modules.state_dict()
+    for rank in range(3):
+        as_rank(rank, 3)
+        module = PipelineModule(layers(), 3, seed_layers=True, partition_method="uniform")
+        module.tied_modules.load_state_dict(tied if module.tied_modules else {})
+        value = module(value)
+    assert torch.equal(value, expected)
+
+
+def test_layers_in_both_chunks_of_a_rank(as_rank: Callable[[int, int], None]) -> None:
+    as_rank(1, 2)
+    module = PipelineModule(layers(), 2, stages_per_rank=2, partition_method="uniform")
+    assert module.parts == [0, 3, 6, 8, 10] and module.stages_here == [1, 3]
+    assert {name.split(".")[0] for name, _ in module.named_parameters()} == {
+        "3",
+        "5",
+        "tied_modules",
+    }
+
+
+@pytest.mark.parametrize("classes", [None, ["Linear", "ReLU"]])
+def test_recomputed_layers_give_the_same(classes: list[str] | None) -> None:
+    ids, labels = batches(1)[0]
+    found = []
+    for interval in (0, 2):
+        module = PipelineModule(
+            layers(),
+            1,
+            seed_layers=True,
+            loss_fn=loss_of,
+            activation_checkpoint_interval=interval,
+            checkpointable_layers=classes,
+        )
+        saved: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.append(t.numel()) or t, lambda t: t
+        ):
+            loss = module.loss(module(ids), labels)
+        loss.backward()
+        found.append((float(loss.detach()), [p.grad for p in module.parameters()], sum(saved)))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1]))
+    assert found[1][2] < found[0][2]
+
+
+# ---- topologies ----
+
+
+def test_topologies() -> None:
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
+    assert topology.get_axis_names() == ["pipe", "data", "model"] and topology.world_size() == 8
+    assert topology.get_rank(pipe=1, data=0, model=1) == 5
+    assert tuple(topology.get_coord(5)) == (1, 0, 1) and topology.get_coord(5).model == 1
+    assert topology.get_axis_comm_lists("pipe") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert topology.get_axis_comm_lists("model") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert topology.filter_match(pipe=0, data=1) == [2, 3]
+    assert topology.get_axis_list("data", 1) == [2, 3, 6, 7]
+    assert topology.get_rank_repr(5) == "model_01" and topology.get_dim("expert") == 0
+    assert topology.get_axis_comm_lists("expert") == []
+    with pytest.raises(ConfigError, match="names no rank"):
+        topology.get_rank(pipe=1)
+    with pytest.raises(ConfigError, match="rank 8 is not in"):
+        topology.get_coord(8)
+    plain_one = PipeDataParallelTopology(2, 3)
+    assert [plain_one.get_coord(rank).pipe for rank in range(6)] == [0, 0, 0, 1, 1, 1]
+
+
+# ---- what is refused ----
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({}, "needs num_stages or topology"),
+    ({"num_stages": 3}, "num_stages is 3, which does not divide"),
+    ({"topology": PipeDataParallelTopology(2, 2)}, "1 ranks were started"),
+    ({"topology": ProcessTopology(["data"], [1])}, 'needs an axis "pipe"'),
+    ({"topology": ProcessTopology(["data", "pipe"], [1, 1])}, "axes of the topology are"),
+    ({"num_stages": 2, "topology": PipeDataParallelTopology(1, 1)}, "pass one of them"),
+    ({"num_stages": 1, "stages_per_rank": 0}, "stages_per_rank is 0"),
+    ({"num_stages": 1, "layers": [3]}, "neither a module, a function nor a LayerSpec"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), REFUSED, ids=[said for _, said in REFUSED])
+def test_modules_that_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        PipelineModule(**{"layers": layers(), **given})
+
+
+def test_a_spec_of_no_module() -> None:
+    with pytest.raises(ConfigError, match="needs a class of"):
+        LayerSpec(torch.tanh)
+    assert repr(LayerSpec(nn.Linear, 2, 3, bias=False)) == "Linear(2, 3, bias=False)"
+    assert TiedLayerSpec("a", nn.Linear, 2, 3, tied_weight_attr="bias").tied_weight_attr == ["bias"]
+
+
+OF_CONFIG: list[tuple[dict[str, Any], str]] = [
+    ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage is 2, and the model is a pipe"),
+    ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3, and the model is a pipe"),
+    ({"progressive_layer_drop": {"enabled": True}}, "progressive_layer_drop change what a forward"),
+    ({"pipeline": {"schedule": "interleaved_1f1b"}}, "pipeline.schedule is 'interleaved_1f1b'"),
+    (
+        {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 1}}},
+        "sends its momentum in one bit",
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "said"), OF_CONFIG, ids=[said for _, said in OF_CONFIG])
+def test_configurations_that_are_refused(keys: dict[str, Any], said: str) -> None:
+    module = PipelineModule(layers(), 1, loss_fn=loss_of)
+    written = {**config(2, 0), "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **keys}
+    with pytest.raises(ConfigError, match=said):
+        hf_zero.initialize(model=module, config=written)
+
+
+def test_keys() -> None:
+    read = ZeroConfig.from_dict({"pipeline": {"activation_checkpoint_interval": 2}})
+    assert read.pipeline.activation_checkpoint_interval == 2
+    assert read.pipeline.schedule_for(1) == "1f1b"
+    assert read.pipeline.schedule_for(2) == "interleaved_1f1b"
+    with pytest.raises(ConfigError, match=r"pipeline\.schedule"):
+        ZeroConfig.from_dict({"pipeline": {"schedule": "zero_bubble"}})
+
+
+# ---- the engine, on one rank ----
+
+
+def _trained(rank: int, stages: int, schedule: str | None) -> list[Any]:
+    module = pipeline(1, 1, stages_per_rank=stages)
+    section = {} if schedule is None else {"pipeline": {"schedule": schedule}}
+    engine, _, _, _ = hf_zero.initialize(
+        model=module, config=config(4, 1, **section), optimizer=sgd
+    )
+    data, told = iter(batches(4 * STEPS)), []
+    for _ in range(STEPS):
+        told.append((float(engine.train_batch(data)), engine.get_global_grad_norm()))
+    weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    mean = float(engine.eval_batch(batches(4), num_micro_batches=4))
+    single, logits = engine.eval_batch(
+        batches(4), return_logits=True, reduce_output=None, num_micro_batches=4
+    )
+    assert engine.global_steps == STEPS and engine.micro_steps == 4 * STEPS
+    engine.destroy()
+    return [told, weights, mean, [float(each) for each in single], logits]
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule"), [(1, None), (1, "gpipe"), (2, None), (3, "interleaved_1f1b")]
+)
+def test_one_rank_trains_as_a_plain_loop(stages: int, schedule: str | None) -> None:
+    whole = Whole()
+    expected, _ = plain(
+        whole, list(windows_of(batches(4 * STEPS), 4, 1)), lambda m, b: loss_of(m(b[0]), b[1])
+    )
+    ((told, weights, mean, single, logits),) = run_ranks(1, _trained, stages, schedule)
+    for (loss, norm), (want, of) in zip(told, expected):
+        assert loss == pytest.approx(want, rel=1e-6) and norm == pytest.approx(of, rel=1e-6)
+    for name, value in whole.named_parameters():
+        assert (weights[name] - value).norm() <= 1e-6 * value.norm(), name
+    with torch.no_grad():
+        losses = [float(loss_of(whole(ids), labels)) for ids, labels in batches(4)]
+    assert single == pytest.approx(losses, rel=1e-5) and mean == pytest.approx(
+        sum(losses) / 4, rel=1e-5
+    )
+    assert len(logits) == 4
+
+
+def test_what_the_engine_of_a_pipeline_refuses() -> None:
+    def rank(_: int) -> None:
+        engine, _, _, _ = hf_zero.initialize(
+            model=pipeline(1, 1), config=config(2, 0), optimizer=sgd
+        )
+        ids, labels = batches(1)[0]
+        for call in (
+            lambda: engine(ids),
+            lambda: engine.backward(labels),
+            engine.step,
+            lambda: engine.no_sync().__enter__(),
+        ):
+            with pytest.raises(PipelineError, match="only train_batch"):
+                call()
+        with pytest.raises(PipelineError, match="has no gradients"), torch.no_grad():
+            engine.train_batch(iter(batches(2)))
+        with pytest.raises(PipelineError, match="has no data"):
+            engine.train_batch()
+        with pytest.raises(PipelineError, match="ended after 1 of the 2"):
+            engine.train_batch(iter(batches(1)))
+        with pytest.raises(PipelineError, match="gives no batch"):
+            engine.set_dataloader([])
+            engine.train_batch()
+        with pytest.raises(ConfigError, match=r"is \(inputs, labels\), not a Tensor"):
+            engine.train_batch(iter([ids, ids]))
+        with pytest.raises(ConfigError, match="reduce_output is 'sum'"):
+            engine.eval_batch(batches(2), reduce_output="sum")
+        engine.set_dataloader(batches(2))
+        engine.set_batch_fn(lambda batch: (batch[0], batch[1]))
+        first = float(engine.train_batch())
+        assert float(engine.train_batch()) < first  # the same two again
+        engine.destroy()
+
+    run_ranks(1, rank)
+
+
+def test_what_may_pass_between_stages() -> None:
+    def rank(_: int) -> None:
+        module = PipelineModule(
+            [LayerSpec(nn.Linear, 4, 4), lambda x: {"hidden": x}, lambda x: x["hidden"]],
+            1,
+            stages_per_rank=3,
+            loss_fn=lambda x, y: x.sum(),
+            partition_method="uniform",
+        )
+        engine, _, _, _ = hf_zero.initialize(model=module, config=config(1, 0), optimizer=sgd)
+        with pytest.raises(ConfigError, match="gives a dict; what goes from one stage"):
+            engine.train_batch(iter([(torch.ones(2, 4), torch.ones(2))]))
+        engine.destroy()
+
+    run_ranks(1, rank)
