@@ -5,7 +5,8 @@ A rank keeps the model with the blocks of its stages; all others are replaced by
 back what they are given. A stage calls the forward of the decoder, on ``inputs_embeds`` after the
 first: masks, positions, rotary tables and the kind of attention of each block are made there as in
 the whole model, and names of parameters stay those of the whole model. Masks and positions that a
-batch has travel with the hidden states, so that stages in between need no data.
+batch has travel with the hidden states, so that stages in between need no data. There is no cache:
+positions that begin anew separate packed sequences, as in the model with ``use_cache=False``.
 """
 
 from __future__ import annotations
