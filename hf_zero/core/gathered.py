@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from hf_zero.distributed import process_group, world_group
+from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import PartitionError
 from hf_zero.logs import listed, logger
 from hf_zero.parameters.parameter import OwnedParameter, name_of, owner_of
+from hf_zero.parameters.sharding import sharding_of
 from hf_zero.units.flat_buffer import FlatBuffer
 
 
@@ -52,7 +54,8 @@ class GatheredParameters:
         fwd_module: accepted for scripts written for DeepSpeed; units find their modules themselves.
         enabled: False makes this a context that does nothing.
 
-    All ranks must enter and leave together. Parameters that no engine owns are whole already; with
+    All ranks must enter and leave together. Of parameters that tensor or expert parallelism has cut
+    each rank has its part here, and a modifier rank is refused (PartitionError). Parameters that no engine owns are whole already; with
     a modifier rank they are broadcast, too. Contexts nest. A loss that is computed inside, from the
     parameters themselves, may go backward outside.
     """
@@ -73,6 +76,21 @@ class GatheredParameters:
                 f"modifier_rank {modifier_rank} does not exist among "
                 f"{process_group.get_world_size()} ranks; pass one of them or None"
             )
+        if modifier_rank is not None:
+            self._refuse_parts(modifier_rank)
+
+    def _refuse_parts(self, modifier: int) -> None:
+        groups = get_parallel()
+        for parameter in self._params:
+            axes = [a for a in sharding_of(parameter).axes if groups and groups.dims.size(a) > 1]
+            if axes:
+                raise PartitionError(
+                    f"{name_of(parameter)} is cut over ranks by {axes[0]} parallelism, and "
+                    f"modifier_rank = {modifier} would put that rank's part in the place of all "
+                    "others; let each rank write its own part inside "
+                    "hf_zero.summon_full_params(model, writeback=True), or give the whole tensor "
+                    "to model.load_state_dict"
+                )
 
     def __enter__(self) -> GatheredParameters:
         flats = [flat for flat in map(owner_of, self._params) if flat is not None]

@@ -61,7 +61,8 @@ class ParallelDims:
         if within < 1 or world % within:
             raise ConfigError(
                 f"{world} ranks cannot be {tensor} tensor x {sequence} sequence x {pipeline} "
-                "pipeline parallel; choose sizes whose product divides the ranks"
+                "pipeline parallel; choose sizes whose product divides the ranks (those of "
+                "engines that this process has had count, too, until it destroys the process group)"
             )
         return cls(world // within, tensor, sequence, expert, pipeline)
 

@@ -11,7 +11,7 @@ from torch import nn
 import hf_zero
 from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.distributed.parallel_groups import get_parallel
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.parallel.tensor import axis, cutting, shared_inputs, styles
 from hf_zero.parameters.sharding import Sharding
 from tests.helpers.engines import STAGES, config_of, start
@@ -167,6 +167,46 @@ def test_state_dicts_are_whole(name: str, stage: int) -> None:
         for key, value in wanted.items():
             assert torch.equal(own[key], value) and torch.equal(whole[key], value), key
             assert torch.equal(again[key], value + 1), key
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_each_rank_writes_its_own_part(stage: int) -> None:
+    models = [seeded(llama) for _ in range(2)]
+    name = "model.layers.0.mlp.down_proj.weight"
+    wanted = seeded(llama).state_dict()[name] * 2
+
+    def write(rank: int) -> torch.Tensor:
+        model = hf_zero.tensor_parallel(models[rank], 2)
+        weight = model.get_parameter(name)
+        with pytest.raises(PartitionError, match="write its own part"):
+            hf_zero.GatheredParameters([weight], modifier_rank=0)
+        engine = start(model, plain_sgd(model), config_of(stage))
+        with pytest.raises(PartitionError, match=f"{name} is cut .* by tensor parallelism"):
+            hf_zero.GatheredParameters(model, modifier_rank=1)
+        norm = model.get_parameter("model.norm.weight")
+        with hf_zero.GatheredParameters([norm], modifier_rank=1), torch.no_grad():
+            norm.fill_(rank)
+        with hf_zero.summon_full_params(model, writeback=True), torch.no_grad():
+            weight.mul_(2)
+        state = model.state_dict()
+        engine.destroy()
+        assert torch.equal(state["model.norm.weight"], torch.ones_like(norm))
+        return state[name]
+
+    for state in run_ranks(2, write):
+        assert torch.equal(state, wanted)
+
+
+def test_sequences_that_were_shared_before_layers() -> None:
+    models = [seeded(llama) for _ in range(4)]
+
+    def make(rank: int) -> None:
+        former = hf_zero.sequence_parallel(2)
+        model = hf_zero.tensor_parallel(models[rank], 2)
+        start(model, plain_sgd(model), config_of(1), mpu=former)
+
+    with pytest.raises(RankFailed, match=r"call it afterwards, as after hf_zero.tensor_parallel"):
+        run_ranks(4, make)
 
 
 @pytest.mark.parametrize("stage", STAGES)

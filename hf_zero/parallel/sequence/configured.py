@@ -7,6 +7,7 @@ from typing import Any
 
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed import process_group
+from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.logs import log_rank0
 from hf_zero.parallel.sequence.attention import KEY
@@ -36,6 +37,7 @@ def sequence_of(config: ZeroConfig, mpu: Any) -> tuple[ZeroConfig, SequenceParal
             f"{KEY} = {written} ({config.sources[KEY]}) contradicts the mpu of {mpu.size} ranks "
             "that initialize was given; remove one of them"
         )
+    _refuse_former_groups(mpu)
     config = config.override({KEY: mpu.size}, "the mpu of initialize")
     micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
     if config.train_batch_size is not None and micro is not None and steps is not None:
@@ -48,6 +50,17 @@ def sequence_of(config: ZeroConfig, mpu: Any) -> tuple[ZeroConfig, SequenceParal
             )
             config = config.without(TOTAL)
     return config, mpu if mpu.size > 1 else None
+
+
+def _refuse_former_groups(mpu: SequenceParallel) -> None:
+    """Other parallelism that came after ``mpu`` has moved the ranks of its groups."""
+    groups = get_parallel()
+    if groups is not None and groups.along("sequence") is not mpu.dim:
+        raise ConfigError(
+            "hf_zero.sequence_parallel was called before this job became tensor, expert or "
+            "pipeline parallel, which has moved the ranks that share a sequence; call it "
+            "afterwards, as after hf_zero.tensor_parallel(model, size)"
+        )
 
 
 def on_model(sequence: SequenceParallel | None) -> dict[str, OnModel]:

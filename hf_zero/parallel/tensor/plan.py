@@ -4,6 +4,7 @@ parameters it names.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -92,8 +93,10 @@ def plan_of(model: nn.Module, given: Mapping[str, str | None] | None) -> dict[st
     """Styles by names of modules and parameters, ``*`` for each number: the model's own plan, or
     that of its family, changed by ``given``, where None takes a name out.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError where there is none, and for a name in ``given`` that nothing in the model
+    has.
     """
+    _check_names(model, given or {})
     own = dict(getattr(model, "tp_plan", None) or {}) or dict(FAMILIES.get(_type_of(model), {}))
     for name, style in (given or {}).items():
         if style is None:
@@ -108,6 +111,20 @@ def plan_of(model: nn.Module, given: Mapping[str, str | None] | None) -> dict[st
             "tensor_parallel.autotp_size"
         )
     return own
+
+
+def _check_names(model: nn.Module, given: Mapping[str, str | None]) -> None:
+    named = [*model.named_modules(remove_duplicate=False), *model.named_parameters()]
+    names = {_NUMBER.sub("*", name) for name, _ in named}
+    ends = is_of_family(model)
+    for name in given:
+        if name not in names and not (ends and any(n.endswith(f".{name}") for n in names)):
+            near = difflib.get_close_matches(name, names, n=1)
+            raise ConfigError(
+                f"the plan given to hf_zero.tensor_parallel names {name!r}, which no module or "
+                f"parameter of {type(model).__name__} is called (with * for each number); "
+                + (f"did you mean {near[0]!r}?" if near else "print model.named_modules()")
+            )
 
 
 def _type_of(model: nn.Module) -> str:
