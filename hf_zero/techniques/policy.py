@@ -58,6 +58,20 @@ TECHNIQUES: Mapping[str, Callable[[ZeroConfig], Technique | None]] = {
 }
 
 
+def _refuse_lengths(made: Mapping[str, Technique | None]) -> None:
+    """Refuse techniques that would take a rank's part of the sequences for all of it."""
+    phases = made[PHASES]
+    lengths = isinstance(phases, training_phases.TrainingPhases) and any(
+        phase.sequence_length for phase in phases.phases
+    )
+    for key in (LEGACY, TOKEN_DROP, *((PHASES,) if lengths else ())):
+        if made[key] is not None:
+            raise ConfigError(
+                f"{key} shortens sequences, of which each rank has a part alone under "
+                "sequence_parallel_size; leave one of them out"
+            )
+
+
 class TrainingTechniques:
     """What ``config`` asks for; a :class:`hf_zero.core.guards.Techniques`."""
 
@@ -67,6 +81,8 @@ class TrainingTechniques:
         self.by_key = {key: each for key, each in made.items() if each is not None}
         self.by_key |= others or {}
         phases = made[PHASES]
+        if config.sequence_parallel_size > 1:
+            _refuse_lengths(made)
         if (
             SAMPLING in self.by_key
             and isinstance(phases, training_phases.TrainingPhases)

@@ -18,6 +18,7 @@ import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.parallel.sequence.batches import cut
+from hf_zero.techniques.policy import TrainingTechniques
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import HEADS, HIDDEN, LAYERS, VOCAB, Stack, bert, seeded, t5
 from tests.helpers.ranks import RankFailed, run_ranks
@@ -122,6 +123,30 @@ def test_a_batch_is_cut_after_its_labels_are_shifted() -> None:
     assert bool((whole["shift_labels"][:, -1] == -100).all())
     assert torch.equal(whole["position_ids"], torch.arange(TOKENS).expand(ROWS, -1))
     assert "attention_mask" not in whole and parts[1]["count"] == 3
+
+
+SEQLEN = {"curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 16,
+          "schedule_type": "fixed_linear",
+          "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 8}}  # fmt: skip
+LTD = {"total_layer_num": 2, "random_ltd_layer_num": 1, "random_ltd_layer_id": [0],
+       "random_ltd_schedule": {"min_value": 8, "max_value": 16, "schedule_type": "fixed_linear",
+                               "schedule_config": {"require_steps": 4, "seq_per_step": 8}}}  # fmt: skip
+PHASE = {"steps": 4, "sequence_length": 8}
+
+
+@pytest.mark.parametrize(
+    ("key", "section"),
+    (
+        ("curriculum_learning", {"enabled": True, **SEQLEN}),
+        ("data_efficiency", {"enabled": True, "data_routing": {
+            "enabled": True, "random_ltd": {"enabled": True, **LTD}}}),
+        ("training_phases", {"phases": [PHASE]}),
+    ),
+)  # fmt: skip
+def test_techniques_that_shorten_sequences(key: str, section: Any) -> None:
+    config = config_of(1, sequence_parallel_size=2, **{key: section})
+    with pytest.raises(ConfigError, match=f"{key}.* shortens sequences"):
+        TrainingTechniques(ZeroConfig.from_dict(config).resolve(2))
 
 
 # ---- forwards ----
