@@ -54,10 +54,10 @@ class GatheredParameters:
         fwd_module: accepted for scripts written for DeepSpeed; units find their modules themselves.
         enabled: False makes this a context that does nothing.
 
-    All ranks must enter and leave together. Of parameters that tensor or expert parallelism has cut
-    each rank has its part here, and a modifier rank is refused (PartitionError). Parameters that no engine owns are whole already; with
-    a modifier rank they are broadcast, too. Contexts nest. A loss that is computed inside, from the
-    parameters themselves, may go backward outside.
+    All ranks must enter and leave together. Parameters that no engine owns are whole already; with
+    a modifier rank they are broadcast, too. Of parameters that tensor or expert parallelism has cut
+    each rank has its part, and a modifier rank is refused (PartitionError). Contexts nest. A loss
+    that is computed inside, from the parameters themselves, may go backward outside.
     """
 
     def __init__(

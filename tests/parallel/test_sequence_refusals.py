@@ -130,7 +130,8 @@ SEQLEN = {"curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 16
           "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 8}}  # fmt: skip
 LTD = {"total_layer_num": 2, "random_ltd_layer_num": 1, "random_ltd_layer_id": [0],
        "random_ltd_schedule": {"min_value": 8, "max_value": 16, "schedule_type": "fixed_linear",
-                               "schedule_config": {"require_steps": 4, "seq_per_step": 8}}}  # fmt: skip
+                               "schedule_config": {"require_steps": 4, "seq_per_step": 8}},
+       }  # fmt: skip
 PHASE = {"steps": 4, "sequence_length": 8}
 
 

@@ -181,7 +181,7 @@ def test_each_rank_writes_its_own_part(stage: int) -> None:
         with pytest.raises(PartitionError, match="write its own part"):
             hf_zero.GatheredParameters([weight], modifier_rank=0)
         engine = start(model, plain_sgd(model), config_of(stage))
-        with pytest.raises(PartitionError, match="embed_tokens.weight is cut .* by tensor parallelism"):
+        with pytest.raises(PartitionError, match=r"is cut over ranks by tensor parallelism"):
             hf_zero.GatheredParameters(model, modifier_rank=1)
         norm = model.get_parameter("model.norm.weight")
         with hf_zero.GatheredParameters([norm], modifier_rank=1), torch.no_grad():
