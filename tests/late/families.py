@@ -34,6 +34,10 @@ SPARSE = {
     "length": POSITIONS,
 }
 
+TENSOR = {"tensor_parallel": {"autotp_size": 2}}
+SEQUENCE = {"sequence_parallel_size": 2, "split": True}
+TILED = {"tiled_mlp": {"enabled": True, "shards": 2}}
+
 SHARDED = {"stage3_prefetch_bucket_size": 40_000, "stage3_param_persistence_threshold": 0}
 Case = tuple[int, dict[str, Any], dict[str, Any]]  # stage, keys of zero_optimization, other keys
 
@@ -88,6 +92,20 @@ def cases(folder: str) -> dict[str, Case]:
             {**ACTIVATIONS, "checkpointed": True},
         ),
     }
+
+
+# A job is parallel in one way: those of one list go together. Both ranks read the same samples.
+PARALLEL: dict[str, dict[str, Case]] = {
+    "parts of matrices": {
+        "stage 2, parts of matrices": (2, {}, TENSOR),
+        "stage 3, parts of matrices, checkpointed": (3, {}, {**TENSOR, "checkpointed": True}),
+        "all on the host, parts of matrices": (3, BOTH, TENSOR),
+    },
+    "parts of sequences": {
+        "stage 2, parts of sequences, packed": (2, {}, {**SEQUENCE, "documents": (5, 4, 7)}),
+        "all on the host, parts of sequences": (3, BOTH, {**SEQUENCE, **TILED}),
+    },
+}
 
 
 def names_of(family: str) -> list[str]:
@@ -189,6 +207,8 @@ def train(family: str, case: Case, steps: int, rank: int, folder: str) -> list[f
     stage, zero, more = case[0], case[1], dict(case[2])
     checkpointed, saved = more.pop("checkpointed", False), more.pop("saved", False)
     made, length = more.pop("made", None), more.pop("length", LENGTH)
+    split, documents = more.pop("split", False), more.pop("documents", None)
+    readers = rank if "tensor_parallel" not in more and not split else 0
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": 2,
@@ -207,12 +227,21 @@ def train(family: str, case: Case, steps: int, rank: int, folder: str) -> list[f
         hf_zero.init_distributed()
         model = made(model, config, Path(folder))
     engine, *_ = hf_zero.initialize(model=model, config=config)
-    generator = torch.Generator().manual_seed(5 + rank)
+    generator = torch.Generator().manual_seed(5 + readers)
     losses = []
+    sequence = hf_zero.sequence_parallel() if split else None
 
     def step() -> None:
         ids = torch.randint(5, VOCAB, (ROWS, length), generator=generator).to(engine.device)
-        loss = engine(input_ids=ids, labels=ids).loss
+        batch = {"input_ids": ids, "labels": ids}
+        if documents is not None:
+            places = torch.cat([torch.arange(each) for each in documents])
+            batch["position_ids"] = places.expand(ROWS, -1).to(engine.device)
+        if sequence is not None:
+            batch = sequence.shard(batch)
+        loss = engine(**batch).loss
+        if sequence is not None:
+            loss = sequence.mean_loss(loss, batch["labels"])
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach())
@@ -238,6 +267,8 @@ def main(mode: str, family: str, shared: str, steps: int, names: Sequence[str]) 
         kind, _, seed = mode.partition(":")
         device.configure(kind, seed=int(seed or 0) + int(os.environ["RANK"]), max_us=300, nap=0.2)
     known = cases(shared)
+    for each in PARALLEL.values():
+        known |= each
     for name in names or names_of(family):
         losses = train(
             family,

@@ -434,6 +434,16 @@ def draws_are_those_of_the_launch_order() -> float:
     return total(first - second + torch.rand(N, device=NAME, generator=own))
 
 
+@right
+def tokens_are_drawn_without_a_wait() -> float:
+    from hf_zero.techniques.token_drop import sample
+
+    before = dict(device.stats()["sync_ops"])
+    kept = sample(7, (3, 0, 1), 2, 4, 30, 11, torch.device(NAME, 0))
+    assert device.stats()["sync_ops"] == before
+    return total(kept)
+
+
 def judge(name: str) -> dict[str, Any]:
     """Run a program: what must be reported, what it returned, kinds and texts of its reports."""
     program = RIGHT[name] if name in RIGHT else BROKEN[name][0]

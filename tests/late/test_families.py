@@ -66,6 +66,12 @@ def test_deep_models_train_without_a_report(family: str) -> None:
     assert wrong(family, "random", 4, *FAST[family]) == []
 
 
+@pytest.mark.parametrize("axis", families.PARALLEL)
+def test_what_ranks_hold_in_parts(axis: str) -> None:
+    launch.needs_the_device()
+    assert wrong("llama", "random", 2, *families.PARALLEL[axis]) == []
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["random:10", "random:20", "eager"])
 @pytest.mark.parametrize("family", families.LAYERS)

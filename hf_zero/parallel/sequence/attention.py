@@ -4,6 +4,7 @@ all tokens, and the tokens come back.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -78,12 +79,26 @@ def _by_document(
     rows, tokens = q.shape[0], q.shape[2]
     # [B x S, H, D]
     flat = [each.transpose(1, 2).reshape(rows * tokens, each.shape[1], -1) for each in (q, k, v)]
-    places, outs = [], []
-    for length, starts in documents.by_length(rows).items():
-        place = torch.tensor(starts)[:, None] + torch.arange(length)
-        place = place.to(q.device)
-        outs.append(core(*(each[place].transpose(1, 2) for each in flat)).flatten(0, 1))
-        places.append(place.flatten())
-    out = torch.cat(outs)
-    whole = torch.empty_like(out).index_copy(0, torch.cat(places), out)
+    places, by_length = _places(documents, rows, q.device)
+    out = torch.cat([
+        core(*(each[place].transpose(1, 2) for each in flat)).flatten(0, 1) for place in by_length
+    ])  # fmt: skip
+    whole = torch.empty_like(out).index_copy(0, places, out)
     return whole.view(rows, tokens, *out.shape[1:])
+
+
+@functools.lru_cache(maxsize=4)  # all blocks of a forward ask: the host waits for one copy
+def _places(
+    documents: Documents, rows: int, device: torch.device
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Where each document's tokens are among the ``rows`` x length of a batch, those of one length
+    behind another: all of them, [rows x length], and by length, [documents, length] each.
+    """
+    with torch.inference_mode(False):  # autograd keeps them, if only for a later forward
+        found = [
+            torch.tensor(starts)[:, None] + torch.arange(length)
+            for length, starts in documents.by_length(rows).items()
+        ]
+        whole = torch.cat([place.flatten() for place in found]).to(device)
+        parts = whole.split([place.numel() for place in found])
+        return whole, tuple(part.view_as(place) for part, place in zip(parts, found))

@@ -90,12 +90,15 @@ class TiledMlps:
         config: Any = getattr(model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         width = getattr(text, "hidden_size", 0) or tokens
-        most = torch.tensor([math.ceil(tokens / width)], device=self._engine.device)
-        mesh = self._engine.mesh
-        for axis in (mesh.shard, mesh.replicate):
-            if axis.size > 1 and self._engine.stage == 3:
-                axis.all_reduce(most, "stretches of MLPs", maximum=True).wait()
-        self._shards = int(most)
+        self._shards = math.ceil(tokens / width)
+        engine = self._engine
+        axes = [axis for axis in (engine.mesh.shard, engine.mesh.replicate) if axis.size > 1]
+        if engine.stage != 3 or not axes:
+            return
+        most = torch.full((1,), self._shards, device=engine.device)
+        for axis in axes:
+            axis.all_reduce(most, "stretches of MLPs", maximum=True).wait()
+        self._shards = int(most)  # the host waits
 
     def end_step(self) -> None:
         pass
