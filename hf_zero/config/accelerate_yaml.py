@@ -127,7 +127,7 @@ def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
             )
             mistakes.append(NotBuiltError(said))
     for name, size in (mapping.get("parallelism_config") or {}).items():
-        if isinstance(size, int) and size > 1:
+        if isinstance(size, int) and size > 1 and name != "parallelism_config_sp_size":
             said = (
                 f"{label}: parallelism_config.{name} = {size} asks for a parallelism that "
                 "hf-zero does not provide; write 1 or remove it"

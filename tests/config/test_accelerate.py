@@ -204,9 +204,9 @@ def test_unknown_keys() -> None:
             "remove the section fp8_config",
         ),
         (
-            {"deepspeed_config": {}, "parallelism_config": {"parallelism_config_sp_size": 2}},
+            {"deepspeed_config": {}, "parallelism_config": {"parallelism_config_cp_size": 2}},
             NotBuiltError,
-            "parallelism_config.parallelism_config_sp_size = 2",
+            "parallelism_config.parallelism_config_cp_size = 2",
         ),
         (
             {"deepspeed_config": {"deepspeed_config_file": 3}},
@@ -232,7 +232,7 @@ def test_what_is_switched_off_is_accepted() -> None:
             None,
             fsdp_config={},
             fp8_config=None,
-            parallelism_config={"parallelism_config_sp_size": 1},
+            parallelism_config={"parallelism_config_cp_size": 1, "parallelism_config_sp_size": 2},
             gpu_ids="all",
         ).stage
         == 2
