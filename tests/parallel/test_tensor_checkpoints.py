@@ -79,3 +79,30 @@ def test_converted(name: str, tmp_path: Path) -> None:
     assert files.keys() == wanted.keys()
     for key, value in wanted.items():
         assert torch.equal(files[key], value), key
+
+
+@pytest.mark.parametrize("name", ("llama-tied", "gpt2"))
+def test_state_dicts_are_whole_without_an_engine(name: str) -> None:
+    """Before one takes the model and after it is destroyed."""
+    given = {key: value.clone() for key, value in MODELS[name].build().state_dict().items()}
+    models = [MODELS[name].build() for _ in range(2)]
+
+    def run(rank: int) -> None:
+        model = hf_zero.tensor_parallel(models[rank], 2)
+        _compare(model.state_dict(), given)
+        model.load_state_dict({key: value + 1 for key, value in given.items()})
+        _compare(model.state_dict(), {key: value + 1 for key, value in given.items()})
+        model.load_state_dict(given)
+        engine = start(model, sgd(model), config_of(3, tensor_parallel={"autotp_size": 2}))
+        engine.backward(engine(**MODELS[name].batch(0, 0, 0)).loss)
+        engine.step()
+        trained = whole_state_dict(engine, dtype=torch.float32)
+        engine.destroy(gather=True)
+        _compare(model.state_dict(), trained)
+
+    run_ranks(2, run)
+
+
+def _compare(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    for key, value in wanted.items():
+        assert torch.equal(got[key], value), key
