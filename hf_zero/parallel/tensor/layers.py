@@ -45,11 +45,6 @@ class Part:
     width: int = 0
 
 
-def _is_held(parameter: nn.Parameter | None) -> bool:
-    """By an engine; None has nothing to hold."""
-    return parameter is None or isinstance(parameter, OwnedParameter)
-
-
 class Sharded(nn.Module):
     """A layer under tensor parallelism."""
 
@@ -66,7 +61,9 @@ class Sharded(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, parameter in self._parameters.items():
             key = prefix + name
-            if isinstance(destination.get(key), torch.Tensor) and not _is_held(parameter):
+            if parameter is None or isinstance(parameter, OwnedParameter):
+                continue
+            if isinstance(destination.get(key), torch.Tensor):
                 destination[key] = join_parts(sharding_of(parameter), destination[key], key)
 
     def _load_from_state_dict(
@@ -74,7 +71,9 @@ class Sharded(nn.Module):
     ) -> None:
         for name, parameter in self._parameters.items():
             given = state_dict.get(prefix + name)
-            if isinstance(given, torch.Tensor) and not _is_held(parameter):
+            if parameter is None or isinstance(parameter, OwnedParameter):
+                continue
+            if isinstance(given, torch.Tensor):
                 state_dict[prefix + name] = own_part(sharding_of(parameter), given)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
