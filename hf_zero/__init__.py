@@ -36,6 +36,7 @@ _EXPORTS = {
     "Init": "hf_zero.integrations.deepspeed.zero_init",
     "optimize": "hf_zero.integrations.fused",
     "restore": "hf_zero.integrations.fused",
+    "expert_parallel": "hf_zero.parallel.expert.model",
     "convert_checkpoint": "hf_zero.checkpoint",
     "verify_checkpoint": "hf_zero.checkpoint",
     "tensor_parallel": "hf_zero.parallel.tensor",

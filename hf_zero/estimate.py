@@ -22,6 +22,7 @@ from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, Zero
 from hf_zero.device import kinds
 from hf_zero.errors import ConfigError
 from hf_zero.memory import Free
+from hf_zero.parallel.expert.model import cuts_of_experts
 from hf_zero.parallel.tensor import cuts_of
 from hf_zero.parameters.wrap import find_units, persistent_names
 from hf_zero.preflight import ACTIVATIONS, Fit, FlatParameters, MemoryPlan, fit, groups_of, needs
@@ -173,6 +174,7 @@ def estimate(
     config: Any = None,
     offload_optimizer: str | OffloadOptimizer | Mapping[str, Any] | None = None,
     offload_param: str | OffloadParam | Mapping[str, Any] | None = None,
+    expert_parallel: int | None = None,
 ) -> MemoryEstimate:
     """Bytes of parameters, gradients and optimizer state per rank, for every stage or for one, and
     where they lie.
@@ -190,6 +192,8 @@ def estimate(
             accumulation and offload take the place of the arguments'.
         offload_optimizer, offload_param: sections as in a ``ZeroConfig``; they take the place of
             the config's. Parameters are offloaded at stage 3 alone.
+        expert_parallel: ranks that hold one set of a mixture's experts together; None: as the
+            config says.
 
     Raises:
         ConfigError: a model, precision, optimizer, stage or number of ranks that cannot be.
@@ -197,11 +201,16 @@ def estimate(
     if stage is not None and stage not in POLICIES:
         raise ConfigError(f"stage {stage!r} is unknown; choose one of {sorted(POLICIES)}")
     plan, wanted = _plan(ranks, precision, optimizer, config, offload_optimizer, offload_param)
+    if expert_parallel is not None:
+        plan = replace(plan, expert=expert_parallel)
     name, groups, units = _counted(model, plan)
+    counts: Counter[bool] = Counter()
+    for group in groups:
+        counts[group.trainable] += group.numel * plan.apart(group)
     return MemoryEstimate(
         model=name,
-        total_parameters=sum(group.layout(1).numel for group in groups),
-        trainable_parameters=sum(group.layout(1).numel for group in groups if group.trainable),
+        total_parameters=counts[True] + counts[False],
+        trainable_parameters=counts[True],
         units=units,
         ranks=ranks,
         replicas=plan.replicas,
@@ -313,6 +322,8 @@ def _counted(model: Any, plan: MemoryPlan) -> tuple[str, list[FlatParameters], i
     specs, _ = find_units(module, plan.granularity)
     persistent = persistent_names(module, *plan.persistence)
     cuts = cuts_of(module, plan.tensor)
+    if plan.expert > 1:
+        cuts = {**cuts, **cuts_of_experts(module, 0, plan.expert)}
     return name, groups_of(specs, module, plan.precision, persistent, cuts), len(specs)
 
 

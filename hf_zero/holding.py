@@ -10,6 +10,7 @@ from hf_zero.activations.policy import ActivationPatches
 from hf_zero.config import ZeroConfig, ZeroSection
 from hf_zero.distributed import process_group
 from hf_zero.engine import Engine
+from hf_zero.parallel.expert.model import spread_experts
 from hf_zero.parallel.tensor import tensor_parallel
 from hf_zero.parameters.parameter import owner_of
 from hf_zero.techniques.policy import TrainingTechniques
@@ -25,6 +26,7 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
     ``config`` wants those of the training. Small parameters are sharded as well: which of them stay
     whole is for the training to say.
     """
+    spread_experts(model, config)
     if config.tensor_parallel.size > 1:
         tensor_parallel(model, config.tensor_parallel.size)
     away = config.offload_param if stage == 3 else None

@@ -35,6 +35,7 @@ from hf_zero.optim.build import build_optimizer
 from hf_zero.optim.elementwise import check as check_elementwise
 from hf_zero.optim.one_bit import as_sent, one_bit_of
 from hf_zero.optim.schedules import build_scheduler
+from hf_zero.parallel.expert.model import spread_experts
 from hf_zero.parallel.pipeline.checks import check_pipeline
 from hf_zero.parallel.pipeline.engine import pipelined
 from hf_zero.parallel.pipeline.staged import StagedModule
@@ -171,6 +172,7 @@ def initialize_as(
         )
     if {parameter.is_meta for parameter in model.parameters()} == {True}:
         give_values(model)
+    spread_experts(model, settings)  # what it cuts, the other leaves as it is
     settings = as_configured(model, settings)
     choose = settings.kernels == "auto"
     if choose:

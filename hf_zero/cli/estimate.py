@@ -90,6 +90,10 @@ Link = Annotated[
         "and in few bits."
     ),
 ]
+ExpertParallel = Annotated[
+    int | None,
+    typer.Option("--ep", min=1, help="Ranks that hold one set of a mixture's experts together."),
+]
 
 
 def estimate(
@@ -108,6 +112,7 @@ def estimate(
     disk: Disk = None,
     ranks_per_host: RanksPerHost = None,
     link: Link = None,
+    ep: ExpertParallel = None,
     as_json: AsJson = False,
 ) -> None:
     """Bytes of training state per rank at each ZeRO stage, without loading the model; with --fit, a
@@ -131,6 +136,7 @@ def estimate(
     }
     if fit:
         _refuse({"--link": link}, "it goes with the estimate; leave --fit out")
+        _refuse({"--ep": ep}, "put expert_parallel into --config")
         _refuse(placed, "--fit chooses it; leave it out, or put it into --config")
         free = _free(device_memory, ram, disk or [], ranks, ranks_per_host)
         _print_proposal(
@@ -142,7 +148,9 @@ def estimate(
         "offload_optimizer": _section(offload_optimizer, moments),
         "offload_param": _section(offload_param, None),
     }
-    result = compute(model, ranks, precision, optimizer, stage, config=config, **sections)
+    result = compute(
+        model, ranks, precision, optimizer, stage, config=config, expert_parallel=ep, **sections
+    )
     rates = link_rows(model, ranks, precision, stage, config, link) if link else {}
     if as_json:
         print_json(result.to_dict() | ({"link": link_json(rates)} if link else {}))

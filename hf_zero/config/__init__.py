@@ -5,6 +5,7 @@ from hf_zero.config.activations import (
     ActivationOffload,
     TiledMlpSection,
 )
+from hf_zero.config.expert_parallel import ExpertParallelSection
 from hf_zero.config.explaining import ExplainRow
 from hf_zero.config.layer_drop import LayerDropSection
 from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
@@ -29,6 +30,7 @@ __all__ = [
     "Bf16Section",
     "CheckpointSection",
     "CompileSection",
+    "ExpertParallelSection",
     "ExplainRow",
     "Fp16Section",
     "LaunchSection",

@@ -45,6 +45,7 @@ PASSED_ON = (
     "training_phases",
     "progressive_layer_drop",
     "tensor_parallel",
+    "expert_parallel",
 )
 
 _LAUNCHER = "read by accelerate launch, which starts the ranks"

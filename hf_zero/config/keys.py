@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from hf_zero.config.activations import ACTIVATIONS
 from hf_zero.config.curriculum import CURRICULUM, SAMPLING
+from hf_zero.config.expert_parallel import EXPERT_KEYS
 from hf_zero.config.kinds import (
     BOOLEAN,
     COUNT,
@@ -217,8 +218,11 @@ _FEATURES = (
     inert("pipeline.pipe_partitioned", BOOLEAN, "tensor-parallel ranks send whole activations"),
     inert("pipeline.grad_partitioned", BOOLEAN, "tensor-parallel ranks send whole gradients"),
     inert("pipeline.use_reentrant", BOOLEAN, "recomputation is never reentrant"),
-    switched("expert_parallel", "expert parallelism"),
-    unbuilt("use_data_before_expert_parallelism", BOOLEAN, "expert parallelism"),
+    unbuilt(
+        "use_data_before_expert_parallelism",
+        BOOLEAN,
+        "experts over ranks that are no neighbours",
+    ),
     switched("hybrid_engine", "the hybrid engine of training and generation"),
     unbuilt("graph_harvesting", BOOLEAN, "CUDA graphs; write compile: blocks"),
     switched(
@@ -284,6 +288,7 @@ _GROUPS = (
     _COMPILE,
     _FEATURES,
     TENSOR_KEYS,
+    EXPERT_KEYS,
     COMPRESSIONS,
 )
 

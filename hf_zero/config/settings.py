@@ -21,6 +21,7 @@ from hf_zero.config.curriculum import (
     DataSampling,
     MetricCurricula,
 )
+from hf_zero.config.expert_parallel import EXPERT_PARALLEL, ExpertParallelSection
 from hf_zero.config.kinds import (
     BOOLEAN,
     COUNT,
@@ -160,6 +161,7 @@ class Settings:
         unit="ranks",
     )
     pipeline: PipelineSection = section("pipeline", PipelineSection)
+    expert_parallel: ExpertParallelSection = section(EXPERT_PARALLEL, ExpertParallelSection)
     replicate_size: int = key(
         integer(1), 1, "copies of the shards: ranks / replicate_size share one"
     )

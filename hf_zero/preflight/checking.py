@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
+from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import DoesNotFitError
 from hf_zero.memory import Free, measure
 from hf_zero.parameters.parameter import owner_of
@@ -81,7 +82,9 @@ def check(
     groups = groups_of(specs, root, config.precision, persistent)
     if not trains:
         groups = [replace(group, trainable=False) for group in groups]
-    plan = MemoryPlan.of(config, world, not kinds.is_host(where), moments)
+    plan, parallel = MemoryPlan.of(config, world, not kinds.is_host(where), moments), get_parallel()
+    if parallel is not None:  # layers of class MoE ask for it, too
+        plan = replace(plan, expert=parallel.dims.expert)
     found = free if free is not None else room_for(root, config, where)
     own = needs(groups, plan)
     verdict = judge(own, found)

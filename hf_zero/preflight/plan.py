@@ -115,6 +115,7 @@ class MemoryPlan:
     differences: bool = False
     one_bit: bool = False  # momenta travel in one bit
     tensor: int = 1  # ranks that share a layer
+    expert: int = 1  # ranks that hold one set of experts together
     # ranks of a node among which gathered weights are sharded once more; 1: they are not
     node: int = 1
     # elements of a block of gradients in few bits whose errors are kept, and of the smallest tensor
@@ -154,6 +155,7 @@ class MemoryPlan:
             one_bit=config.compressed_communication.bits == 1
             or wanted.type.lower() in ("onebitadam", "onebitlamb", "zerooneadam"),
             tensor=config.tensor_parallel.size,
+            expert=config.expert_parallel.size,
             node=max(1, config.zero.hpz_partition_size),
             errors=(block or DEFAULT_BLOCKS[4], block or SMALLEST_TENSOR)
             if config.zeropp_loco_param.on
@@ -196,7 +198,8 @@ class MemoryPlan:
 
     def apart(self, group: FlatParameters) -> int:
         """Ranks that hold different parts of ``group``."""
-        return self.tensor if "tensor" in group.axes else 1
+        sizes = {"tensor": self.tensor, "expert": self.expert}
+        return math.prod(sizes[axis] for axis in group.axes)
 
     def shards_of(self, group: FlatParameters) -> int:
         """Chunks of the flat of ``group``: as many as ranks hold the same part of it."""

@@ -87,6 +87,7 @@ STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
     "a list of layers, counted from 0": st.lists(st.integers(0, 9), max_size=2).map(tuple),
     "an integer of at least 1": st.integers(1, 9),
     "a number of at least 0": NUMBERS,
+    "any value": st.just("a name"),
     "a number greater than 0": NUMBERS,
     "true, false, a number of blocks, or 'selective'": st.booleans() | st.just("Selective"),
 }

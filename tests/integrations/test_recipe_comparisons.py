@@ -26,11 +26,11 @@ SLOW, LAMB, SAMPLING = (
 CURRICULUM, MIXED, BERT, BITS = (
     RECIPES / name for name in ("curriculum", "mixed-lengths", "bert-large-batch", "quantization")
 )
-DROP, TOKENS = RECIPES / "layer-drop", RECIPES / "random-ltd"
+DROP, TOKENS, MOE = (RECIPES / name for name in ("layer-drop", "random-ltd", "moe"))
 TENSOR = RECIPES / "tensor-parallel"
 every = pytest.mark.parametrize(
     "recipe",
-    [SLOW, LAMB, SAMPLING, CURRICULUM, MIXED, BERT, BITS, DROP, TOKENS, TENSOR],
+    [SLOW, LAMB, SAMPLING, CURRICULUM, MIXED, BERT, BITS, DROP, TOKENS, TENSOR, MOE],
     ids=lambda path: path.name,
 )
 
@@ -77,6 +77,9 @@ def test_configurations_differ_in_what_is_compared() -> None:
     every, part = (config_of(TOKENS / f"{name}.json") for name in ("all_tokens", "random_ltd"))
     routing = part.pop("data_efficiency")["data_routing"]["random_ltd"]
     assert routing["enabled"] and len(routing["random_ltd_layer_id"]) == 6 and part == every
+    together, spread = (config_of(MOE / f"{name}.json") for name in ("whole", "spread"))
+    assert spread.pop("expert_parallel") == {"enabled": True, "autoep_size": 2}
+    assert spread == together
     random, rarity = (config_of(SAMPLING / f"{name}.json") for name in ("random", "rarity"))
     sampling = rarity.pop("data_efficiency")["data_sampling"]
     assert [*sampling["curriculum_learning"]["curriculum_metrics"]] == ["vocab_rarity"]
@@ -106,8 +109,8 @@ def test_configurations_of_what_changes_within_a_run() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", [CURRICULUM, MIXED, BERT], ids=lambda path: path.name)
-def test_a_few_steps_of_what_changes_within_a_run(recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", [CURRICULUM, MIXED, BERT, MOE], ids=lambda path: path.name)
+def test_a_few_steps_of_each(recipe: Path, tmp_path: Path) -> None:
     (script,) = recipe.glob("run_*.py")
     sizes = ["--hidden_size", "32", "--num_layers", "2", "--evaluations", "2"]
     tokens = "60000" if recipe is BERT else "30000"

@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from hf_zero.distributed.process_group import get_rank
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.parallel.expert.marks import is_expert_parameter, split, split_groups
 from hf_zero.parallel.expert.moe_layer import Experts, MoE, MOELayer, TopKGate
 from tests.helpers import oracle
-from tests.helpers.engines import engine_opener, train_on_threads
+from tests.helpers.engines import config_of, engine_opener, start, train_on_threads
 from tests.helpers.models import HIDDEN, features, seeded
 from tests.helpers.training import At, Driver, Job, Plan, plain_sgd
+from tests.parallel.expert_cases import LOCAL, OnSpreadExperts
 
 EXPERTS = 4
 
@@ -103,6 +105,37 @@ def test_experts_on_every_rank(stage: int, name: str) -> None:
     plan = Plan(ranks=2, steps=2, accumulation=2)
     oracle.compare(
         train_on_threads(MixedJob(name), plan, engine_opener(stage)),
+        oracle.kept(MixedJob(name), plan),
+    )
+
+
+def on_ranks(stage: int, size: int, options: dict[str, Any], **more: Any) -> Any:
+    """Sessions whose models have the values of the whole one, each rank its part of the experts."""
+
+    def opened(whole: nn.Module, _: torch.optim.Optimizer, plan: Plan) -> OnSpreadExperts:
+        model = Mixed(ep_size=size, **options)
+        values, held = whole.state_dict(), {}
+        for name in model.state_dict():
+            before, found, after = name.partition(LOCAL)
+            number, _, rest = after.partition(".")
+            first = get_rank() % size * (EXPERTS // size)
+            own = f"{before}{LOCAL}{first + int(number)}.{rest}" if found else name
+            held[name] = values[own]
+        model.load_state_dict(held)
+        config = config_of(stage, plan, **more)
+        return OnSpreadExperts(start(model, plain_sgd(model), config), plan)
+
+    return opened
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_experts_on_several_ranks(stage: int, ranks: int, size: int, name: str) -> None:
+    plan = Plan(ranks=ranks, steps=2, accumulation=2)
+    oracle.compare(
+        train_on_threads(MixedJob(name), plan, on_ranks(stage, size, OPTIONS[name])),
         oracle.kept(MixedJob(name), plan),
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 from hf_zero.distributed import process_group
 from hf_zero.distributed.mpu import check_mpu
 from hf_zero.integrations.deepspeed.placeholders import refuse
+from hf_zero.parallel.expert.axis import expert_axis
 from hf_zero.parallel.tensor.configured import readers
 
 
@@ -23,9 +24,8 @@ def get_data_parallel_world_size() -> int:
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Accepted for one rank of expert parallelism, and for an ``mpu`` that splits no model."""
-    if ep_size != 1:
-        refuse(f"deepspeed.utils.groups.initialize(ep_size={ep_size})", "leave ep_size at 1")
+    """Make the expert axis of ``ep_size`` ranks (collective); an ``mpu`` must split no model."""
+    expert_axis(ep_size, "ep_size")
     if mpu is not None:
         check_mpu(mpu, process_group.get_world_size())
 

@@ -1,18 +1,13 @@
-"""Parameters of which a rank keeps its part, in place: whether their values are here, or still in
-files.
-"""
+"""Which part of a parameter a tensor-parallel rank keeps."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from hf_zero.distributed import world_group
-from hf_zero.errors import ConfigError, PartitionError
-from hf_zero.loading.lazy import LazyTensor
+from hf_zero.errors import ConfigError
+from hf_zero.parallel.cutting import keep
 from hf_zero.parameters.box import Box
-from hf_zero.parameters.parameter import owner_of
-from hf_zero.parameters.pending import source_of
 from hf_zero.parameters.sharding import Sharding, set_sharding
 
 
@@ -43,24 +38,9 @@ def box_of(name: str, parameter: torch.Tensor, dim: int, packed: int, rank: int,
         ) from None
 
 
-@torch.no_grad()
 def cut(parameter: nn.Parameter, box: Box) -> None:
     """Keep of ``parameter`` what is in ``box``. Collective where its values are here: they are
     rank 0's.
     """
-    owner = owner_of(parameter)
-    if owner is not None and not owner.retired:
-        raise PartitionError(
-            "a parameter that is to be cut among tensor-parallel ranks belongs to an engine; call "
-            "hf_zero.tensor_parallel before hf_zero.initialize"
-        )
-    source = source_of(parameter)
-    if source is None:
-        whole = parameter.data
-        world_group.broadcast(whole, 0)
-        parameter.data = box.take(whole).clone(memory_format=torch.contiguous_format)
-    else:
-        part = box.take(LazyTensor(source)).expression  # type: ignore[arg-type]
-        parameter.data = torch.zeros((), dtype=source.dtype).expand(box.shape)
-        parameter.__dict__["_hf_zero_source"] = part
+    keep(parameter, box)
     set_sharding(parameter, Sharding(("tensor",), box=box))

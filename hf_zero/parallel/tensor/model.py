@@ -11,7 +11,7 @@ from torch import nn
 from hf_zero.distributed import init, process_group
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.parallel.tensor import layers
 from hf_zero.parallel.tensor.agreement import Agreement
 from hf_zero.parallel.tensor.axis import TensorAxis
@@ -114,6 +114,12 @@ def model_record(model: nn.Module) -> TensorParallel | None:
 
 def _groups(size: int) -> Any:
     world, held = process_group.get_world_size(), get_parallel()
+    if held is not None and held.dims.expert > 1:
+        raise NotBuiltError(
+            f"tensor_parallel.autotp_size = {size} in a job whose experts are spread over "
+            f"{held.dims.expert} ranks: the two are not built together; set "
+            "tensor_parallel.autotp_size to 1, or expert_parallel.autoep_size"
+        )
     others = (
         {}
         if held is None

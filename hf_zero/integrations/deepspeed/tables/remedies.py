@@ -6,10 +6,6 @@ HERE = "hf_zero.integrations.deepspeed"
 EXPERT = "hf_zero.parallel.expert"
 NO_SEQUENCE_PARALLEL = "use hf_zero.sequence_parallel, or UlyssesSPAttentionHF"
 BY_TENSOR_PARALLEL = "write tensor_parallel.autotp_size, or call hf_zero.tensor_parallel"
-NO_EXPERTS = (
-    "leave the experts in the model: set_z3_leaf_modules gathers them together, and every rank "
-    "computes its own tokens"
-)
 NO_DUALPIPE = "use PipelineModule, with pipeline.schedule in the configuration"
 PIPELINE = "hf_zero.parallel.pipeline"
 GENERATE = "generate with the engine's module, `engine.module.generate(...)`"

@@ -16,7 +16,6 @@ from hf_zero.integrations.deepspeed.tables.remedies import (
     FILES,
     HERE,
     INTERNAL,
-    NO_EXPERTS,
     PROFILE,
 )
 
@@ -132,13 +131,18 @@ UTILS = (
             "get_rank as _get_sequence_parallel_rank",
             "get_world_size as _get_sequence_parallel_world_size",
         ),
-        functions_not_built(
-            NO_EXPERTS,
-            "_create_expert_and_data_parallel _get_expert_parallel_group "
-            "_get_expert_parallel_rank _get_expert_parallel_world_size "
-            "_get_expert_data_parallel_group _get_expert_data_parallel_rank "
-            "_get_expert_data_parallel_world_size _get_max_expert_size",
+        names(
+            f"{HERE}.expert_groups",
+            "create as _create_expert_and_data_parallel",
+            "get_expert_data_parallel_rank as _get_expert_data_parallel_rank",
+            "get_expert_data_parallel_world_size as _get_expert_data_parallel_world_size",
+            "get_expert_parallel_group as _get_expert_parallel_group",
+            "get_expert_parallel_rank as _get_expert_parallel_rank",
+            "get_expert_parallel_world_size as _get_expert_parallel_world_size",
+            "get_max_expert_size as _get_max_expert_size",
+            "get_max_expert_size_name as _get_max_expert_size_name",
         ),
+        functions_not_built("use the engine's own reductions", "_get_expert_data_parallel_group"),
     ),
     module(
         "deepspeed.utils.logging",

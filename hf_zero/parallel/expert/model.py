@@ -1,0 +1,181 @@
+"""``hf_zero.expert_parallel``: each rank keeps its part of the experts of a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.config import ZeroConfig
+from hf_zero.config.expert_parallel import AUTOEP_SIZE
+from hf_zero.distributed.collectives import MeshDim
+from hf_zero.errors import ConfigError
+from hf_zero.parallel.cutting import keep
+from hf_zero.parallel.expert.axis import AXIS, expert_axis
+from hf_zero.parallel.expert.dispatch import run_experts
+from hf_zero.parallel.expert.marks import mark
+from hf_zero.parallel.expert.moe_layer import MOELayer
+from hf_zero.parameters.box import Box
+from hf_zero.parameters.sharding import WHOLE, Sharding, set_sharding, sharding_of
+
+# what plans of transformers say of the parameters that hold one expert after another
+STACKED = "grouped_gemm"
+RECORD = "_hf_zero_experts"
+
+
+@dataclass(frozen=True)
+class _Experts:
+    """How the experts of one module are spread: an attribute of it."""
+
+    axis: MeshDim
+    count: int  # on all ranks
+    name: str
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Experts:
+        return self
+
+
+class Dispatches(nn.Module):
+    """What comes before the class of a module of experts, on the classes of which each rank has
+    its part: their tokens are sent to them.
+    """
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """States [S, hidden], numbers of experts and weights [S, k] to [S, hidden]."""
+        held: _Experts = self.__dict__[RECORD]
+        output = run_experts(
+            hidden_states, top_k_index, top_k_weights, held.count, self._run, held.axis, held.name
+        )
+        return output.to(hidden_states.dtype)
+
+    def _run(self, rows: torch.Tensor, numbers: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        forward = super().forward
+        if len(rows):
+            return forward(rows, numbers[:, None], rows.new_ones(len(rows), 1))
+        # A row of nothing, so that the gradients of this rank's experts are zero and not missing,
+        # and the backward has its exchanges.
+        none = rows.sum(0, keepdim=True)
+        return forward(none, numbers.new_zeros(1, 1), rows.new_ones(1, 1))[:0]
+
+
+def expert_parallel(model: nn.Module, size: int) -> nn.Module:
+    """Let each of ``size`` neighbouring ranks keep its part of the experts of ``model``, in place
+    (collective over all ranks).
+
+    Ranks read different batches; each sends its tokens to the ranks of their experts and has the
+    results back. Values that are here are rank 0's; those of a model that is loaded in shards are
+    read by each rank in its own part.
+
+    Args:
+        model: a mixture of experts of transformers, which names the parameters that hold
+            experts (``ep_plan``).
+        size: ranks that hold one set of experts together; it divides the experts, and the ranks
+            that read different batches.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ConfigError: a size that does not divide, a model without such a plan, a second size.
+    """
+    axis = expert_axis(size, AUTOEP_SIZE)
+    if axis is None:
+        return model
+    for parameter, sharding in cuts_of_experts(model, axis.rank, size).items():
+        assert sharding.box is not None
+        keep(parameter, sharding.box)
+        set_sharding(parameter, sharding)
+        mark(parameter, f"ep_size_{size}")
+    for path, module, _ in _stacked(model):
+        if RECORD not in module.__dict__:
+            experts: Any = module
+            module.__dict__[RECORD] = _Experts(axis, experts.num_experts, path)
+            experts.num_experts //= size
+            kind = type(module)
+            name = f"ExpertParallel{kind.__name__}"
+            module.__class__ = type(name, (Dispatches, kind), {"__module__": kind.__module__})
+    return model
+
+
+def spread_experts(model: nn.Module, config: ZeroConfig) -> None:
+    """Spread the experts of ``model`` over ranks as ``config`` says, and give its layers of class
+    MoE the ranks of their experts (collective over all ranks of the job where any are spread).
+    """
+    expert_parallel(model, config.expert_parallel.size)
+    for path, module in model.named_modules():
+        if not isinstance(module, MOELayer) or module.ep_size == 1:
+            continue
+        module.axis = axis = expert_axis(module.ep_size, f"ep_size of {path}")
+        assert axis is not None
+        for parameter in module.experts.parameters():
+            set_sharding(parameter, Sharding((AXIS,), box=_among(parameter, axis)))
+
+
+def cuts_of_experts(model: nn.Module, rank: int, size: int) -> dict[nn.Parameter, Sharding]:
+    """How the parameters of ``model`` that hold experts, and are whole, are cut for ``rank`` of
+    ``size``.
+
+    Raises ConfigError for a model that names none, and for experts that do not divide.
+    """
+    found: dict[nn.Parameter, Sharding] = {}
+    named = False
+    for path, module, names in _stacked(model):
+        for name in names:
+            parameter, named = module._parameters[name], True
+            assert parameter is not None
+            if sharding_of(parameter) is not WHOLE:
+                continue
+            experts = parameter.shape[0]
+            if experts % size:
+                raise ConfigError(
+                    f"{path}.{name} holds {experts} experts, which {AUTOEP_SIZE} = {size} does not "
+                    f"divide; choose a size that divides {experts}"
+                )
+            box = Box.even(tuple(parameter.shape), 0, rank, size)
+            found[parameter] = Sharding((AXIS,), box=box)
+    if not named:
+        raise ConfigError(
+            f"{type(model).__name__} names no experts (ep_plan), and {AUTOEP_SIZE} is {size}; "
+            "remove the section expert_parallel, or build the model with "
+            "deepspeed.moe.layer.MoE(ep_size=...)"
+        )
+    return found
+
+
+def _among(parameter: nn.Parameter, axis: MeshDim) -> Box | None:
+    """A checkpoint holds the parameters of one name on the ranks of ``axis`` one after another."""
+    if not parameter.dim():
+        return None
+    rows, *others = parameter.shape
+    return Box.even((rows * axis.size, *others), 0, axis.rank, axis.size)
+
+
+def _stacked(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
+    """Modules of experts with their paths, and their parameters that hold one after another."""
+    for at, inner in model.named_modules():
+        plan = getattr(inner, "ep_plan", None)
+        if not plan:
+            continue
+        patterns = [
+            re.compile(rf"(?:.*\.)?{re.escape(name).replace(re.escape('*'), '[^.]+')}")
+            for name, style in plan.items()
+            if style == STACKED
+        ]
+        for path, module in inner.named_modules(prefix=at):
+            names = [
+                name
+                for name, parameter in module._parameters.items()
+                if parameter is not None and any(p.fullmatch(f"{path}.{name}") for p in patterns)
+            ]
+            if names:
+                yield path, module, names
+        return

@@ -1,0 +1,283 @@
+"""Mixtures of experts of transformers with experts on several ranks, against one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import hf_zero
+from hf_zero.distributed.flat_mesh import FlatMesh
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.errors import ConfigError, NotBuiltError, PartitionError
+from hf_zero.integrations.deepspeed import expert_groups, parallel_groups
+from hf_zero.parallel.expert import model as expert_model
+from hf_zero.parallel.expert.marks import is_expert_parameter
+from hf_zero.parallel.expert.moe_layer import MoE
+from tests.helpers import oracle
+from tests.helpers.engines import config_of, start, train_on_threads
+from tests.helpers.models import tokens
+from tests.helpers.ranks import RankFailed, run_ranks
+from tests.helpers.training import Plan, plain_sgd
+from tests.loading.zoo import GQA
+from tests.parallel.expert_cases import keys, spread
+from tests.ranks import test_moe
+from tests.ranks.test_moe import EXPERTS, ROUTED, Routed
+
+# Beside the models of the tests without expert parallelism.
+test_moe.MODELS["olmoe"] = ("Olmoe", "OlmoeSparseMoeBlock", {**GQA, **ROUTED, **EXPERTS})
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2), (3, 3)])
+@pytest.mark.parametrize("name", test_moe.MODELS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_models_of_transformers(
+    stage: int, name: str, ranks: int, size: int, accumulation: int
+) -> None:
+    plan = Plan(ranks=ranks, steps=2, accumulation=accumulation)
+    oracle.compare(
+        train_on_threads(Routed(name), plan, spread(stage, size)),
+        oracle.kept(Routed(name), plan),
+        weight_floor=oracle.ROUNDING,
+    )
+
+
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+OTHERS: dict[str, dict[str, Any]] = {
+    "clipping": {"gradient_clipping": 0.05},
+    "all offloaded": {"zero_optimization": {"stage": 3, **OFFLOADED}},
+    "optimizer offloaded": {
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    },
+    "checkpointing": {"activation_checkpointing": {"number_checkpoints": 2}},
+    "compiled": {"compile": "blocks"},
+    "small ones whole": {
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 10_000}
+    },
+}
+
+
+@pytest.mark.parametrize("more", OTHERS.values(), ids=OTHERS)
+def test_with_other_keys(more: dict[str, Any]) -> None:
+    plan = Plan(ranks=4, steps=2, accumulation=2, clip=more.get("gradient_clipping", 0.0))
+    oracle.compare(
+        train_on_threads(Routed("mixtral"), plan, spread(3, 2, **more), timeout=120),
+        oracle.kept(Routed("mixtral"), plan),
+        weight_floor=oracle.ROUNDING,
+    )
+
+
+def test_not_beside_tensor_parallelism() -> None:
+    mixture = Routed("mixtral").build()
+    small = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**GQA, "vocab_size": 96}))
+    tensor_first = refused(
+        lambda: (
+            hf_zero.tensor_parallel(copy.deepcopy(small), 2),
+            hf_zero.expert_parallel(copy.deepcopy(mixture), 2),
+        ),
+        4,
+    )
+    expert_first = refused(
+        lambda: (
+            hf_zero.expert_parallel(copy.deepcopy(mixture), 2),
+            hf_zero.tensor_parallel(copy.deepcopy(small), 2),
+        ),
+        4,
+    )
+    keyed = config_of(0, **keys(2), tensor_parallel={"autotp_size": 2})
+    by_keys = refused(lambda: start(copy.deepcopy(mixture), None, keyed), 4)
+    assert all("autotp_size to 1" in each for each in (tensor_first, expert_first, by_keys))
+
+
+def rank_0_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuts = expert_model.cuts_of_experts
+    monkeypatch.setattr(
+        expert_model, "cuts_of_experts", lambda model, rank, size: cuts(model, 0, size)
+    )
+
+
+def on_meshes(change: Callable[[FlatMesh], FlatMesh]) -> Callable[[pytest.MonkeyPatch], None]:
+    """A fault in what the engine knows of the ranks of experts."""
+
+    def put_in(monkeypatch: pytest.MonkeyPatch) -> None:
+        of = Mesh.of
+        monkeypatch.setattr(
+            Mesh,
+            "of",
+            lambda mesh, axes, partial=False: (
+                change(of(mesh, axes, partial)) if axes else of(mesh, axes, partial)
+            ),
+        )
+
+    return put_in
+
+
+FAULTS = {
+    "an average over the ranks that hold an expert": on_meshes(lambda m: replace(m, gain=2.0)),
+    "squares of experts counted on each rank": on_meshes(lambda m: replace(m, weight=1.0)),
+    "the experts of rank 0 everywhere": rank_0_for_all,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_faults_are_caught(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan(ranks=4, steps=1)
+    fault(monkeypatch)
+    with pytest.raises(AssertionError, match=r"gradient|norm|loss"):
+        oracle.compare(
+            train_on_threads(Routed("mixtral"), plan, spread(0, 2)),
+            oracle.kept(Routed("mixtral"), plan),
+            weight_floor=oracle.ROUNDING,
+        )
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2)])
+def test_bytes_on_the_wire(ranks: int, size: int) -> None:
+    job = Routed("mixtral")
+    models = [job.build() for _ in range(ranks)]
+    config = models[0].config
+    shapes = {name: p.numel() for name, p in models[0].named_parameters()}
+    expert = {name: numel // size for name, numel in shapes.items() if ".experts." in name}
+    if ranks == size:  # nobody else holds them: they are neither gathered nor reduced
+        expert = dict.fromkeys(expert, 0)
+    held = 4 * sum((shapes | expert).values())
+    blocks = [
+        4 * sum(numel for name, numel in (shapes | expert).items() if f"layers.{at}." in name)
+        for at in range(config.num_hidden_layers)
+    ]
+    root = held - sum(blocks)
+
+    def run(rank: int) -> tuple[dict[str, int], dict[str, int], list[str]]:
+        model = models[rank]
+        keyed = {
+            **keys(size),
+            "zero_optimization": {"stage": 3, "stage3_module_granularity_threshold": 0},
+        }
+        engine = start(model, plain_sgd(model), config_of(3, **keyed))
+        parallel = get_parallel()
+        assert parallel is not None
+        for step in range(3):
+            own, along = engine.mesh.stats, parallel.stats["expert"]
+            own.bytes.clear(), along.bytes.clear()
+            ids = tokens(step, 0, rank)
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+        names = [log.name for log in (parallel.along("expert").reductions,)]
+        found = dict(own.bytes), dict(along.bytes), names
+        engine.destroy()
+        return found
+
+    answers = run_ranks(ranks, run)
+    for own, _, names in answers:
+        assert own["all_gather"] == 2 * held - root - blocks[-1]
+        assert own["reduce_scatter"] == held
+        assert "expert parallelism" in names[0]
+    rows = ranks * tokens(0, 0, 0).numel() * config.num_experts_per_tok
+    counts = 8 * ranks * config.num_local_experts
+    assert sum(along["all_to_all"] for _, along, _ in answers) == config.num_hidden_layers * (
+        4 * rows * config.hidden_size * 4 + counts
+    )
+
+
+def test_loaded_in_shards(tmp_path: Path) -> None:
+    """Each rank reads the experts that it keeps, and nothing is whole."""
+    whole = Routed("mixtral").build()
+    whole.save_pretrained(tmp_path)
+
+    def run(rank: int) -> dict[str, torch.Tensor]:
+        config = config_of(3, **keys(2))
+        model = hf_zero.from_pretrained(transformers.MixtralForCausalLM, tmp_path, config)
+        engine = start(model, plain_sgd(model), config)
+        with hf_zero.GatheredParameters(list(model.parameters())):
+            found = {name: p.detach().clone() for name, p in model.named_parameters()}
+        engine.destroy()
+        return found
+
+    for rank, found in enumerate(run_ranks(2, run)):
+        for name, p in whole.named_parameters():
+            part = p.chunk(2)[rank] if ".experts." in name else p
+            torch.testing.assert_close(found[name], part, rtol=0, atol=0)
+
+
+def refused(call: Callable[[], object], ranks: int = 2) -> str:
+    def run(rank: int) -> None:
+        call()
+
+    with pytest.raises(RankFailed) as failed:
+        run_ranks(ranks, run)
+    assert isinstance(failed.value.__cause__, (ConfigError, NotBuiltError))
+    return str(failed.value.__cause__)
+
+
+def test_what_is_refused() -> None:
+    model = Routed("mixtral").build()
+    assert "does not divide the 2 ranks" in refused(lambda: hf_zero.expert_parallel(model, 3))
+    linear = torch.nn.Linear(2, 2)
+    assert "names no experts" in refused(lambda: hf_zero.expert_parallel(linear, 2))
+    moe = MoE(4, torch.nn.Linear(4, 4), 3, 3)
+    assert "one job has one size" in refused(
+        lambda: (hf_zero.expert_parallel(model, 2), start(moe, None, config_of(0)))
+    )
+    small = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**{**test_moe.MODELS["mixtral"][2], "num_local_experts": 3})
+    )
+    assert "choose a size that divides 3" in refused(lambda: hf_zero.expert_parallel(small, 2))
+    owned = [Routed("mixtral").build() for _ in range(2)]
+
+    def late(rank: int) -> None:
+        engine = start(owned[rank], None, config_of(3))
+        with pytest.raises(PartitionError, match=r"before hf_zero\.initialize"):
+            hf_zero.expert_parallel(owned[rank], 2)
+        engine.destroy()
+
+    run_ranks(2, late)
+
+
+def test_names_of_groups() -> None:
+    models = [Routed("mixtral").build() for _ in range(4)]
+
+    def run(rank: int) -> tuple[Any, ...]:
+        hf_zero.expert_parallel(models[rank], 2)
+        parallel_groups.initialize(ep_size=2)
+        with pytest.raises(ConfigError, match="name ep_size_2"):
+            expert_groups.get_expert_parallel_rank("ep_size_4")
+        name = expert_groups.get_max_expert_size_name()
+        assert expert_groups.get_expert_parallel_group("ep_size_1") is None
+        return (
+            expert_groups.get_expert_parallel_rank(name),
+            expert_groups.get_expert_data_parallel_rank(name),
+            expert_groups.get_expert_data_parallel_world_size(name),
+            torch.distributed.get_world_size(expert_groups.get_expert_parallel_group(name)),
+            expert_groups.get_expert_data_parallel_rank("ep_size_1"),
+        )
+
+    assert run_ranks(4, run) == [(0, 0, 2, 2, 0), (1, 0, 2, 2, 1), (0, 1, 2, 2, 2), (1, 1, 2, 2, 3)]
+    assert all(is_expert_parameter(p) for n, p in models[0].named_parameters() if ".experts." in n)
+
+
+def test_estimate() -> None:
+    config = Routed("mixtral").build().config
+    alone = hf_zero.estimate(config, 4, "fp32", stage=3)
+    both = hf_zero.estimate(config, 4, "fp32", stage=3, expert_parallel=2)
+    assert alone.total_parameters == both.total_parameters
+    # at stage 3 experts are cut over all ranks either way; what is gathered is half of them
+    assert both.at(3).largest_unit < alone.at(3).largest_unit
+    assert both.at(3).parameters == pytest.approx(alone.at(3).parameters, rel=0.01)
+    none = hf_zero.estimate(config, 4, "fp32", stage=0)
+    keyed = {"zero_optimization": {"stage": 0}, **keys(2)}
+    spread_out = hf_zero.estimate(config, 4, config=keyed).at(0)
+    experts = sum(
+        p.numel() for n, p in Routed("mixtral").build().named_parameters() if ".experts." in n
+    )
+    assert none.at(0).parameters - spread_out.parameters == pytest.approx(2 * experts, rel=0.01)
