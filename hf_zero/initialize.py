@@ -97,8 +97,7 @@ def initialize(
 
     Raises:
         LaunchError: the variables of the launcher lack something or contradict each other.
-        ConfigError: no or two configs, two optimizers or schedulers, or values that contradict each
-            other.
+        ConfigError: no or two configs, two optimizers or schedulers, or contradicting values.
         NotBuiltError: an ``mpu`` that splits the model.
         UnsupportedOptimizerError: an optimizer that is wrong on flat shards.
         DoesNotFitError: what is to be trained needs more memory, or room in files, than is free; it
