@@ -23,6 +23,7 @@ from hf_zero.ops.dispatch import Kernel
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
 ROW = 16  # bytes; parts of a message begin at multiples of it
+PIECE = 1 << 22  # elements that are squared at once
 
 
 @dataclass(frozen=True)
@@ -164,16 +165,21 @@ class SignBlocks:
         """The mean square of what ``exponents``, int8 [rows * chunk], stand for in each block; from
         ``numel`` on they are padding: fp64 [rows, blocks].
         """
-        inside = torch.arange(exponents.numel(), device=exponents.device) < numel
-        both = [reference.powers(exponents).double().square_().mul_(inside), inside.double()]
         chunk = exponents.numel() // rows
-        blocks = [
-            torch.nn.functional.pad(each.view(rows, chunk), (0, -chunk % self.block))
-            .unflatten(1, (-1, self.block))
-            .sum(-1)
-            for each in both
-        ]
-        return blocks[0] / blocks[1].clamp(min=1.0)
+        piece = max(1, PIECE // self.block) * self.block  # else as many fp64 as there are weights
+        found = []
+        for begin in (row * chunk + at for row in range(rows) for at in range(0, chunk, piece)):
+            end = min(begin + piece, (begin // chunk + 1) * chunk)
+            inside = torch.arange(begin, end, device=exponents.device) < numel
+            values = reference.powers(exponents[begin:end]).double().square_().mul_(inside)
+            squares, counts = (
+                torch.nn.functional.pad(each, (0, -len(each) % self.block))
+                .unflatten(0, (-1, self.block))
+                .sum(-1)
+                for each in (values, inside)
+            )
+            found.append(squares / counts.clamp(min=1))
+        return torch.cat(found).view(rows, -1)
 
     def scales(self, messages: Tensor, chunk: int) -> Tensor:
         """Those of the rows of ``messages``, of ``chunk`` elements each: fp32 [rows, blocks], in

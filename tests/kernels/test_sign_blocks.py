@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_zero.errors import KernelError
+from hf_zero.ops import sign_blocks
 from hf_zero.ops import sign_blocks_reference as plain
 from hf_zero.ops.sign_blocks import SignBlocks
 from tests.helpers.buffers import Guarded, same_bits
@@ -158,3 +159,20 @@ def test_what_does_not_fit_is_refused() -> None:
     for call, match in cases:
         with pytest.raises(KernelError, match=match):
             call()
+
+
+def test_mean_squares_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No temporary is longer than a piece, else each of them has eight bytes a weight."""
+    rows, chunk, numel = 3, 130, 301
+    exponents = torch.arange(rows * chunk).remainder(61).sub(30).to(torch.int8)
+    values = plain.powers(exponents).double().square()
+    values[numel:] = 0.0
+    blocks = [part for row in values.view(rows, chunk) for part in row.split(32)]
+    expected = [float(part.sum() / max(1, int((part > 0).sum()))) for part in blocks]
+    longest: list[int] = []
+    powers = plain.powers
+    monkeypatch.setattr(sign_blocks, "PIECE", 64)
+    monkeypatch.setattr(plain, "powers", lambda each: (longest.append(len(each)), powers(each))[1])
+    found = SignBlocks(32).mean_squares(exponents, rows, numel)
+    assert found.shape == (3, 5) and found.flatten().tolist() == pytest.approx(expected, rel=1e-12)
+    assert max(longest) <= 64
