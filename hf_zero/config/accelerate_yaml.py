@@ -40,6 +40,8 @@ PASSED_ON = (
     "attention_backend",
     "activation_checkpointing",
     "activation_offload",
+    "tiled_mlp",
+    "sequence_parallel_size",
     "curriculum_learning",
     "data_efficiency",
     "training_phases",
@@ -56,6 +58,11 @@ def _launch(path: str, kind: Kind, note: str = _LAUNCHER) -> Key:
     return Key(path, kind, Status.ACTIVE, note)
 
 
+_SEQUENCE = "parallelism_config_sp_size"
+_INSTEAD = {
+    "parallelism_config_cp_size": f"write {_SEQUENCE}, which splits sequences without a ring",
+    "parallelism_config_tp_size": "write tensor_parallel.autotp_size in the ZeRO configuration",
+}
 _THEIR_OWN = (
     "additional_args base_job_name command_file commands compute_environment debug "
     "deepspeed_config distributed_type downcast_bf16 "
@@ -127,13 +134,20 @@ def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
                 f"remove the section {name}"
             )
             mistakes.append(NotBuiltError(said))
-    for name, size in (mapping.get("parallelism_config") or {}).items():
-        if isinstance(size, int) and size > 1 and name != "parallelism_config_sp_size":
+    parallel = mapping.get("parallelism_config") or {}
+    sequence = parallel.get(_SEQUENCE, 1)
+    for name, size in parallel.items():
+        if isinstance(size, int) and size > 1 and name != _SEQUENCE:
+            if name.endswith(("dp_shard_size", "dp_replicate_size")) and sequence > 1:
+                continue  # what Accelerate computes from them is computed anew
             said = (
                 f"{label}: parallelism_config.{name} = {size} asks for a parallelism that "
-                "hf-zero does not provide; write 1 or remove it"
+                f"hf-zero does not provide; {_INSTEAD.get(name, 'write 1 or remove it')}"
             )
             mistakes.append(NotBuiltError(said))
+    if sequence > 1:
+        path = "sequence_parallel_size"
+        reading.put(path, sequence, f"parallelism_config.{_SEQUENCE}", label)
 
     for name, value in mapping.items():
         if name == "mixed_precision" and value is False:  # YAML's reading of a bare no

@@ -206,7 +206,8 @@ def test_unknown_keys() -> None:
         (
             {"deepspeed_config": {}, "parallelism_config": {"parallelism_config_cp_size": 2}},
             NotBuiltError,
-            "parallelism_config.parallelism_config_cp_size = 2",
+            "parallelism_config.parallelism_config_cp_size = 2 asks for a parallelism that hf-zero "
+            "does not provide; write parallelism_config_sp_size",
         ),
         (
             {"deepspeed_config": {"deepspeed_config_file": 3}},
@@ -224,6 +225,13 @@ def test_what_cannot_be_meant(config: dict[str, Any], error: type[Exception], sa
     with pytest.raises(error) as caught:
         ZeroConfig.from_dict(config)
     assert says in str(caught.value)
+
+
+def test_sequences_in_parts() -> None:
+    sizes = {"parallelism_config_sp_size": 2, "parallelism_config_dp_shard_size": 2}
+    config = accelerate(None, parallelism_config=sizes)
+    assert config.sequence_parallel_size == 2
+    assert "parallelism_config_sp_size" in config.sources["sequence_parallel_size"]
 
 
 def test_what_is_switched_off_is_accepted() -> None:

@@ -26,7 +26,9 @@ SLOW, LAMB, SAMPLING = (
 CURRICULUM, MIXED, BERT, BITS = (
     RECIPES / name for name in ("curriculum", "mixed-lengths", "bert-large-batch", "quantization")
 )
-DROP, TOKENS, MOE = (RECIPES / name for name in ("layer-drop", "random-ltd", "moe"))
+DROP, TOKENS, MOE, LONG = (
+    RECIPES / name for name in ("layer-drop", "random-ltd", "moe", "long-context")
+)
 TENSOR = RECIPES / "tensor-parallel"
 every = pytest.mark.parametrize(
     "recipe",
@@ -319,3 +321,24 @@ def test_a_plot(tmp_path: Path) -> None:
 )
 def test_ticks(low: float, high: float, found: list[float]) -> None:
     assert module_of(RECIPES / "plot.py").ticks(low, high) == pytest.approx(found)
+
+
+@pytest.mark.long
+def test_a_rank_needs_less_for_parts_of_sequences(tmp_path: Path) -> None:
+    for config in ("whole.yaml", "split.yaml"):
+        launched.output(
+            ["accelerate", "launch", "--config_file", config, "run_long_context.py",
+             "--lengths", "128", "512", "--steps", "2", "--output_dir", str(tmp_path)],
+            LONG,
+            tmp_path / "log.txt",
+        )  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["length"] for row in rows] == [128, 512, 128, 512]
+    assert rows[3]["peak_mib"] < 0.8 * rows[1]["peak_mib"]
+    assert all(row["loss"] < 5.5 for row in rows)
+    ElementTree.parse(tmp_path / "memory_over_length.svg")
+
+
+def test_only_the_split_of_sequences_differs_between_configurations() -> None:
+    whole, split = config_of(LONG / "whole.yaml"), config_of(LONG / "split.yaml")
+    assert split.pop("sequence_parallel_size") == 2 and split == whole

@@ -40,3 +40,16 @@ def test_the_trainer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_trainer_at_other_stages(stage: int, tmp_path: Path) -> None:
     check("sequence_trainer.py", stage, 1, tmp_path)
+
+
+@pytest.mark.long
+def test_supervised_fine_tuning_by_trl(tmp_path: Path) -> None:
+    """Plain rows, and packed ones, whose documents do not see each other."""
+    script = SCRIPTS / "sequence_trl.py"
+    with beside(script, tmp_path / "plain") as plain:
+        found = torchrun(script, tmp_path / "split", "--stage", "3")
+        expected = plain()
+    for report in found:
+        for packing, steps in expected.items():
+            for step, plainly in zip(report[packing], steps, strict=True):
+                assert step == pytest.approx(plainly, rel=1e-5)
