@@ -328,13 +328,13 @@ def test_a_rank_needs_less_for_parts_of_sequences(tmp_path: Path) -> None:
     for config in ("whole.yaml", "split.yaml"):
         launched.output(
             ["accelerate", "launch", "--config_file", config, "run_long_context.py",
-             "--lengths", "128", "512", "--steps", "2", "--output_dir", str(tmp_path)],
+             "--lengths", "128", "1024", "--steps", "2", "--output_dir", str(tmp_path)],
             LONG,
             tmp_path / "log.txt",
         )  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [row["length"] for row in rows] == [128, 512, 128, 512]
-    assert rows[3]["peak_mib"] < 0.8 * rows[1]["peak_mib"]
+    assert [row["length"] for row in rows] == [128, 1024, 128, 1024]
+    assert rows[3]["peak_mib"] < 0.85 * rows[1]["peak_mib"]
     assert all(row["loss"] < 5.5 for row in rows)
     ElementTree.parse(tmp_path / "memory_over_length.svg")
 

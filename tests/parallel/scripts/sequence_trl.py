@@ -1,5 +1,5 @@
-"""TRL's SFTTrainer on rows and on packed rows; under a launcher its two ranks read parts of the same
-sequences.
+"""TRL's SFTTrainer on rows and on packed rows; under a launcher its two ranks read parts of the
+same sequences.
 """
 
 import argparse
@@ -62,7 +62,9 @@ def train(folder, stage, packing):
     )
     trainer.train()
     return [
-        [entry["loss"], entry["grad_norm"]] for entry in trainer.state.log_history if "loss" in entry
+        [entry["loss"], entry["grad_norm"]]
+        for entry in trainer.state.log_history
+        if "loss" in entry
     ]
 
 
