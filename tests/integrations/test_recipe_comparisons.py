@@ -32,7 +32,7 @@ DROP, TOKENS, MOE, LONG = (
 TENSOR = RECIPES / "tensor-parallel"
 every = pytest.mark.parametrize(
     "recipe",
-    [SLOW, LAMB, SAMPLING, CURRICULUM, MIXED, BERT, BITS, DROP, TOKENS, TENSOR, MOE],
+    [SLOW, LAMB, SAMPLING, CURRICULUM, MIXED, BERT, BITS, DROP, TOKENS, TENSOR, MOE, LONG],
     ids=lambda path: path.name,
 )
 
