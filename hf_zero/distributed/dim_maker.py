@@ -65,11 +65,23 @@ class DimMaker:
         own = None if kinds.is_host(self.device) else self.backend
         limit = timedelta(seconds=self.timeout + MARGIN_SECONDS)
         made = dist.new_group(list(ranks), timeout=limit, backend=own)
-        if self.rank in ranks and not kinds.is_host(self.device):
-            # Communicators are made by their first collective, which takes memory and blocks the
-            # host: not in the midst of a backward.
-            with self.watchdog.watching(
-                PendingCollective(f"the communicators of {name}", needs=tuple(ranks))
-            ):
-                dist.all_reduce(torch.zeros(1, device=self.device), group=made)
+        if self.rank in ranks:
+            connect(made, ranks, self.device, self.watchdog, name)
         return made
+
+
+def connect(
+    group: Any, ranks: Sequence[int], device: torch.device, watchdog: Watchdog, name: str
+) -> None:
+    """Have the communicator of ``group``, of ``ranks`` (global), made for ``device`` (collective
+    over them).
+
+    Communicators are made by their first message, which takes memory and blocks the host: not in
+    the midst of a forward or backward. One of messages between two ranks may wait there for ranks
+    that have no part in them.
+    """
+    if kinds.is_host(device):
+        return
+    pending = PendingCollective(f"the communicators of {name}", needs=tuple(ranks))
+    with watchdog.watching(pending):
+        dist.all_reduce(torch.zeros(1, device=device), group=group)

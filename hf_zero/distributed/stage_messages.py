@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
 from hf_zero.distributed.collectives import CPU, DEFAULT_TIMEOUT, MeshDim, abort
-from hf_zero.distributed.dim_maker import DimMaker
+from hf_zero.distributed.dim_maker import DimMaker, connect
 from hf_zero.distributed.init import MARGIN_SECONDS
 from hf_zero.distributed.parallel_groups import ParallelGroups
 from hf_zero.distributed.process_group import backend_serving, group_backend
@@ -97,7 +97,10 @@ class StageMessages:
                 dims.ranks_along(rank, "pipeline") for rank in range(dims.world)
             ):
                 made = dist.new_group(list(ranks), timeout=limit)
-                own = made if groups.rank in ranks else own
+                if groups.rank in ranks:
+                    own = made
+                    watchdog = get_world_group().watchdog
+                    connect(made, ranks, groups.device, watchdog, f"the pipeline of {name}")
         return cls(
             dims.ranks_along(groups.rank, "pipeline"),
             groups.rank,
