@@ -1,0 +1,101 @@
+"""Checkpoints of models whose experts are on several ranks: resumed on others, converted."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.core.consolidate import whole_state_dict
+from tests.helpers.engines import config_of, start
+from tests.helpers.models import tokens
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import adamw
+from tests.parallel.expert_cases import keys
+from tests.parallel.test_moe_layer import Mixed
+from tests.ranks.test_moe import Routed
+
+GROUPS = 12  # micro-batches of a step, whatever the number of ranks
+
+
+def engine_of(whole: nn.Module, stage: int, size: int) -> Any:
+    model = copy.deepcopy(whole)
+    accumulation = GROUPS // torch.distributed.get_world_size()
+    config = {**config_of(stage, **keys(size)), "gradient_accumulation_steps": accumulation}
+    return start(model, adamw(model), config)
+
+
+def step(engine: Any, rank: int, number: int) -> None:
+    for micro in range(engine.gradient_accumulation_steps()):
+        ids = tokens(number, micro * engine.world_size + rank, 0)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((2, 2, 3), (4, 2, 1)), ((3, 3, 1), (2, 1, 3)), ((2, 1, 2), (2, 2, 2))],
+    ids=["2 columns from 1", "no axis from 3 ranks", "2 ranks from no axis"],
+)
+def test_on_other_ranks(
+    before: tuple[int, int, int], after: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """(ranks, expert ranks, stage) of the save and of what goes on from it."""
+    whole = Routed("mixtral").build()
+
+    def save(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        engine = engine_of(whole, before[2], before[1])
+        step(engine, rank, 0)
+        engine.save_checkpoint(tmp_path, tag="t")
+        saved = whole_state_dict(engine)
+        step(engine, rank, 1)
+        further = whole_state_dict(engine)
+        engine.destroy()
+        return saved, further
+
+    saved, further = run_ranks(before[0], save)[0]
+    converted = dict(hf_zero.checkpoint.iterate_state_dict(tmp_path, dtype="float32"))
+    assert all(saved[name].equal(converted[name]) for name in saved)
+    assert {name: p.shape for name, p in whole.named_parameters()} == {
+        name: value.shape for name, value in saved.items() if name in dict(whole.named_parameters())
+    }
+
+    def go_on(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        engine = engine_of(whole, after[2], after[1])
+        engine.load_checkpoint(tmp_path, tag="t")
+        loaded = whole_state_dict(engine)
+        step(engine, rank, 1)
+        trained = whole_state_dict(engine)
+        engine.destroy()
+        return loaded, trained
+
+    for loaded, trained in run_ranks(after[0], go_on):
+        assert all(loaded[name].equal(saved[name]) for name in saved)
+        for name, value in trained.items():
+            torch.testing.assert_close(value, further[name], rtol=1e-5, atol=2e-5)
+
+
+def test_layers_of_deepspeed(tmp_path: Path) -> None:
+    """On as many expert ranks: those of one name on all ranks are one tensor."""
+    models = [Mixed(ep_size=2) for _ in range(4)]
+    for at, model in enumerate(models):
+        for p in model.parameters():
+            p.data += at
+
+    def run(rank: int) -> None:
+        engine = start(models[rank], adamw(models[rank]), config_of(3))
+        engine.save_checkpoint(tmp_path, tag="t")
+        with hf_zero.GatheredParameters(list(models[rank].parameters())):
+            want = [p.detach().clone() for p in models[rank].parameters()]
+        engine.destroy()
+        other = start(models[rank + 2], adamw(models[rank + 2]), config_of(1))
+        other.load_checkpoint(tmp_path, tag="t")
+        assert all(a.equal(b) for a, b in zip(want, models[rank + 2].parameters(), strict=True))
+        other.destroy()
+
+    run_ranks(2, run)
