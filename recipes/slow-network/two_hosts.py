@@ -30,7 +30,7 @@ def throttled(rate: int) -> Link | str:
     """Two hosts on a link of so many Mbit/s, or why there are none."""
     if rate <= 0:
         return "not asked for"
-    link = Link()
+    link = Link(2)
     try:
         link.make()
         link.limit(rate)

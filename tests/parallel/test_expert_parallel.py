@@ -113,8 +113,8 @@ def on_meshes(change: Callable[[FlatMesh], FlatMesh]) -> Callable[[pytest.Monkey
         monkeypatch.setattr(
             Mesh,
             "of",
-            lambda mesh, axes, partial=False: (
-                change(of(mesh, axes, partial)) if axes else of(mesh, axes, partial)
+            lambda mesh, axes, *more: (
+                change(of(mesh, axes, *more)) if axes else of(mesh, axes, *more)
             ),
         )
 
