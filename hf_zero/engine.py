@@ -16,7 +16,7 @@ from hf_zero.core.optimizer_step import refuse_half_done
 from hf_zero.core.shared_shards import SharedShards
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.step_events import STOP
-from hf_zero.errors import PartitionError
+from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.logs import logger
 from hf_zero.spans import span
 from hf_zero.techniques.data_sampling import Finish
@@ -38,6 +38,11 @@ class AsyncSaves:
 
     def start(self) -> AsyncSaver:
         """The writer, made by the first call; every rank must call it."""
+        if self._mesh.dims.pipeline > 1:
+            raise ConfigError(
+                "checkpoint.async_save (or blocking=False) writes the shards of one stage beside "
+                "the training, and a pipeline has several; remove the key, or pass blocking=True"
+            )
         if self.writer is None:
             mesh = self._mesh
             self.writer = AsyncSaver(mesh, mesh.rank, mesh.world, mesh.device)

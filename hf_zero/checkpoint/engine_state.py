@@ -43,6 +43,20 @@ def weights_of(flat: FlatBuffer) -> tuple[str, torch.Tensor]:
     return SHARD, flat.shard
 
 
+def stage_key(flat: FlatBuffer) -> str:
+    """The key of ``flat`` among those of all stages of a pipeline."""
+    dims = flat.engine_mesh.dims
+    if dims.pipeline == 1:
+        return flat.key
+    return f"{flat.key}|stage {dims.coordinate(flat.engine_mesh.rank, 'pipeline')}"
+
+
+def is_of_this_stage(flat: FlatBuffer) -> bool:
+    """Whether the stage of this rank saves ``flat``: of several stages that hold it the first."""
+    mesh, stages = flat.engine_mesh, flat.spec.sharding.stages
+    return not stages or mesh.dims.coordinate(mesh.rank, "pipeline") == stages[0]
+
+
 def saved_key(flat: FlatBuffer) -> str:
     """The key of ``flat`` in a checkpoint: of one that is cut over ranks beside ZeRO, that of its
     part. Raises CheckpointError where it is not known which part that is.
@@ -55,7 +69,7 @@ def saved_key(flat: FlatBuffer) -> str:
             "Sharding a box"
         )
     rank = flat.engine_mesh.rank
-    return "|".join([flat.key, *(f"{axis} {dims.coordinate(rank, axis)}" for axis in axes)])
+    return "|".join([stage_key(flat), *(f"{axis} {dims.coordinate(rank, axis)}" for axis in axes)])
 
 
 @dataclass(frozen=True)
@@ -116,6 +130,19 @@ def persistent_buffers(
             ):
                 held[f"{prefix}.{name}" if prefix else name] = value
     return {name: value for name, value in held.items() if not belongs(name, without)}
+
+
+def all_buffers(engine: TrainingEngine, exclude_frozen: bool) -> dict[str, torch.Tensor]:
+    """:func:`persistent_buffers` of the model, for rank 0: of all stages of a pipeline (collective
+    then).
+    """
+    own = persistent_buffers(engine.module, frozen_names(engine) if exclude_frozen else ())
+    mesh = engine.mesh
+    if mesh.dims.pipeline == 1:
+        return own
+    sent = {name: buffer.cpu() for name, buffer in own.items()} if mesh.whole.is_first else {}
+    every: list[dict[str, torch.Tensor]] = mesh.job.all_gather_object(sent, "buffers of the stages")
+    return {name: buffer for held in every for name, buffer in held.items()}
 
 
 def refuse_destroyed(engine: TrainingEngine, what: str) -> None:
@@ -184,7 +211,7 @@ def adapters_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> dict[str
     described = importlib.import_module("hf_zero.integrations.peft.adapter_files").described(
         inner, set(persistent_buffers(inner))
     )
-    outer = "" if inner is module else "_orig_mod."
+    outer = "_orig_mod." if hasattr(module, "_orig_mod") else ""
     return {
         adapter: Adapter(
             config,
@@ -198,9 +225,10 @@ def adapters_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> dict[str
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The model that ``torch.compile`` has wrapped, else ``module``."""
+    """The model that ``torch.compile`` has wrapped, or a pipeline has cut; else ``module``."""
     inner: torch.nn.Module = getattr(module, "_orig_mod", module)
-    return inner
+    cut: torch.nn.Module | None = inner.__dict__.get("hf_model")  # the stages of a pipeline
+    return inner if cut is None else cut
 
 
 def config_files(module: torch.nn.Module) -> dict[str, bytes]:
@@ -240,7 +268,12 @@ def factors_of(engine: TrainingEngine) -> dict[str, dict[str, torch.Tensor]]:
     """
     if engine.bound is None:
         return {}
-    written = {slot.name for flat in engine.flats if flat.writes for slot in flat.layout.slots}
+    written = {
+        slot.name
+        for flat in engine.flats
+        if flat.writes and is_of_this_stage(flat)
+        for slot in flat.layout.slots
+    }
     held = engine.bound.factors.held(firsts=True)
     return {name: of for name, of in held.items() if name in written}
 

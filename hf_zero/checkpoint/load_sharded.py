@@ -95,7 +95,9 @@ def load(
 
     found: list[_Load] = []
     try:
-        _check_same(collective_try(engine.mesh, look, directory, "Nothing was loaded."), directory)
+        _check_same(
+            collective_try(engine.mesh.job, look, directory, "Nothing was loaded."), directory
+        )
         plan = found[0]
         partly = "The engine is partly loaded: load again before training on."
         with progress_bar(
@@ -104,7 +106,7 @@ def load(
             f"loading {plan.checkpoint.folder}",
         ) as plan.tick:
             collective_try(
-                engine.mesh,
+                engine.mesh.job,
                 lambda: plan.apply(load_module_only, load_rng),
                 plan.checkpoint.folder,
                 partly,
@@ -217,7 +219,7 @@ class _Load:
         if any(name in self.manifest.buffers for name in self.match.buffers.values()):
             checkpoint.file(checkpoint.buffer_file())
         if verify:
-            checkpoint.verify(checkpoint.listed()[engine.global_rank :: engine.world_size])
+            checkpoint.verify(checkpoint.listed()[engine.global_rank :: engine.mesh.dims.world])
 
         self.tick: Tick = lambda count: None
 
@@ -369,10 +371,10 @@ class _Load:
     def _load_rng(self) -> None:
         size, rank = self.manifest.world["size"], self.engine.global_rank
         index = next((i for i, entry in enumerate(self.manifest.files) if entry.rank == rank), None)
-        if size != self.engine.world_size or index is None:
+        if size != self.engine.mesh.dims.world or index is None:
             text = (
                 f"{self.checkpoint.folder} was saved by {size} ranks: the random generators of "
-                f"{self.engine.world_size} ranks cannot be put back"
+                f"{self.engine.mesh.dims.world} ranks cannot be put back"
             )
             log_rank0(text, logging.WARNING)
             return

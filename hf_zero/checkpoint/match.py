@@ -66,7 +66,9 @@ def match_names(engine: TrainingEngine, manifest: Manifest, where: str, strict: 
         tied = {
             there[tied] for tied, own in engine.aliases.items() if own in held and tied in there
         }
-        _refuse_one_sided(manifest, where, missing, {*held.values(), *tied, *kept.values()})
+        _refuse_one_sided(
+            manifest, where, missing, {*held.values(), *tied, *kept.values(), *engine.elsewhere}
+        )
     return NameMatch(held, kept)
 
 

@@ -5,7 +5,7 @@ the job that writes them, exchanges outcomes with the other ranks and commits.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,16 +17,15 @@ import hf_zero
 from hf_zero.checkpoint import engine_state, find, objects
 from hf_zero.checkpoint.collective_try import describe_error, describe_failures
 from hf_zero.checkpoint.commit import CommitTarget, retain
+from hf_zero.checkpoint.described import Described
 from hf_zero.checkpoint.manifest import FORMAT, Manifest
 from hf_zero.checkpoint.records import (
     BUFFER,
     Chunk,
     FactorEntry,
     FileEntry,
-    FlatEntry,
     GroupEntry,
     OptimizerEntry,
-    dtype_of,
     factor_key,
 )
 from hf_zero.checkpoint.storage import AnyPath
@@ -41,7 +40,8 @@ if TYPE_CHECKING:
 class RankReport:
     """What one rank tells rank 0: its file, the chunks in it by flat, the numbers of each
     optimizer group and of parameters in it, and the state of whole parameters in its file. layouts:
-    of flats that are cut over ranks beside ZeRO: key in the checkpoint -> (key, layout).
+    of flats that are cut over ranks beside ZeRO: key in the checkpoint -> (key, layout). model: of
+    the first rank of each stage of a pipeline.
     """
 
     file: FileEntry
@@ -50,6 +50,7 @@ class RankReport:
     apart: list[dict[str, Any]]
     factors: dict[str, dict[str, tuple[int, ...]]]  # shapes, by parameter and name
     layouts: dict[str, tuple[str, FlatLayout]]
+    model: Described | None
 
 
 @dataclass(frozen=True)
@@ -70,24 +71,29 @@ class ExtraState:
     objects: dict[str, dict[str, Any]]
 
 
-def plan_save(engine: TrainingEngine, name: str, save_id: str, exclude_frozen: bool) -> SavePlan:
-    """The file ``name`` of this rank."""
+def plan_save(
+    engine: TrainingEngine,
+    name: str,
+    save_id: str,
+    exclude_frozen: bool,
+    buffers: Mapping[str, torch.Tensor],
+) -> SavePlan:
+    """The file ``name`` of this rank; ``buffers`` go into that of rank 0."""
     tensors: dict[str, engine_state.DeferredTensor] = {}
     chunks: dict[str, tuple[int, int, tuple[str, ...]]] = {}
     layouts: dict[str, tuple[str, FlatLayout]] = {}
     for flat in engine.flats:
         if not flat.writes or (exclude_frozen and not flat.trainable):
             continue
+        if not engine_state.is_of_this_stage(flat):
+            continue
         held = engine_state.flat_tensors(flat, engine.bound)
         key = engine_state.saved_key(flat)
         tensors |= {f"{key}::{name}": each for name, each in held.items()}
         chunks[key] = (*flat.owned, tuple(held))
-        if key != flat.key:
-            layouts[key] = flat.key, flat.layout
+        if key != engine_state.stage_key(flat):
+            layouts[key] = engine_state.stage_key(flat), flat.layout
     if engine.global_rank == 0:
-        buffers = engine_state.persistent_buffers(
-            engine.module, engine_state.frozen_names(engine) if exclude_frozen else ()
-        )
         tensors |= {
             BUFFER + name: engine_state.DeferredTensor.here(buffer)
             for name, buffer in buffers.items()
@@ -122,6 +128,7 @@ def plan_save(engine: TrainingEngine, name: str, save_id: str, exclude_frozen: b
                 for parameter, of in factors.items()
             },
             layouts,
+            Described.of(engine, exclude_frozen) if engine.mesh.whole.is_first else None,
         ),
     )
 
@@ -147,18 +154,14 @@ def build_manifest(
     save_id: str,
     reports: list[RankReport],
     extra: ExtraState,
-    exclude_frozen: bool,
+    buffers: Mapping[str, torch.Tensor],
 ) -> Manifest:
     """The manifest, still without its ``objects``; nothing in it changes with the engine any
     more.
     """
-    flats, excluded = [], []
-    dtypes: dict[str, torch.dtype] = {}
-    for flat in engine.flats:
-        names = [slot.name for slot in flat.layout.slots]
-        if exclude_frozen and not flat.trainable:
-            excluded += names
-            continue
+    flats = []
+    model = Described.joined([report.model for report in reports if report.model is not None])
+    for flat in model.flats:
         layouts = {
             key: layout
             for report in reports
@@ -167,13 +170,12 @@ def build_manifest(
         }
         for key, layout in sorted(layouts.items()) or [(flat.key, flat.layout)]:
             chunks = _chunks(key, reports)
-            flats.append(FlatEntry(key, flat.trainable, flat.dtype, layout, chunks, flat.raw))
-        dtypes |= {name: dtype_of(engine.param_dtypes[name]) for name in names}
+            flats.append(replace(flat, key=key, layout=layout, chunks=chunks))
     manifest = Manifest(
         save_id=save_id,
         tag=tag,
         world={
-            "size": engine.world_size,
+            "size": engine.mesh.dims.world,
             "shard": engine.shard_world,
             "replicate": engine.world_size // engine.shard_world,
         },
@@ -181,20 +183,12 @@ def build_manifest(
         precision=engine.config.precision,
         files=tuple(report.file for report in reports),
         flats=tuple(flats),
-        parameters={
-            name: dtypes[name]
-            for name in engine_state.model_order(engine.module, engine.aliases, dtypes)
-        },
-        buffers={
-            name: (b.dtype, tuple(b.shape))
-            for name, b in engine_state.persistent_buffers(
-                engine.module, frozenset(excluded)
-            ).items()
-        },
-        aliases=dict(engine.aliases),
-        excluded=tuple(excluded),
-        export=engine_state.export_of(engine.module, engine.aliases),
-        optimizer=_optimizer(engine, reports),
+        parameters=model.parameters,
+        buffers={name: (b.dtype, tuple(b.shape)) for name, b in buffers.items()},
+        aliases=model.aliases,
+        excluded=model.excluded,
+        export=model.export,
+        optimizer=_optimizer(engine, model.groups, reports),
         scaler=engine.scaler.state_dict() if engine.config.precision == "fp16" else None,
         lr_scheduler=extra.lr_scheduler,
         counters=asdict(engine.counters),
@@ -216,7 +210,9 @@ def _chunks(key: str, reports: list[RankReport]) -> tuple[Chunk, ...]:
     return tuple(Chunk(file, start, stop, tensors) for _, file, (start, stop, tensors) in held)
 
 
-def _optimizer(engine: TrainingEngine, reports: list[RankReport]) -> OptimizerEntry | None:
+def _optimizer(
+    engine: TrainingEngine, names: Sequence[tuple[str, ...]], reports: list[RankReport]
+) -> OptimizerEntry | None:
     if engine.bound is None:
         return None
     groups = []
@@ -236,8 +232,7 @@ def _optimizer(engine: TrainingEngine, reports: list[RankReport]) -> OptimizerEn
             else max(own.values(), key=lambda numbers: numbers.get("step", 0.0), default={})
         )
         apart = {name: numbers for name, numbers in own.items() if numbers != scalars}
-        names = sorted(name for name, group in engine.bound.group_of.items() if group == index)
-        groups.append(GroupEntry(dict(hyperparameters), scalars, tuple(names), apart))
+        groups.append(GroupEntry(dict(hyperparameters), scalars, names[index], apart))
     factors = {
         parameter: FactorEntry(file, shapes)
         for file, report in enumerate(reports)
@@ -266,11 +261,11 @@ def shared_files(
     target: CommitTarget,
     reports: list[RankReport],
     extra: ExtraState,
-    exclude_frozen: bool,
+    buffers: Mapping[str, torch.Tensor],
     save_latest: bool,
 ) -> SharedFiles:
     """What rank 0 writes beside its own file."""
-    manifest = build_manifest(engine, target.tag, target.save_id, reports, extra, exclude_frozen)
+    manifest = build_manifest(engine, target.tag, target.save_id, reports, extra, buffers)
     files = engine_state.config_files(engine.module)
     if any(extra.objects.values()):
         buffer = io.BytesIO()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.collective_try import collective_try
 from hf_zero.checkpoint.commit import CommitTarget, check_keep, commit_target
-from hf_zero.checkpoint.engine_state import refuse_destroyed
+from hf_zero.checkpoint.engine_state import all_buffers, refuse_destroyed
 from hf_zero.checkpoint.file_writer import write_tensors
 from hf_zero.checkpoint.plan import (
     NOTHING_SAVED,
@@ -71,40 +71,39 @@ def save(
     refuse_destroyed(engine, "save")
     if background is not None:
         background.wait("another save")
-    rank, mesh = engine.global_rank, engine.mesh
+    rank, job_ranks, world = engine.global_rank, engine.mesh.job, engine.mesh.dims.world
     engine.optimizer_step.complete_state()
     target = _agree_on_target(engine, directory, tag, keep)
-    path = target.path_of(target.file_name(find.rank_file(rank, engine.world_size)))
+    path = target.path_of(target.file_name(find.rank_file(rank, world)))
     nothing_saved = NOTHING_SAVED.format(target.tag)
     plans: list[SavePlan] = []
     shared: list[SharedFiles] = []
+    buffers = all_buffers(engine, exclude_frozen_parameters)
 
     def plan() -> tuple[Any, str]:
         if rank == 0:
             # first: what cannot be saved is found out before anything is written
             extras.append(extra_state(engine, client_state or {}))
             target.begin()
-        plans.append(plan_save(engine, path.name, target.save_id, exclude_frozen_parameters))
+        plans.append(
+            plan_save(engine, path.name, target.save_id, exclude_frozen_parameters, buffers)
+        )
         return plans[0].report, "" if background is None else background.stage(plans[0])
 
     def describe() -> None:
         if rank == 0:
             reports = [report for report, _ in planned]
-            shared.append(
-                shared_files(
-                    engine, target, reports, extras[0], exclude_frozen_parameters, save_latest
-                )
-            )
+            shared.append(shared_files(engine, target, reports, extras[0], buffers, save_latest))
 
     extras: list[Any] = []
     try:
-        planned = collective_try(mesh, plan, path, nothing_saved)
-        collective_try(mesh, describe, path.parent, nothing_saved)
+        planned = collective_try(job_ranks, plan, path, nothing_saved)
+        collective_try(job_ranks, describe, path.parent, nothing_saved)
     except BaseException:
         if rank == 0:
             target.abort()
         raise
-    job = SaveJob(target, path, rank, engine.world_size, shared[0] if shared else None, keep)
+    job = SaveJob(target, path, rank, world, shared[0] if shared else None, keep)
     not_staged = [f"rank {at}: {why}" for at, (_, why) in enumerate(planned) if why]
     if background is not None and not not_staged:
         background.start(job)
@@ -116,7 +115,7 @@ def save(
             target.tag,
             not_staged[0],
         )
-    failure, cause = job.run(lambda: _stream(job, plans[0]), _ByCollectives(mesh))
+    failure, cause = job.run(lambda: _stream(job, plans[0]), _ByCollectives(job_ranks))
     if failure:
         raise CheckpointError(failure) from cause
     return target.final
@@ -135,7 +134,7 @@ def _agree_on_target(
         roots.append(as_path(directory))
         return name, secrets.token_hex(16)
 
-    answers = collective_try(engine.mesh, check, directory)
+    answers = collective_try(engine.mesh.job, check, directory)
     names = {each for each, _ in answers}
     if len(names) > 1:
         raise CheckpointError(

@@ -88,6 +88,13 @@ class Mesh:
         """Whether waiting for a collective blocks the host, not a stream."""
         return kinds.is_host(self.device)
 
+    @property
+    def job(self) -> Any:
+        """What asks all ranks of the job for objects: this, or where a pipeline has other stages,
+        something over all of them.
+        """
+        return self if self.dims.pipeline == 1 else get_world_group()
+
     def of(self, axes: tuple[str, ...], partial: bool = False, stages: int = 1) -> FlatMesh:
         """The ranks of flat buffers that are cut by ``axes`` beside ZeRO. ``partial``: each
         tensor-parallel rank has a part of their gradient. ``stages``: so many stages of a pipeline

@@ -36,6 +36,7 @@ class PipelineTraining(TrainingEngine):
         self._tied = TiedParameters(self.module, groups)
         super()._build(mesh, precision, installed)
         self._tied.check(self.flats)
+        self.elsewhere = self._tied.elsewhere
         installed.callback(self._tied.close)
         messages = StageMessages.over(groups, mesh.name, mesh.timeout)
         installed.callback(messages.close)

@@ -30,6 +30,7 @@ class TiedParameters:
     def __init__(self, module: StagedModule, groups: ParallelGroups):
         self._along: dict[tuple[int, ...], MeshDim] = {}
         self._device = groups.device
+        self.elsewhere: frozenset[str] = frozenset()  # names of what other stages hold
         if groups.dims.pipeline == 1:
             return
         own = dict(module.named_parameters())
@@ -40,6 +41,10 @@ class TiedParameters:
         for stage, described in zip(stage_of, every):
             for name, what in described.items():
                 holders.setdefault(name, {})[stage] = what
+        buffers = [name for name, _ in module.named_buffers()]
+        names = get_world_group().all_gather_object(buffers, "buffers of the stages")
+        every_name = {*holders, *(name for held in names for name in held)}
+        self.elsewhere = frozenset(every_name - set(own) - set(buffers))
         tied = {name: held for name, held in holders.items() if len(held) > 1}
         for name, held in tied.items():
             if len(set(held.values())) > 1:
