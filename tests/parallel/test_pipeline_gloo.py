@@ -5,16 +5,20 @@ many cases, against one process.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 
 import hf_zero
-from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
 from hf_zero.errors import ConfigError, PipelineError
 from tests.helpers.processes import run_processes, say
+from tests.parallel.causal import batches_of, model_of
 from tests.parallel.pipelines import (
     STEPS,
     Whole,
@@ -118,6 +122,49 @@ def _overflow(rank: int) -> list[Any]:
     return answer
 
 
+# stages, micro-batches: the same windows of 8 on four ranks
+RESUMED = {"2 stages x 2": (2, 4), "4 stages": (4, 8), "no stages": (1, 2)}
+
+
+def _resumed(rank: int, folder: str) -> dict[str, Any]:
+    """Two steps over two stages and a save; then another step there, and over others."""
+    found: dict[str, Any] = {}
+    windows = list(windows_of(batches(8 * STEPS), 8, 1))
+    for name, (stages, micro_batches) in RESUMED.items():
+        module = pipeline(stages, RANKS)
+        written = config(micro_batches, 1, scheduler={"type": "WarmupLR", "params": {}})
+        engine, _, _, _ = hf_zero.initialize(model=module, config=written, optimizer=sgd)
+        ranks = RANKS // stages
+        own = [window[rank % ranks :: ranks] for window in windows]
+        if name == "2 stages x 2":
+            for window in own[:-1]:
+                engine.train_batch(iter(window))
+            engine.save_checkpoint(folder, client_state={"seen": 16})
+            with pytest.raises(ConfigError, match="async_save"):
+                engine.save_checkpoint(folder, blocking=False)
+        else:
+            _, client = engine.load_checkpoint(folder)
+            assert client == {"seen": 16} and engine.global_steps == STEPS - 1
+        loss = float(engine.train_batch(iter(own[-1])))
+        found[name] = loss, engine.get_global_grad_norm(), engine.get_lr()
+        engine.destroy()
+    return found
+
+
+def _causal(rank: int, folder: str) -> list[Any]:
+    """A causal model whose embeddings are tied, over four stages; and its checkpoint."""
+    whole = model_of("llama")
+    init_parallel(ParallelDims.over(RANKS, pipeline=RANKS))
+    stages = hf_zero.pipeline_stages(whole, RANKS, partition_method="uniform")
+    written = config(3, 1, kernels="off")
+    engine, _, _, _ = hf_zero.initialize(model=stages, config=written, optimizer=sgd)
+    data = iter(batches_of(6)) if rank in (0, RANKS - 1) else None
+    told = [(float(engine.train_batch(data)), engine.get_global_grad_norm()) for _ in range(2)]
+    engine.save_checkpoint(folder, "trained")
+    engine.destroy()
+    return told
+
+
 def _refused() -> list[str]:
     said = []
     module = pipeline(2, RANKS, stages_per_rank=2)
@@ -136,13 +183,17 @@ def _refused() -> list[str]:
     return [*said, str(raised.value)]
 
 
-def _rank(rank: int) -> dict[str, Any]:
+def _rank(rank: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for case in CASES:
         say(case)
         found[case] = _train(rank, case)
     say("overflow")
     found["overflow"] = _overflow(rank)
+    say("resumed")
+    found["resumed"] = _resumed(rank, f"{folder}/resumed")
+    say("causal")
+    found["causal"] = _causal(rank, f"{folder}/causal")
     say("refused")
     found["refused"] = _refused()
     dist.barrier()
@@ -150,8 +201,13 @@ def _rank(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def launched() -> list[dict[str, Any]]:
-    return run_processes(RANKS, _rank)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def launched(folder: Path) -> list[dict[str, Any]]:
+    return run_processes(RANKS, _rank, str(folder))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -200,6 +256,42 @@ def test_what_is_sent(launched: list[dict[str, Any]]) -> None:
     assert 0 < parted["reduce_scatter"] <= 6
     tied = [entry for entry in first["log"] if "tied" in entry[1]]
     assert len(tied) == 1 and tied[0][2] >= 11 * 8 * 4
+
+
+def test_a_checkpoint_resumes_over_other_stages(launched: list[dict[str, Any]]) -> None:
+    found = launched[0]["resumed"]
+    assert all(answers["resumed"] == found for answers in launched)
+    loss, norm, rates = found["2 stages x 2"]
+    for name in RESUMED:
+        assert found[name][0] == pytest.approx(loss, rel=1e-5), name
+        assert found[name][1] == pytest.approx(norm, rel=1e-5), name
+        assert found[name][2] == rates
+
+
+def test_stages_of_a_causal_model_save_the_model(
+    launched: list[dict[str, Any]], folder: Path, tmp_path: Path
+) -> None:
+    whole, data = model_of("llama"), batches_of(6)
+    expected, _ = plain(
+        whole,
+        [data[:3], data[3:]],
+        lambda model, batch: model(**batch, use_cache=False).loss,
+    )
+    told = launched[0]["causal"]
+    assert all(answers["causal"] == told for answers in launched)
+    for (loss, norm), (want, of) in zip(told, expected):
+        assert loss == pytest.approx(want, rel=1e-5) and norm == pytest.approx(of, rel=1e-5)
+    hf_zero.convert_checkpoint(folder / "causal" / "trained", tmp_path / "converted")
+    whole.save_pretrained(tmp_path / "plain")
+    tensors = {}
+    for name in ("converted", "plain"):
+        with safe_open(tmp_path / name / "model.safetensors", "pt") as file:
+            tensors[name] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    assert tensors["converted"].keys() == tensors["plain"].keys()
+    for key, value in tensors["plain"].items():
+        assert (tensors["converted"][key] - value).norm() <= 1e-5 * value.norm(), key
+    again = type(whole).from_pretrained(tmp_path / "converted")
+    assert again.lm_head.weight is again.model.embed_tokens.weight
 
 
 def test_overflow_is_agreed_over_stages(launched: list[dict[str, Any]]) -> None:
