@@ -39,6 +39,9 @@ class EngineParts(nn.Module):
     :meth:`destroy`. Every rank must make them together.
     """
 
+    # names of what the other stages of a pipeline hold
+    elsewhere: frozenset[str] = frozenset()
+
     def __init__(
         self,
         model: nn.Module,
@@ -60,8 +63,6 @@ class EngineParts(nn.Module):
         self.training_dataloader: Any = None
         # names that whole state dicts without frozen parameters have all the same
         self.kept_when_frozen: frozenset[str] = frozenset()
-        # names of what the other stages of a pipeline hold
-        self.elsewhere: frozenset[str] = frozenset()
         self.counters = Counters()
         self.accumulation = AccumulationWindow(
             config.gradient_accumulation_steps or 1, config.managed_gradient_accumulation

@@ -36,7 +36,6 @@ class PipelineTraining(TrainingEngine):
         self._tied = TiedParameters(self.module, groups)
         super()._build(mesh, precision, installed)
         self._tied.check(self.flats)
-        self.elsewhere = self._tied.elsewhere
         installed.callback(self._tied.close)
         messages = StageMessages.over(groups, mesh.name, mesh.timeout)
         installed.callback(messages.close)
@@ -223,6 +222,11 @@ class PipelineTraining(TrainingEngine):
         """Nothing: shapes may differ from one micro-batch to the next."""
 
     # ---- what it says about itself ----
+
+    @property
+    def elsewhere(self) -> frozenset[str]:  # type: ignore[override]
+        """Names of the parameters and buffers that other stages hold."""
+        return self._tied.elsewhere
 
     def is_first_stage(self) -> bool:
         """Whether this rank holds the first stage."""
