@@ -36,7 +36,7 @@ from hf_zero.optim.elementwise import check as check_elementwise
 from hf_zero.optim.one_bit import as_sent, one_bit_of
 from hf_zero.optim.schedules import build_scheduler
 from hf_zero.parallel.expert.model import spread_experts
-from hf_zero.parallel.pipeline.checks import check_pipeline
+from hf_zero.parallel.pipeline.checks import check_pipeline, check_uncut
 from hf_zero.parallel.pipeline.engine import pipelined
 from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.parallel.sequence import configured
@@ -171,6 +171,8 @@ def initialize_as(
         )
     if {parameter.is_meta for parameter in model.parameters()} == {True}:
         give_values(model)
+    if isinstance(model, StagedModule):
+        check_uncut(settings, model)
     spread_experts(model, settings)  # what it cuts, the other leaves as it is
     settings = as_configured(model, settings)
     choose = settings.kernels == "auto"
@@ -268,14 +270,13 @@ def _fuse(model: nn.Module, config: ZeroConfig, compiled: Sequence[nn.Module]) -
 
 
 def _ranks_to_resolve_for(config: ZeroConfig) -> int:
-    """The ranks of a pipeline stage, without those that share a layer and that ``config`` does not
-    know of: the axis "model" of a pipeline's topology.
+    """The ranks of a pipeline stage, without those that share a layer where ``config`` does not
+    know of them.
     """
     world, groups = process_group.get_world_size(), get_parallel()
-    if groups is None:
+    if groups is None or groups.dims.pipeline == 1:
         return world
-    known = config.tensor_parallel.size > 1
-    return world // groups.dims.pipeline // (1 if known else groups.dims.tensor)
+    return world // groups.dims.pipeline // groups.dims.tensor
 
 
 def _preflight(

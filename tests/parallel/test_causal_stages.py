@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from transformers import BertConfig, BertForMaskedLM
 import hf_zero
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError
+from hf_zero.integrations import finder
+from hf_zero.integrations.accelerate.accelerator import prepare_engines
 from hf_zero.integrations.transformers.pipeline_stages import FAMILIES
 from hf_zero.parallel.pipeline import staged
 from tests.helpers.ranks import run_ranks
@@ -114,6 +117,9 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="on the meta device"):
         hf_zero.pipeline_stages(nothing, 1)
     stages = hf_zero.pipeline_stages(model_of("llama"), 1)
+    finder.choose()
+    with pytest.raises(ConfigError, match="got the stages of a pipeline, and its loops"):
+        prepare_engines(lambda *args: args)(Namespace(parallelism_config=None), stages)
     ids = torch.ones(1, 4, dtype=torch.long)
     for batch in ({"inputs_embeds": ids}, {"input_ids": ids, "token_type_ids": ids}):
         with pytest.raises(ConfigError, match="for a pipeline of a causal model"):

@@ -224,6 +224,7 @@ OF_CONFIG: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage is 2, and the model is a pipe"),
     ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3, and the model is a pipe"),
     ({"progressive_layer_drop": {"enabled": True}}, "progressive_layer_drop change what a forward"),
+    ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size is 2, and the model is"),
     ({"pipeline": {"schedule": "interleaved_1f1b"}}, "pipeline.schedule is 'interleaved_1f1b'"),
     (
         {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 1}}},

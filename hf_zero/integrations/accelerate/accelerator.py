@@ -5,7 +5,7 @@ Imported in the middle of ``import accelerate``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,6 +43,7 @@ def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
         if not finder.chosen():
             return original(self, *args)
         _refuse_optimizer_alone(args)
+        _refuse_pipelines(args)
         _refuse_ring_attention(self.parallelism_config)
         with _batch_size_left_open(self.deepspeed_plugin.deepspeed_config, args):
             result = original(self, *args)
@@ -67,6 +68,18 @@ def _refuse_ring_attention(parallelism: Any) -> None:
             f"ParallelismConfig(cp_size={parallelism.cp_size}) asks for ring attention, which is "
             "not built: each rank would train on its own tokens alone; write "
             f"sp_size={parallelism.cp_size}, sp_backend='deepspeed'"
+        )
+
+
+def _refuse_pipelines(args: Sequence[Any]) -> None:
+    """A loop of Accelerate or the Trainer calls the model and expects a loss."""
+    from hf_zero.parallel.pipeline.staged import StagedModule
+
+    if any(isinstance(each, StagedModule) for each in args):
+        raise ConfigError(
+            "Accelerator.prepare() got the stages of a pipeline, and its loops, the Trainer's too, "
+            "call a model for its loss; call hf_zero.initialize(model=stages, ...) and train by "
+            "engine.train_batch(), or shard the whole model at stage 3"
         )
 
 

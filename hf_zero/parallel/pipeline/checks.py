@@ -10,6 +10,19 @@ from hf_zero.errors import ConfigError
 from hf_zero.parallel.pipeline.staged import StagedModule
 
 
+def check_uncut(config: ZeroConfig, module: StagedModule) -> None:
+    """Raise ConfigError where ``config`` would cut the layers of ``module``, which differ from
+    stage to stage, over tensor-parallel ranks.
+    """
+    size = config.tensor_parallel.size
+    if size > 1:
+        raise ConfigError(
+            f"tensor_parallel.autotp_size is {size}, and the model is cut into stages already; "
+            f"call hf_zero.tensor_parallel(model, {size}) before pipeline_stages(model, "
+            f"{module.num_stages}), and remove the key"
+        )
+
+
 def check_pipeline(
     config: ZeroConfig, module: StagedModule, techniques: Collection[str], one_bit: bool
 ) -> None:

@@ -112,9 +112,10 @@ def _make_parallel(topology: ProcessTopology) -> None:
         topology.world_size(), tensor=tensor, pipeline=topology.get_dim("pipe")
     )
     held = get_parallel()
-    if held is None or held.dims == ParallelDims(dims.world):
+    # what is tensor parallel already stays so: its ranks are neighbours, with stages or without
+    if held is None or held.dims in (dims, ParallelDims.over(dims.world, tensor=tensor)):
         init_parallel(dims)
-    elif held.dims != dims:
+    else:
         raise ConfigError(
             f"the job is parallel as {held.dims}, and the pipeline's topology is {topology}; make "
             f"it so before anything is split: init_parallel({dims})"
