@@ -40,7 +40,7 @@ from hf_zero.parallel.pipeline.checks import check_pipeline, check_uncut
 from hf_zero.parallel.pipeline.engine import pipelined
 from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.parallel.sequence import configured
-from hf_zero.parallel.tensor.configured import as_configured, readers
+from hf_zero.parallel.tensor.configured import as_configured, ranks_of_a_stage, readers
 from hf_zero.parameters.leaf_modules import mark_configured
 from hf_zero.preflight import check, moments_of, room_for
 from hf_zero.techniques.curriculum_sampler import (
@@ -186,7 +186,7 @@ def initialize_as(
         adopt(made)
     settings = as_sent(settings, one_bit_of(settings, made))
     settings = settings.resolve(
-        _ranks_to_resolve_for(settings),
+        ranks_of_a_stage(),
         require_batch_size=training_data is not None,
         training=made is not None,
     )
@@ -267,16 +267,6 @@ def _fuse(model: nn.Module, config: ZeroConfig, compiled: Sequence[nn.Module]) -
     if config.kernels != "off" or sparse is not None or config.pre_layer_norm:
         fused = importlib.import_module("hf_zero.integrations.fused")
         fused.prepare(model, config.kernels, sparse, config.pre_layer_norm, compiled)
-
-
-def _ranks_to_resolve_for(config: ZeroConfig) -> int:
-    """The ranks of a pipeline stage, without those that share a layer where ``config`` does not
-    know of them.
-    """
-    world, groups = process_group.get_world_size(), get_parallel()
-    if groups is None or groups.dims.pipeline == 1:
-        return world
-    return world // groups.dims.pipeline // groups.dims.tensor
 
 
 def _preflight(

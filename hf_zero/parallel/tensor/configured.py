@@ -42,3 +42,12 @@ def readers() -> tuple[int, int]:
         rank %= ranks
     size = 1 if groups is None else groups.dims.tensor
     return ranks // size, rank // size
+
+
+def ranks_of_a_stage() -> int:
+    """The ranks that batch sizes are computed for: all, but of a pipeline those of one stage that
+    read batches of their own.
+    """
+    groups = get_parallel()
+    stages = 1 if groups is None else groups.dims.pipeline
+    return process_group.get_world_size() if stages == 1 else readers()[0]
