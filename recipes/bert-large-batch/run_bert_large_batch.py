@@ -55,7 +55,7 @@ def main() -> None:
         sentences,
         held_out,
         "A deep BERT with LAMB, post-LN and pre-LN",
-        ("tokens",),
+        ("tokens", "samples", "seconds"),
     )
 
 
