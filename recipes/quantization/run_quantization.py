@@ -86,7 +86,8 @@ def main() -> None:
             loss = afterwards(engine, bits, args, held_out)
             found[-1][f"loss_in_{bits}_bits"] = loss
             deepspeed.log_dist(f"{file.stem}, then rounded to {bits} bits: {loss:.3f}", ranks=[0])
-    finish(found, args, "A small Llama, its weights in fewer and fewer bits", ("tokens", "samples", "seconds"))
+    over = ("tokens", "samples", "seconds")
+    finish(found, args, "A small Llama, its weights in fewer and fewer bits", over)
 
 
 if __name__ == "__main__":
