@@ -78,9 +78,12 @@ def save(
     nothing_saved = NOTHING_SAVED.format(target.tag)
     plans: list[SavePlan] = []
     shared: list[SharedFiles] = []
-    buffers = all_buffers(engine, exclude_frozen_parameters)
+    stages = engine.mesh.dims.pipeline
+    buffers = all_buffers(engine, exclude_frozen_parameters) if stages > 1 else {}
 
     def plan() -> tuple[Any, str]:
+        if stages == 1:
+            buffers.update(all_buffers(engine, exclude_frozen_parameters))
         if rank == 0:
             # first: what cannot be saved is found out before anything is written
             extras.append(extra_state(engine, client_state or {}))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.reader import copy_ranges
 from hf_zero.checkpoint.records import Chunk, FlatEntry
 from hf_zero.parameters.layout import FlatLayout
@@ -21,9 +23,12 @@ def stored(names, sizes, cuts, shards):
         layout = FlatLayout.build([(name, (sizes[name],)) for name in own], shards)
         chunks = tuple(Chunk(rank, *layout.rank_range(rank), ("master",)) for rank in range(shards))
         flats.append(FlatEntry(f"flat{len(flats)}", True, torch.float32, layout, chunks))
-    return SimpleNamespace(
-        slots={slot.name: (flat, slot) for flat in flats for slot in flat.layout.slots}
+    slots = {slot.name: (flat, slot) for flat in flats for slot in flat.layout.slots}
+    manifest = SimpleNamespace(
+        slots=slots, parts={name: [placed] for name, placed in slots.items()}
     )
+    manifest.runs = partial(Manifest.runs, manifest)
+    return manifest
 
 
 @settings(max_examples=200, deadline=None)

@@ -281,7 +281,7 @@ def test_why_there_are_no_throttled_hosts(
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     said = two_hosts.throttled(100)
     assert "`ip netns add" in said and "not permitted" in said and "you are not" in said
-    assert [line.split()[1] for line in calls.read_text().splitlines()] == ["add"] + 2 * ["delete"]
+    assert [line.split()[1] for line in calls.read_text().splitlines()] == ["add"] + 3 * ["delete"]
 
 
 def test_a_host_that_fails_ends_the_other(two_hosts: Any) -> None:

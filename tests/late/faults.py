@@ -144,7 +144,9 @@ def _updates_with_the_others() -> Iterator[Callable[[], int]]:
         plain(self, updated, future)
 
     def elsewhere(plain: Any, self: update_gathers.UpdateGathers, gather: Any) -> None:
-        with mock.patch.object(self._axis, "_group", groups[0]):
+        with contextlib.ExitStack() as others:
+            for axis, _ in gather.messages:
+                others.enter_context(mock.patch.object(axis, "_group", groups[0]))
             plain(self, gather)
 
     adds = replaced(update.Updater, "_add", noted)

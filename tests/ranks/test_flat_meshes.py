@@ -94,7 +94,7 @@ def _named(what: str, difference: str) -> str:
 
 def without(change: dict[str, float]) -> Any:
     of = Mesh.of
-    return lambda mesh, axes, partial=False: replace(of(mesh, axes, partial), **change)
+    return lambda mesh, axes, *more: replace(of(mesh, axes, *more), **change)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ class Capacity:
         return max(math.ceil(tokens / experts * self.factor * k), self.least)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Routing:
     """Where the tokens of one forward go.
 

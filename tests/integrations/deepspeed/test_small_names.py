@@ -21,7 +21,6 @@ from hf_zero.integrations.deepspeed import (
     accelerator,
     comm_log,
     locked_memory,
-    runtime_utils,
     schedule_arguments,
 )
 from hf_zero.parallel.pipeline import partition
@@ -303,7 +302,7 @@ def test_partitions_are_the_best_there_are(parts: int) -> None:
         assert all(a < b for a, b in itertools.pairwise(bounds))
     five = partition.partition_balanced([1] * 5, 4)
     assert sorted(b - a for a, b in itertools.pairwise(five)) == [1, 1, 1, 2]
-    uniform = runtime_utils.partition_uniform(8, parts)
+    uniform = partition.partition_uniform(8, parts)
     sizes = [b - a for a, b in itertools.pairwise(uniform)]
     assert sum(sizes) == 8 and max(sizes) - min(sizes) <= 1
 
