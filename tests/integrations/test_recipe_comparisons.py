@@ -29,10 +29,10 @@ CURRICULUM, MIXED, BERT, BITS = (
 DROP, TOKENS, MOE, LONG = (
     RECIPES / name for name in ("layer-drop", "random-ltd", "moe", "long-context")
 )
-TENSOR = RECIPES / "tensor-parallel"
+TENSOR, STAGES = RECIPES / "tensor-parallel", RECIPES / "pipeline"
 every = pytest.mark.parametrize(
     "recipe",
-    [SLOW, LAMB, SAMPLING, CURRICULUM, MIXED, BERT, BITS, DROP, TOKENS, TENSOR, MOE, LONG],
+    [SLOW, LAMB, SAMPLING, CURRICULUM, MIXED, BERT, BITS, DROP, TOKENS, TENSOR, STAGES, MOE, LONG],
     ids=lambda path: path.name,
 )
 
@@ -261,6 +261,27 @@ def test_ranks_that_share_layers_learn_as_those_that_share_batches(tmp_path: Pat
     assert shared[0]["loss"] == pytest.approx(alone[0]["loss"], rel=1e-5)
     assert shared[-1]["loss"] < shared[0]["loss"]
     assert shared[0]["parameters_of_layers"] * 2 == alone[0]["parameters_of_layers"]
+    assert (tmp_path / "loss_over_steps.svg").is_file()
+
+
+@pytest.mark.long
+def test_a_few_steps_with_stages_and_without(tmp_path: Path) -> None:
+    sizes = ["--hidden_size", "32", "--num_layers", "2", "--max_train_steps", "4"]
+    rows = {}
+    for stages, name in ((2, "2-stages"), (1, "no-stages")):
+        launched.output(
+            ["torchrun", "--nproc_per_node", "2", str(STAGES / "run_pipeline.py"), *sizes,
+             "--num_stages", str(stages), "--output_dir", str(tmp_path)],
+            tmp_path,
+            tmp_path / f"{name}.txt",
+        )  # fmt: skip
+        file = tmp_path / f"rows-{name}.jsonl"
+        rows[name] = [json.loads(line) for line in file.read_text().splitlines()]
+    apart, together = rows["2-stages"], rows["no-stages"]
+    for one, other in zip(apart, together):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    assert apart[-1]["loss"] < apart[0]["loss"]
+    assert apart[0]["parameters_of_rank"] < together[0]["parameters_of_rank"]
     assert (tmp_path / "loss_over_steps.svg").is_file()
 
 
