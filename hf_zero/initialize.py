@@ -140,17 +140,7 @@ def initialize_as(
     if isinstance(args, nn.Module):  # initialize(model, "zero3")
         args, model, config = None, args, _second(model, config)
     if not isinstance(model, nn.Module):
-        given = (
-            ""
-            if model is None
-            else f"Module, not {model!r}"
-            if isinstance(model, str)
-            else f"Module, not a {type(model).__name__}"
-        )
-        load = f", such as AutoModel.from_pretrained({model!r})" if isinstance(model, str) else ""
-        raise ConfigError(
-            f"initialize needs model={given}; pass the torch.nn.Module to train{load}"
-        )
+        raise _no_model(model)
     settings = configuration(args, config, config_params)
     if settings.log_level is not None:
         set_level(settings.log_level.upper())
@@ -184,7 +174,8 @@ def initialize_as(
     made = _optimizer(settings, model, optimizer, model_parameters)
     if made is not None:
         adopt(made)
-    settings = as_sent(settings, one_bit_of(settings, made))
+    one_bit = one_bit_of(settings, made)
+    settings = as_sent(settings, one_bit)
     settings = settings.resolve(
         ranks_of_a_stage(),
         require_batch_size=training_data is not None,
@@ -199,8 +190,7 @@ def initialize_as(
     techniques = TrainingTechniques(settings, configured.on_model(sequence))
     follow(techniques, getattr(loader, "data_sampler", None))
     if isinstance(model, StagedModule):
-        sends_one_bit = one_bit_of(settings, made) is not None
-        check_pipeline(settings, model, techniques.by_key, sends_one_bit)
+        check_pipeline(settings, model, techniques.by_key, one_bit is not None)
         engine_class = pipelined(engine_class)
     engine = engine_class(model, settings, patches, techniques, made)
     engine.training_dataloader = loader
@@ -212,6 +202,18 @@ def initialize_as(
     if engine.global_rank == 0:
         logger.info("%s", _shown(settings, engine.world_size))
     return engine, made, loader, scheduler
+
+
+def _no_model(given: Any) -> ConfigError:
+    what = (
+        ""
+        if given is None
+        else f"Module, not {given!r}"
+        if isinstance(given, str)
+        else f"Module, not a {type(given).__name__}"
+    )
+    load = f", such as AutoModel.from_pretrained({given!r})" if isinstance(given, str) else ""
+    return ConfigError(f"initialize needs model={what}; pass the torch.nn.Module to train{load}")
 
 
 def _second(second: Any, config: Any) -> Any:

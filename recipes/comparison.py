@@ -199,6 +199,20 @@ def report(rows: list[dict[str, Any]], folder: Path, title: str, over: Sequence[
     print(f"rows and plots: {folder}")
 
 
+def report_beside(folder: Path, name: str, rows: list[dict[str, Any]], title: str) -> None:
+    """The rows of the run ``name``, and a plot of all runs that are in ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"rows-{name.replace(' ', '-')}.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for each in sorted(folder.glob("rows-*.jsonl")):
+        for line in each.read_text().splitlines():
+            row = json.loads(line)
+            curves.setdefault(row["config"], []).append((row["step"], row["loss"]))
+    line_plot(folder / "loss_over_steps.svg", curves, title, "steps", "held-out loss")
+    print(f"rows and plot: {folder}")
+
+
 def finish(
     rows: list[dict[str, Any]], args: argparse.Namespace, title: str, over: Sequence[str]
 ) -> None:

@@ -132,15 +132,22 @@ def persistent_buffers(
     return {name: value for name, value in held.items() if not belongs(name, without)}
 
 
-def all_buffers(engine: TrainingEngine, exclude_frozen: bool) -> dict[str, torch.Tensor]:
-    """:func:`persistent_buffers` of the model, for rank 0: of all stages of a pipeline (collective
-    then).
-    """
-    own = persistent_buffers(engine.module, frozen_names(engine) if exclude_frozen else ())
+def model_buffers(engine: TrainingEngine, exclude_frozen: bool) -> dict[str, torch.Tensor]:
+    """:func:`persistent_buffers` of the engine's model, or of its stage of a pipeline."""
+    return persistent_buffers(engine.module, frozen_names(engine) if exclude_frozen else ())
+
+
+def buffers_of_other_stages(
+    engine: TrainingEngine, exclude_frozen: bool
+) -> dict[str, torch.Tensor]:
+    """Those of a pipeline's stages but that of rank 0 (collective where there are several)."""
     mesh = engine.mesh
     if mesh.dims.pipeline == 1:
-        return own
-    sent = {name: buffer.cpu() for name, buffer in own.items()} if mesh.whole.is_first else {}
+        return {}
+    sent = {}
+    if mesh.whole.is_first and mesh.job.rank:
+        held = model_buffers(engine, exclude_frozen)
+        sent = {name: buffer.cpu() for name, buffer in held.items()}
     every: list[dict[str, torch.Tensor]] = mesh.job.all_gather_object(sent, "buffers of the stages")
     return {name: buffer for held in every for name, buffer in held.items()}
 

@@ -13,10 +13,16 @@ import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.collective_try import collective_try
 from hf_zero.checkpoint.commit import CommitTarget, check_keep, commit_target
-from hf_zero.checkpoint.engine_state import all_buffers, refuse_destroyed
+from hf_zero.checkpoint.engine_state import (
+    buffers_of_other_stages,
+    model_buffers,
+    refuse_destroyed,
+)
 from hf_zero.checkpoint.file_writer import write_tensors
 from hf_zero.checkpoint.plan import (
     NOTHING_SAVED,
@@ -78,13 +84,12 @@ def save(
     nothing_saved = NOTHING_SAVED.format(target.tag)
     plans: list[SavePlan] = []
     shared: list[SharedFiles] = []
-    stages = engine.mesh.dims.pipeline
-    buffers = all_buffers(engine, exclude_frozen_parameters) if stages > 1 else {}
+    elsewhere = buffers_of_other_stages(engine, exclude_frozen_parameters)
+    buffers: dict[str, torch.Tensor] = {}
 
     def plan() -> tuple[Any, str]:
-        if stages == 1:
-            buffers.update(all_buffers(engine, exclude_frozen_parameters))
         if rank == 0:
+            buffers.update(model_buffers(engine, exclude_frozen_parameters) | elsewhere)
             # first: what cannot be saved is found out before anything is written
             extras.append(extra_state(engine, client_state or {}))
             target.begin()

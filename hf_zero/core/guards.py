@@ -149,6 +149,21 @@ class Techniques(Protocol):
         ...
 
 
+class Stateless:
+    """What is installed among the :class:`Techniques` of an engine and changes nothing step by
+    step.
+    """
+
+    def end_step(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
 class ModuleGuards:
     """Hooks on every module that owns parameters of an engine, or wraps a unit.
 

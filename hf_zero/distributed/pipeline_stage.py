@@ -249,6 +249,7 @@ def make_schedule(
     """
     from torch.distributed import pipelining
 
+    own: list[Any] = list(stages)
     options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
     if name == "interleaved_1f1b":
         ranks = stages[0].group_size
@@ -258,11 +259,10 @@ def make_schedule(
                 f"gradient_accumulation_steps is {micro_batches}, which the interleaved schedule "
                 f"cannot divide among {ranks} ranks of a pipeline; make it a multiple of {ranks}"
             )
-        return pipelining.ScheduleInterleaved1F1B(list(stages), micro_batches, **options)  # type: ignore[arg-type]
-    kind = pipelining.Schedule1F1B
+        return pipelining.ScheduleInterleaved1F1B(own, micro_batches, **options)
     if name == "gpipe" or micro_batches < stages[0].num_stages:
-        return pipelining.ScheduleGPipe(stages[0], micro_batches, **options)  # type: ignore[arg-type]
-    return kind(stages[0], micro_batches, **options)  # type: ignore[arg-type]
+        return pipelining.ScheduleGPipe(own[0], micro_batches, **options)
+    return pipelining.Schedule1F1B(own[0], micro_batches, **options)
 
 
 class PipelineRun:

@@ -4,6 +4,8 @@ files.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -11,8 +13,10 @@ from hf_zero.distributed import world_group
 from hf_zero.errors import PartitionError
 from hf_zero.loading.lazy import LazyTensor
 from hf_zero.parameters.box import Box
-from hf_zero.parameters.parameter import owner_of
+from hf_zero.parameters.parameter import OwnedParameter, owner_of
 from hf_zero.parameters.pending import source_of
+from hf_zero.parameters.sharding import sharding_of
+from hf_zero.units.cut_parameters import join_parts, own_part
 
 
 @torch.no_grad()
@@ -37,3 +41,32 @@ def keep(parameter: nn.Parameter, box: Box) -> None:
         part = box.take(LazyTensor(source)).expression  # type: ignore[arg-type]
         parameter.data = torch.zeros((), dtype=source.dtype).expand(box.shape)
         parameter.__dict__["_hf_zero_source"] = part
+
+
+class HoldsParts(nn.Module):
+    """What comes before the class of a module whose parameters :func:`keep` has cut: state dicts
+    have whole tensors before an engine takes the model and after it is destroyed, too (collective
+    over the ranks of the parts). While it holds them, its own hooks do that.
+    """
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, parameter in self._parameters.items():
+            key = prefix + name
+            if parameter is None or isinstance(parameter, OwnedParameter):
+                continue
+            if isinstance(destination.get(key), torch.Tensor):
+                destination[key] = join_parts(sharding_of(parameter), destination[key], key)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        for name, parameter in self._parameters.items():
+            given = state_dict.get(prefix + name)
+            if parameter is None or isinstance(parameter, OwnedParameter):
+                continue
+            if isinstance(given, torch.Tensor):
+                state_dict[prefix + name] = own_part(sharding_of(parameter), given)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -9,7 +9,6 @@ runs that are there.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +18,7 @@ from torch import nn
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
-from comparison import VALUES, load_text, rows_of  # noqa: E402
-from plot import line_plot  # noqa: E402
+from comparison import VALUES, load_text, report_beside, rows_of  # noqa: E402
 
 import deepspeed  # noqa: E402  isort: skip
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # noqa: E402  isort: skip
@@ -128,23 +126,8 @@ def main() -> None:
         if step < args.max_train_steps:
             engine.train_batch(data)
     if deepspeed.comm.get_rank() == 0:
-        report(args.output_dir, name, found)
+        report_beside(args.output_dir, name, found, "A GPT with its layers on one rank and on two")
     engine.destroy()
-
-
-def report(folder: Path, name: str, rows: list[dict[str, object]]) -> None:
-    """The rows of this run, and a plot of all runs in ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"rows-{name.replace(' ', '-')}.jsonl"
-    file.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for each in sorted(folder.glob("rows-*.jsonl")):
-        for line in each.read_text().splitlines():
-            row = json.loads(line)
-            curves.setdefault(row["config"], []).append((row["step"], row["loss"]))
-    title = "A GPT with its layers on one rank and on two"
-    line_plot(folder / "loss_over_steps.svg", curves, title, "steps", "held-out loss")
-    print(f"rows and plot: {folder}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ that a rank keeps of the layers, and plots the runs that are there.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -20,8 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from comparison import VALUES, load_text
-from plot import line_plot
+from comparison import VALUES, load_text, report_beside
 
 
 def small_llama(args: argparse.Namespace) -> LlamaForCausalLM:
@@ -78,7 +76,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     kept = sum(p.numel() for p in model.parameters() if p.dim() > 1)
-    name = f"{groups} x {tensor}"
+    name = f"{groups}x{tensor}"
     found, step = [], 0
 
     def evaluate() -> None:
@@ -104,23 +102,10 @@ def main() -> None:
             if step == args.max_train_steps:
                 break
     if accelerator.is_main_process:
-        report(args.output_dir, name, found)
+        report_beside(
+            args.output_dir, name, found, "A Llama on groups x ranks that share its layers"
+        )
     accelerator.end_training()
-
-
-def report(folder: Path, name: str, rows: list[dict[str, object]]) -> None:
-    """The rows of this run, and a plot of all runs in ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"rows-{name.replace(' ', '')}.jsonl"
-    file.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for each in sorted(folder.glob("rows-*.jsonl")):
-        for line in each.read_text().splitlines():
-            row = json.loads(line)
-            curves.setdefault(row["config"], []).append((row["step"], row["loss"]))
-    title = "A Llama on groups x ranks that share its layers"
-    line_plot(folder / "loss_over_steps.svg", curves, title, "steps", "held-out loss")
-    print(f"rows and plot: {folder}")
 
 
 if __name__ == "__main__":

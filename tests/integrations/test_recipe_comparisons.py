@@ -134,10 +134,9 @@ def test_a_few_steps_of_each(recipe: Path, tmp_path: Path) -> None:
         assert all(a["step"] < b["step"] for a, b in pairwise(curve))
 
 
-def rows_and_plot(folder: Path) -> tuple[list[dict[str, Any]], ElementTree.Element]:
-    (plot,) = folder.glob("*.svg")
+def rows_and_plots(folder: Path) -> tuple[list[dict[str, Any]], list[ElementTree.Element]]:
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-    return rows, ElementTree.parse(plot).getroot()
+    return rows, [ElementTree.parse(plot).getroot() for plot in sorted(folder.glob("*.svg"))]
 
 
 def test_slow_network_over_loopback(tmp_path: Path) -> None:
@@ -154,7 +153,7 @@ def test_slow_network_over_loopback(tmp_path: Path) -> None:
     ]
     said = launched.output([*command, *sizes], SLOW, tmp_path / "log.txt")
     assert "no throttled hosts: not asked for" in said
-    rows, plot = rows_and_plot(tmp_path / "out")
+    rows, (plot,) = rows_and_plots(tmp_path / "out")
     assert {row["link"] for row in rows} == {"loopback, not limited"}
     assert "loopback, not limited" in plot[0].text
     curves = {
@@ -179,7 +178,7 @@ def test_lamb_large_batch(tmp_path: Path) -> None:
         LAMB,
         tmp_path / "log.txt",
     )
-    rows, plot = rows_and_plot(tmp_path / "out")
+    rows, (plot,) = rows_and_plots(tmp_path / "out")
     assert len(plot.findall("{*}polyline")) == 3
     for name in ("small_batch_adamw", "large_batch_adamw", "large_batch_lamb"):
         curve = [row for row in rows if row["config"] == name]

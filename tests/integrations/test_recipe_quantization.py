@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from tests.helpers import launched
-from tests.integrations.test_recipe_comparisons import BITS, config_of, rows_and_plot
+from tests.integrations.test_recipe_comparisons import BITS, config_of, rows_and_plots
 
 
 def test_configurations_differ_in_what_is_compared() -> None:
@@ -29,8 +29,8 @@ def test_four_bits_are_told_from_full_precision(tmp_path: Path) -> None:
     files = ["--deepspeed_config", str(BITS / "full.json"), str(tmp_path / "four.json")]
     sizes = ["--num_layers", "1", "--evaluations", "2", "--output_dir", str(tmp_path / "out")]
     launched.output([*command, *files, *sizes], BITS, tmp_path / "log.txt")
-    rows, plot = rows_and_plot(tmp_path / "out")
-    assert len(plot.findall("{*}polyline")) == 2
+    rows, plots = rows_and_plots(tmp_path / "out")
+    assert [len(plot.findall("{*}polyline")) for plot in plots] == [2, 2, 2]
     full, four = rows[:3], rows[3:]
     assert [row["step"] for row in full] == [row["step"] for row in four] == [0, 3, 6]
     assert full[-1]["loss"] < full[0]["loss"] and four[-1]["loss"] < four[0]["loss"]

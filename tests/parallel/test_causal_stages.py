@@ -12,12 +12,10 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 import hf_zero
-from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.accelerator import prepare_engines
 from hf_zero.integrations.transformers.pipeline_stages import FAMILIES
-from hf_zero.parallel.pipeline import staged
 from tests.helpers.ranks import run_ranks
 from tests.parallel.causal import TYPES, batches_of, model_of
 from tests.parallel.pipelines import config, plain, sgd
@@ -25,20 +23,6 @@ from tests.parallel.pipelines import config, plain, sgd
 
 def test_every_family_is_tested() -> None:
     assert {type(model_of(kind)).__name__ for kind in TYPES} == set(FAMILIES)
-
-
-@pytest.fixture
-def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Cut what rank ``rank`` of ``world`` keeps, without the others."""
-
-    def set_rank(rank: int, world: int) -> None:
-        monkeypatch.setattr(process_group, "is_initialized", lambda: True)
-        monkeypatch.setattr(process_group, "get_world_size", lambda: world)
-        monkeypatch.setattr(process_group, "get_rank", lambda: rank)
-        monkeypatch.setattr(staged, "get_parallel", lambda: None)
-        monkeypatch.setattr(staged, "init_parallel", lambda dims: None)
-
-    return set_rank
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -12,6 +12,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.core.consolidate import whole_state_dict
+from hf_zero.parallel.expert.model import expert_parallel
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import tokens
 from tests.helpers.ranks import run_ranks
@@ -78,6 +79,27 @@ def test_on_other_ranks(
         assert all(loaded[name].equal(saved[name]) for name in saved)
         for name, value in trained.items():
             torch.testing.assert_close(value, further[name], rtol=1e-5, atol=2e-5)
+
+
+def test_state_dicts_are_whole_without_an_engine() -> None:
+    """Before one takes the model and after it is destroyed."""
+    whole = Routed("mixtral").build()
+    given = {key: value.clone() for key, value in whole.state_dict().items()}
+
+    def run(rank: int) -> None:
+        model = expert_parallel(copy.deepcopy(whole), 2)
+        assert all(model.state_dict()[key].equal(value) for key, value in given.items())
+        model.load_state_dict({key: value + 1 for key, value in given.items()})
+        assert all(model.state_dict()[key].equal(value + 1) for key, value in given.items())
+        model.load_state_dict(given)
+        engine = start(model, adamw(model), config_of(3, **keys(2)))
+        step(engine, rank, 0)
+        trained = whole_state_dict(engine, dtype=torch.float32)
+        engine.destroy(gather=True)
+        assert all(model.state_dict()[key].equal(value) for key, value in trained.items())
+        assert not trained["model.embed_tokens.weight"].equal(given["model.embed_tokens.weight"])
+
+    run_ranks(2, run)
 
 
 def test_layers_of_deepspeed(tmp_path: Path) -> None:

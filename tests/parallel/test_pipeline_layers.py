@@ -11,9 +11,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.config import ZeroConfig
-from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError, PipelineError
-from hf_zero.parallel.pipeline import staged
 from hf_zero.parallel.pipeline.grid import PipelineParallelGrid
 from hf_zero.parallel.pipeline.layers import LayerSpec, TiedLayerSpec
 from hf_zero.parallel.pipeline.module import PipelineModule
@@ -36,21 +34,6 @@ from tests.parallel.pipelines import (
     sgd,
     windows_of,
 )
-
-
-@pytest.fixture
-def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Build what rank ``rank`` of ``world`` builds, without the others."""
-
-    def set_rank(rank: int, world: int) -> None:
-        monkeypatch.setattr(process_group, "is_initialized", lambda: True)
-        monkeypatch.setattr(process_group, "get_world_size", lambda: world)
-        monkeypatch.setattr(process_group, "get_rank", lambda: rank)
-        monkeypatch.setattr(staged, "get_parallel", lambda: None)
-        monkeypatch.setattr(staged, "init_parallel", lambda dims: None)
-
-    return set_rank
-
 
 # ---- which stage holds which ----
 

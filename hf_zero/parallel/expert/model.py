@@ -14,7 +14,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.expert_parallel import AUTOEP_SIZE
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.errors import ConfigError
-from hf_zero.parallel.cutting import keep
+from hf_zero.parallel.cutting import HoldsParts, keep
 from hf_zero.parallel.expert.axis import AXIS, expert_axis
 from hf_zero.parallel.expert.dispatch import run_experts
 from hf_zero.parallel.expert.marks import mark
@@ -39,7 +39,7 @@ class _Experts:
         return self
 
 
-class Dispatches(nn.Module):
+class Dispatches(HoldsParts):
     """What comes before the class of a module of experts, on the classes of which each rank has
     its part: their tokens are sent to them.
     """

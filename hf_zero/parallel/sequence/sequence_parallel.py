@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hf_zero.core.guards import Stateless
 from hf_zero.distributed import process_group
 from hf_zero.distributed.init import init_distributed
 from hf_zero.distributed.parallel_dims import ParallelDims
@@ -135,7 +136,7 @@ class SequenceParallel:
         return self.rank
 
 
-class OnModel:
+class OnModel(Stateless):
     """Sequence parallelism on the model of one engine, among its techniques."""
 
     def __init__(self, sequence: SequenceParallel):
@@ -146,15 +147,6 @@ class OnModel:
         # What is replaced is the code of Hugging Face, which this layer does not know.
         fused = importlib.import_module("hf_zero.integrations.fused.sequence_attention")
         self._installed = fused.install(engine.module, self.sequence)
-
-    def end_step(self) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
     def remove(self) -> None:
         if self._installed is not None:

@@ -12,14 +12,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_zero.config import TiledMlpSection, ZeroConfig
-from hf_zero.core.guards import Attached, Override
+from hf_zero.core.guards import Attached, Override, Stateless
 from hf_zero.errors import ConfigError
 from hf_zero.parameters.wrap import repeated_blocks
 
 KEY = "tiled_mlp"
 
 
-class TiledMlps:
+class TiledMlps(Stateless):
     """The MLPs of the model of one engine in ``shards`` stretches; None: as many as the hidden size
     goes into the tokens.
 
@@ -99,15 +99,6 @@ class TiledMlps:
         for axis in axes:
             axis.all_reduce(most, "stretches of MLPs", maximum=True).wait()
         self._shards = int(most)  # the host waits
-
-    def end_step(self) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
     def remove(self) -> None:
         undo, self._undo = self._undo, []

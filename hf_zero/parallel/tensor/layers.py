@@ -15,12 +15,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from hf_zero.parallel.cutting import HoldsParts
 from hf_zero.parallel.tensor.axis import TensorAxis, copy_to, gather, split, sum_over
 from hf_zero.parallel.tensor.dropout import OwnRandomNumbers
 from hf_zero.parallel.tensor.shared_inputs import SharedInputs
-from hf_zero.parameters.parameter import OwnedParameter
-from hf_zero.parameters.sharding import sharding_of
-from hf_zero.units.cut_parameters import join_parts, own_part
 
 ATTRIBUTE = "_hf_zero_tensor_part"
 
@@ -45,37 +43,12 @@ class Part:
     width: int = 0
 
 
-class Sharded(nn.Module):
+class Sharded(HoldsParts):
     """A layer under tensor parallelism."""
 
     @property
     def _part(self) -> Part:
         return self.__dict__[ATTRIBUTE]  # type: ignore[no-any-return]
-
-    # Whole tensors in state dicts before an engine takes the model and after it is destroyed, too
-    # (collective over the group); while it holds them, its own hooks do that.
-
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, parameter in self._parameters.items():
-            key = prefix + name
-            if parameter is None or isinstance(parameter, OwnedParameter):
-                continue
-            if isinstance(destination.get(key), torch.Tensor):
-                destination[key] = join_parts(sharding_of(parameter), destination[key], key)
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        for name, parameter in self._parameters.items():
-            given = state_dict.get(prefix + name)
-            if parameter is None or isinstance(parameter, OwnedParameter):
-                continue
-            if isinstance(given, torch.Tensor):
-                state_dict[prefix + name] = own_part(sharding_of(parameter), given)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _enter(self, x: torch.Tensor) -> torch.Tensor:
         part = self._part
@@ -185,7 +158,8 @@ class ExpertParts(Sharded):
             else each
             for name, each in kwargs.items()
         }
-        return sum_over(super().forward(x, *given, **named), part.axis, part.name)  # type: ignore[misc]
+        y = super().forward(x, *given, **named)  # type: ignore[misc]
+        return sum_over(y, part.axis, part.name)
 
 
 class Scaled(Sharded):

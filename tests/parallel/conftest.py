@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hf_zero.distributed import process_group
+from hf_zero.parallel.pipeline import staged
+
+
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Have what rank ``rank`` of ``world`` has, without the others."""
+
+    def set_rank(rank: int, world: int) -> None:
+        monkeypatch.setattr(process_group, "is_initialized", lambda: True)
+        monkeypatch.setattr(process_group, "get_world_size", lambda: world)
+        monkeypatch.setattr(process_group, "get_rank", lambda: rank)
+        monkeypatch.setattr(staged, "get_parallel", lambda: None)
+        monkeypatch.setattr(staged, "init_parallel", lambda dims: None)
+
+    return set_rank
