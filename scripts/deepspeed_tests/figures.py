@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from scripts.deepspeed_tests.kinds import KINDS
-from scripts.deepspeed_tests.reasons import REASONS, about_what, on_purpose
+from scripts.deepspeed_tests.reasons import KEPT, REASONS, WORKS_HERE, about_what, on_purpose
 from scripts.deepspeed_tests.runs import ROOT
 
 FIGURES = ROOT / "tests" / "integrations" / "deepspeed"
@@ -64,6 +64,7 @@ def table(rows: dict[str, Any]) -> str:
         )
         text += f"| {int(passed)}{share} | {int(n['failed'])} | {int(n['on_purpose'])} "
         text += f"| {int(n['not_built'])} |\n"
+    text += rest_of(counted["public"], told["public"])
     text += "\n## Why\n\n| why | public | mixed |\n| --- | --- | --- |\n"
     for reason in REASONS:
         text += f"| {reason} | {told['public'][reason]} | {told['mixed'][reason]} |\n"
@@ -74,6 +75,20 @@ def table(rows: dict[str, Any]) -> str:
         text += "\n## Public files that were not run yet\n\n"
         text += "".join(f"- {file}\n" for file in waiting)
     return text
+
+
+def rest_of(counted: Counter[str], told: Counter[str]) -> str:
+    """What the figures of public tests come to without those that cannot pass."""
+    refusals, kept = told[WORKS_HERE], told[KEPT]
+    run = counted["run"] - refusals - kept
+    if run <= 0:
+        return ""
+    passed = counted["run"] - counted["failed"]
+    return (
+        f"\nOf the public tests, {refusals} assert that DeepSpeed refuses what works here, and "
+        f"{kept} read what its implementation keeps. Of the other {run}, {passed} pass "
+        f"({passed / run:.0%}).\n"
+    )
 
 
 def write(rows: dict[str, Any], kinds: dict[str, str]) -> None:

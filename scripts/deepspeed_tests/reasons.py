@@ -146,12 +146,12 @@ ON_PURPOSE = {
     "v1/zero/test_zero_functorch_linear.py::TestZeroFunctorchLinearRegression": GRAD_FN,
     "v1/zero/test_zero_functorch_linear.py::TestZeroLinearAutocast::test_setup_context": GRAD_FN,
 }
+WORKS_HERE = "on purpose: works here, where DeepSpeed refuses it"
+KEPT = "on purpose: reads what DeepSpeed's implementation keeps"
 # What a failure is about, by what was said; the first that fits.
 REASONS = {
-    "on purpose: works here, where DeepSpeed refuses it": (
-        r"on purpose: .*(DeepSpeed (raises|refuses)|\bworks?\b|accepted|never needed)"
-    ),
-    "on purpose: reads what DeepSpeed's implementation keeps": r"on purpose: it (reads|hands)",
+    WORKS_HERE: (r"on purpose: .*(DeepSpeed (raises|refuses)|\bworks?\b|accepted|never needed)"),
+    KEPT: r"on purpose: it (reads|hands)",
     "on purpose: otherwise here": r"on purpose:",
     "a feature that is not built": r"NotBuiltError",
     "imports a module or name of DeepSpeed's implementation": r"ImportError|ModuleNotFoundError",

@@ -38,6 +38,8 @@ def plain(run: tuple[Reports, Path], started: Callable[[], dict[str, Any]]) -> d
 
 
 WAYS = [
+    pytest.param((0, ""), marks=pytest.mark.long),
+    pytest.param((1, ""), marks=pytest.mark.long),
     pytest.param((2, ""), marks=pytest.mark.long),
     pytest.param((3, ""), marks=pytest.mark.long),
     pytest.param((3, "all on cpu"), marks=pytest.mark.long),

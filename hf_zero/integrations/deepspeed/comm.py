@@ -4,6 +4,7 @@ the process group that hf-zero joins.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -12,10 +13,12 @@ from typing import Any
 
 import torch
 
+from hf_zero.device import kinds
 from hf_zero.distributed import init, process_group, world_group
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.deepspeed.comm_log import comms_logger as comms_logger
 from hf_zero.integrations.deepspeed.comm_log import configure as configure
+from hf_zero.logs import log_rank0
 
 dist = process_group.dist
 DEFAULT_PORT = 29500
@@ -36,7 +39,8 @@ def init_distributed(
 ) -> None:
     """``hf_zero.distributed.init.init_distributed`` with DeepSpeed's arguments; ranks are found in
     the launcher's variables, without mpi4py. Without a timeout DEEPSPEED_TIMEOUT, in minutes, is
-    it. Raises ConfigError where ``dist_init_required`` is False and there is no group.
+    it. On the CPU a backend of GPUs alone, as scripts write "nccl", is gloo, with a warning. Raises
+    ConfigError where ``dist_init_required`` is False and there is no group.
     """
     if timeout is None and os.environ.get("DEEPSPEED_TIMEOUT"):
         timeout = default_pg_timeout
@@ -45,6 +49,15 @@ def init_distributed(
             "dist_init_required=False but no process group exists; start one first, or drop the "
             "argument"
         )
+    if dist_backend is not None and kinds.is_host(process_group.default_device()):
+        runs_on = dist.Backend.backend_capability.get(dist_backend.lower(), ["cpu"])
+        if "cpu" not in runs_on:
+            log_rank0(
+                f"dist_backend={dist_backend!r} is for {', '.join(runs_on)}: ranks on the CPU "
+                "communicate by gloo",
+                logging.WARNING,
+            )
+            dist_backend = None
     if dist_init_required is not False:
         init.init_distributed(
             dist_backend, timeout, init_method, rank, world_size, distributed_port

@@ -89,6 +89,8 @@ class DeepSpeedEngine(ReportingEngine):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._states_away.refuse("a forward")
+        if self.training and "tput_timer" in self.__dict__:
+            self.tput_timer.start()
         if self._profile is None:
             return super().forward(*args, **kwargs)
         with self._profile.forward():
@@ -108,7 +110,10 @@ class DeepSpeedEngine(ReportingEngine):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """As :meth:`hf_zero.Engine.step`. ``lr_kwargs`` go to the scheduler's step."""
         self._states_away.refuse("a step")
+        ends = self.is_gradient_accumulation_boundary()
         self._step(lr_kwargs)
+        if "tput_timer" in self.__dict__:
+            self.tput_timer.stop(global_step=ends)
         if self._profile is not None:
             self._profile.step_has_ended()
 

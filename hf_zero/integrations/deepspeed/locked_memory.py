@@ -61,3 +61,9 @@ class PinHandle:
 
 
 pin_handle: Any = PinHandle
+
+
+def get_active_native_pinned_memory() -> None:
+    """None: buffers of the engine and of ``get_accelerator().pin_memory`` are pinned by torch, and
+    go with their tensors, whatever DS_PIN_MEMORY_BACKEND says.
+    """

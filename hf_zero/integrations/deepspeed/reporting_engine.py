@@ -4,6 +4,7 @@ from the configuration as it is stands in engine_getters.py.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from hf_zero.integrations.deepspeed import tensor_parallel
 from hf_zero.integrations.deepspeed.expert_parameters import has_moe_layers
 from hf_zero.integrations.deepspeed.layer_drop import ProgressiveLayerDrop
 from hf_zero.integrations.deepspeed.parallel_groups import get_data_parallel_group
+from hf_zero.integrations.deepspeed.timers import ThroughputTimer
 from hf_zero.integrations.deepspeed.ulysses import get_group
 from hf_zero.parallel.tensor.configured import readers
 from hf_zero.techniques.layer_drop import KEY as LAYER_DROP
@@ -208,6 +210,15 @@ class ReportingEngine(Engine):
     @property
     def dist_backend(self) -> str:
         return backend_for(self.device)
+
+    @cached_property
+    def tput_timer(self) -> ThroughputTimer:
+        """Samples a second. It runs from its first reading on, as a step then waits for the device
+        several times.
+        """
+        return ThroughputTimer(
+            batch_size=self.train_batch_size(), steps_per_output=self.config.steps_per_print
+        )
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Milliseconds of the last micro-batch (``fwd_microstep``, ``bwd_microstep``,

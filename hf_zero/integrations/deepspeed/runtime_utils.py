@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -9,9 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.deepspeed.accelerator import get_accelerator
+from hf_zero.integrations.deepspeed.comm import all_reduce, dist
 from hf_zero.integrations.deepspeed.placeholders import refuse
+from hf_zero.parallel.expert.marks import is_expert_parameter
 from hf_zero.parameters.parameter import OwnedParameter
 
 T = TypeVar("T")
@@ -22,7 +26,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """torch's, for parameters that no engine owns; the engine clips by ``gradient_clipping``.
 
-    Raises NotBuiltError for an engine's, whose gradients are sharded.
+    With parameters of experts, of which ranks hold others, it is collective: all ranks clip by the
+    mean of their norms. Raises NotBuiltError for an engine's, whose gradients are sharded.
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if any(isinstance(parameter, OwnedParameter) for parameter in given):
@@ -31,7 +36,56 @@ def clip_grad_norm_(
             "write gradient_clipping into the configuration: engine.step() clips by the norm over "
             "all ranks",
         )
-    return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
+    if not any(map(is_expert_parameter, given)):
+        return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
+    gradients = [parameter.grad for parameter in given if parameter.grad is not None]
+    norm = nn.utils.get_total_norm(gradients, norm_type) / process_group.get_world_size()
+    all_reduce(norm)
+    nn.utils.clip_grads_with_norm_(given, max_norm, norm)
+    return norm
+
+
+class CheckOverflow:
+    """Whether a gradient of ``param_groups``, lists of parameters, is not finite: on this rank, and
+    where there are parameters of experts on any (collective then).
+    """
+
+    def __init__(
+        self,
+        param_groups: Iterable[Iterable[nn.Parameter]] | None = None,
+        mpu: Any = None,
+        zero_reduce_scatter: bool = False,
+        deepspeed: Any = None,
+    ) -> None:
+        self.params = [p for group in param_groups or () for p in group]
+
+    def check(self, param_groups: Iterable[Iterable[nn.Parameter]] | None = None) -> bool:
+        given = self.params if param_groups is None else [p for g in param_groups for p in g]
+        return self.has_overflow(given)
+
+    def has_overflow(
+        self, params: Iterable[nn.Parameter], has_moe_params: bool | None = None
+    ) -> bool:
+        given = list(params)
+        found = any(p.grad is not None and bool(has_inf_or_nan(p.grad)) for p in given)
+        if has_moe_params is None:
+            has_moe_params = any(map(is_expert_parameter, given))
+        return _on_any_rank(found) if has_moe_params else found
+
+    def check_using_norm(self, norm_group: Iterable[float], reduce_overflow: bool = True) -> bool:
+        """The same of gradients with these norms, -1 for one that is not finite; on any rank
+        (collective), unless ``reduce_overflow`` is False and there are no experts.
+        """
+        found = any(norm == -1 or not math.isfinite(norm) for norm in norm_group)
+        together = reduce_overflow or any(map(is_expert_parameter, self.params))
+        return _on_any_rank(found) if together else found
+
+
+def _on_any_rank(found: bool) -> bool:
+    """Whether any rank has found it (collective)."""
+    flag = torch.tensor(float(found), device=process_group.default_device())
+    all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
 
 
 def get_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hf_zero.device import kinds
 from hf_zero.distributed.process_group import default_device
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.deepspeed.accelerator import get_accelerator
 from hf_zero.integrations.deepspeed.rank_logging import GIB, print_dist
+from hf_zero.logs import logger
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
@@ -113,7 +114,14 @@ SynchronizedWallClockTimer.Timer = Timer  # type: ignore[attr-defined]  # DeepSp
 
 
 class ThroughputTimer:
-    """Samples a second: ``start()`` and ``stop(global_step=True)`` around each step."""
+    """Samples a second: ``start()`` and ``stop()`` around each micro-batch, with
+    ``global_step=True`` around the last of a step of ``batch_size`` samples. The device is waited
+    for, unless ``config.synchronized`` is False; nothing is timed where ``config.enabled`` is.
+
+    The first ``start_step`` steps are counted and not timed. ``total_elapsed_time``, in seconds, is
+    of all others, ``step_elapsed_time`` of the step that is under way; after each
+    ``steps_per_output`` steps ``logging_fn`` is told the speed.
+    """
 
     def __init__(
         self,
@@ -122,29 +130,61 @@ class ThroughputTimer:
         start_step: int = 2,
         steps_per_output: int | None = None,
         monitor_memory: bool = False,
-        logging_fn: object = None,
+        logging_fn: Callable[[str], object] | None = None,
     ) -> None:
+        self.config = config
         self.batch_size = batch_size or 1
         self.start_step = start_step
-        self.global_step_count = 0
-        self._timer = Timer("throughput")
-        self._counted = 0
+        self.steps_per_output = steps_per_output
+        self.logging = logging_fn or logger.info
+        self.initialized = self.started = False
+        self.epoch_count = self.micro_step_count = self.global_step_count = 0
+        self.start_time = self.end_time = 0.0
+        self.total_elapsed_time = self.step_elapsed_time = 0.0
+
+    def update_epoch_count(self) -> None:
+        self.epoch_count += 1
+        self.micro_step_count = 0
 
     def start(self) -> None:
-        self._timer.start()
+        if not getattr(self.config, "enabled", True):
+            return
+        self.initialized = self.started = True
+        if self.global_step_count >= self.start_step:
+            self.start_time = self._now()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        self._timer.stop(reset=self.global_step_count < self.start_step)
-        if self.global_step_count >= self.start_step and global_step:
-            self._counted += 1
-        elif self.global_step_count < self.start_step:
-            self._timer.reset()
+        """Nothing, where it is not started."""
+        if not self.started:
+            return
+        self.started = False
+        self.micro_step_count += 1
         self.global_step_count += global_step
+        if not self.start_time:
+            return
+        self.end_time = self._now()
+        took = self.end_time - self.start_time
+        self.total_elapsed_time += took
+        self.step_elapsed_time += took
+        if not global_step:
+            return
+        every = self.steps_per_output
+        if report_speed and every and self.global_step_count % every == 0:
+            self.logging(
+                f"step {self.global_step_count}: {self.batch_size / self.step_elapsed_time:.2f} "
+                f"samples a second, {self.avg_samples_per_sec():.2f} on average"
+            )
+        self.step_elapsed_time = 0.0
 
     def avg_samples_per_sec(self) -> float:
         """0.0 before the first ``start_step`` steps are over."""
-        seconds = self._timer.elapsed(reset=False) / 1e3
-        return self._counted * self.batch_size / seconds if seconds and self._counted else 0.0
+        timed = self.global_step_count - self.start_step
+        return self.batch_size * timed / self.total_elapsed_time if self.total_elapsed_time else 0.0
+
+    def _now(self) -> float:
+        if getattr(self.config, "synchronized", True):
+            kinds.synchronize(default_device())
+        return time.perf_counter()
 
 
 class NoopTimer:

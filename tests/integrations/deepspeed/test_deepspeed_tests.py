@@ -44,6 +44,8 @@ def test_a_failure_that_stays_says_why() -> None:
     assert "| public | 2 of 1 | 3 | 3 | 0 (0%) | 3 | 2 | 3 |" in text
     assert "| on purpose: reads what DeepSpeed's implementation keeps | 2 | 0 |" in text
     assert "| a feature that is not built | 1 | 0 |" in text
+    assert "0 assert that DeepSpeed refuses what works here, and 2 read" in text
+    assert "Of the other 1, 0 pass (0%)." in text
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from hf_zero.integrations.deepspeed import engine_getters
 from hf_zero.integrations.deepspeed.states_away import KINDS, checked
 from tests.helpers.engines import STAGES, config_of, full_grads, full_weights
 from tests.helpers.models import ROWS
+from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import by_hand, on_ranks, squared, stack
 from tests.helpers.training import At, Plan, adamw
 
@@ -65,6 +66,25 @@ def test_another_train_batch_size_is_another_window(stage: int) -> None:
             engine.set_train_batch_size(ROWS * RANKS + 1)
         engine.set_train_micro_batch_size(3)
         assert engine.get_batch_info() == (3 * 2 * RANKS, 3, 2)
+        engine.destroy()
+
+    on_ranks(RANKS, run)
+
+
+def test_samples_a_second_are_of_steps_after_the_first_reading() -> None:
+    def run(rank: int, model: Any) -> None:
+        engine = start(model, 2, gradient_accumulation_steps=2)
+        for step in range(5):
+            for micro in range(2):
+                engine.backward(squared(engine, At(step, micro, rank)))
+                engine.step()
+            if step == 0:
+                assert "tput_timer" not in vars(engine) and engine.tput_timer.batch_size == (
+                    engine.train_batch_size()
+                )
+        timer = engine.tput_timer
+        assert (timer.global_step_count, timer.micro_step_count) == (4, 8)
+        assert timer.avg_samples_per_sec() == 2 * timer.batch_size / timer.total_elapsed_time
         engine.destroy()
 
     on_ranks(RANKS, run)
@@ -340,3 +360,25 @@ def test_gradients_of_plain_parameters_are_updated_too() -> None:
     parameter.grad = torch.ones(2)
     deepspeed.utils.safe_update_full_grad_vectorized([parameter], lambda grad, p: grad * 3)
     assert parameter.grad.tolist() == [3.0, 3.0]
+
+
+def test_norms_and_overflow_where_ranks_hold_other_experts() -> None:
+    def run(rank: int) -> None:
+        u = deepspeed.runtime.utils
+        shared, expert = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+        shared.grad, expert.grad = torch.tensor([4.0]), torch.tensor([3.0 * (rank == 0)])
+        expert.allreduce = False
+        # the norms are 5 on one rank and 4 on the other
+        norm = u.clip_grad_norm_([shared, expert], max_norm=0.45)
+        torch.testing.assert_close(norm, torch.tensor(4.5))
+        torch.testing.assert_close(shared.grad, torch.tensor([0.4]))
+
+        shared.grad = torch.tensor([float("inf") if rank == 0 else 1.0])
+        assert u.CheckOverflow([[shared]]).check() == (rank == 0)
+        both = u.CheckOverflow([[shared, expert]])
+        assert both.check() and both.check_using_norm([-1 if rank else 2.0], reduce_overflow=False)
+        assert not both.check([[expert]]) and not both.check_using_norm([2.0])
+        assert u.CheckOverflow().check_using_norm([float("nan") if rank else 2.0])
+        assert u.CheckOverflow().check_using_norm([-1], reduce_overflow=False)
+
+    run_ranks(RANKS, run)

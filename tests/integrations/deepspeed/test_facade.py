@@ -273,14 +273,19 @@ def test_comm_is_torch_distributed_for_the_rest() -> None:
         _ = deepspeed.comm.no_such_collective
 
 
-def test_comm_starts_a_group_with_the_arguments_of_deepspeed() -> None:
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_comm_starts_a_group_with_the_arguments_of_deepspeed(
+    backend: str, heard: list[str]
+) -> None:
     assert not deepspeed.comm.is_initialized()
     with pytest.raises(ConfigError, match="no process group exists"):
         deepspeed.init_distributed(dist_init_required=False)
     try:
         deepspeed.init_distributed(
-            dist_backend="gloo", auto_mpi_discovery=False, verbose=False, timeout=60.0
+            dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=60.0
         )
+        assert any("'nccl' is for cuda" in line for line in heard) == (backend == "nccl")
+        assert deepspeed.comm.get_backend() == "gloo"
         assert deepspeed.utils.is_initialized()
         assert (deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()) == (0, 1)
         assert deepspeed.utils.groups._get_data_parallel_world_size() == 1

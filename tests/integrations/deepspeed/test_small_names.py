@@ -7,6 +7,7 @@ import base64
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -22,6 +23,7 @@ from hf_zero.integrations.deepspeed import (
     comm_log,
     locked_memory,
     schedule_arguments,
+    timers,
 )
 from hf_zero.parallel.pipeline import partition
 from hf_zero.parameters.leaf_modules import mark_configured
@@ -113,6 +115,7 @@ def test_memory_that_is_not_paged_out(monkeypatch: pytest.MonkeyPatch) -> None:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("VmLck"))
 
+    assert deepspeed.utils.pin_memory.get_active_native_pinned_memory() is None
     handle = deepspeed.ops.op_builder.PinMemoryBuilder().load().pin_handle()
     before = locked()
     made = handle.new_cpu_locked_tensor(4096, torch.empty(0, dtype=torch.float32))
@@ -433,12 +436,39 @@ def test_timers() -> None:
     assert deepspeed.utils.timer.trim_mean([1, 2, 3, 100], 0.25) == 2.5
     with pytest.raises(ConfigError, match="trim_percent"):
         deepspeed.utils.timer.trim_mean([1], 0.5)
-    speed = deepspeed.utils.timer.ThroughputTimer(batch_size=4, start_step=1)
-    for _ in range(3):
+    assert deepspeed.utils.timer.NoopTimer()("x").elapsed() == 0.0
+
+
+def test_samples_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1, 100))
+    monkeypatch.setattr(timers.time, "perf_counter", lambda: float(next(clock)))
+    told: list[str] = []
+    speed = deepspeed.utils.timer.ThroughputTimer(
+        batch_size=4, start_step=1, steps_per_output=3, logging_fn=told.append
+    )
+    speed.stop()
+    assert not speed.initialized and speed.avg_samples_per_sec() == 0.0
+    for step in range(3):
+        for micro in range(2):
+            speed.start()
+            assert speed.initialized and speed.started
+            speed.stop(global_step=micro == 1)
+        assert (speed.global_step_count, speed.micro_step_count) == (step + 1, 2 * (step + 1))
+        assert speed.step_elapsed_time == 0.0 and speed.total_elapsed_time == 2.0 * step
+    # two steps of two micro-batches, of a second each
+    assert speed.avg_samples_per_sec() == 2.0
+    assert told == ["step 3: 2.00 samples a second, 2.00 on average"]
+    speed.update_epoch_count()
+    assert (speed.epoch_count, speed.micro_step_count, speed.global_step_count) == (1, 0, 3)
+    unsynchronized = SimpleNamespace(enabled=True, synchronized=False)
+    off = SimpleNamespace(enabled=False, synchronized=True)
+    monkeypatch.setattr(timers.kinds, "synchronize", lambda device: told.append("waited"))
+    for config, counted in ((unsynchronized, 1), (off, 0), (None, 1)):
+        speed = deepspeed.utils.timer.ThroughputTimer(config, start_step=0)
         speed.start()
         speed.stop(global_step=True)
-    assert speed.avg_samples_per_sec() > 0 and speed.global_step_count == 3
-    assert deepspeed.utils.timer.NoopTimer()("x").elapsed() == 0.0
+        assert speed.global_step_count == counted
+    assert told[1:] == ["waited", "waited"]
 
 
 def test_schedules_from_arguments() -> None:

@@ -81,9 +81,32 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(x), kinds)
 
 
-def build(**options: Any) -> Model:
+class Classifier(nn.Module):
+    """Small images through a convolution, with ``experts`` through a mixture of so many, to the
+    loss. No token is dropped, so that rows do not depend on each other.
+    """
+
+    def __init__(self, experts: int = 0) -> None:
+        super().__init__()
+        self.conv, self.inner = nn.Conv2d(1, 4, (1, 3)), nn.Linear(4 * (WIDTH // 2 - 2) * 2, WIDTH)
+        self.mixture = None
+        if experts:
+            self.mixture = deepspeed.moe.layer.MoE(
+                WIDTH, nn.Linear(WIDTH, WIDTH), experts, drop_tokens=False, use_rts=False
+            )
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.conv(x.view(len(x), 1, 2, WIDTH // 2))).flatten(1)
+        x = torch.relu(self.inner(x))
+        if self.mixture is not None:
+            x = self.mixture(x)[0]
+        return nn.functional.cross_entropy(self.head(x), kinds)
+
+
+def build(experts: int | None = None, **options: Any) -> nn.Module:
     torch.manual_seed(7)
-    return Model(**options)
+    return Model(**options) if experts is None else Classifier(experts)
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -139,13 +162,19 @@ class Case:
     set_epoch: bool = False
     grouped: bool = False
     schedule: bool = False
+    experts: int | None = None  # a Classifier, with so many
+    expert_groups: bool = False  # which DeepSpeed asks for under ZeRO
     more: dict[str, Any] = field(default_factory=dict)
 
     def torch_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         name, settings = self.optimizer
-        return getattr(torch.optim, PLAINLY.get(name, name))(
-            groups(model) if self.grouped else model.parameters(), **settings
-        )
+        return getattr(torch.optim, PLAINLY.get(name, name))(self.parameters(model), **settings)
+
+    def parameters(self, model: nn.Module) -> Any:
+        if self.expert_groups:
+            group = {"params": list(model.parameters()), "name": "parameters"}
+            return deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer(group)
+        return groups(model) if self.grouped else model.parameters()
 
 
 PLAINLY = {"DeepSpeedCPUAdam": "AdamW"}  # what a script without DeepSpeed would write
@@ -178,6 +207,11 @@ CASES = {
         schedule=True,
         clip=0.5,
     ),
+    "images": Case({"train_batch_size": 16}, (8, 1), clip=1.0, experts=0),
+    "experts": Case({"train_batch_size": 16}, (8, 1), clip=1.0, experts=3),
+    "expert groups": Case(
+        {"train_batch_size": 16}, (8, 1), clip=1.0, experts=3, expert_groups=True
+    ),
 }
 HALF = 3  # steps before the checkpoint of "resumed", and before the weights of "init" are changed
 
@@ -199,7 +233,7 @@ class Record:
 
 
 def plainly(name: str, case: Case, ranks: int) -> dict[str, Any]:
-    model = build()
+    model = build(case.experts)
     if name == "init":
         with torch.no_grad():
             model.head.weight.fill_(0.25)
@@ -340,10 +374,10 @@ def start(name: str, case: Case, args: argparse.Namespace, zero: dict[str, Any])
             model=model, model_parameters=model.parameters(), config=config, **own
         )
     else:
-        model = build()
+        model = build(case.experts)
         made = deepspeed.initialize(
             model=model,
-            model_parameters=model.parameters(),
+            model_parameters=case.parameters(model),
             config=config_of(case, zero, True),
             **own,
         )

@@ -19,6 +19,7 @@ from hf_zero.integrations.deepspeed.tables.remedies import (
     GENERATE,
     HERE,
     INTERNAL,
+    NO_DUALPIPE,
     NO_SEQUENCE_PARALLEL,
     OWN_OPTIMIZER,
     PIPELINE,
@@ -293,6 +294,31 @@ RUNTIME = (
         names("hf_zero.errors", "PipelineError"),
     ),
     module(
+        "deepspeed.runtime.pipe.schedule",
+        "What each stage does, step by step.",
+        names(
+            f"{HERE}.pipe_schedules",
+            "BackwardPass",
+            "BufferOpInstruction",
+            "DataParallelSchedule",
+            "ForwardPass",
+            "InferenceSchedule",
+            "LoadMicroBatch",
+            "OptimizerStep",
+            "PipeInstruction",
+            "PipeSchedule",
+            "RecvActivation",
+            "RecvGrad",
+            "ReduceGrads",
+            "ReduceTiedGrads",
+            "SendActivation",
+            "SendGrad",
+            "TrainSchedule",
+        ),
+        classes_not_built(NO_DUALPIPE, "DualPipeVSchedule"),
+        left_out(INTERNAL, "CommitP2P"),
+    ),
+    module(
         "deepspeed.runtime.pipe.topology",
         "Its ranks.",
         names(
@@ -338,6 +364,7 @@ RUNTIME = (
         names(f"{HERE}.rank_logging", "see_memory_usage"),
         names(
             f"{HERE}.runtime_utils",
+            "CheckOverflow",
             "call_to_str",
             "clip_grad_norm_",
             "copy_to_device",
@@ -364,7 +391,7 @@ RUNTIME = (
             "the engine clips and reports norms: gradient_clipping, get_global_grad_norm()",
             "get_flattened_grad_norm get_grad_zeros get_global_norm_of_tensors "
             "clip_tensors_by_global_norm combine_grad_norm_groups get_norm_with_moe_layers "
-            "get_norm_with_moe_layers_fast is_invalid_grad_norm CheckOverflow "
+            "get_norm_with_moe_layers_fast is_invalid_grad_norm "
             "mask_nan_or_inf_with_val_inplace",
         ),
         left_out("use engine.offload_states", "offload_adam_states reload_adam_states"),

@@ -189,6 +189,15 @@ UTILS = (
         NVTX,
         left_out(CONSTANT, "enable_nvtx DEEPSPEED_NVTX_DOMAIN"),
     ),
+    module(
+        "deepspeed.utils.pin_memory",
+        "Who pins host memory: torch.",
+        names(f"{HERE}.locked_memory", "get_active_native_pinned_memory"),
+        left_out(
+            "torch pins and frees; PinMemoryBuilder().load().pin_handle() locks by itself",
+            "NativePinnedMemory get_native_pinned_memory",
+        ),
+    ),
     module("deepspeed.utils.tensor_fragment", "Access to shards.", ACCESS),
     module(
         "deepspeed.utils.timer",

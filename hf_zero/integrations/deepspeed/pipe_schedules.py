@@ -1,0 +1,198 @@
+"""``deepspeed.runtime.pipe.schedule``: what each stage of a pipeline does, step by step, for
+scripts that read or show it. The engine runs the schedules of torch.distributed.pipelining.
+
+With ``S`` stages, ``M`` micro-batches and steps that take the same time, stage ``s`` computes the
+forward of micro-batch ``m`` in step ``2 m + s`` and its backward in ``2 (m + S) - 1 - s`` (1F1B:
+PipeDream-Flush, arXiv 2006.09503). Without backwards it computes ``m`` in step ``m + s``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+
+class PipeInstruction:
+    """Something that a stage does; keyword arguments are attributes."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.name = type(self).__name__
+        self.kwargs = kwargs
+        self.__dict__.update(kwargs)
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{key}={value!r}" for key, value in self.kwargs.items())
+        return f"{self.name}({given})"
+
+
+class OptimizerStep(PipeInstruction):
+    """Update the weights."""
+
+
+class ReduceGrads(PipeInstruction):
+    """Reduce the gradients of a stage over its data-parallel ranks."""
+
+
+class ReduceTiedGrads(PipeInstruction):
+    """Reduce the gradients of parameters that several stages share."""
+
+
+class BufferOpInstruction(PipeInstruction):
+    """Something with the micro-batch in a buffer of the stage."""
+
+    def __init__(self, buffer_id: int, **kwargs: Any) -> None:
+        super().__init__(buffer_id=buffer_id, **kwargs)
+
+
+class LoadMicroBatch(BufferOpInstruction):
+    """Read a micro-batch: inputs on the first stage, labels on the last."""
+
+
+class ForwardPass(BufferOpInstruction):
+    """Compute outputs."""
+
+
+class BackwardPass(BufferOpInstruction):
+    """Compute gradients."""
+
+
+class SendActivation(BufferOpInstruction):
+    """Send outputs to the next stage."""
+
+
+class RecvActivation(BufferOpInstruction):
+    """Receive inputs from the stage before."""
+
+
+class SendGrad(BufferOpInstruction):
+    """Send gradients of the inputs to the stage before."""
+
+
+class RecvGrad(BufferOpInstruction):
+    """Receive gradients of the outputs from the next stage."""
+
+
+class PipeSchedule(ABC):
+    """What stage ``stage_id`` of ``stages`` does with ``micro_batches``: an iterable of steps, each
+    a list of instructions in their order.
+    """
+
+    def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
+        self.micro_batches = micro_batches
+        self.stages = stages
+        self.stage_id = stage_id
+        self.prev_stage = stage_id - 1
+        self.next_stage = stage_id + 1
+
+    @abstractmethod
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        """The instructions of each step."""
+
+    def num_pipe_buffers(self) -> int:
+        """Micro-batches that the stage holds at once; a buffer is reused by every so many-th."""
+        return self.micro_batches
+
+    @property
+    def stage(self) -> int:
+        return self.stage_id
+
+    @property
+    def num_stages(self) -> int:
+        return self.stages
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.micro_batches
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.stage_id == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.next_stage == self.stages
+
+    def __iter__(self) -> Iterator[list[PipeInstruction]]:
+        return self.steps()
+
+    def _buffer(self, micro_batch: int) -> int:
+        return micro_batch % self.num_pipe_buffers()
+
+    def _there(self, micro_batch: int) -> bool:
+        return 0 <= micro_batch < self.micro_batches
+
+    def _forward(self, micro_batch: int) -> list[PipeInstruction]:
+        """Of a micro-batch that there is."""
+        at = self._buffer(micro_batch)
+        received: list[PipeInstruction] = [] if self.is_first_stage else [RecvActivation(at)]
+        if self.is_first_stage or self.is_last_stage:
+            received.append(LoadMicroBatch(at))
+        return [*received, ForwardPass(at)]
+
+
+class InferenceSchedule(PipeSchedule):
+    """Forwards alone."""
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        for step in range(self.micro_batches + self.stages - 1):
+            micro_batch = step - self.stage_id
+            done: list[PipeInstruction] = []
+            if self._there(micro_batch - 1) and not self.is_last_stage:
+                done.append(SendActivation(self._buffer(micro_batch - 1)))
+            yield done + (self._forward(micro_batch) if self._there(micro_batch) else [])
+
+    def num_pipe_buffers(self) -> int:
+        """Two: one is computed while another is sent."""
+        return 2
+
+
+class TrainSchedule(PipeSchedule):
+    """Forwards and backwards in turn, and the update in the last step."""
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        count = 2 * (self.micro_batches + self.stages - 1)
+        before, was_forward = -1, False
+        for step in range(count):
+            forward = (step - self.stage_id) % 2 == 0
+            micro_batch = (
+                (step - self.stage_id) // 2
+                if forward
+                else (step + 1 + self.stage_id) // 2 - self.stages
+            )
+            done = self._sent(before, was_forward) if self._there(before) else []
+            if self._there(micro_batch):
+                done += self._forward(micro_batch) if forward else self._backward(micro_batch)
+            if step == count - 1:
+                done += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
+            yield done
+            before, was_forward = micro_batch, forward
+
+    def num_pipe_buffers(self) -> int:
+        """Micro-batches whose backward is still to come, and two at least."""
+        return max(2, min(self.stages - self.stage_id, self.micro_batches))
+
+    def _sent(self, micro_batch: int, forward: bool) -> list[PipeInstruction]:
+        """What leaves the stage of a micro-batch after its forward, or its backward."""
+        at = self._buffer(micro_batch)
+        if forward:
+            return [] if self.is_last_stage else [SendActivation(at)]
+        return [] if self.is_first_stage else [SendGrad(at)]
+
+    def _backward(self, micro_batch: int) -> list[PipeInstruction]:
+        at = self._buffer(micro_batch)
+        received: list[PipeInstruction] = [] if self.is_last_stage else [RecvGrad(at)]
+        return [*received, BackwardPass(at)]
+
+
+class DataParallelSchedule(PipeSchedule):
+    """One stage: each micro-batch forward and backward, and the update after the last."""
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        for micro_batch in range(self.micro_batches):
+            last = micro_batch == self.micro_batches - 1
+            ending = [ReduceGrads(), OptimizerStep()] if last else []
+            yield [LoadMicroBatch(0), ForwardPass(0), BackwardPass(0), *ending]
+
+    def num_pipe_buffers(self) -> int:
+        return 1
