@@ -128,7 +128,7 @@ class ThroughputTimer:
         config: object = None,
         batch_size: int | None = None,
         start_step: int = 2,
-        steps_per_output: int | None = None,
+        steps_per_output: float | None = None,
         monitor_memory: bool = False,
         logging_fn: Callable[[str], object] | None = None,
     ) -> None:
