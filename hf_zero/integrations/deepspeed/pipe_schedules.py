@@ -16,8 +16,12 @@ from typing import Any
 class PipeInstruction:
     """Something that a stage does; keyword arguments are attributes."""
 
+    name = "PipeInstruction"
+
+    def __init_subclass__(cls, name: str = "") -> None:
+        cls.name = name or cls.__name__
+
     def __init__(self, **kwargs: Any) -> None:
-        self.name = type(self).__name__
         self.kwargs = kwargs
         self.__dict__.update(kwargs)
 
@@ -26,7 +30,7 @@ class PipeInstruction:
         return f"{self.name}({given})"
 
 
-class OptimizerStep(PipeInstruction):
+class WeightUpdate(PipeInstruction, name="OptimizerStep"):
     """Update the weights."""
 
 
@@ -164,7 +168,7 @@ class TrainSchedule(PipeSchedule):
             if self._there(micro_batch):
                 done += self._forward(micro_batch) if forward else self._backward(micro_batch)
             if step == count - 1:
-                done += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
+                done += [ReduceTiedGrads(), ReduceGrads(), WeightUpdate()]
             yield done
             before, was_forward = micro_batch, forward
 
@@ -191,7 +195,7 @@ class DataParallelSchedule(PipeSchedule):
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for micro_batch in range(self.micro_batches):
             last = micro_batch == self.micro_batches - 1
-            ending = [ReduceGrads(), OptimizerStep()] if last else []
+            ending = [ReduceGrads(), WeightUpdate()] if last else []
             yield [LoadMicroBatch(0), ForwardPass(0), BackwardPass(0), *ending]
 
     def num_pipe_buffers(self) -> int:

@@ -304,7 +304,7 @@ RUNTIME = (
             "ForwardPass",
             "InferenceSchedule",
             "LoadMicroBatch",
-            "OptimizerStep",
+            "WeightUpdate as OptimizerStep",
             "PipeInstruction",
             "PipeSchedule",
             "RecvActivation",
