@@ -19,7 +19,10 @@ import torch
 from torch import nn
 
 from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
+from hf_zero.config.expert_parallel import AUTOEP_SIZE
+from hf_zero.config.tensor_parallel import TENSOR_SIZE
 from hf_zero.device import kinds
+from hf_zero.distributed.parallel_dims import ParallelDims, check_size
 from hf_zero.errors import ConfigError
 from hf_zero.memory import Free
 from hf_zero.parallel.expert.model import cuts_of_experts
@@ -174,6 +177,7 @@ def estimate(
     config: Any = None,
     offload_optimizer: str | OffloadOptimizer | Mapping[str, Any] | None = None,
     offload_param: str | OffloadParam | Mapping[str, Any] | None = None,
+    tensor_parallel: int | None = None,
     expert_parallel: int | None = None,
 ) -> MemoryEstimate:
     """Bytes of parameters, gradients and optimizer state per rank, for every stage or for one, and
@@ -192,8 +196,8 @@ def estimate(
             accumulation and offload take the place of the arguments'.
         offload_optimizer, offload_param: sections as in a ``ZeroConfig``; they take the place of
             the config's. Parameters are offloaded at stage 3 alone.
-        expert_parallel: ranks that hold one set of a mixture's experts together; None: as the
-            config says.
+        tensor_parallel, expert_parallel: ranks that share each layer, and those that hold one set
+            of a mixture's experts together; None: as the config says.
 
     Raises:
         ConfigError: a model, precision, optimizer, stage or number of ranks that cannot be.
@@ -201,8 +205,7 @@ def estimate(
     if stage is not None and stage not in POLICIES:
         raise ConfigError(f"stage {stage!r} is unknown; choose one of {sorted(POLICIES)}")
     plan, wanted = _plan(ranks, precision, optimizer, config, offload_optimizer, offload_param)
-    if expert_parallel is not None:
-        plan = replace(plan, expert=expert_parallel)
+    plan = _split(plan, tensor_parallel, expert_parallel)
     name, groups, units = _counted(model, plan)
     counts: Counter[bool] = Counter()
     for group in groups:
@@ -234,6 +237,8 @@ def traffic(
     *,
     config: Any = None,
     device: torch.device | None = None,
+    tensor_parallel: int | None = None,
+    expert_parallel: int | None = None,
 ) -> dict[int, list[Traffic]]:
     """What a rank sends in a step at each stage, or at ``stage``: dense, and in few bits. Arguments
     as for :func:`estimate`.
@@ -242,6 +247,7 @@ def traffic(
     accelerator of this machine, else its CPU.
     """
     plan, _ = _plan(ranks, precision, "AdamW", config, None, None)
+    plan = _split(plan, tensor_parallel, expert_parallel)
     _, groups, _ = _counted(model, plan)
     seconds = codings(device or torch.device(kinds.accelerator() or "cpu"))
     stages = [stage] if stage is not None else sorted(POLICIES)
@@ -258,6 +264,8 @@ def propose(
     *,
     config: Any = None,
     margin: float = ACTIVATIONS,
+    tensor_parallel: int | None = None,
+    expert_parallel: int | None = None,
 ) -> Proposal:
     """The fastest configuration whose state fits into ``free``, the bytes of one rank
     (:func:`hf_zero.memory.measure`).
@@ -267,7 +275,7 @@ def propose(
     without stages 1 to 3, with ``stage`` that one.
     """
     plan, wanted = _plan(ranks, precision, optimizer, config, None, None)
-    plan = replace(plan, gpu=not free.host_device)
+    plan = replace(_split(plan, tensor_parallel, expert_parallel), gpu=not free.host_device)
     name, groups, _ = _counted(model, plan)
     stages = (
         [stage]
@@ -317,13 +325,25 @@ def _plan(
     ), wanted
 
 
+def _split(plan: MemoryPlan, tensor: int | None, expert: int | None) -> MemoryPlan:
+    """``plan`` over as many tensor- and expert-parallel ranks as are given. Raises ConfigError for
+    sizes that do not divide the ranks.
+    """
+    for size, asked in ((tensor, TENSOR_SIZE), (expert, AUTOEP_SIZE)):
+        if size is not None:
+            check_size(size, asked)
+    plan = replace(plan, tensor=tensor or plan.tensor, expert=expert or plan.expert)
+    ParallelDims.over(plan.ranks, tensor=plan.tensor, expert=plan.expert)
+    return plan
+
+
 def _counted(model: Any, plan: MemoryPlan) -> tuple[str, list[FlatParameters], int]:
     name, module = _open(model)
     specs, _ = find_units(module, plan.granularity)
     persistent = persistent_names(module, *plan.persistence)
     cuts = cuts_of(module, plan.tensor)
     if plan.expert > 1:
-        cuts = {**cuts, **cuts_of_experts(module, 0, plan.expert)}
+        cuts = {**cuts, **cuts_of_experts(module, 0, plan.expert, cuts)}
     return name, groups_of(specs, module, plan.precision, persistent, cuts), len(specs)
 
 
@@ -395,6 +415,10 @@ def _written(
         written = {"optimizer": {"type": wanted.type, "params": dict(wanted.params)}}
         if plan.precision != "fp32":
             written[plan.precision] = {"enabled": True}
+    if plan.tensor > 1:
+        written["tensor_parallel"] = {"autotp_size": plan.tensor}
+    if plan.expert > 1:
+        written["expert_parallel"] = {"enabled": True, "autoep_size": plan.expert}
     kept = {
         key: value
         for key, value in written.get("zero_optimization", {}).items()

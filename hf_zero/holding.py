@@ -26,9 +26,9 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
     ``config`` wants those of the training. Small parameters are sharded as well: which of them stay
     whole is for the training to say.
     """
-    spread_experts(model, config)
     if config.tensor_parallel.size > 1:
         tensor_parallel(model, config.tensor_parallel.size)
+    spread_experts(model, config)
     away = config.offload_param if stage == 3 else None
     held = ZeroConfig(
         stage=stage,

@@ -163,8 +163,8 @@ def initialize_as(
         give_values(model)
     if isinstance(model, StagedModule):
         check_uncut(settings, model)
-    spread_experts(model, settings)  # what it cuts, the other leaves as it is
     settings = as_configured(model, settings)
+    spread_experts(model, settings)
     choose = settings.kernels == "auto"
     if choose:
         settings = settings.on_device(kind_for_auto(process_group.default_device()))

@@ -21,6 +21,7 @@ from hf_zero.checkpoint.records import pair_names, strip_wrappers
 from hf_zero.checkpoint.storage import local_path, write_all
 from hf_zero.checkpoint.tensorfile import FilePlan, bytes_view, plan_file
 from hf_zero.core.consolidate import whole_state_dict
+from hf_zero.core.whole_names import WholeNames
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import listed
 
@@ -232,11 +233,13 @@ def _stream(
 def _file_plan(engine: TrainingEngine, exclude_frozen: bool) -> tuple[FilePlan, dict[str, str]]:
     """The file, and under which name each parameter stands in it."""
     export = engine_state.export_of(engine.module, engine.aliases)
+    names = WholeNames(engine.module)
     held = {
-        slot.name: (flat.dtype, slot.whole)
+        each: (flat.dtype, slot.whole)
         for flat in engine.flats
         if flat.trainable or not exclude_frozen
         for slot in flat.layout.slots
+        for each in names.every(slot.name)
     }
     saved_as = {
         name: export.names.get(name, name)

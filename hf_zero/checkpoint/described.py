@@ -10,6 +10,7 @@ import torch
 
 from hf_zero.checkpoint import engine_state
 from hf_zero.checkpoint.records import Export, FlatEntry, dtype_of
+from hf_zero.core.whole_names import WholeNames
 from hf_zero.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -32,29 +33,30 @@ class Described:
 
     @classmethod
     def of(cls, engine: TrainingEngine, exclude_frozen: bool) -> Described:
-        flats, excluded = [], []
+        flats, excluded, names = [], [], WholeNames(engine.module)
+        every = names.every
         dtypes: dict[str, torch.dtype] = {}
         for flat in filter(engine_state.is_of_this_stage, engine.flats):
-            names = [slot.name for slot in flat.layout.slots]
+            held = [slot.name for slot in flat.layout.slots]
             if exclude_frozen and not flat.trainable:
-                excluded += names
+                excluded += [each for name in held for each in every(name)]
                 continue
             key = engine_state.stage_key(flat)
             flats.append(FlatEntry(key, flat.trainable, flat.dtype, flat.layout, (), flat.raw))
-            dtypes |= {name: dtype_of(engine.param_dtypes[name]) for name in names}
+            dtypes |= {name: dtype_of(engine.param_dtypes[name]) for name in held}
         order = engine_state.model_order(engine.module, engine.aliases, dtypes)
         group_of = {} if engine.bound is None else engine.bound.group_of
         groups = [] if engine.bound is None else engine.bound.groups
+        in_groups: list[list[str]] = [[] for _ in groups]
+        for name, at in group_of.items():
+            in_groups[at] += every(name)
         return cls(
             tuple(flats),
-            {name: dtypes[name] for name in order},
-            dict(engine.aliases),
+            {each: dtypes[name] for name in order for each in every(name)},
+            names.pairs(engine.aliases),
             tuple(excluded),
             engine_state.export_of(engine.module, engine.aliases),
-            tuple(
-                tuple(sorted(name for name, group in group_of.items() if group == index))
-                for index in range(len(groups))
-            ),
+            tuple(tuple(sorted(in_groups[at])) for at in range(len(groups))),
         )
 
     @classmethod

@@ -9,7 +9,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,12 @@ import torch
 
 from hf_zero.checkpoint.records import MASTER, RNG, SHARD, Adapter, Export, strip_wrappers
 from hf_zero.core.consolidate import belongs, written
+from hf_zero.core.whole_names import WholeNames
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import listed
+from hf_zero.parameters.layout import FlatLayout
+from hf_zero.parameters.sharding import sharding_of
 
 if TYPE_CHECKING:
     from hf_zero.core.engine import TrainingEngine
@@ -62,7 +65,11 @@ def saved_key(flat: FlatBuffer) -> str:
     part. Raises CheckpointError where it is not known which part that is.
     """
     axes, dims = flat.mesh.axes, flat.engine_mesh.dims
-    lost = [slot.name for slot in flat.layout.slots if axes and slot.box is None]
+    lost = []
+    for slot in flat.layout.slots:
+        named = bool(sharding_of(flat.parameters[slot.name]).names)
+        if slot.box is None and axes[named:]:
+            lost.append(slot.name)
     if lost:
         raise CheckpointError(
             f"{listed(lost)} are parts of tensors, and nothing says which; give their "
@@ -140,13 +147,19 @@ def model_buffers(engine: TrainingEngine, exclude_frozen: bool) -> dict[str, tor
 def buffers_of_other_stages(
     engine: TrainingEngine, exclude_frozen: bool
 ) -> dict[str, torch.Tensor]:
-    """Those of a pipeline's stages but that of rank 0 (collective where there are several)."""
-    mesh = engine.mesh
-    if mesh.dims.pipeline == 1:
+    """Those of a pipeline's stages but that of rank 0, and of modules that differ between ranks
+    (collective where there are such).
+    """
+    mesh, names = engine.mesh, WholeNames(engine.module)
+    if mesh.dims.pipeline == 1 and not names:
         return {}
     sent = {}
-    if mesh.whole.is_first and mesh.job.rank:
-        held = model_buffers(engine, exclude_frozen)
+    if mesh.job.rank:
+        held = {
+            names.own(name): buffer
+            for name, buffer in model_buffers(engine, exclude_frozen).items()
+            if mesh.whole.is_first or names.own(name) != name
+        }
         sent = {name: buffer.cpu() for name, buffer in held.items()}
     every: list[dict[str, torch.Tensor]] = mesh.job.all_gather_object(sent, "buffers of the stages")
     return {name: buffer for held in every for name, buffer in held.items()}
@@ -199,7 +212,7 @@ def export_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> Export:
     groups: dict[str, list[str]] = {}
     for tied, held in aliases.items():
         groups.setdefault(held, [held]).append(tied)
-    names = {}
+    names: dict[str, str] = {}
     for held, group in groups.items():
         # A name on the list is one that is tied to another when the model is loaded, so it is not
         # the one to save.
@@ -207,6 +220,7 @@ def export_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> Export:
         if sources and held not in sources:
             names[held] = min(sources)
     skip = tuple(sorted(getattr(module, "_keys_to_ignore_on_save", None) or ()))
+    names = WholeNames(module).pairs(names)
     return Export(names, skip, type(unwrapped(module)).__name__, adapters_of(module, aliases))
 
 
@@ -262,11 +276,23 @@ def scalars_of(engine: TrainingEngine) -> list[dict[str, Any]]:
     return [] if engine.bound is None else [dict(group) for group in engine.bound.scalars()]
 
 
+def saved_layout(flat: FlatBuffer, names: WholeNames) -> FlatLayout:
+    """That of ``flat``, with names of the whole model."""
+    slots = tuple(replace(slot, name=names.own(slot.name)) for slot in flat.layout.slots)
+    return replace(flat.layout, slots=slots)
+
+
 def apart_of(engine: TrainingEngine) -> list[dict[str, Any]]:
     """Where the parameters of a group have not all made the same steps, the numbers of each of
     which this rank has elements.
     """
-    return [] if engine.bound is None else [dict(group) for group in engine.bound.apart()]
+    if engine.bound is None:
+        return []
+    names = WholeNames(engine.module)
+    return [
+        {names.own(name): numbers for name, numbers in group.items()}
+        for group in engine.bound.apart()
+    ]
 
 
 def factors_of(engine: TrainingEngine) -> dict[str, dict[str, torch.Tensor]]:

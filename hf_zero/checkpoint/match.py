@@ -5,7 +5,7 @@ and its groups, the schedule.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from hf_zero.checkpoint.engine_state import class_name, persistent_buffers
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.records import GroupEntry, pair_names, strip_wrappers
 from hf_zero.core.consolidate import belongs
+from hf_zero.core.whole_names import WholeNames
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import listed
 from hf_zero.optim.one_bit import plain_name
@@ -38,13 +39,14 @@ def match_names(engine: TrainingEngine, manifest: Manifest, where: str, strict: 
     has. Frozen parameters that the checkpoint left out on request are not missing.
     """
     live = [slot.name for flat in engine.flats for slot in flat.layout.slots]
-    there = pair_names(
-        (*live, *engine.aliases), (*manifest.slots, *manifest.aliases, *manifest.excluded)
+    names = WholeNames(engine.module)
+    there, others = _pair(
+        (*live, *engine.aliases), names, (*manifest.slots, *manifest.aliases, *manifest.excluded)
     )
     held, missing, differing, recoded = _match_parameters(engine, manifest, there)
     buffers = persistent_buffers(engine.module)
     # Some writers do not tell buffers from parameters, and write tied weights under both names.
-    kept = pair_names(buffers, (*manifest.buffers, *manifest.slots))
+    kept, other_buffers = _pair(buffers, names, (*manifest.buffers, *manifest.slots))
     for own, name in kept.items():
         if name in manifest.buffers and manifest.buffers[name][1] != tuple(buffers[own].shape):
             differing.append(_shapes(own, manifest.buffers[name][1], buffers[own].shape))
@@ -66,10 +68,23 @@ def match_names(engine: TrainingEngine, manifest: Manifest, where: str, strict: 
         tied = {
             there[tied] for tied, own in engine.aliases.items() if own in held and tied in there
         }
+        elsewhere = {*engine.elsewhere, *others, *other_buffers}
         _refuse_one_sided(
-            manifest, where, missing, {*held.values(), *tied, *kept.values(), *engine.elsewhere}
+            manifest, where, missing, {*held.values(), *tied, *kept.values(), *elsewhere}
         )
     return NameMatch(held, kept)
+
+
+def _pair(
+    live: Iterable[str], names: WholeNames, there: Collection[str]
+) -> tuple[dict[str, str], set[str]]:
+    """Each of ``live`` that the checkpoint holds, to its name ``there``; and what other ranks hold
+    there under these names.
+    """
+    live = list(live)
+    found = pair_names([each for name in live for each in names.every(name)], there)
+    own = {name: found[names.own(name)] for name in live if names.own(name) in found}
+    return own, set(found.values()) - set(own.values())
 
 
 def _match_parameters(

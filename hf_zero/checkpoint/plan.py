@@ -30,6 +30,7 @@ from hf_zero.checkpoint.records import (
 )
 from hf_zero.checkpoint.storage import AnyPath
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, hash_of, plan_file
+from hf_zero.core.whole_names import WholeNames
 from hf_zero.parameters.layout import FlatLayout
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def plan_save(
     tensors: dict[str, engine_state.DeferredTensor] = {}
     chunks: dict[str, tuple[int, int, tuple[str, ...]]] = {}
     layouts: dict[str, tuple[str, FlatLayout]] = {}
+    names = WholeNames(engine.module)
     for flat in engine.flats:
         if not flat.writes or (exclude_frozen and not flat.trainable):
             continue
@@ -92,7 +94,8 @@ def plan_save(
         tensors |= {f"{key}::{name}": each for name, each in held.items()}
         chunks[key] = (*flat.owned, tuple(held))
         if key != engine_state.stage_key(flat):
-            layouts[key] = engine_state.stage_key(flat), flat.layout
+            layout = engine_state.saved_layout(flat, names)
+            layouts[key] = engine_state.stage_key(flat), layout
     if engine.global_rank == 0:
         tensors |= {
             BUFFER + name: engine_state.DeferredTensor.here(buffer)

@@ -90,6 +90,9 @@ Link = Annotated[
         "and in few bits."
     ),
 ]
+TensorParallel = Annotated[
+    int | None, typer.Option("--tp", min=1, help="Ranks that share each layer's matrices.")
+]
 ExpertParallel = Annotated[
     int | None,
     typer.Option("--ep", min=1, help="Ranks that hold one set of a mixture's experts together."),
@@ -112,6 +115,7 @@ def estimate(
     disk: Disk = None,
     ranks_per_host: RanksPerHost = None,
     link: Link = None,
+    tp: TensorParallel = None,
     ep: ExpertParallel = None,
     as_json: AsJson = False,
 ) -> None:
@@ -134,24 +138,21 @@ def estimate(
         "--offload-param": offload_param,
         "--moments": moments,
     }
+    asked: Any = {"config": config, "tensor_parallel": tp, "expert_parallel": ep}
     if fit:
         _refuse({"--link": link}, "it goes with the estimate; leave --fit out")
-        _refuse({"--ep": ep}, "put expert_parallel into --config")
         _refuse(placed, "--fit chooses it; leave it out, or put it into --config")
         free = _free(device_memory, ram, disk or [], ranks, ranks_per_host)
-        _print_proposal(
-            propose(model, ranks, free, precision, optimizer, stage, config=config), as_json
-        )
+        found = propose(model, ranks, free, precision, optimizer, stage, **asked)
+        _print_proposal(found, as_json)
         return
     _refuse(described, "it describes a machine for --fit; add --fit")
-    sections = {
+    sections: Any = {
         "offload_optimizer": _section(offload_optimizer, moments),
         "offload_param": _section(offload_param, None),
     }
-    result = compute(
-        model, ranks, precision, optimizer, stage, config=config, expert_parallel=ep, **sections
-    )
-    rates = link_rows(model, ranks, precision, stage, config, link) if link else {}
+    result = compute(model, ranks, precision, optimizer, stage, **asked, **sections)
+    rates = link_rows(model, ranks, precision, stage, link, **asked) if link else {}
     if as_json:
         print_json(result.to_dict() | ({"link": link_json(rates)} if link else {}))
         return

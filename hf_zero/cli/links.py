@@ -17,13 +17,19 @@ Row = tuple["Traffic", float, float | None]
 
 
 def link_rows(
-    model: str, ranks: int, precision: str, stage: int | None, config: str | None, link: str
+    model: str,
+    ranks: int,
+    precision: str,
+    stage: int | None,
+    link: str,
+    **given: Any,
 ) -> dict[int, list[Row]]:
-    """The ways of each stage, the dense one first. Raises ConfigError for a speed that is none."""
+    """The ways of each stage, the dense one first; ``given``: more for
+    :func:`hf_zero.estimate.traffic`. Raises ConfigError for a speed that is none."""
     rate = parse_rate(link)
     from hf_zero.estimate import traffic
 
-    found = traffic(model, ranks, precision, stage, config=config)
+    found = traffic(model, ranks, precision, stage, **given)
     return {
         each: [
             (way, way.seconds(rate), None if way is ways[0] else way.pays_below(ways[0]))

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.core.whole_names import WholeNames
 from hf_zero.parameters.layout import Slot
-from hf_zero.parameters.sharding import sharding_of
-from hf_zero.units.cut_parameters import join_parts
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.unit import Unit
 
@@ -37,16 +36,18 @@ def consolidated(
     Those that are not raw are cast to ``dtype``; torch.float32 takes the master weights where
     training keeps them.
     """
-    for flat, slot, whole in _wholes(engine, dtype):
-        yield slot.name, _copy(whole, None if flat.raw else dtype)
+    for flat, _, name, whole in _wholes(engine, dtype):
+        yield name, _copy(whole, None if flat.raw else dtype)
 
 
 def _wholes(
     engine: Any, dtype: torch.dtype | None
-) -> Iterator[tuple[FlatBuffer, Slot, torch.Tensor]]:
-    """Every parameter whole on its device, one unit at a time; of the master weights where
+) -> Iterator[tuple[FlatBuffer, str, str, torch.Tensor]]:
+    """Every parameter whole on its device, by its name here and in the whole model, one unit at a
+    time; of the master weights where
     ``dtype`` is float32, and where what all ranks have lags behind them, as steps send differences.
     """
+    names = WholeNames(engine.module)
     for unit in engine.units:
         unit.take_user_writes()
         masters = {
@@ -59,9 +60,8 @@ def _wholes(
             master = masters.get(flat)
             if master is not None:
                 view = master[slot.offset : slot.end].view(slot.shape).to(dtype or view.dtype)
-            if flat.spec.sharding.axes:
-                view = join_parts(sharding_of(flat.parameters[slot.name]), view, slot.name)
-            yield flat, slot, view
+            for name, whole in names.wholes(flat.parameters[slot.name], view, slot.name):
+                yield flat, slot.name, name, whole
 
 
 def _whole_master(flat: FlatBuffer) -> torch.Tensor:
@@ -96,21 +96,23 @@ def whole_state_dict(
     wanted = everywhere or engine.global_rank == 0
     values: dict[str, torch.Tensor] = {}
     frozen: set[str] = set()
-    for flat, slot, whole in _wholes(engine, dtype):
-        if not flat.trainable and slot.name not in engine.kept_when_frozen:
-            frozen.add(slot.name)
-        if wanted and not (exclude_frozen and slot.name in frozen):
-            values[slot.name] = _copy(whole, None if flat.raw else dtype)
+    for flat, here, name, whole in _wholes(engine, dtype):
+        if not flat.trainable and here not in engine.kept_when_frozen:
+            frozen.add(here)
+        if wanted and not (exclude_frozen and here in frozen):
+            values[name] = _copy(whole, None if flat.raw else dtype)
     if not wanted:
         return None
+    names = WholeNames(engine.module)
     state: dict[str, Any] = {}
     for prefix, module in engine.module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         for name, value in written(module).items():
             first = engine.aliases.get(dot + name, dot + name)
             if module._parameters.get(name) is not None:
-                if first in values:
-                    state[dot + name] = values[first]
+                for each, held in zip(names.every(dot + name), names.every(first)):
+                    if held in values:
+                        state[each] = values[held]
             elif not (exclude_frozen and belongs(dot + name, frozen)):
                 state[dot + name] = (
                     value.detach().to("cpu") if isinstance(value, torch.Tensor) else value

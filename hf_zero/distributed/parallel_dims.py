@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from hf_zero.errors import ConfigError
 
@@ -17,6 +18,14 @@ AXES = ("pipeline", "data", "sequence", "tensor", "expert_data", "expert")
 # the two ways in which the axes number all ranks
 _DENSE = ("pipeline", "data", "sequence", "tensor")
 _EXPERT = ("pipeline", "expert_data", "expert", "tensor")
+
+
+def check_size(size: Any, asked: str) -> None:
+    """Raise ConfigError unless ``size``, which ``asked`` names, is a number of ranks."""
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ConfigError(
+            f"{asked} = {size!r} is not a number of ranks; write an integer of at least 1"
+        )
 
 
 @dataclass(frozen=True)

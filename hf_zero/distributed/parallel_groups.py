@@ -31,10 +31,16 @@ AXES = ("tensor", "sequence", "expert", "pipeline")
 
 class ParallelGroups:
     """This rank's groups along the axes of ``dims``, made when this is made (collective over all
-    ranks of the job).
+    ranks of the job). Those along axes that ``former`` has over the same ranks are its own.
     """
 
-    def __init__(self, dims: ParallelDims, device: torch.device, timeout: float = DEFAULT_TIMEOUT):
+    def __init__(
+        self,
+        dims: ParallelDims,
+        device: torch.device,
+        timeout: float = DEFAULT_TIMEOUT,
+        former: ParallelGroups | None = None,
+    ):
         self.dims, self.rank = dims, get_rank()
         self.device = device
         self.stats = {axis: CollectiveStats() for axis in AXES}  # what was sent along each
@@ -44,9 +50,12 @@ class ParallelGroups:
         watchdog = get_world_group().watchdog if shared else Watchdog(enabled=False)
         maker = DimMaker(self.rank, device, backend, watchdog, timeout)
         for axis in AXES:
-            sets = dict.fromkeys(dims.ranks_along(rank, axis) for rank in range(dims.world))
+            sets = _sets(dims, axis)
+            if former is not None and sets == _sets(former.dims, axis):
+                self._axes[axis], self.stats[axis] = former.along(axis), former.stats[axis]
+                continue
             name = f"{axis} parallelism"
-            made = self._axes[axis] = maker.make(list(sets), name, self.stats[axis])
+            made = self._axes[axis] = maker.make(sets, name, self.stats[axis])
             if shared and made.size > 1:
                 for log in (made.gathers, made.reductions):
                     log.issue_deferred = get_world_group().deferred.issue
@@ -76,6 +85,11 @@ class ParallelGroups:
         return self.dims.coordinate(self.rank, axis)
 
 
+def _sets(dims: ParallelDims, axis: str) -> list[tuple[int, ...]]:
+    """The ranks along ``axis``, for each line of them."""
+    return list(dict.fromkeys(dims.ranks_along(rank, axis) for rank in range(dims.world)))
+
+
 _groups: weakref.WeakKeyDictionary[Any, ParallelGroups] = weakref.WeakKeyDictionary()
 
 
@@ -84,7 +98,8 @@ def init_parallel(
 ) -> ParallelGroups:
     """Make the job parallel as ``dims`` says: engines made from now on follow it. Collective.
 
-    Called again with the same dimensions it gives the groups there are. Raises ConfigError where
+    Called again with the same dimensions it gives the groups there are; with others it makes those
+    along axes that change. Raises ConfigError where
     the sizes do not multiply to the number of ranks.
     """
     world = get_world_size()
@@ -98,7 +113,7 @@ def init_parallel(
     store = dist.distributed_c10d._get_default_store()
     held = _groups.get(store)
     if held is None or held.dims != dims:
-        held = _groups[store] = ParallelGroups(dims, device or default_device(), timeout)
+        held = _groups[store] = ParallelGroups(dims, device or default_device(), timeout, held)
     return held
 
 

@@ -15,14 +15,15 @@ from hf_zero.loading.lazy import LazyTensor
 from hf_zero.parameters.box import Box
 from hf_zero.parameters.parameter import OwnedParameter, owner_of
 from hf_zero.parameters.pending import source_of
-from hf_zero.parameters.sharding import sharding_of
+from hf_zero.parameters.sharding import Sharding, set_sharding, sharding_of
 from hf_zero.units.cut_parameters import join_parts, own_part
 
 
 @torch.no_grad()
-def keep(parameter: nn.Parameter, box: Box) -> None:
-    """Keep of ``parameter`` what is in ``box``. Collective over all ranks of the job where its
-    values are here: they are rank 0's.
+def cut(parameter: nn.Parameter, sharding: Sharding) -> None:
+    """Keep of ``parameter`` what is in the box of ``sharding``, of which it may be a larger part
+    already. Collective over all ranks of the job where its values are here and whole: they are
+    rank 0's.
 
     Raises PartitionError for a parameter that belongs to an engine.
     """
@@ -32,19 +33,25 @@ def keep(parameter: nn.Parameter, box: Box) -> None:
             "a parameter that is to be cut among ranks belongs to an engine; cut the model before "
             "hf_zero.initialize"
         )
-    source = source_of(parameter)
+    held, source = sharding_of(parameter), source_of(parameter)
+    done = held.box.cuts if held.box is not None else ()
+    assert sharding.box is not None
+    left = tuple(each for each in sharding.box.cuts if each not in done)
+    box = Box(tuple(parameter.shape), left)
     if source is None:
         whole = parameter.data
-        world_group.broadcast(whole, 0)
+        if not done:
+            world_group.broadcast(whole, 0)
         parameter.data = box.take(whole).clone(memory_format=torch.contiguous_format)
     else:
         part = box.take(LazyTensor(source)).expression  # type: ignore[arg-type]
         parameter.data = torch.zeros((), dtype=source.dtype).expand(box.shape)
         parameter.__dict__["_hf_zero_source"] = part
+    set_sharding(parameter, sharding)
 
 
 class HoldsParts(nn.Module):
-    """What comes before the class of a module whose parameters :func:`keep` has cut: state dicts
+    """What comes before the class of a module whose parameters :func:`cut` has cut: state dicts
     have whole tensors before an engine takes the model and after it is destroyed, too (collective
     over the ranks of the parts). While it holds them, its own hooks do that.
     """

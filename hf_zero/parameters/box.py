@@ -67,6 +67,17 @@ class Box:
         starts = [at * block + rank * part for at in range(packed)]
         return cls(tuple(whole), ((dim, tuple((at, at + part) for at in starts)),))
 
+    def further(self, dim: int, rank: int, size: int, packed: int = 1) -> Box:
+        """The part of ``rank`` of ``size`` of this one, which is cut along other dimensions; else
+        as :meth:`even`.
+        """
+        if dim in dict(self.cuts):
+            raise ValueError(
+                f"dimension {dim} of a tensor of shape {self.whole} is cut already; cut another"
+            )
+        cuts = Box.even(self.whole, dim, rank, size, packed).cuts
+        return Box(self.whole, tuple(sorted((*self.cuts, *cuts))))
+
     @cached_property
     def shape(self) -> tuple[int, ...]:
         """Shape of the part."""

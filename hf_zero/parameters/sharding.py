@@ -4,7 +4,7 @@ than ZeRO: by tensor or expert parallelism.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,13 +23,16 @@ class Sharding:
     used by this rank's attention heads alone (a norm of queries, a bias that one rank adds); else
     all tensor-parallel ranks have the same gradient. box: which part of the whole tensor this
     rank holds, for checkpoints; None: all of it, or nobody needs to know. stages: of a pipeline,
-    those that hold it, where there are several: each has a part of its gradient.
+    those that hold it, where there are several: each has a part of its gradient. names: where the
+    ranks along the first axis hold parameters of different modules under one name, what each of
+    these modules is called in the whole model, the first as here; the box is of the others.
     """
 
     axes: tuple[str, ...] = ()
     partial: bool = False
     box: Box | None = None
     stages: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.axes not in ((), ("tensor",), ("expert",), ("expert", "tensor")):
@@ -42,6 +45,18 @@ class Sharding:
                 "the gradient of a parameter that is cut along 'tensor' is complete on its rank; "
                 "leave partial out"
             )
+
+    def further(
+        self, shape: tuple[int, ...], axis: str, dim: int, rank: int, size: int, packed: int = 1
+    ) -> Sharding:
+        """How a parameter that is spread so, of ``shape`` on this rank, is spread once it is cut
+        along ``axis``, too: rank ``rank`` of ``size`` keeps its part of dimension ``dim``.
+
+        Raises ValueError where it cannot be cut evenly.
+        """
+        held = self.box or Box(shape, ())
+        box = held.further(dim, rank, size, packed)
+        return replace(self, axes=tuple(sorted((*self.axes, axis))), box=box)
 
     @property
     def key(self) -> str:

@@ -81,10 +81,13 @@ class _Sizes:
 
 
 def traffic(groups: Sequence[FlatParameters], plan: MemoryPlan, codings: Codings) -> list[Traffic]:
-    """The ways of the stage of ``plan``, the dense one first; that alone with one rank."""
+    """The ways of the stage of ``plan``, the dense one first; that alone with one rank, and where
+    ranks hold different parts of the model, whose own exchanges are not counted.
+    """
     stage, shards = plan.stage, plan.shards if plan.stage else plan.ranks // plan.replicas
     every = [_sizes(group, max(1, shards // plan.apart(group))) for group in plan.flats_of(groups)]
     trains = [each for each, group in zip(every, plan.flats_of(groups)) if group.trainable]
+    in_few_bits = shards > 1 and plan.tensor * plan.expert == 1
     reduces = plan.accumulation if stage > 1 else 1
     gathers = 2 * plan.accumulation
     # over copies of the shards, what is left of a reduction
@@ -101,7 +104,7 @@ def traffic(groups: Sequence[FlatParameters], plan: MemoryPlan, codings: Codings
     if stage == 3:
         down = sum(each.dense(gathers) for each in every)
         found = [way("dense", up + down)]
-        if shards > 1:
+        if in_few_bits:
             few_up = sum(each.coded(four, reduces) for each in trains)
             few_down = sum(each.coded(eight, gathers) for each in every)
             all_few = sum(each.few for each in every)
@@ -115,11 +118,11 @@ def traffic(groups: Sequence[FlatParameters], plan: MemoryPlan, codings: Codings
             )
         return found
     found = [way("dense", up + sum(each.dense() for each in trains))]
-    if shards > 1 and stage > 0:
+    if in_few_bits and stage > 0:
         both = sum(each.coded(four, reduces + 1) for each in trains)
         coded = (few * (reduces + 1 / shards), few * (reduces + 1))
         found.append(way("4 bits both ways", both, *coded))
-    if shards > 1:
+    if in_few_bits:
         found.append(
             way(
                 "1 bit after the freeze",

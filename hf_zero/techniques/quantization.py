@@ -116,7 +116,15 @@ class WeightsInBits:
 
     def _check_groups(self, flat: FlatBuffer, falls: Mapping[str, Fall]) -> None:
         for name, fall in falls.items():
-            numel = flat.layout.by_name[name].numel
+            slot = flat.layout.by_name[name]
+            if slot.box is not None:
+                axes = " and ".join(flat.mesh.axes)
+                raise ConfigError(
+                    f"{fall.name}: the scales of rounded weights are those of whole tensors, and "
+                    f"{name} is cut over ranks by {axes} parallelism, where they would depend on "
+                    "the number of ranks; leave one of the two out"
+                )
+            numel = slot.numel
             if numel % self._rounding.groups:
                 raise ConfigError(
                     f"{fall.name}: quantize_groups = {self._rounding.groups} does not divide the "

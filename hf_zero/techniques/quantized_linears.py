@@ -16,6 +16,7 @@ from torch import nn
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.quantization import FLOAT8, QAT, QuantizationAware
+from hf_zero.config.tensor_parallel import TENSOR_SIZE
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError
@@ -34,6 +35,11 @@ def quantize_linears(model: nn.Module, config: ZeroConfig) -> None:
     if aware.config is not None and float8.recipe is not None:
         raise ConfigError(f"{QAT} and {FLOAT8} both replace the linear layers; keep one")
     key = QAT if aware.config is not None else FLOAT8
+    if config.tensor_parallel.size > 1:
+        raise ConfigError(
+            f"{key} replaces the linear layers of blocks, of which each tensor-parallel rank has a "
+            f"part ({TENSOR_SIZE} = {config.tensor_parallel.size}); leave one of the two out"
+        )
     chosen = set(linears_of_blocks(model))
     if not chosen:
         raise ConfigError(

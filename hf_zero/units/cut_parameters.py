@@ -16,15 +16,16 @@ def join_parts(sharding: Sharding, part: torch.Tensor, name: str) -> torch.Tenso
     ``sharding`` (collective over them); what is not cut is given back.
     """
     groups = get_parallel()
-    if not sharding.axes or groups is None:
+    axes = sharding.axes[1:] if sharding.names else sharding.axes
+    if not axes or groups is None:
         return part
     if sharding.box is None:
         raise PartitionError(
             f"nobody has said which part of {name} each rank along "
-            f"{' and '.join(sharding.axes)} holds; give its Sharding a box"
+            f"{' and '.join(axes)} holds; give its Sharding a box"
         )
     # axes and dimensions go in the same order: experts are the first dimension
-    for axis, (dim, ranges) in reversed(list(zip(sharding.axes, sharding.box.cuts, strict=True))):
+    for axis, (dim, ranges) in reversed(list(zip(axes, sharding.box.cuts, strict=True))):
         ranks = groups.along(axis)
         own = part.detach().contiguous()
         joined = own.new_empty(ranks.size * own.numel())
@@ -33,6 +34,17 @@ def join_parts(sharding: Sharding, part: torch.Tensor, name: str) -> torch.Tenso
         # each of several matrices side by side has a part of every rank
         part = torch.cat([each[place] for place in range(len(ranges)) for each in parts], dim)
     return part
+
+
+def join_named(sharding: Sharding, part: torch.Tensor, name: str) -> list[torch.Tensor]:
+    """As :func:`join_parts`, of each of the parameters that ranks hold under ``name``."""
+    whole, groups = join_parts(sharding, part, name), get_parallel()
+    if not sharding.names or groups is None:
+        return [whole]
+    ranks, own = groups.along(sharding.axes[0]), whole.detach().contiguous()
+    joined = own.new_empty(ranks.size * own.numel())
+    ranks.all_gather([(joined, own.view(-1))], f"{name} of all ranks").wait()
+    return list(joined.view(-1, *own.shape))
 
 
 def own_part(sharding: Sharding, given: torch.Tensor) -> torch.Tensor:

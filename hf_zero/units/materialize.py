@@ -222,7 +222,7 @@ def _plan_unit(
         compressed = not raw and compression.takes(parameter, trains)
         differ = trains and len(set(moments)) > 1
         kept = "+".join(moments[group_of[name]]) if differ else ""
-        held = replace(sharding_of(parameter), box=None)
+        held = replace(sharding_of(parameter), box=None, names=())
         kind = (trains, dtype, raw, own, compressed, kept, held)
         kinds.setdefault(kind, {})[name] = parameter
     flats = []

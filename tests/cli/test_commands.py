@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig
+from transformers import BertConfig, MixtralConfig
 from typer.testing import CliRunner
 
 import hf_zero
@@ -134,6 +134,31 @@ def test_fit_prints_a_configuration_that_can_be_saved(model: str, tmp_path: Path
     assert found["config"] == written and found["free"]["ram"] == 1 << 30
     (tmp_path / "saved.json").write_text(json.dumps(written))
     assert "offload_optimizer" in invoke("explain", str(tmp_path / "saved.json"))
+
+
+def test_ranks_that_share_layers_and_experts(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    MixtralConfig(**sizes, **heads).save_pretrained(tmp_path)
+    options = ["estimate", str(tmp_path), "--ranks", "8", "--tp", "2", "--ep", "4"]
+    both = hf_zero.estimate(str(tmp_path), 8, tensor_parallel=2, expert_parallel=4)
+    found = json.loads(invoke(*options, "--json"))
+    assert found == json.loads(json.dumps(both.to_dict()))
+    alone = hf_zero.estimate(str(tmp_path), 8)
+    assert both.total_parameters == alone.total_parameters
+    assert both.at(0).parameters < alone.at(0).parameters / 2
+    links = json.loads(invoke(*options, "--link", "1Gbit", "--json"))["link"]
+    assert {row["way"] for row in links} == {"dense"}
+    # what fits a rank that holds a part of the model would not fit one that holds it whole
+    memory = ["--device-memory", f"{both.at(1).state * 2}B", "--ram", "1GiB", "--stage", "1"]
+    written = json.loads(invoke(*options, "--fit", *memory, "--json"))["config"]
+    assert written["tensor_parallel"] == {"autotp_size": 2}
+    assert written["expert_parallel"] == {"enabled": True, "autoep_size": 4}
+    assert "offload_optimizer" not in written["zero_optimization"]
+    with pytest.raises(ConfigError, match="experts cannot be spread over 3"):
+        invoke(*options[:-1], "3")
+    with pytest.raises(ConfigError, match=r"8 ranks cannot be 3 tensor"):
+        hf_zero.estimate(str(tmp_path), 8, tensor_parallel=3)
 
 
 def test_fit_shares_a_host_among_its_ranks(model: str, tmp_path: Path) -> None:

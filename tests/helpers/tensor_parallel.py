@@ -1,5 +1,5 @@
-"""Tensor-parallel runs on threads, with whole gradients and weights put together from the parts of
-the ranks; models whose heads, widths and vocabularies divide.
+"""Runs on threads that share layers, and experts, with whole gradients and weights put together
+from the parts of the ranks; models whose heads, widths and vocabularies divide.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hf_zero.parameters.sharding import sharding_of
 from tests.helpers.engines import OnEngine, config_of, start
 from tests.helpers.models import Architecture, Batch, floats, tokens
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import ArchitectureJob, Job, Plan, Trace, merge, train
+from tests.helpers.training import ArchitectureJob, Job, Plan, Trace, train
 
 VOCAB, HIDDEN, LAYERS, HEADS = 68, 32, 2, 4
 _SIZES = {
@@ -158,26 +158,21 @@ def boxes_of(model: nn.Module) -> dict[str, Box]:
 def put_together(
     parts: Sequence[dict[str, torch.Tensor]], boxes: Sequence[dict[str, Box]], exact: bool = True
 ) -> Any:
-    """Whole tensors from those of the ranks of one group; what is not cut must be alike, to the
-    bit or, not ``exact``, nearly.
+    """Whole tensors from those of the ranks; what several of them have must be alike, to the bit
+    or, not ``exact``, nearly.
     """
-    made = {}
+    made, alike = {}, torch.equal if exact else _nearly
     for name, first in parts[0].items():
-        if name not in boxes[0]:
-            made[name] = first
-            for rank, other in enumerate(parts):
-                alike = torch.equal if exact else _nearly
-                assert alike(first, other[name]), f"{name} differs on rank {rank}"
-            continue
-        whole = made[name] = torch.full(boxes[0][name].whole, torch.nan, dtype=first.dtype)
-        for part, box in zip(parts, (each[name] for each in boxes)):
-            ((dim, ranges),) = box.cuts
-            at = 0
-            for start_, stop in ranges:
-                whole.narrow(dim, start_, stop - start_).copy_(
-                    part[name].narrow(dim, at, stop - start_)
-                )
-                at += stop - start_
+        shape = boxes[0][name].whole if name in boxes[0] else first.shape
+        whole = torch.full(shape, torch.nan, dtype=first.dtype)
+        places = torch.arange(whole.numel()).view(shape)
+        for rank, (part, box) in enumerate(zip(parts, boxes)):
+            own = (box[name].take(places) if name in box else places).reshape(-1)
+            values, there = part[name].reshape(-1), whole.view(-1)[own]
+            values = values.where(there.isnan(), there)
+            assert alike(values, part[name].reshape(-1)), f"{name} differs on rank {rank}"
+            whole.view(-1)[own] = values
+        made[name] = whole
     return made
 
 
@@ -198,8 +193,8 @@ def train_tensor_parallel(
     timeout: float = 60.0,
     **config: Any,
 ) -> Trace:
-    """Train on ``plan.ranks`` groups of ``size`` tensor-parallel threads, and merge what they
-    record. ``prepare`` is called with the model, ``observe`` with the engine at the end.
+    """Train on ``plan.ranks`` groups of ``size`` tensor-parallel threads, and put together what
+    they record. ``prepare`` is called with the model, ``observe`` with the engine at the end.
     """
     models = [job.build() for _ in range(plan.ranks * size)]
     written = config_of(stage, plan, tensor_parallel={"autotp_size": size}, **config)
@@ -217,22 +212,16 @@ def train_tensor_parallel(
     done = run_ranks(len(models), train_on_rank, timeout=timeout)
     for trace, _ in done:
         assert trace.norms == done[0][0].norms, "ranks have different norms"
-    groups = [done[at : at + size] for at in range(0, len(done), size)]
-    merged = []
-    for group in groups:
-        boxes = [held for _, held in group]
-        first = group[0][0]
-        for trace, _ in group:
-            assert trace.losses == first.losses, "ranks of a group have different losses"
-        merged.append(
-            Trace(
-                first.losses,
-                first.norms,
-                [
-                    put_together([trace.grads[step] for trace, _ in group], boxes)
-                    for step in range(plan.steps)
-                ],
-                put_together([trace.weights for trace, _ in group], boxes),
-            )
-        )
-    return merge(merged)
+    traces, boxes = [trace for trace, _ in done], [held for _, held in done]
+    for rank, trace in enumerate(traces):
+        first = traces[rank - rank % size]
+        assert trace.losses == first.losses, "ranks of a group have different losses"
+    return Trace(
+        [sum(losses) / plan.ranks for losses in zip(*(t.losses for t in traces[::size]))],
+        traces[0].norms,
+        [
+            put_together([trace.grads[step] for trace in traces], boxes)
+            for step in range(plan.steps)
+        ],
+        put_together([trace.weights for trace in traces], boxes),
+    )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import hf_zero
@@ -16,9 +17,9 @@ from hf_zero.parallel.expert.model import expert_parallel
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import tokens
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import adamw
+from tests.helpers.training import At, adamw
 from tests.parallel.expert_cases import keys
-from tests.parallel.test_moe_layer import Mixed
+from tests.parallel.test_moe_layer import MixedJob, part_of
 from tests.ranks.test_moe import Routed
 
 GROUPS = 12  # micro-batches of a step, whatever the number of ranks
@@ -102,22 +103,53 @@ def test_state_dicts_are_whole_without_an_engine() -> None:
     run_ranks(2, run)
 
 
-def test_layers_of_deepspeed(tmp_path: Path) -> None:
-    """On as many expert ranks: those of one name on all ranks are one tensor."""
-    models = [Mixed(ep_size=2) for _ in range(4)]
-    for at, model in enumerate(models):
-        for p in model.parameters():
-            p.data += at
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((2, 2, 3), (4, 4, 1)), ((4, 2, 1), (1, 1, 0)), ((2, 1, 2), (4, 2, 3))],
+    ids=["4 ranks from 2", "1 rank from 2 of 4", "2 of 4 from no axis"],
+)
+def test_layers_of_deepspeed(
+    before: tuple[int, int, int], after: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """(ranks, expert ranks, stage) of the save and of what goes on from it: experts stand under
+    their numbers among all.
+    """
+    job = MixedJob("top 2")
+    whole = job.build()
 
-    def run(rank: int) -> None:
-        engine = start(models[rank], adamw(models[rank]), config_of(3))
+    def train(engine: Any, at: int) -> dict[str, torch.Tensor]:
+        engine.backward(job.loss(engine, At(at, 0, 0)))  # the same on all ranks
+        engine.step()
+        return whole_state_dict(engine, dtype=torch.float32)
+
+    def opened(size: int, stage: int) -> Any:
+        model = part_of(whole, size, **job.options)
+        return start(model, adamw(model), config_of(stage))
+
+    def save(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        engine = opened(*before[1:])
+        saved = train(engine, 0)
         engine.save_checkpoint(tmp_path, tag="t")
-        with hf_zero.GatheredParameters(list(models[rank].parameters())):
-            want = [p.detach().clone() for p in models[rank].parameters()]
+        hf_zero.checkpoint.save_whole(engine, tmp_path, "whole.safetensors")
+        further = train(engine, 1)
         engine.destroy()
-        other = start(models[rank + 2], adamw(models[rank + 2]), config_of(1))
-        other.load_checkpoint(tmp_path, tag="t")
-        assert all(a.equal(b) for a, b in zip(want, models[rank + 2].parameters(), strict=True))
-        other.destroy()
+        return saved, further
 
-    run_ranks(2, run)
+    saved, further = run_ranks(before[0], save)[0]
+    assert saved.keys() == whole.state_dict().keys()
+    converted = dict(hf_zero.checkpoint.iterate_state_dict(tmp_path / "t", dtype="float32"))
+    written = load_file(tmp_path / "whole.safetensors")
+    for name, value in saved.items():
+        assert value.equal(converted[name]) and value.equal(written[name]), name
+
+    def go_on(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        engine = opened(*after[1:])
+        engine.load_checkpoint(tmp_path, tag="t")
+        loaded, trained = whole_state_dict(engine, dtype=torch.float32), train(engine, 1)
+        engine.destroy()
+        return loaded, trained
+
+    for loaded, trained in run_ranks(after[0], go_on):
+        for name, value in saved.items():
+            assert value.equal(loaded[name]), name
+            torch.testing.assert_close(trained[name], further[name], rtol=1e-5, atol=2e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ import hf_zero
 from hf_zero.distributed.flat_mesh import FlatMesh
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_groups import get_parallel
-from hf_zero.errors import ConfigError, NotBuiltError, PartitionError
+from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations.deepspeed import expert_groups, parallel_groups
 from hf_zero.parallel.expert import model as expert_model
 from hf_zero.parallel.expert.marks import is_expert_parameter
@@ -74,28 +73,6 @@ def test_with_other_keys(more: dict[str, Any]) -> None:
         oracle.kept(Routed("mixtral"), plan),
         weight_floor=oracle.ROUNDING,
     )
-
-
-def test_not_beside_tensor_parallelism() -> None:
-    mixture = Routed("mixtral").build()
-    small = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**GQA, "vocab_size": 96}))
-    tensor_first = refused(
-        lambda: (
-            hf_zero.tensor_parallel(copy.deepcopy(small), 2),
-            hf_zero.expert_parallel(copy.deepcopy(mixture), 2),
-        ),
-        4,
-    )
-    expert_first = refused(
-        lambda: (
-            hf_zero.expert_parallel(copy.deepcopy(mixture), 2),
-            hf_zero.tensor_parallel(copy.deepcopy(small), 2),
-        ),
-        4,
-    )
-    keyed = config_of(0, **keys(2), tensor_parallel={"autotp_size": 2})
-    by_keys = refused(lambda: start(copy.deepcopy(mixture), None, keyed), 4)
-    assert all("autotp_size to 1" in each for each in (tensor_first, expert_first, by_keys))
 
 
 def rank_0_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +201,7 @@ def refused(call: Callable[[], object], ranks: int = 2) -> str:
 
     with pytest.raises(RankFailed) as failed:
         run_ranks(ranks, run)
-    assert isinstance(failed.value.__cause__, (ConfigError, NotBuiltError))
+    assert isinstance(failed.value.__cause__, ConfigError)
     return str(failed.value.__cause__)
 
 

@@ -109,19 +109,25 @@ def test_experts_on_every_rank(stage: int, name: str) -> None:
     )
 
 
+def part_of(whole: nn.Module, size: int, **options: Any) -> Mixed:
+    """A model with the values of ``whole``, of which each of ``size`` ranks has its experts."""
+    model = Mixed(ep_size=size, **options)
+    values, held = whole.state_dict(), {}
+    for name in model.state_dict():
+        before, found, after = name.partition(LOCAL)
+        number, _, rest = after.partition(".")
+        first = get_rank() % size * (EXPERTS // size)
+        own = f"{before}{LOCAL}{first + int(number)}.{rest}" if found else name
+        held[name] = values[own]
+    model.load_state_dict(held)
+    return model
+
+
 def on_ranks(stage: int, size: int, options: dict[str, Any], **more: Any) -> Any:
     """Sessions whose models have the values of the whole one, each rank its part of the experts."""
 
     def opened(whole: nn.Module, _: torch.optim.Optimizer, plan: Plan) -> OnSpreadExperts:
-        model = Mixed(ep_size=size, **options)
-        values, held = whole.state_dict(), {}
-        for name in model.state_dict():
-            before, found, after = name.partition(LOCAL)
-            number, _, rest = after.partition(".")
-            first = get_rank() % size * (EXPERTS // size)
-            own = f"{before}{LOCAL}{first + int(number)}.{rest}" if found else name
-            held[name] = values[own]
-        model.load_state_dict(held)
+        model = part_of(whole, size, **options)
         config = config_of(stage, plan, **more)
         return OnSpreadExperts(start(model, plain_sgd(model), config), plan)
 
@@ -178,6 +184,8 @@ def test_groups_of_an_optimizer() -> None:
     ("make", "error", "says"),
     [
         (lambda: MoE(8, nn.Linear(8, 8), 3, 2), ConfigError, "let ep_size divide num_experts"),
+        (lambda: MoE(8, nn.Linear(8, 8), 2, 2.0), ConfigError, r"ep_size=\.\.\.\) = 2\.0 is not"),
+        (lambda: MoE(8, nn.Linear(8, 8), 4.0, 2), ConfigError, "is not a number of experts"),
         (lambda: MoE(8, nn.Linear(8, 8), 2, k=3), NotBuiltError, "pass k=1 or k=2"),
         (lambda: MoE(8, nn.Linear(8, 8), 2, use_tutel=True), NotBuiltError, "leave it out"),
         (lambda: TopKGate(8, 2)(torch.ones(2, 8), None, True), NotBuiltError, "use_tutel"),

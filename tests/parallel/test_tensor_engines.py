@@ -12,8 +12,8 @@ import hf_zero
 from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError, PartitionError
-from hf_zero.parallel.tensor import axis, cutting, shared_inputs, styles
-from hf_zero.parameters.sharding import Sharding
+from hf_zero.parallel import cutting
+from hf_zero.parallel.tensor import axis, shared_inputs, styles
 from tests.helpers.engines import STAGES, config_of, start
 from tests.helpers.models import seeded
 from tests.helpers.oracle import FP32_TOLERANCE, compare, compare_mixed, kept, mixed
@@ -120,7 +120,7 @@ def _partial_left_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def _first_part_for_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cutting, "Sharding", lambda axes, box: Sharding())
+    patch.setattr(cutting, "set_sharding", lambda parameter, sharding: None)
 
 
 def _inputs_not_summed(patch: pytest.MonkeyPatch) -> None:

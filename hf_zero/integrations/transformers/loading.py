@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from hf_zero.integrations.deepspeed.zero3_context import (
 from hf_zero.integrations.deepspeed.zero_init import give_facts
 from hf_zero.loading import LazyTensor, make_pending, make_real
 from hf_zero.parameters.parameter import owner_of
+from hf_zero.parameters.sharding import sharding_of
 
 
 def load_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,8 +90,24 @@ def _is_trained(weight: nn.Parameter) -> bool:
     return engine is not None and not engine.shard_only
 
 
+def _why_fixed(weights: Sequence[nn.Parameter]) -> str:
+    """Why embeddings of ``weights`` keep their size; "" where they need not."""
+    cut = next((p for p in weights if "tensor" in sharding_of(p).axes), None)
+    if any(map(_is_trained, weights)):
+        return (
+            "of a model that an engine trains: its shards are laid out; resize before "
+            "hf_zero.initialize, accelerator.prepare or trainer.train"
+        )
+    if cut is not None:
+        return (
+            "of a model whose vocabulary is cut among tensor-parallel ranks: this one has a part; "
+            "resize the whole model before it is cut, or save it so and load that"
+        )
+    return ""
+
+
 def refuse_resize(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Embeddings that an engine trains keep their size
+    """Embeddings that an engine trains, or of which ranks have parts, keep their size
     (``PreTrainedModel.resize_token_embeddings``).
     """
 
@@ -101,21 +118,18 @@ def refuse_resize(original: Callable[..., Any]) -> Callable[..., Any]:
         mean_resizing: bool = True,
     ) -> Any:
         embeddings: Any = self.get_input_embeddings()
-        asks = pad_to_multiple_of is not None or new_num_tokens not in (
-            None,
-            getattr(embeddings, "num_embeddings", None),
-        )
-        if (
-            asks
-            and isinstance(embeddings, nn.Module)
-            and any(map(_is_trained, embeddings.parameters()))
-        ):
-            raise PartitionError(
-                f"resize_token_embeddings({new_num_tokens}) of a model that an engine trains: its "
-                "shards are laid out; resize before "
-                "hf_zero.initialize, accelerator.prepare or trainer.train"
-            )
-        return original(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
+        ends = (embeddings, self.get_output_embeddings())
+        weights = [p for each in ends if isinstance(each, nn.Module) for p in each.parameters()]
+        why = _why_fixed(weights)
+        if not why:
+            return original(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
+        size = getattr(embeddings, "num_embeddings", None)
+        wanted = size if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of is not None and wanted is not None:
+            wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
+        if wanted != size:
+            raise PartitionError(f"resize_token_embeddings({wanted}) {why}")
+        return embeddings
 
     return resize_token_embeddings
 

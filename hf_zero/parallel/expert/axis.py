@@ -6,30 +6,34 @@ from dataclasses import replace
 
 from hf_zero.distributed import init, process_group
 from hf_zero.distributed.collectives import MeshDim
-from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.parallel_dims import ParallelDims, check_size
 from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
-from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.errors import ConfigError
 
 AXIS = "expert"
 
 
 def expert_axis(size: int, asked: str) -> MeshDim | None:
     """The axis of ``size`` ranks, made at the first call (collective over all ranks of the job);
-    None for one rank. ``asked``: what asks for it, for errors.
-
-    Raises ConfigError for a size that does not divide the ranks that read different tokens, and
-    for a second size in a job; NotBuiltError beside tensor parallelism.
+    None for one rank. Arguments and errors: :func:`expert_dims`.
     """
+    dims = expert_dims(size, asked)
+    return None if dims is None else init_parallel(dims).along(AXIS)
+
+
+def expert_dims(size: int, asked: str) -> ParallelDims | None:
+    """The axes of the job with experts spread over ``size`` ranks; None for one rank. ``asked``:
+    what asks for it, for errors.
+
+    Raises ConfigError for a size that is none, or does not divide the ranks that read different
+    tokens, and for a second size in a job.
+    """
+    check_size(size, asked)
     if size == 1:
         return None
     init.init_distributed()
     held = get_parallel()
     dims = ParallelDims(process_group.get_world_size()) if held is None else held.dims
-    if dims.tensor > 1:
-        raise NotBuiltError(
-            f"{asked} = {size} in a job whose ranks share layers: experts on different ranks are "
-            "not built together with tensor parallelism; set tensor_parallel.autotp_size to 1"
-        )
     if dims.expert not in (1, size):
         raise ConfigError(
             f"{asked} = {size} was asked for in a job whose experts are spread over {dims.expert} "
@@ -40,4 +44,4 @@ def expert_axis(size: int, asked: str) -> MeshDim | None:
             f"{asked} = {size} does not divide the {dims.batches} ranks that read different "
             "tokens; choose a divisor of it"
         )
-    return init_parallel(replace(dims, expert=size)).along(AXIS)
+    return replace(dims, expert=size)

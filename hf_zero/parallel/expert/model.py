@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,15 +13,17 @@ from torch import nn
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.expert_parallel import AUTOEP_SIZE
+from hf_zero.distributed import process_group
 from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.errors import ConfigError
-from hf_zero.parallel.cutting import HoldsParts, keep
-from hf_zero.parallel.expert.axis import AXIS, expert_axis
+from hf_zero.parallel.cutting import HoldsParts, cut
+from hf_zero.parallel.expert.axis import AXIS, expert_axis, expert_dims
 from hf_zero.parallel.expert.dispatch import run_experts
 from hf_zero.parallel.expert.marks import mark
 from hf_zero.parallel.expert.moe_layer import MOELayer
-from hf_zero.parameters.box import Box
-from hf_zero.parameters.sharding import WHOLE, Sharding, set_sharding, sharding_of
+from hf_zero.parallel.tensor.layers import is_sharded, put_on, take_off
+from hf_zero.parameters.sharding import Sharding, set_sharding, sharding_of
 
 # what plans of transformers say of the parameters that hold one expert after another
 STACKED = "grouped_gemm"
@@ -87,23 +90,34 @@ def expert_parallel(model: nn.Module, size: int) -> nn.Module:
     Raises:
         ConfigError: a size that does not divide, a model without such a plan, a second size.
     """
-    axis = expert_axis(size, AUTOEP_SIZE)
-    if axis is None:
+    dims = expert_dims(size, AUTOEP_SIZE)
+    if dims is None:
         return model
-    for parameter, sharding in cuts_of_experts(model, axis.rank, size).items():
-        assert sharding.box is not None
-        keep(parameter, sharding.box)
-        set_sharding(parameter, sharding)
+    rank = dims.coordinate(process_group.get_rank(), AXIS)
+    cuts = cuts_of_experts(model, rank, size)
+    # All is known to be right: what is refused leaves the job as it was.
+    axis = init_parallel(dims).along(AXIS)
+    for parameter, sharding in cuts.items():
+        cut(parameter, sharding)
         mark(parameter, f"ep_size_{size}")
     for path, module, _ in _stacked(model):
         if RECORD not in module.__dict__:
-            experts: Any = module
-            module.__dict__[RECORD] = _Experts(axis, experts.num_experts, path)
-            experts.num_experts //= size
-            kind = type(module)
-            name = f"ExpertParallel{kind.__name__}"
-            module.__class__ = type(name, (Dispatches, kind), {"__module__": kind.__module__})
+            _dispatch(module, _Experts(axis, module.num_experts, path))  # type: ignore[arg-type]
     return model
+
+
+def _dispatch(module: Any, held: _Experts) -> None:
+    """Have ``module`` send its tokens to the ranks of their experts: within what tensor
+    parallelism sums up, so that it sums one row for each token.
+    """
+    around = take_off(module) if is_sharded(module) else None
+    module.__dict__[RECORD] = held
+    module.num_experts //= held.axis.size
+    kind = type(module)
+    name = f"ExpertParallel{kind.__name__}"
+    module.__class__ = type(name, (Dispatches, kind), {"__module__": kind.__module__})
+    if around is not None:
+        put_on(module, *around)
 
 
 def spread_experts(model: nn.Module, config: ZeroConfig) -> None:
@@ -116,13 +130,21 @@ def spread_experts(model: nn.Module, config: ZeroConfig) -> None:
             continue
         module.axis = axis = expert_axis(module.ep_size, f"ep_size of {path}")
         assert axis is not None
-        for parameter in module.experts.parameters():
-            set_sharding(parameter, Sharding((AXIS,), box=_among(parameter, axis)))
+        for at, expert in enumerate(module.experts.deepspeed_experts):
+            numbers = range(at, axis.size * module.num_local_experts, module.num_local_experts)
+            before = f"{path}.experts" if path else "experts"
+            names = tuple(f"{before}.deepspeed_experts.{number}" for number in numbers)
+            for tensor in itertools.chain(expert.parameters(), expert.buffers()):
+                held = sharding_of(tensor)
+                axes = tuple(sorted({*held.axes, AXIS}))
+                set_sharding(tensor, replace(held, axes=axes, names=names))
 
 
-def cuts_of_experts(model: nn.Module, rank: int, size: int) -> dict[nn.Parameter, Sharding]:
-    """How the parameters of ``model`` that hold experts, and are whole, are cut for ``rank`` of
-    ``size``.
+def cuts_of_experts(
+    model: nn.Module, rank: int, size: int, others: Mapping[nn.Parameter, Sharding] | None = None
+) -> dict[nn.Parameter, Sharding]:
+    """How the parameters of ``model`` that hold experts, of which each rank has all, are cut for
+    ``rank`` of ``size``. ``others``: how some are going to be spread otherwise before.
 
     Raises ConfigError for a model that names none, and for experts that do not divide.
     """
@@ -132,7 +154,8 @@ def cuts_of_experts(model: nn.Module, rank: int, size: int) -> dict[nn.Parameter
         for name in names:
             parameter, named = module._parameters[name], True
             assert parameter is not None
-            if sharding_of(parameter) is not WHOLE:
+            held = (others or {}).get(parameter, sharding_of(parameter))
+            if AXIS in held.axes:
                 continue
             experts = parameter.shape[0]
             if experts % size:
@@ -140,8 +163,7 @@ def cuts_of_experts(model: nn.Module, rank: int, size: int) -> dict[nn.Parameter
                     f"{path}.{name} holds {experts} experts, which {AUTOEP_SIZE} = {size} does not "
                     f"divide; choose a size that divides {experts}"
                 )
-            box = Box.even(tuple(parameter.shape), 0, rank, size)
-            found[parameter] = Sharding((AXIS,), box=box)
+            found[parameter] = held.further(tuple(parameter.shape), AXIS, 0, rank, size)
     if not named:
         raise ConfigError(
             f"{type(model).__name__} names no experts (ep_plan), and {AUTOEP_SIZE} is {size}; "
@@ -149,14 +171,6 @@ def cuts_of_experts(model: nn.Module, rank: int, size: int) -> dict[nn.Parameter
             "deepspeed.moe.layer.MoE(ep_size=...)"
         )
     return found
-
-
-def _among(parameter: nn.Parameter, axis: MeshDim) -> Box | None:
-    """A checkpoint holds the parameters of one name on the ranks of ``axis`` one after another."""
-    if not parameter.dim():
-        return None
-    rows, *others = parameter.shape
-    return Box.even((rows * axis.size, *others), 0, axis.rank, axis.size)
 
 
 def _stacked(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.parallel_dims import check_size
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.parallel.expert import routing
 from hf_zero.parallel.expert.dispatch import run_experts
@@ -218,7 +219,13 @@ class MoE(nn.Module):
         top2_2nd_expert_sampling: bool = True,
     ):
         super().__init__()
-        if ep_size < 1 or num_experts % ep_size:
+        check_size(ep_size, "MoE(ep_size=...)")
+        if isinstance(num_experts, bool) or not isinstance(num_experts, int) or num_experts < 1:
+            raise ConfigError(
+                f"MoE(num_experts={num_experts!r}) is not a number of experts; pass an integer of "
+                "at least 1"
+            )
+        if num_experts % ep_size:
             raise ConfigError(
                 f"MoE(num_experts={num_experts}, ep_size={ep_size}): each rank holds as many "
                 "experts; let ep_size divide num_experts"

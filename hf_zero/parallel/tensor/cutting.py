@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from hf_zero.errors import ConfigError
-from hf_zero.parallel.cutting import keep
-from hf_zero.parameters.box import Box
-from hf_zero.parameters.sharding import Sharding, set_sharding
+from hf_zero.parameters.sharding import Sharding, sharding_of
 
 
-def box_of(name: str, parameter: torch.Tensor, dim: int, packed: int, rank: int, size: int) -> Box:
-    """The part of ``rank``. Raises ConfigError where the dimension does not divide, and for a
-    quantised parameter, whose elements do not stand in its layer's places.
+def spread(
+    name: str, parameter: torch.Tensor, dim: int, packed: int, rank: int, size: int
+) -> Sharding:
+    """How ``parameter`` is spread once ``rank`` has its part. Raises ConfigError where
+    the dimension does not divide, and for a quantised parameter, whose elements do not stand in
+    its layer's places.
     """
     shape = tuple(parameter.shape)
     if not parameter.is_floating_point():
@@ -22,7 +22,7 @@ def box_of(name: str, parameter: torch.Tensor, dim: int, packed: int, rank: int,
             "quantised layer; load the model in bf16, or remove the key"
         )
     try:
-        return Box.even(shape, dim, rank, size, packed)
+        return sharding_of(parameter).further(shape, "tensor", dim, rank, size, packed)
     except ValueError:
         length = shape[dim] // packed
         remedy = (
@@ -36,11 +36,3 @@ def box_of(name: str, parameter: torch.Tensor, dim: int, packed: int, rank: int,
             f"tensor_parallel.autotp_size = {size} does not divide; {remedy}"
             f"or choose a size that divides {length}"
         ) from None
-
-
-def cut(parameter: nn.Parameter, box: Box) -> None:
-    """Keep of ``parameter`` what is in ``box``. Collective where its values are here: they are
-    rank 0's.
-    """
-    keep(parameter, box)
-    set_sharding(parameter, Sharding(("tensor",), box=box))

@@ -217,7 +217,7 @@ def is_sharded(module: nn.Module) -> bool:
     return ATTRIBUTE in module.__dict__
 
 
-def take_off(module: nn.Module) -> None:
-    """Undo :func:`put_on`."""
-    module.__class__ = type(module).__bases__[1]
-    del module.__dict__[ATTRIBUTE]
+def take_off(module: nn.Module) -> tuple[type[Sharded], Part]:
+    """Undo :func:`put_on`: what to call it with again."""
+    kind, module.__class__ = type(module).__bases__
+    return kind, module.__dict__.pop(ATTRIBUTE)

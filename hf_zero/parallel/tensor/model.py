@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
+from hf_zero.config.tensor_parallel import TENSOR_SIZE
 from hf_zero.distributed import init, process_group
-from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.parallel_dims import ParallelDims, check_size
 from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
-from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.errors import ConfigError
+from hf_zero.parallel.cutting import cut
 from hf_zero.parallel.tensor import layers
 from hf_zero.parallel.tensor.agreement import Agreement
 from hf_zero.parallel.tensor.axis import TensorAxis
-from hf_zero.parallel.tensor.cutting import box_of, cut
+from hf_zero.parallel.tensor.cutting import spread
 from hf_zero.parallel.tensor.dropout import OwnRandomNumbers
 from hf_zero.parallel.tensor.dtensors import unwrap
 from hf_zero.parallel.tensor.families import COUNTS
@@ -29,7 +31,7 @@ from hf_zero.parallel.tensor.plan import (
 )
 from hf_zero.parallel.tensor.shared_inputs import SharedInputs
 from hf_zero.parallel.tensor.styles import dimension, is_conv1d
-from hf_zero.parameters.sharding import WHOLE, Sharding, set_sharding, sharding_of
+from hf_zero.parameters.sharding import Sharding, set_sharding, sharding_of
 
 RECORD = "_hf_zero_tensor_parallel"
 
@@ -77,8 +79,9 @@ def tensor_parallel(
             cannot run.
         NotBuiltError: a style that is not built.
     """
+    check_size(size, TENSOR_SIZE)
     world = process_group.get_world_size()
-    if size < 1 or world % size:
+    if world % size:
         raise ConfigError(
             f"tensor_parallel.autotp_size = {size} does not divide the {world} ranks of the job; "
             "choose a size that does"
@@ -93,14 +96,23 @@ def tensor_parallel(
         return model
     init.init_distributed()
     path, inner = planned_model(model)
+    dims = _dims(size)
+    rank = dims.coordinate(process_group.get_rank(), "tensor")
+    plan = plan if record is None else record.plan
+    unwrap(inner, rank, size)
+    found = targets(path, inner, plan_of(inner, plan), is_of_family(inner))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for target in found:
+        if not is_sharded(target.module):
+            _check_forward(target)
+    cuts = _cuts(modules, found, rank, size)
+    # All is known to be right: what is refused leaves the job as it was.
     if record is None:
-        axis = TensorAxis(_groups(size).along("tensor"))
+        axis = TensorAxis(init_parallel(dims).along("tensor"))
         draws = _draws(model)
         random = OwnRandomNumbers(axis, process_group.default_device()) if draws else None
         record = TensorParallel(axis, random, plan, _rotary_width(inner))
-    unwrap(inner, record.axis.rank, size)
-    found = targets(path, inner, plan_of(inner, record.plan), is_of_family(inner))
-    _cut_all(model, found, record)
+    _cut_all(modules, found, cuts, record)
     if RECORD not in inner.__dict__:
         inner.__dict__[RECORD] = record
         Agreement(record.axis, record.random).watch(inner)
@@ -112,20 +124,20 @@ def model_record(model: nn.Module) -> TensorParallel | None:
     return planned_model(model)[1].__dict__.get(RECORD)
 
 
-def _groups(size: int) -> Any:
+def _dims(size: int) -> ParallelDims:
+    """The axes of the job with tensor-parallel groups of ``size``."""
     world, held = process_group.get_world_size(), get_parallel()
-    if held is not None and held.dims.expert > 1:
-        raise NotBuiltError(
+    if held is None:
+        return ParallelDims.over(world, tensor=size)
+    if held.dims.expert > 1 and held.dims.tensor != size:
+        raise ConfigError(
             f"tensor_parallel.autotp_size = {size} in a job whose experts are spread over "
-            f"{held.dims.expert} ranks: the two are not built together; set "
-            "tensor_parallel.autotp_size to 1, or expert_parallel.autoep_size"
+            f"{held.dims.expert} ranks already, which would become other ranks; call "
+            "hf_zero.tensor_parallel before hf_zero.expert_parallel, or write both sections into "
+            "the configuration"
         )
-    others = (
-        {}
-        if held is None
-        else {axis: held.dims.size(axis) for axis in ("sequence", "expert", "pipeline")}
-    )
-    return init_parallel(ParallelDims.over(world, tensor=size, **others))
+    others = {axis: held.dims.size(axis) for axis in ("sequence", "expert", "pipeline")}
+    return ParallelDims.over(world, tensor=size, **others)
 
 
 def _rotary_width(model: nn.Module) -> int:
@@ -147,25 +159,27 @@ def _draws(model: nn.Module) -> bool:
     return False
 
 
-def _cut_all(model: nn.Module, found: list[Target], record: TensorParallel) -> None:
-    axis, modules = record.axis, dict(model.named_modules(remove_duplicate=False))
+def _cut_all(
+    modules: Mapping[str, nn.Module],
+    found: list[Target],
+    cuts: Mapping[nn.Parameter, Sharding],
+    record: TensorParallel,
+) -> None:
     new = [target for target in found if not is_sharded(target.module)]
-    for target in new:
-        _check_forward(target)
-    for parameter, spread in _cuts(modules, found, axis.rank, axis.size).items():
-        if spread.box is not None:
-            cut(parameter, spread.box)
+    for parameter, sharding in cuts.items():
+        if "tensor" in sharding.axes:
+            cut(parameter, sharding)
         else:
-            set_sharding(parameter, spread)
+            set_sharding(parameter, sharding)
     for target in new:
         _run(target, record, modules)
-    if is_of_family(planned_model(model)[1]):
+    if is_of_family(planned_model(modules[""])[1]):
         for path in {target.parent for target in new} - record.counted:
             record.counted.add(path)
             parent = modules[path].__dict__
             for name in COUNTS:
                 if isinstance(count := parent.get(name), int):
-                    parent[name] = count // axis.size
+                    parent[name] = count // record.size
 
 
 def cuts_of(model: nn.Module, size: int) -> dict[nn.Parameter, Sharding]:
@@ -191,7 +205,7 @@ def _cuts(
         target.keep_heads(modules.get(target.parent), size)
         for name, parameter in target.module._parameters.items():
             named.add((target.module, name))
-            if parameter is None or sharding_of(parameter) is not WHOLE:
+            if parameter is None or sharding_of(parameter).partial or _is_cut(parameter):
                 continue
             style = target.style_of(name)
             dim = dimension(style, target.module, name, parameter.dim())
@@ -201,14 +215,19 @@ def _cuts(
         for name, parameter in module._parameters.items():
             if parameter in cuts and (module, name) not in named:
                 cuts[parameter].agree(_Cut(f"{path}.{name}", None))
-    spread = {}
+    found_cuts = {}
     for parameter, wanted in cuts.items():
         if wanted.dim is not None:
-            box = box_of(wanted.name, parameter, wanted.dim, wanted.packed, rank, size)
-            spread[parameter] = Sharding(("tensor",), box=box)
+            found_cuts[parameter] = spread(
+                wanted.name, parameter, wanted.dim, wanted.packed, rank, size
+            )
         elif wanted.partial:
-            spread[parameter] = Sharding(partial=True)
-    return spread
+            found_cuts[parameter] = replace(sharding_of(parameter), partial=True)
+    return found_cuts
+
+
+def _is_cut(parameter: nn.Parameter) -> bool:
+    return "tensor" in sharding_of(parameter).axes
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,224 @@
+"""Mixtures of experts whose layers and experts ranks share at once, against one process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_zero
+from hf_zero.core.consolidate import whole_state_dict
+from hf_zero.distributed import process_group
+from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.errors import ConfigError
+from hf_zero.parallel.expert import model as expert_model
+from hf_zero.parallel.tensor import layers
+from tests.helpers import oracle
+from tests.helpers.engines import config_of, start
+from tests.helpers.ranks import RankFailed, run_ranks
+from tests.helpers.tensor_parallel import train_tensor_parallel
+from tests.helpers.training import At, Plan, adamw, plain_sgd
+from tests.parallel.expert_cases import keys
+from tests.ranks.test_moe import MODELS, Routed
+
+STAGES = (0, 1, 2, 3)
+PLANNED = [name for name in MODELS if name != "gpt_oss"]  # which has no tensor-parallel plan
+BOTH = {**keys(2), "tensor_parallel": {"autotp_size": 2}}
+
+
+class Shared(Routed):
+    """A mixture whose vocabulary two ranks can share."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name, self.options = f"{name}, even", {**self.options, "vocab_size": 68}
+
+
+def both(name: str, stage: int, accumulation: int = 1, ranks: int = 2, **more: Any) -> None:
+    clip = more.get("gradient_clipping", 0.0)
+    plan = Plan(ranks=ranks, steps=2, accumulation=accumulation, clip=clip)
+    got = train_tensor_parallel(Shared(name), plan, 2, stage, timeout=120, **keys(2), **more)
+    oracle.compare(got, oracle.kept(Shared(name), plan), weight_floor=oracle.ROUNDING)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("accumulation", (1, 2))
+@pytest.mark.parametrize("stage", STAGES)
+def test_layers_and_experts_are_shared(stage: int, accumulation: int) -> None:
+    both("mixtral", stage, accumulation)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        pytest.param(name, stage, marks=() if place % 4 == stage else pytest.mark.long)
+        for place, name in enumerate(PLANNED)
+        for stage in STAGES
+    ],
+)
+def test_models(name: str, stage: int) -> None:
+    both(name, stage)
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "clipping": {"gradient_clipping": 0.05},
+    "checkpointing": {"activation_checkpointing": {"number_checkpoints": 2}},
+    "compiled": {"compile": "blocks"},
+}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(more, marks=pytest.mark.long if name == "compiled" else ())
+        for name, more in OTHERS.items()
+    ],
+)
+def test_with_other_keys(more: dict[str, Any]) -> None:
+    both("mixtral", 3, 2, **more)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", (0, 3))
+def test_eight_ranks(stage: int) -> None:
+    """Two columns of ranks that hold the same parts of the same experts."""
+    both("qwen3_moe", stage, ranks=4)
+
+
+def _inputs_not_summed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(layers, "copy_to", lambda x, axis, name: x)
+
+
+def _places_without_the_other_axis(patch: pytest.MonkeyPatch) -> None:
+    """The experts of a rank are those of its place in a job of experts alone."""
+    cuts = expert_model.cuts_of_experts
+    patch.setattr(
+        expert_model,
+        "cuts_of_experts",
+        lambda model, rank, size: cuts(model, process_group.get_rank() % size, size),
+    )
+
+
+@pytest.mark.parametrize("fault", (_inputs_not_summed, _places_without_the_other_axis))
+def test_faults_are_caught(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(ranks=2, steps=1)
+    expected = oracle.kept(Shared("mixtral"), plan)
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        got = train_tensor_parallel(Shared("mixtral"), plan, 2, 1, **keys(2))
+        oracle.compare(got, expected, weight_floor=oracle.ROUNDING)
+
+
+def test_one_sum_for_a_token() -> None:
+    """What tensor parallelism sums of experts is their output for each token, not for each pair of
+    a token and an expert; and its axis stays the one that the layers have.
+    """
+    models = [Shared("mixtral").build() for _ in range(4)]
+
+    def run(rank: int) -> tuple[int, int]:
+        model = hf_zero.tensor_parallel(models[rank], 2)
+        before = get_parallel()
+        model = hf_zero.expert_parallel(model, 2)
+        groups = get_parallel()
+        assert before is not None and groups is not None
+        ids = torch.arange(16).view(2, 8) + 3
+        model(input_ids=ids)
+        assert groups.along("tensor") is before.along("tensor")
+        stats = groups.stats["tensor"]
+        stats.bytes.clear()
+        model.eval()(input_ids=ids)
+        return stats.bytes["all_reduce"], ids.numel()
+
+    for sent, words in run_ranks(4, run):
+        # the embedding, and attention and experts of two layers
+        assert sent == (1 + 2 * 2) * words * 32 * 4
+
+
+def test_the_order_of_calls() -> None:
+    models = [Shared("mixtral").build() for _ in range(4)]
+
+    def run(rank: int) -> None:
+        hf_zero.expert_parallel(models[rank], 2)
+        hf_zero.tensor_parallel(models[rank], 2)
+
+    with pytest.raises(RankFailed, match=r"call hf_zero.tensor_parallel before hf_zero.expert_par"):
+        run_ranks(4, run)
+
+
+def test_what_is_refused_leaves_the_job_as_it_was() -> None:
+    models = [Shared("mixtral").build() for _ in range(4)]
+
+    def run(rank: int) -> None:
+        with pytest.raises(ConfigError, match="does not divide"):
+            hf_zero.expert_parallel(models[rank], 4)
+        with pytest.raises(ConfigError, match="which no module or parameter"):
+            hf_zero.tensor_parallel(models[rank], 2, plan={"layers.*.nothing": "colwise"})
+        with pytest.raises(ConfigError, match="is not a layer that its style"):
+            hf_zero.tensor_parallel(models[rank], 2, plan={"model.norm": "colwise"})
+        assert get_parallel() is None
+        for call in (hf_zero.tensor_parallel, hf_zero.expert_parallel):
+            with pytest.raises(ConfigError, match=r"= 2\.0 is not a number of ranks"):
+                call(models[rank], 2.0)
+
+    run_ranks(4, run)
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_whole_tensors(stage: int, tmp_path: Path) -> None:
+    """State dicts and checkpoints are of the whole model; those of both kinds of parallelism are
+    gone on from without any, and the reverse.
+    """
+    whole = Shared("mixtral").build()
+    wanted = {name: value.clone() for name, value in whole.state_dict().items()}
+
+    def save(rank: int) -> dict[str, torch.Tensor]:
+        model = copy.deepcopy(whole)
+        engine = start(model, adamw(model), config_of(stage, **BOTH))
+        for name, value in engine.state_dict().items():
+            assert torch.equal(value, wanted[name]), name
+        job = Shared("mixtral")
+        engine.backward(job.loss(engine, At(0, 0, 0)))
+        engine.step()
+        engine.save_checkpoint(tmp_path, tag="t")
+        state = whole_state_dict(engine, dtype=torch.float32)
+        engine.destroy()
+        return state
+
+    saved = run_ranks(4, save)[0]
+    converted = dict(hf_zero.checkpoint.iterate_state_dict(tmp_path, dtype="float32"))
+    for name in wanted:
+        assert torch.equal(saved[name], converted[name]), name
+
+    def load(rank: int, section: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
+        model = copy.deepcopy(whole)
+        engine = start(model, adamw(model), config_of(3, **section))
+        engine.load_checkpoint(folder, tag="t")
+        engine.save_checkpoint(tmp_path / "again", tag="t")
+        state = whole_state_dict(engine, dtype=torch.float32)
+        engine.destroy()
+        return state
+
+    for world, section, folder in ((1, {}, tmp_path), (4, BOTH, tmp_path / "again")):
+        for state in run_ranks(world, load, section, folder):
+            for name, value in saved.items():
+                assert torch.equal(state[name], value), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_estimate_is_what_a_rank_holds(stage: int) -> None:
+    models = [Shared("qwen2_moe").build() for _ in range(4)]
+    row = hf_zero.estimate(
+        Shared("qwen2_moe").build(), 4, "fp32", stage=stage, tensor_parallel=2, expert_parallel=2
+    ).at(stage)
+
+    def held(rank: int) -> int:
+        engine = start(models[rank], plain_sgd(models[rank]), config_of(stage, **BOTH))
+        found = engine.state_bytes()["parameters"]
+        engine.destroy()
+        return int(found)
+
+    assert run_ranks(4, held) == [row.parameters] * 4

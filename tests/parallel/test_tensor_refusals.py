@@ -1,0 +1,67 @@
+"""What does not go with layers that ranks share, and says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import hf_zero
+from hf_zero.errors import ConfigError, PartitionError
+from tests.helpers.engines import config_of, start
+from tests.helpers.models import seeded
+from tests.helpers.ranks import RankFailed, run_ranks
+from tests.helpers.tensor_parallel import VOCAB, llama, mixtral
+from tests.helpers.training import plain_sgd
+from tests.parallel.expert_cases import keys
+
+TP: dict[str, Any] = {"tensor_parallel": {"autotp_size": 2}}
+
+
+@pytest.mark.parametrize("tied", (False, True))
+def test_a_vocabulary_in_parts_keeps_its_size(tied: bool) -> None:
+    models = [seeded(lambda: llama(tied=tied)) for _ in range(2)]
+
+    def run(rank: int) -> None:
+        model = hf_zero.tensor_parallel(models[rank], 2)
+        embeddings: Any = model.get_input_embeddings()
+        for asked in ({"new_num_tokens": VOCAB}, {"pad_to_multiple_of": 2}, {}):
+            assert model.resize_token_embeddings(**asked) is embeddings
+        for asked in ({"new_num_tokens": VOCAB + 2}, {"pad_to_multiple_of": 64}):
+            with pytest.raises(PartitionError, match="resize the whole model before it is cut"):
+                model.resize_token_embeddings(**asked)
+        assert embeddings.weight.shape[0] == VOCAB // 2
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("section", (TP, keys(2)), ids=("tensor", "expert"))
+def test_scales_of_weights_in_few_bits_are_of_whole_tensors(section: dict[str, Any]) -> None:
+    models = [seeded(mixtral) for _ in range(2)]
+    bits = {"enabled": True, "quantize_bits": {"start_bits": 8, "target_bits": 8}}
+    config = config_of(3, quantize_training=bits, **section)
+
+    def run(rank: int) -> None:
+        start(models[rank], plain_sgd(models[rank]), config)
+
+    with pytest.raises(RankFailed, match=r"scales of rounded weights are those of whole") as raised:
+        run_ranks(2, run)
+    assert isinstance(raised.value.__cause__, ConfigError)
+
+
+@pytest.mark.parametrize(
+    "section",
+    (
+        {"quantization_aware_training": {"config": "int8_weight"}},
+        {"float8_training": {"recipe": "tensorwise"}},
+    ),
+    ids=("aware", "float8"),
+)
+def test_layers_of_torchao(section: dict[str, Any]) -> None:
+    models = [seeded(llama) for _ in range(2)]
+
+    def run(rank: int) -> None:
+        start(models[rank], plain_sgd(models[rank]), config_of(1, **TP, **section))
+
+    with pytest.raises(RankFailed, match=r"of which each tensor-parallel rank has a part"):
+        run_ranks(2, run)
