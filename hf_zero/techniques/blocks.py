@@ -24,12 +24,14 @@ class Layer:
 
 
 def layers_of(model: nn.Module, key: str) -> list[Layer]:
-    """The repeated blocks of ``model``, two or more in a row. Raises ConfigError, naming ``key``,
-    where there are none.
+    """The repeated blocks of ``model``, two or more in a row, whose hidden state keeps its length:
+    not the strided convolutions before the layers of wav2vec 2.0. Raises ConfigError, naming
+    ``key``, where there are none.
     """
     stacks: dict[str, list[nn.Module]] = {}
     for path, block in repeated_blocks(model):
-        stacks.setdefault(path.rpartition(".")[0], []).append(block)
+        if not _has_strides(block):
+            stacks.setdefault(path.rpartition(".")[0], []).append(block)
     found = [
         Layer(block, stack, place, len(blocks), place == 1 and not _returns_a_tensor(block))
         for stack, blocks in stacks.items()
@@ -70,6 +72,11 @@ def linears_of_blocks(model: nn.Module) -> list[str]:
     blocks = [block for _, block in find_blocks(model)]
     inside = {part for block in blocks for part in block.modules() if type(part) is nn.Linear}
     return [name for name, module in model.named_modules() if module in inside]
+
+
+def _has_strides(block: nn.Module) -> bool:
+    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    return any(isinstance(m, convolutions) and set(m.stride) != {1} for m in block.modules())
 
 
 def _returns_a_tensor(block: nn.Module) -> bool:

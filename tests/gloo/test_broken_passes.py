@@ -16,14 +16,15 @@ from tests.helpers.backends import PLAIN, join_again
 from tests.helpers.cells import fast
 from tests.helpers.processes import run_processes, say
 
-FAST = [
-    (PLAIN, 3, "forward"),
+FAST = [(PLAIN, 3, "forward"), (PLAIN, 2, "loss"), ("gloo", 3, "forward")]
+ALL = [
+    *FAST,
     (PLAIN, 2, "backward"),
     (PLAIN, 3, "loss"),
-    (PLAIN, 2, "loss"),
-    ("gloo", 3, "forward"),
+    (PLAIN, 3, "backward"),
+    (PLAIN, 0, "backward"),
+    ("gloo", 2, "backward"),
 ]
-ALL = [*FAST, (PLAIN, 3, "backward"), (PLAIN, 0, "backward"), ("gloo", 2, "backward")]
 
 
 def go_on(rank: int, cases: list[tuple[str, int, str]]) -> list[tuple[list[float], str]]:

@@ -211,7 +211,6 @@ def check(ranks: int, cases: list[Case], timeout: float) -> None:
 FAST = [
     ("more_micro_batches", 2, 1, 2),
     ("saves", 3, 1, 2),
-    ("looks_at_a_weight", 2, 1, 2),
     ("catches_an_error_in_backward", 0, 1, 2),
 ]
 

@@ -20,14 +20,8 @@ def is_quiet(row: dict[str, Any]) -> bool:
     return not (row["raised"] or row["said"] or row["reports"])
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "random",
-        pytest.param("lazy", marks=pytest.mark.long),
-        pytest.param("eager", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["random", "lazy", "eager"])
 def test_slow_ranks_go_on_and_one_that_has_left_is_named(mode: str) -> None:
     launch.needs_the_device()
     found = rows(mode, "leaves out blocks", "is slow", "leaves")

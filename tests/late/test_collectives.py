@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.cells import fast
 from tests.late import deadlocks, launch, rank_programs
 
 VALUES = {
@@ -37,7 +36,8 @@ def judged(mode: str) -> Sequence[dict[str, Any]]:
     return launch.run_ranks("tests.late.rank_programs", mode, env=launch.environment())
 
 
-@pytest.mark.parametrize("mode", fast(("random", "lazy", "eager"), lambda mode: mode == "random"))
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["random", "lazy", "eager"])
 def test_each_program_is_judged_by_its_name(mode: str) -> None:
     rows = judged(mode)
     assert {(row["program"], row["rank"]) for row in rows} == {
@@ -56,6 +56,7 @@ def test_each_program_is_judged_by_its_name(mode: str) -> None:
             ), name
 
 
+@pytest.mark.long
 def test_a_report_of_order_has_both_sequences() -> None:
     rows = [row for row in judged("random") if row["program"] == "order_swapped"]
     assert len(rows) == 2

@@ -13,7 +13,8 @@ from tests.late import launch
 RANKS, STEPS, CLOSE = (2, 1, 2), 2, 1e-5  # ranks of each leg, steps of each; relative
 
 
-@pytest.mark.parametrize("mode", ["random", pytest.param("lazy", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["random", "lazy"])
 def test_it_goes_on_elsewhere(mode: str, tmp_path: Path) -> None:
     launch.needs_the_device()
     legs = [

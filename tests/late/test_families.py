@@ -11,24 +11,21 @@ from typing import Any
 import pytest
 
 from tests.helpers import launched
+from tests.helpers.cells import fast
 from tests.late import families, launch
 
 FP32, ROUNDED = 7e-6, 0.0625  # relative; of a number below 8 in bf16, absolute
 
 # The fast suite: what depth has shown defects in.
-FAST = {
-    "bert": (
-        "stage 2, optimizer on the host",
-        "stage 3, optimizer on the host, bf16",
-        "all on the host, saved",
-        "all on the host, four micro-batches",
-    ),
-    "gpt2": (
-        "stage 3, activations on the host",
-        "stage 3, made in shards",
-    ),
-    "t5": ("all on the host, one micro-batch", "stage 3, pretrained"),
-}
+FAST = (
+    "stage 2, optimizer on the host",
+    "stage 3, optimizer on the host, bf16",
+    "all on the host, saved",
+    "all on the host, four micro-batches",
+    "stage 3, activations on the host",
+    "stage 3, made in shards",
+    "stage 3, pretrained",
+)
 
 
 def trained(
@@ -60,10 +57,10 @@ def wrong(family: str, mode: str, steps: int, *names: str, seconds: float = 600)
     return found
 
 
-@pytest.mark.parametrize("family", FAST)
+@pytest.mark.parametrize("family", fast(families.LAYERS, lambda family: family == "bert"))
 def test_deep_models_train_without_a_report(family: str) -> None:
     launch.needs_the_device()
-    assert wrong(family, "random", 4, *FAST[family]) == []
+    assert wrong(family, "random", 4, *FAST) == []
 
 
 @pytest.mark.parametrize("axis", families.PARALLEL)

@@ -143,10 +143,8 @@ def run(name: str, folder: Path, as_cuda: bool) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "cifar10" else pytest.param(name, marks=pytest.mark.long) for name in FOUND],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", FOUND)
 def test_a_recipe_trains_without_a_report(name: str, tmp_path: Path) -> None:
     launch.needs_the_device()
     losses = run(name, tmp_path / "late", as_cuda=True)

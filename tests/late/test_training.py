@@ -10,8 +10,14 @@ import pytest
 from tests.late import launch, training
 
 # The fast suite leaves out what differs from another job in the number of micro-batches or in the
-# stage alone.
+# stage alone, and what deep models do, too (test_families.py).
 SELDOM = {
+    "stage 1",
+    "stage 2, optimizer on the host",
+    "stage 2, optimizer on the host, small pieces",
+    "stage 3, activations on the host",
+    "stage 3, half of the optimizer on the host, RMSprop",
+    "stage 2, Adafactor, optimizer on the host",
     "stage 2",
     "stage 3, one micro-batch",
     "stage 2, optimizer on the host, one micro-batch",

@@ -92,36 +92,15 @@ class Animal:
 ZOO: dict[str, Animal] = {
     # encoders
     "bert": Animal("BertForMaskedLM", "BertConfig", TEXT),
-    "roberta": Animal("RobertaForSequenceClassification", "RobertaConfig", TEXT),
     "albert": Animal("AlbertForMaskedLM", "AlbertConfig", {**TEXT, "embedding_size": 16}),
-    "modernbert": Animal(
-        "ModernBertForMaskedLM",
-        "ModernBertConfig",
-        {**TEXT, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1},
-    ),
     # decoders
     "gpt2": Animal(
         "GPT2LMHeadModel", "GPT2Config", {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4}
     ),
-    "opt": Animal(
-        "OPTForCausalLM",
-        "OPTConfig",
-        {
-            "vocab_size": 99,
-            "hidden_size": 32,
-            "ffn_dim": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "word_embed_proj_dim": 16,
-        },
-    ),
     "llama": Animal("LlamaForCausalLM", "LlamaConfig", GQA),
     "qwen2": Animal("Qwen2ForCausalLM", "Qwen2Config", {**GQA, "tie_word_embeddings": True}),
-    "gemma2": Animal("Gemma2ForCausalLM", "Gemma2Config", {**GQA, "head_dim": 8}),
-    "phi3": Animal("Phi3ForCausalLM", "Phi3Config", {**GQA, "pad_token_id": 0}),
     # mixtures of experts, merged on loading
     "mixtral": Animal("MixtralForCausalLM", "MixtralConfig", {**GQA, "num_local_experts": 4}),
-    "qwen3_moe": Animal("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**GQA, **EXPERTS, "head_dim": 8}),
     "deepseek_v3": Animal(
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",
@@ -147,21 +126,8 @@ ZOO: dict[str, Animal] = {
         "T5Config",
         {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
     ),
-    "bart": Animal("BartForConditionalGeneration", "BartConfig", PAIR),
     # images
     "vit": Animal("ViTForImageClassification", "ViTConfig", IMAGE),
-    "swin": Animal(
-        "SwinForImageClassification",
-        "SwinConfig",
-        {
-            "image_size": 32,
-            "patch_size": 4,
-            "embed_dim": 16,
-            "depths": [1, 1],
-            "num_heads": [2, 4],
-            "window_size": 4,
-        },
-    ),
     "resnet": Animal(
         "ResNetForImageClassification",
         "ResNetConfig",
@@ -169,19 +135,6 @@ ZOO: dict[str, Animal] = {
     ),
     # sound
     "wav2vec2": Animal("Wav2Vec2ForCTC", "Wav2Vec2Config", SOUND),
-    "whisper": Animal(
-        "WhisperForConditionalGeneration",
-        "WhisperConfig",
-        {
-            **PAIR,
-            "num_mel_bins": 8,
-            "max_source_positions": 20,
-            "max_target_positions": 20,
-            "pad_token_id": 1,
-            "bos_token_id": 2,
-        }
-        | {"eos_token_id": 3, "decoder_start_token_id": 4},
-    ),
     # several kinds in one
     "clip": Animal(
         "CLIPModel",
@@ -196,6 +149,62 @@ ZOO: dict[str, Animal] = {
             "vision_config": {**IMAGE, "model_type": "clip_vision_model"},
         }
         | {"image_token_index": 98},
+    ),
+    # state spaces
+    "mamba": Animal(
+        "MambaForCausalLM",
+        "MambaConfig",
+        {"vocab_size": 99, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2},
+    ),
+}
+
+MORE: dict[str, Animal] = {
+    "roberta": Animal("RobertaForSequenceClassification", "RobertaConfig", TEXT),
+    "modernbert": Animal(
+        "ModernBertForMaskedLM",
+        "ModernBertConfig",
+        {**TEXT, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1},
+    ),
+    "opt": Animal(
+        "OPTForCausalLM",
+        "OPTConfig",
+        {
+            "vocab_size": 99,
+            "hidden_size": 32,
+            "ffn_dim": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "word_embed_proj_dim": 16,
+        },
+    ),
+    "gemma2": Animal("Gemma2ForCausalLM", "Gemma2Config", {**GQA, "head_dim": 8}),
+    "phi3": Animal("Phi3ForCausalLM", "Phi3Config", {**GQA, "pad_token_id": 0}),
+    "qwen3_moe": Animal("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**GQA, **EXPERTS, "head_dim": 8}),
+    "bart": Animal("BartForConditionalGeneration", "BartConfig", PAIR),
+    "swin": Animal(
+        "SwinForImageClassification",
+        "SwinConfig",
+        {
+            "image_size": 32,
+            "patch_size": 4,
+            "embed_dim": 16,
+            "depths": [1, 1],
+            "num_heads": [2, 4],
+            "window_size": 4,
+        },
+    ),
+    "whisper": Animal(
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        {
+            **PAIR,
+            "num_mel_bins": 8,
+            "max_source_positions": 20,
+            "max_target_positions": 20,
+            "pad_token_id": 1,
+            "bos_token_id": 2,
+        }
+        | {"eos_token_id": 3, "decoder_start_token_id": 4},
     ),
     "qwen2_vl": Animal(
         "Qwen2VLForConditionalGeneration",
@@ -218,12 +227,6 @@ ZOO: dict[str, Animal] = {
             },
         },
     ),
-    # state spaces
-    "mamba": Animal(
-        "MambaForCausalLM",
-        "MambaConfig",
-        {"vocab_size": 99, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2},
-    ),
     "jamba": Animal(
         "JambaForCausalLM",
         "JambaConfig",
@@ -237,9 +240,6 @@ ZOO: dict[str, Animal] = {
         }
         | {"use_mamba_kernels": False, "mamba_d_state": 8, "mamba_dt_rank": 4},
     ),
-}
-
-MORE: dict[str, Animal] = {
     "deberta-v2": Animal("DebertaV2ForSequenceClassification", "DebertaV2Config", TEXT),
     "electra": Animal("ElectraForPreTraining", "ElectraConfig", {**TEXT, "embedding_size": 16}),
     "distilbert": Animal(

@@ -128,6 +128,7 @@ def test_two_ranks_and_their_launcher_say_it_once(tmp_path) -> None:
     assert lines[3].startswith("hf-zero launch: rank ") and "ended with code 1" in lines[3]
 
 
+@pytest.mark.long
 def test_what_differs_by_rank_is_said_by_each(tmp_path) -> None:
     code, lines = launched(tmp_path, "each")
     assert code == 1 and any("the folder of rank 0 is not there" in line for line in lines), lines
