@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.helpers import launched
-from tests.helpers.cells import fast
 from tests.late import families, launch
 
 FP32, ROUNDED = 7e-6, 0.0625  # relative; of a number below 8 in bf16, absolute
@@ -57,10 +56,9 @@ def wrong(family: str, mode: str, steps: int, *names: str, seconds: float = 600)
     return found
 
 
-@pytest.mark.parametrize("family", fast(families.LAYERS, lambda family: family == "bert"))
-def test_deep_models_train_without_a_report(family: str) -> None:
+def test_a_deep_model_trains_without_a_report() -> None:
     launch.needs_the_device()
-    assert wrong(family, "random", 4, *FAST) == []
+    assert wrong("bert", "random", 4, *FAST) == []
 
 
 @pytest.mark.parametrize("axis", families.PARALLEL)

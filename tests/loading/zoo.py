@@ -92,6 +92,7 @@ class Animal:
 ZOO: dict[str, Animal] = {
     # encoders
     "bert": Animal("BertForMaskedLM", "BertConfig", TEXT),
+    "roberta": Animal("RobertaForSequenceClassification", "RobertaConfig", TEXT),
     "albert": Animal("AlbertForMaskedLM", "AlbertConfig", {**TEXT, "embedding_size": 16}),
     # decoders
     "gpt2": Animal(
@@ -159,7 +160,6 @@ ZOO: dict[str, Animal] = {
 }
 
 MORE: dict[str, Animal] = {
-    "roberta": Animal("RobertaForSequenceClassification", "RobertaConfig", TEXT),
     "modernbert": Animal(
         "ModernBertForMaskedLM",
         "ModernBertConfig",
