@@ -68,7 +68,9 @@ def start(tmp_path: Path) -> Path:
     "tag, how",
     fast(
         itertools.product(TAGS, HOW),
-        lambda tag, how: TAGS[tag] == ("beside it" if how == "process" else "over the old one"),
+        lambda tag, how: (
+            (TAGS[tag], how) in (("beside it", "process"), ("over the old one", "power"))
+        ),
     ),
 )
 def test_cut_off_at_every_call(
