@@ -177,7 +177,6 @@ _CHECKPOINT = under(
     ),
 )
 
-_MONITOR = "monitoring by the engine; use the Trainer's report_to"
 _REPORTS = (
     inert("$schema", TEXT, "names the schema of these keys for editors"),
     inert("dump_state", BOOLEAN, "rank 0 always logs the resolved configuration"),
@@ -185,15 +184,11 @@ _REPORTS = (
     inert("timers.throughput.enabled", BOOLEAN, "ZeroCallback reports throughput"),
     inert("timers.throughput.synchronized", BOOLEAN, "ZeroCallback reports throughput"),
     unbuilt("memory_breakdown", BOOLEAN, "a breakdown of memory"),
-    switched("tensorboard", _MONITOR, "output_path job_name"),
-    switched("wandb", _MONITOR, "group team project"),
     switched(
-        "comet",
-        _MONITOR,
-        "samples_log_interval project workspace api_key experiment_name experiment_key online mode",
+        "monitor",
+        "monitors by a section of their own; write tensorboard, wandb, csv_monitor at the top",
+        "tensorboard wandb comet csv_monitor",
     ),
-    switched("csv_monitor", _MONITOR, "output_path job_name"),
-    switched("monitor", _MONITOR, "tensorboard wandb comet csv_monitor"),
 )
 
 # Sections that are taken as a whole: off, they are accepted; on, they ask for a feature that is not

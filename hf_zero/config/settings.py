@@ -36,6 +36,7 @@ from hf_zero.config.kinds import (
     number,
 )
 from hf_zero.config.layer_drop import LAYER_DROP, LayerDropSection
+from hf_zero.config.monitors import CometSection, CsvSection, TensorBoardSection, WandbSection
 from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
 from hf_zero.config.pipeline import PipelineSection
 from hf_zero.config.quantization import (
@@ -239,6 +240,10 @@ class Settings:
         unit="steps",
         idle=_idle_without_times,
     )
+    tensorboard: TensorBoardSection = section("tensorboard", TensorBoardSection)
+    wandb: WandbSection = section("wandb", WandbSection)
+    comet: CometSection = section("comet", CometSection)
+    csv_monitor: CsvSection = section("csv_monitor", CsvSection)
     comms_logger: CommsLoggerSection = section("comms_logger", CommsLoggerSection)
     flops_profiler: FlopsProfilerSection = section("flops_profiler", FlopsProfilerSection)
     log_level: str | None = key(

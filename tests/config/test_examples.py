@@ -305,7 +305,7 @@ def test_accepted(name: str) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "autotp": ({"tensor_parallel": {"preset_model": "llama"}}, "tensor_parallel.preset_model"),
-    "tensorboard": ({"tensorboard": {"enabled": True, "output_path": "logs"}}, "tensorboard"),
+    "hybrid engine": ({"hybrid_engine": {"enabled": True}}, "hybrid_engine"),
     "memory": ({"memory_breakdown": True}, "memory_breakdown"),
     "deepcompile": ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
 }

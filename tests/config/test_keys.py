@@ -25,6 +25,7 @@ SAMPLES: dict[str, Any] = {
     "true or false": True,
     "a non-empty string": "AdamW",
     "a path": "/local_nvme",
+    "a path, or an empty string": "logs",
     "one of 'gloo', 'nccl'": "gloo",
     "one of '1f1b', 'gpipe', 'interleaved_1f1b'": "1f1b",
     "one of 'mean', 'sum'": "sum",

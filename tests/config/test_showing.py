@@ -34,6 +34,7 @@ STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
     "true or false": st.booleans(),
     "a non-empty string": st.sampled_from(["AdamW", "WarmupLR"]),
     "a path": st.just("/local_nvme"),
+    "a path, or an empty string": st.sampled_from(["", "/logs"]),
     "one of 'fp32', 'bf16', 'fp16'": st.sampled_from(["fp32", "bf16", "float16", "torch.bfloat16"]),
     "a list of names": st.lists(st.sampled_from(["A", "B"]), max_size=2),
     "a section of keys and plain values": PARAMS,

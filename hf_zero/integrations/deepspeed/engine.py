@@ -23,9 +23,13 @@ from hf_zero.errors import (
 from hf_zero.initialize import data_loader
 from hf_zero.integrations.deepspeed.checkpoint_targets import agreed_target, nothing_to_load, tag_of
 from hf_zero.integrations.deepspeed.comm_log import comms_logger
-from hf_zero.integrations.deepspeed.disabled_monitor import DisabledMonitor
 from hf_zero.integrations.deepspeed.engine_getters import methods
 from hf_zero.integrations.deepspeed.loss_scalers import EngineLossScaler
+from hf_zero.integrations.deepspeed.monitors import (
+    DeepSpeedMonitorConfig,
+    MonitorMaster,
+    StepFigures,
+)
 from hf_zero.integrations.deepspeed.placeholders import refuse
 from hf_zero.integrations.deepspeed.reporting_engine import ReportingEngine
 from hf_zero.integrations.deepspeed.states_away import StatesAway, checked
@@ -52,12 +56,12 @@ class _ScaledLoss(torch.autograd.Function):
 class DeepSpeedEngine(ReportingEngine):
     """An :class:`hf_zero.Engine` that also answers what DeepSpeed's engine answers."""
 
-    monitor = DisabledMonitor()
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._states_away = StatesAway()
         comms_logger.take(self.config)
+        self.monitor = MonitorMaster(DeepSpeedMonitorConfig.of(self.config))
+        self._figures = StepFigures() if self.monitor.writes else None
         self._profile: StepProfile | None = None
         if self.config.flops_profiler.enabled:
             self._profile = StepProfile(self, self.config.flops_profiler)
@@ -104,6 +108,8 @@ class DeepSpeedEngine(ReportingEngine):
         """
         self._states_away.refuse("a backward")
         super().backward(loss, retain_graph, scale_wrt_gas)
+        if self._figures is not None:
+            self._figures.add(loss)
         steps = self.gradient_accumulation_steps()
         return loss / steps if scale_wrt_gas and steps != 1 else loss
 
@@ -114,6 +120,8 @@ class DeepSpeedEngine(ReportingEngine):
         self._step(lr_kwargs)
         if "tput_timer" in self.__dict__:
             self.tput_timer.stop(global_step=ends)
+        if ends and self._figures is not None:
+            self._figures.step_has_ended(self)
         if self._profile is not None:
             self._profile.step_has_ended()
 

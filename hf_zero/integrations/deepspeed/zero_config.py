@@ -20,6 +20,7 @@ from hf_zero.integrations.deepspeed.constants import (
     LOG_LEVEL,
     LOG_LEVEL_DEFAULT,
 )
+from hf_zero.integrations.deepspeed.monitors import DeepSpeedMonitorConfig
 
 ZERO = "zero_optimization"
 DEFAULTS: dict[str, Any] = {
@@ -204,6 +205,7 @@ class DeepSpeedConfig:
         self.world_size = ranks
         self._values: dict[str, Any] = dict(values)
         self._named = {
+            "monitor_config": DeepSpeedMonitorConfig.of(self.zero_config_native),
             "zero_config": DeepSpeedZeroConfig(**values.get(ZERO, {})),
             "zero_enabled": self.zero_config_native.stage > 0,
             "zero_optimization_stage": self.zero_config_native.stage,

@@ -21,7 +21,6 @@ from hf_zero.integrations.deepspeed.tables.remedies import (
     INTERNAL,
     KERNELS,
     NO_DUALPIPE,
-    NO_MONITOR,
     PIPELINE,
     PROPOSE,
     TRAIN_ADAPTERS,
@@ -282,19 +281,27 @@ TOP = (
     ),
     module(
         "deepspeed.monitor.monitor",
-        "Metrics to files and services.",
-        classes_not_built(NO_MONITOR, "Monitor MonitorMaster"),
+        "All of them.",
+        names(
+            f"{HERE}.monitors",
+            "CometMonitor",
+            "CsvMonitor as csvMonitor",
+            "Monitor",
+            "MonitorMaster",
+            "TensorBoardMonitor",
+            "WandbMonitor",
+        ),
     ),
     *(
         module(
             f"deepspeed.monitor.{name}",
             "One of them.",
-            classes_not_built(NO_MONITOR, kind),
+            names(f"{HERE}.monitors", kind),
             left_out(INTERNAL, "*"),
         )
         for name, kind in (
             ("comet", "CometMonitor"),
-            ("csv_monitor", "csvMonitor"),
+            ("csv_monitor", "CsvMonitor as csvMonitor"),
             ("tensorboard", "TensorBoardMonitor"),
             ("wandb", "WandbMonitor"),
         )
@@ -302,10 +309,14 @@ TOP = (
     module(
         "deepspeed.monitor.config",
         "Their configuration.",
-        functions_not_built(NO_MONITOR, "get_monitor_config"),
-        classes_not_built(
-            NO_MONITOR,
-            "DeepSpeedMonitorConfig TensorBoardConfig WandbConfig CSVConfig CometConfig",
+        names(
+            f"{HERE}.monitors",
+            "CometSection as CometConfig",
+            "CsvSection as CSVConfig",
+            "DeepSpeedMonitorConfig",
+            "TensorBoardSection as TensorBoardConfig",
+            "WandbSection as WandbConfig",
+            "get_monitor_config",
         ),
     ),
     module("deepspeed.profiling", "Profiles."),

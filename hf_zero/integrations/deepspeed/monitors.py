@@ -1,0 +1,214 @@
+"""``deepspeed.monitor``: figures of the training, written to files and services by rank 0.
+
+An event is a name, a value and the number of samples that have been read, (str, float, int).
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from hf_zero.config import ZeroConfig
+from hf_zero.config.monitors import CometSection, CsvSection, TensorBoardSection, WandbSection
+from hf_zero.distributed import process_group
+from hf_zero.errors import ConfigError
+
+Event = tuple[str, Any, int]
+
+
+@dataclass(frozen=True)
+class DeepSpeedMonitorConfig:
+    """The sections of all monitors."""
+
+    tensorboard: TensorBoardSection = field(default_factory=TensorBoardSection)
+    wandb: WandbSection = field(default_factory=WandbSection)
+    comet: CometSection = field(default_factory=CometSection)
+    csv_monitor: CsvSection = field(default_factory=CsvSection)
+
+    @classmethod
+    def of(cls, config: ZeroConfig) -> DeepSpeedMonitorConfig:
+        """Those of a whole configuration."""
+        return cls(config.tensorboard, config.wandb, config.comet, config.csv_monitor)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any is."""
+        return any(getattr(self, each.name).enabled for each in fields(self))
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
+    """The sections of a whole configuration that is a dict. Raises ConfigError for others' keys."""
+    names = [each.name for each in fields(DeepSpeedMonitorConfig)]
+    given = {name: param_dict[name] for name in names if name in param_dict}
+    return DeepSpeedMonitorConfig.of(ZeroConfig.from_dict(given))
+
+
+def _library(name: str, monitor: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"the monitor {monitor} is enabled and its package is not installed ({error}); "
+            f'pip install it, or write "{monitor}": {{"enabled": false}}'
+        ) from error
+
+
+class Monitor(ABC):
+    """Writes events where its section enables it, on rank 0; the keys of the section are
+    attributes, too.
+    """
+
+    def __init__(self, monitor_config: Any) -> None:
+        self.monitor_config = monitor_config
+        self.writes = monitor_config.enabled and process_group.get_rank() == 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "monitor_config":
+            raise AttributeError(name)
+        return getattr(self.monitor_config, name)
+
+    @abstractmethod
+    def write_events(self, event_list: Iterable[Event], flush: bool = True) -> None:
+        """Write them; nothing where it is off, or on another rank."""
+
+
+class TensorBoardMonitor(Monitor):
+    """``summary_writer``: torch's; None where nothing is written."""
+
+    def __init__(self, tensorboard_config: TensorBoardSection) -> None:
+        super().__init__(tensorboard_config)
+        self.summary_writer: Any = None
+        if self.writes:
+            _library("tensorboard", "tensorboard")
+            writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+            self.summary_writer = writer(log_dir=os.path.join(self.output_path, self.job_name))
+
+    def write_events(self, event_list: Iterable[Event], flush: bool = True) -> None:
+        if self.writes:
+            for event in event_list:
+                self.summary_writer.add_scalar(*event)
+            if flush:
+                self.summary_writer.flush()
+
+
+class CsvMonitor(Monitor):
+    """A file for each name, ``Train_Samples_lr.csv``, to which rows of samples and value are
+    added.
+    """
+
+    def __init__(self, csv_config: CsvSection) -> None:
+        super().__init__(csv_config)
+        self.log_dir = os.path.join(self.output_path, self.job_name)
+        if self.writes:
+            os.makedirs(self.log_dir, exist_ok=True)
+
+    def write_events(self, event_list: Iterable[Event], flush: bool = True) -> None:
+        for name, value, samples in event_list if self.writes else ():
+            file = name.replace("/", "_").replace(" ", "_")
+            with open(os.path.join(self.log_dir, f"{file}.csv"), "a", newline="") as opened:
+                rows = csv.writer(opened)
+                if opened.tell() == 0:
+                    rows.writerow(["step", name.rpartition("/")[2]])
+                rows.writerow([samples, value])
+
+
+class WandbMonitor(Monitor):
+    """A run of Weights & Biases."""
+
+    def __init__(self, wandb_config: WandbSection) -> None:
+        super().__init__(wandb_config)
+        if self.writes:
+            self._wandb = _library("wandb", "wandb")
+            self._wandb.init(project=self.project, group=self.group, entity=self.team)
+
+    def log(self, data: dict[str, Any], step: int | None = None, commit: Any = None) -> None:
+        """wandb's own."""
+        if self.writes:
+            self._wandb.log(data, step=step, commit=commit)
+
+    def write_events(self, event_list: Iterable[Event], flush: bool = True) -> None:
+        for name, value, samples in event_list:
+            self.log({name: value}, step=samples)
+
+
+class CometMonitor(Monitor):
+    """``experiment``: Comet's; None where nothing is written."""
+
+    def __init__(self, comet_config: CometSection) -> None:
+        super().__init__(comet_config)
+        self.experiment: Any = None
+        self._written: dict[str, int] = {}
+        if self.writes:
+            names = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
+            given = {name: getattr(comet_config, name) for name in names}
+            self.experiment = _library("comet_ml", "comet").start(**given)
+            if comet_config.experiment_name is not None:
+                self.experiment.set_name(comet_config.experiment_name)
+
+    def write_events(self, event_list: Iterable[Event], flush: bool = True) -> None:
+        """Of each name one value in ``samples_log_interval`` samples."""
+        for name, value, samples in event_list if self.writes else ():
+            last = self._written.get(name)
+            if last is None or samples - last >= self.samples_log_interval:
+                self._written[name] = samples
+                self.experiment.log_metric(name, value, step=samples)
+
+
+class MonitorMaster(Monitor):
+    """All monitors that are enabled."""
+
+    def __init__(self, monitor_config: DeepSpeedMonitorConfig) -> None:
+        super().__init__(monitor_config)
+        kinds: dict[str, Any] = {
+            "tensorboard": TensorBoardMonitor,
+            "wandb": WandbMonitor,
+            "comet": CometMonitor,
+            "csv_monitor": CsvMonitor,
+        }
+        sections = {name: getattr(monitor_config, name) for name in kinds}
+        self._monitors = [
+            kinds[name](section) for name, section in sections.items() if section.enabled
+        ]
+
+    def write_events(self, event_list: Iterable[Event], flush: bool = True) -> None:
+        events = list(event_list)
+        for monitor in self._monitors:
+            monitor.write_events(events, flush)
+
+
+class StepFigures:
+    """What an engine tells its monitor of each step, once it has ended: the mean of rank 0's losses
+    (of those that went through ``engine.backward``), the learning rate of the first group, the
+    loss scale of fp16, and milliseconds where the configuration asks for times.
+    """
+
+    def __init__(self) -> None:
+        self._losses: list[torch.Tensor] = []
+
+    def add(self, loss: torch.Tensor) -> None:
+        self._losses.append(loss.detach().mean())
+
+    def step_has_ended(self, engine: Any) -> None:
+        figures = {}
+        if self._losses:
+            figures["train_loss"] = float(torch.stack(self._losses).mean())
+            self._losses = []
+        if engine.get_lr():
+            figures["lr"] = engine.get_lr()[0]
+        if engine.fp16_enabled():
+            figures["loss_scale"] = engine.loss_scale()
+        times = engine.get_wall_clock_timers()
+        for part, name in (("fwd", "forward"), ("bwd", "backward"), ("step", "step")):
+            if part in times:
+                figures[f"elapsed_time_ms_{name}"] = times[part]
+        samples = engine.global_samples
+        engine.monitor.write_events(
+            [(f"Train/Samples/{name}", value, samples) for name, value in figures.items()]
+        )
