@@ -47,6 +47,7 @@ def _wholes(
     time; of the master weights where
     ``dtype`` is float32, and where what all ranks have lags behind them, as steps send differences.
     """
+    engine.optimizer_step.synchronise()
     names = WholeNames(engine.module)
     for unit in engine.units:
         unit.take_user_writes()

@@ -68,7 +68,14 @@ class OptimizerStep:
         self.one_bit = (
             None
             if model.one_bit is None
-            else OneBitSteps(model.flats, mesh, self.bound, model.one_bit, config.kernels)
+            else OneBitSteps(
+                model.flats,
+                mesh,
+                self.bound,
+                model.one_bit,
+                config.kernels,
+                model.schedule.computed,
+            )
         )
         self.norm: torch.Tensor | None = None  # of the last step, 0-dim on the device
         self.applied = False  # whether the last step has changed the weights
@@ -141,7 +148,10 @@ class OptimizerStep:
             axis.all_reduce(total, "gradient norm").wait()
         return float(total.sqrt()) / self._scaler.scale
 
-    def _squares(self) -> torch.Tensor:
+    def _squares(self, alone: bool = False) -> torch.Tensor:
+        """This rank's part of the square of the gradient norm: fp64, 0-dim. ``alone``: the square
+        as far as it knows it.
+        """
         by_weight: defaultdict[float, list[GradientBuffer]] = defaultdict(list, {1.0: []})
         for flat in self._model.trainable:
             if not flat.gradient.stays_local:
@@ -150,7 +160,7 @@ class OptimizerStep:
         squares = squared_norm(by_weight.pop(1.0), device, self._kernels)
         for weight, gradients in by_weight.items():
             squares = squares + weight * squared_norm(gradients, device, self._kernels)
-        return squares if self.one_bit is None else squares + self.one_bit.squares()
+        return squares if self.one_bit is None else squares + self.one_bit.squares(alone)
 
     def update(self, steps: int, may_overflow: bool) -> bool:
         """One optimizer step from the reduced gradients, after ``steps`` others (collective); True
@@ -166,8 +176,11 @@ class OptimizerStep:
             one_bit.measure()
             with model.schedule.shards.writing(), self._updating_state():
                 self.take_user_writes()  # which is_stale finds in the masters
-            numbers = torch.stack([self._squares(), one_bit.is_stale()])
-            total, stale = self.usage.agree(numbers, steps)
+            if one_bit.is_local and not (may_overflow or self.refuses_infinite):
+                total = self._squares(alone=True)  # nothing is sent
+            else:
+                numbers = torch.stack([self._squares(), one_bit.is_stale()])
+                total, stale = self.usage.agree(numbers, steps)
         scale, limit = self._scaler.scale, self.max_norm
         self.norm = total.sqrt() / scale
         if (may_overflow or self.refuses_infinite) and not bool(torch.isfinite(total)):
@@ -209,10 +222,20 @@ class OptimizerStep:
         model.refresh(behind, model.flats, frozenset(written), differences=True)
         return False
 
+    def synchronise(self) -> None:
+        """Before whole weights are read: let the weights of all ranks be the same, where steps do
+        not always send what they change (collective).
+        """
+        if self.one_bit is not None:
+            with self._model.schedule.shards.writing(), self._updating_state():
+                self.take_user_writes()
+                self.one_bit.synchronise()
+
     def complete_state(self) -> None:
         """Before state is saved: bring what ranks have yet to send of it to its owners
         (collective).
         """
+        self.synchronise()
         if self.one_bit is not None:
             self.one_bit.fold()
 

@@ -108,12 +108,12 @@ class FlatLamb(FlatMomentum):
         """Of this rank's part of each tensor: the squares of its update without and with weight
         decay, [2, tensors], fp64, and the largest quotient of its denominators, [tensors].
         """
-        assert self.momentum is not None and self._weights is not None
-        assert self._exponents is not None
+        assert self.momentum is not None and self.weights is not None
+        assert self.exponents is not None
         first, stop_of = self.flat.owned
         own = self.momentum[self.flat.axis.rank : self.flat.axis.rank + 1]
         update = self.blocks.values(own, stop_of - first)
-        update *= powers(self._exponents[first:stop_of])
+        update *= powers(self.exponents[first:stop_of])
         sums = torch.zeros(2, len(self._slots), dtype=torch.float64, device=update.device)
         largest = torch.zeros(len(self._slots), dtype=torch.float32, device=update.device)
         variance, fresh = self.state(VARIANCE), self.state(FRESH)
@@ -124,7 +124,7 @@ class FlatLamb(FlatMomentum):
             group = self._group_of(slot.name)
             part = update[start:stop]
             sums[0, index] = squares_of(part)
-            part = part + float(group["weight_decay"]) * self._weights[first + start : first + stop]
+            part = part + float(group["weight_decay"]) * self.weights[first + start : first + stop]
             sums[1, index] = squares_of(part)
             frozen, now = (
                 self._denominators_of(group, each[start:stop], 0) for each in (variance, fresh)

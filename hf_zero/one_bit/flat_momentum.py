@@ -51,9 +51,8 @@ class FlatMomentum:
     BOUNDED = True
 
     def __init__(self, flat: FlatBuffer, bound: Any) -> None:
-        assert flat.spec.momentum_blocks is not None
         self.flat = flat
-        self.blocks: SignBlocks = flat.spec.momentum_blocks
+        self.blocks: SignBlocks = flat.spec.momentum_blocks or SignBlocks()
         self._bound = bound
         self.runs = [  # every element belongs to a group
             (run.group or 0, run.start, run.stop)
@@ -61,8 +60,8 @@ class FlatMomentum:
         ]
         self.error: Tensor | None = None  # [padded]
         self.momentum: Tensor | None = None  # [ranks, bytes]
-        self._exponents: Tensor | None = None  # int8 [padded]
-        self._weights: Tensor | None = None  # fp32 [padded]
+        self.exponents: Tensor | None = None  # int8 [padded]
+        self.weights: Tensor | None = None  # fp32 [padded]
         self._largest: Tensor | None = None  # fp32 [ranks, blocks]: scales of an update of LIMIT
         self.outgrown: Tensor | None = None  # bool, 0-dim: a step has met such of OUTGROWN
         self._state: dict[str, Tensor] = {}
@@ -88,9 +87,9 @@ class FlatMomentum:
         bool, 0-dim.
         """
         master, (start, stop) = self.flat.optimizer_shard.master, self.flat.owned
-        if self._weights is None or master is None or not self.has_copy:
+        if self.weights is None or master is None or not self.has_copy:
             return torch.zeros((), dtype=torch.bool, device=self.flat.full.device)
-        return self._weights[start:stop].ne(master).any()
+        return self.weights[start:stop].ne(master).any()
 
     # ---- before steps in one bit ----
 
@@ -161,8 +160,10 @@ class FlatMomentum:
                 ratio = self._correction(group, now - lag) / self._correction(group, before - lag)
                 held[start:stop].mul_(ratio)
 
-    def begin(self, denominators: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The (whole, own) pairs to gather before steps in one bit."""
+    def begin(self, denominators: Tensor, renews: bool = True) -> list[tuple[Tensor, Tensor]]:
+        """The (whole, own) pairs to gather before steps in one bit; without ``renews`` the momentum
+        stays the one that all ranks have.
+        """
         flat, layout = self.flat, self.flat.layout
         master = flat.optimizer_shard.master
         assert master is not None
@@ -172,18 +173,18 @@ class FlatMomentum:
         device = flat.full.device
         if self.error is None:
             self.error = torch.zeros(layout.padded, dtype=torch.float32, device=device)
-        if self._exponents is None:
-            self._exponents = torch.empty(layout.padded, dtype=torch.int8, device=device)
-        if self._weights is None:
-            self._weights = (
+        if self.exponents is None:
+            self.exponents = torch.empty(layout.padded, dtype=torch.int8, device=device)
+        if self.weights is None:
+            self.weights = (
                 flat.full
                 if not self.has_copy
                 else torch.empty(layout.padded, dtype=torch.float32, device=device)
             )
-        pairs = [(self._exponents, found.to(torch.int8))]
-        if self._weights is not flat.full:
-            pairs.append((self._weights, master))
-        return [*pairs, self.renew()]
+        pairs = [(self.exponents, found.to(torch.int8))]
+        if self.weights is not flat.full:
+            pairs.append((self.weights, master))
+        return [*pairs, self.renew()] if renews or self.momentum is None else pairs
 
     def renew(self) -> tuple[Tensor, Tensor]:
         """The (whole, own) pair to gather so that all ranks have C of the owners' averages."""
@@ -219,33 +220,44 @@ class FlatMomentum:
         own = self.momentum[rank : rank + 1]
         return self.blocks.combine(came, self.state(AVERAGE), own, beta, self._inside)
 
-    def apply(self, made: int, frozen: int) -> None:
-        """Update the weights by the momentum that has come, in step number ``made``; the variance
-        is one of step ``frozen``.
+    def apply(self, made: int, settings: Callable[[int], tuple[float, float]]) -> None:
+        """Update the weights by the momentum that has come, in step number ``made``: ``settings``
+        of a group are what its weights are kept by, and the step size.
         """
-        assert self.momentum is not None and self._weights is not None
-        assert self._exponents is not None
+        assert self.momentum is not None and self.weights is not None
+        assert self.exponents is not None
         momentum = self._bounded(made) if self.BOUNDED else self.momentum
         for index, start, stop in self.runs:
-            keep, size = self.settings(index, made, frozen)
-            self.blocks.apply(self._weights, momentum, self._exponents, keep, size, start, stop)
+            keep, size = settings(index)
+            self.blocks.apply(self.weights, momentum, self.exponents, keep, size, start, stop)
+
+    def largest(self, made: int) -> Tensor:
+        """The mean magnitude of a block's momentum whose update in step number ``made`` is LIMIT:
+        fp32 [ranks, blocks].
+        """
+        assert self.exponents is not None
+        if self._largest is None:
+            rows, numel = self.flat.layout.shards, self.flat.layout.numel
+            squares = self.blocks.mean_squares(self.exponents, rows, numel)
+            self._largest = squares.rsqrt_().mul_(LIMIT).float()
+            self.outgrown = torch.zeros((), dtype=torch.bool, device=self.exponents.device)
+        # groups have the same betas
+        return self._largest * (1.0 - float(self._bound.groups[0]["betas"][0]) ** made)
 
     def _bounded(self, made: int) -> Tensor:
         """The momentum as step number ``made`` takes it: see LIMIT in the note."""
-        assert self.momentum is not None and self._exponents is not None
-        rows, chunk = self.momentum.shape[0], self.flat.layout.chunk
-        if self._largest is None:
-            squares = self.blocks.mean_squares(self._exponents, rows, self.flat.layout.numel)
-            self._largest = squares.rsqrt_().mul_(LIMIT).float()
-            self.outgrown = torch.zeros((), dtype=torch.bool, device=self._exponents.device)
+        assert self.momentum is not None
+        largest, held = self.largest(made), self.momentum.clone()
         assert self.outgrown is not None
-        held = self.momentum.clone()
-        scales = self.blocks.scales(held, chunk)
-        # groups have the same betas
-        largest = self._largest * (1.0 - float(self._bound.groups[0]["betas"][0]) ** made)
+        scales = self.blocks.scales(held, self.flat.layout.chunk)
         self.outgrown.logical_or_((scales > largest * OUTGROWN).any())
         torch.minimum(scales, largest, out=scales)
         return held
+
+    def values(self) -> Tensor:
+        """The momentum as all ranks have it: fp32 [padded]."""
+        assert self.momentum is not None
+        return self.blocks.values(self.momentum, self.flat.layout.padded)
 
     def settings(self, index: int, made: int, frozen: int) -> tuple[float, float]:
         """What the weights of the runs of group ``index`` are kept by, and the step size."""
@@ -256,7 +268,7 @@ class FlatMomentum:
 
     def publish(self) -> None:
         """Bring the whole parameters, the shard and the master weights up to the weights."""
-        flat, weights = self.flat, self._weights
+        flat, weights = self.flat, self.weights
         master = flat.optimizer_shard.master
         assert weights is not None and master is not None
         if weights is not flat.full:
@@ -278,8 +290,8 @@ class FlatMomentum:
     def _kept(self, name: str) -> list[Tensor]:
         """Where all that a step changes of parameter ``name`` lies."""
         slot, (start, stop) = self.flat.layout.by_name[name], self._own(name)
-        assert self._weights is not None and self.error is not None
-        whole = [each[slot.offset : slot.end] for each in (self._weights, self.error)]
+        assert self.weights is not None and self.error is not None
+        whole = [each[slot.offset : slot.end] for each in (self.weights, self.error)]
         return [*whole, self.state(AVERAGE)[start:stop]]
 
     def forget(self) -> None:
@@ -296,8 +308,8 @@ class FlatMomentum:
 
     def nbytes(self) -> int:
         """Bytes that this rank keeps besides the optimizer's state."""
-        own = (self.error, self.momentum, self._exponents)
-        whole = None if self._weights is self.flat.full else self._weights
+        own = (self.error, self.momentum, self.exponents)
+        whole = None if self.weights is self.flat.full else self.weights
         return sum(tensor.nbytes for tensor in (*own, whole) if tensor is not None)
 
     @property

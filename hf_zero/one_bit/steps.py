@@ -4,45 +4,50 @@ the first that is not, and what each does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_zero.distributed.mesh import Mesh
-from hf_zero.gradients.norm import sums_of_squares
 from hf_zero.logs import logger
 from hf_zero.one_bit.flat_lamb import FlatLamb
 from hf_zero.one_bit.flat_momentum import LIMIT, FlatMomentum
+from hf_zero.one_bit.local_steps import LocalSteps
+from hf_zero.one_bit.rank_norm import RankNorm, note
 from hf_zero.optim.one_bit import OneBit
 from hf_zero.spans import span
+from hf_zero.units.computing import ComputedValues
 from hf_zero.units.flat_buffer import FlatBuffer
 
 OUTGROWN_EVERY = 10  # steps, as the host waits for the device to know
 MEASURED = 16  # dense steps before one in one bit whose gradient norm is compared with the ranks'
-FROZEN_AT, NORM_RATIO = "frozen_at", "norm_ratio"  # kept in the optimizer's groups
+# kept in the optimizer's groups
+FROZEN_AT, ALL_FROZEN_AT = "frozen_at", "all_frozen_at"
 
 
 class OneBitSteps:
-    """Those of ``bound`` over ``flats``, in which there are some whose momentum travels in one bit.
-
-    [Note: the gradient norm] In one bit no rank has the average gradient before its momentum is
-    sent, and clipping must come before. The norm is that of the ranks' own gradients, root mean
-    square, times the ratio that the two had in the last dense steps, in which they are measured.
-    """
+    """Those of ``bound`` over ``flats``, some of whose momenta travel in one bit."""
 
     def __init__(
-        self, flats: Sequence[FlatBuffer], mesh: Mesh, bound: Any, one_bit: OneBit, kernels: Any
+        self,
+        flats: Sequence[FlatBuffer],
+        mesh: Mesh,
+        bound: Any,
+        one_bit: OneBit,
+        kernels: Any,
+        computed: ComputedValues,
     ) -> None:
         chosen = [flat for flat in flats if flat.trainable and flat.spec.momentum_blocks]
         self._lamb = [FlatLamb(flat, bound) for flat in chosen if one_bit.lamb]
-        self._momenta: Sequence[FlatMomentum] = self._lamb
+        self._chosen: Sequence[FlatMomentum] = self._lamb
         if not one_bit.lamb:
-            self._momenta = [FlatMomentum(flat, bound) for flat in chosen]
-        self._mesh, self._bound, self._one_bit, self._kernels = mesh, bound, one_bit, kernels
-        self._names = frozenset(name for flat in chosen for name in flat.layout.by_name)
+            self._chosen = [FlatMomentum(flat, bound) for flat in chosen]
+        self._mesh, self._bound, self._one_bit = mesh, bound, one_bit
+        self._local = LocalSteps(self._chosen, flats, bound, one_bit, computed)
         if not chosen and mesh.rank == 0:
             why = "no matrix has a block of elements on each rank" if mesh.world > 1 else "one rank"
             logger.warning("nothing travels in 1 bit (%s): all steps are dense", why)
@@ -50,29 +55,55 @@ class OneBitSteps:
         self._made = 0  # steps
         self._compressing = False  # the last step was in one bit
         self._writes = 0  # of scripts to state, when that was last gathered
-        self._squares: Tensor | None = None  # of this rank's own gradients
-        self._scale = 1.0  # of these, to be parts of a mean
+        self._norm = RankNorm(mesh, bound, kernels)
         self._lr = 0.0  # of the last dense step
         self._warned = False  # that momenta have outgrown the variance
 
     @property
     def sends(self) -> bool:
         """Whether the next step is in one bit."""
-        return bool(self._momenta) and not self._one_bit.is_dense(self._made + 1)
+        return bool(self._chosen) and not self._one_bit.is_dense(self._made + 1)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the next step sends nothing."""
+        return self._local.on and not self._local.synchronises(self._made + 1)
+
+    @property
+    def _momenta(self) -> list[FlatMomentum]:
+        """Of what :meth:`step` updates."""
+        return [*self._chosen, *self._local.others] if self._local.on else [*self._chosen]
 
     # ---- gradients ----
 
     def begin_backward(self) -> None:
         """A backward begins: gradients that the next step takes from each rank stay there."""
-        if not self._momenta:
+        if not self._chosen:
             return
         if self._loads != self._bound.numbers.loads:
             self._loads = self._bound.numbers.loads
             self._made = self._bound.numbers.loaded_steps
             self._compressing = False
-            for each in self._momenta:
+            for each in (*self._chosen, *self._local.others):
                 each.forget()
+            self._local.forget()
+        self._begin_phase()
         self._keep_local(self.sends or self._measures)
+
+    def _begin_phase(self) -> None:
+        """See how often ranks synchronise from the next step on."""
+        local, interval = self._local, self._one_bit.interval(self._made + 1)
+        if interval == local.interval:
+            return
+        if self._compressing and not local.on:
+            self._count_variance()
+            self._compressing = False  # for what takes part from now on is to be frozen, too
+        local.interval = interval
+        for each in local.others:
+            each.flat.gradient.keep_local(False)
+        if self._mesh.rank == 0:
+            said = "step %d: ranks synchronise every %d steps from now on"
+            logger.info(said, self._made + 1, interval)
 
     @property
     def _measures(self) -> bool:
@@ -92,21 +123,17 @@ class OneBitSteps:
         if not local:
             return
         held = [each.accumulated_grad for each in local if each.accumulated_grad is not None]
-        self._squares, self._scale = self._sum(held) * scale**2, scale
+        self._norm.take(held, scale)
         self._keep_local(self.sends)
 
-    def _sum(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The sum of squares of ``tensors`` on the device, fp64."""
-        return torch.stack(sums_of_squares(tensors, self._kernels)).sum().to(self._mesh.device)
-
-    def squares(self) -> Tensor:
+    def squares(self, alone: bool) -> Tensor:
         """This rank's part of the square of the gradient norm that the next step goes by, as far
-        as gradients are not reduced (see the note): fp64, 0-dim.
+        as gradients are not reduced: fp64, 0-dim. ``alone``: of the whole, as far as this rank
+        knows by itself.
         """
-        if not self.sends or self._squares is None:
+        if not self.sends:
             return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        ratio = self._bound.groups[0].get(NORM_RATIO)
-        return self._squares * ((1.0 if ratio is None else ratio) / self._mesh.shard.size)
+        return self._norm.estimated(1.0 if alone else 1.0 / self._mesh.shard.size)
 
     def is_stale(self) -> Tensor:
         """How many of this rank's flat buffers, or their state, a script has written to since the
@@ -121,18 +148,9 @@ class OneBitSteps:
         """The gradients of a dense step are reduced: compare their norm with the ranks' own, where
         that was taken (collective then).
         """
-        if self.sends or self._squares is None:
-            return
-        shards = [each.flat.gradient.shard for each in self._momenta]
-        both = torch.stack([self._sum([s for s in shards if s is not None]), self._squares])
-        self._squares = None
-        self._mesh.shard.all_reduce(both, "norms of gradients").wait()
-        mean, local = both.tolist()
-        ratio = mean * self._mesh.shard.size / local if local > 0.0 else float("nan")
-        if not 0.0 <= ratio < float("inf"):
-            return
-        before = self._bound.groups[0].get(NORM_RATIO)
-        self._note(NORM_RATIO, ratio if before is None else 0.9 * before + 0.1 * ratio)
+        if not self.sends:
+            shards = [each.flat.gradient.shard for each in self._momenta]
+            self._norm.measure([shard for shard in shards if shard is not None])
 
     # ---- the step ----
 
@@ -148,18 +166,29 @@ class OneBitSteps:
             return []
         if not self._compressing or (stale is not None and bool(stale)):
             self._gather_all()
-        self._compressing, self._squares = True, None
+        self._compressing = True
+        self._norm.drop()
+        momenta, local = self._momenta, self._local
         with span("update", "momenta in 1 bit"):
-            self._update(divisor)
-        return [each.flat for each in self._momenta]
+            factor = self._factor(divisor)
+            if local.on:
+                for each in momenta:
+                    local.of(each).add(self._gradient(each), self._beta, factor, self._made)
+                local.compute_apart()
+            if not local.on:
+                self._update([(each, self._gradient(each)) for each in momenta], factor)
+            elif local.synchronises(self._made):
+                self._synchronise()
+        return [each.flat for each in momenta]
 
     def rest(self) -> None:
         """Before the optimizer's own step: it is to leave what travels in one bit to
         :meth:`step`.
         """
-        if not self._momenta:
+        if not self._chosen:
             return
-        self._bound.rest(self._names if self.sends else frozenset())
+        flats = [each.flat for each in self._momenta] if self.sends else []
+        self._bound.rest(frozenset(name for flat in flats for name in flat.layout.by_name))
         if self.sends and not self._compressing:
             self._freeze()
         elif not self.sends:
@@ -171,28 +200,33 @@ class OneBitSteps:
         """The last step was dense, or state was loaded: the variance stays as it is from now on,
         raised where it is tiny (collective).
         """
-        resumed = self._bound.groups[0].get(FROZEN_AT)
+        group = self._bound.groups[0]
+        resumed = group.get(FROZEN_AT)
         # what was saved between steps in one bit says that its variance is of its last step
-        if resumed == self._made and not self._one_bit.is_dense(self._made):
+        frozen = resumed == self._made and not self._one_bit.is_dense(self._made)
+        fresh = [] if frozen else [*self._chosen]
+        if self._local.on and not (frozen and group.get(ALL_FROZEN_AT) == self._made):
+            fresh += self._local.others
+        self._note_frozen()
+        if not fresh:
             return
-        self._note(FROZEN_AT, self._made)
         lags = self._lags()
-        denominators = [each.denominators(self._made, lags) for each in self._momenta]
-        sums = self._all_sums(denominators)
+        denominators = [each.denominators(self._made, lags) for each in fresh]
+        sums = self._all_sums(fresh, denominators)
         total = torch.cat(sums, 1).sum(1)
         usual = (total[0] / total[1].clamp(min=1.0)).sqrt()
-        for each, own, of in zip(self._momenta, denominators, sums):
+        for each, own, of in zip(fresh, denominators, sums):
             each.raise_variance(own, of, usual, self._made, lags)
             each.freeze()
-        if self._mesh.rank or (self._one_bit.renews and resumed is not None):
+        if frozen or self._mesh.rank or (self._one_bit.renews and resumed is not None):
             return
         rising = (
             not self._one_bit.renews
             and max(float(group["lr"]) for group in self._bound.groups) > self._lr > 0.0
         )
-        dense = sum(2 * m.flat.layout.padded * m.flat.dtype.itemsize for m in self._momenta)
+        dense = sum(2 * m.flat.layout.padded * m.flat.dtype.itemsize for m in self._chosen)
         sent = sum(
-            2 * m.flat.layout.shards * m.blocks.nbytes(m.flat.layout.chunk) for m in self._momenta
+            2 * m.flat.layout.shards * m.blocks.nbytes(m.flat.layout.chunk) for m in self._chosen
         )
         logger.info(
             "step %d: momenta travel in 1 bit (blocks of %d): %s bytes a step instead of %s",
@@ -208,19 +242,25 @@ class OneBitSteps:
                 self._made + 1,
             )
 
-    def _note(self, key: str, value: float) -> None:
-        for group in self._bound.groups:
-            group[key] = value
+    def _note_frozen(self) -> None:
+        """The variance is that of the last step made."""
+        note(self._bound, FROZEN_AT, self._made)
+        if self._local.on:
+            note(self._bound, ALL_FROZEN_AT, self._made)
 
     def _gather_all(self) -> None:
         """Let all ranks have the weights, the denominators and the momentum of the owners."""
-        lags = self._lags()
-        denominators = [each.denominators(self._frozen_at, lags) for each in self._momenta]
-        pairs = [pair for each, own in zip(self._momenta, denominators) for pair in each.begin(own)]
+        lags, momenta = self._lags(), self._momenta
+        denominators = [each.denominators(self._frozen_at, lags) for each in momenta]
+        # local steps that are under way began with the momentum of the last synchronisation
+        renews = not self._local.pending
+        pairs = [
+            pair for each, own in zip(momenta, denominators) for pair in each.begin(own, renews)
+        ]
         self._mesh.shard.all_gather(pairs, "denominators, weights and momenta").wait()
         self._writes = self._bound.numbers.writes
         if self._lamb:
-            for lamb, sums in zip(self._lamb, self._all_sums(denominators)):
+            for lamb, sums in zip(self._lamb, self._all_sums(self._lamb, denominators)):
                 lamb.keep_least(sums)
             scales = torch.cat([each.held_scales() for each in self._lamb], 1)
             scales = scales.to(self._mesh.device)
@@ -241,9 +281,11 @@ class OneBitSteps:
             for name, numbers in group.items()
         }
 
-    def _all_sums(self, denominators: Sequence[Tensor]) -> list[Tensor]:
+    def _all_sums(
+        self, momenta: Sequence[FlatMomentum], denominators: Sequence[Tensor]
+    ) -> list[Tensor]:
         """Those of all ranks (collective)."""
-        sums = [each.sums(own) for each, own in zip(self._momenta, denominators)]
+        sums = [each.sums(own) for each, own in zip(momenta, denominators)]
         total = torch.cat(sums, 1)
         self._mesh.shard.all_reduce(total, "squares of denominators").wait()
         return list(total.split([own.shape[1] for own in sums], 1))
@@ -253,24 +295,40 @@ class OneBitSteps:
         lags = self._lags()
         for each in self._momenta:
             each.count_variance(self._frozen_at, self._made, lags)
-        self._note(FROZEN_AT, self._made)
+        self._note_frozen()
 
-    def _update(self, divisor: Tensor | None) -> None:
-        axis, beta = self._mesh.shard, float(self._bound.groups[0]["betas"][0])
-        factor = torch.full(
-            (), (1.0 - beta) * self._scale, dtype=torch.float32, device=self._mesh.device
-        )
-        if divisor is not None:
-            factor = factor / divisor.to(factor.device, torch.float32)
+    @property
+    def _beta(self) -> float:
+        return float(self._bound.groups[0]["betas"][0])
+
+    def _factor(self, divisor: Tensor | None) -> Tensor:
+        """(1 - b1) over what the gradients here are multiples of: fp32, 0-dim."""
+        value, device = (1.0 - self._beta) * self._norm.scale, self._mesh.device
+        factor = torch.full((), value, dtype=torch.float32, device=device)
+        return factor if divisor is None else factor / divisor.to(device, torch.float32)
+
+    def _gradient(self, momentum: FlatMomentum) -> Tensor:
+        """This rank's gradient, [padded]."""
+        held = momentum.flat.gradient
+        gradient = held.accumulated_grad
+        assert gradient is not None
+        return gradient if held.has_unreduced else torch.zeros_like(gradient)
+
+    def _update(
+        self,
+        messages: Sequence[tuple[FlatMomentum, Tensor]],
+        factor: Tensor,
+        unused: Mapping[FlatMomentum, frozenset[str]] | None = None,
+    ) -> None:
+        """Update all weights by ``factor`` times a gradient of each momentum; where what is
+        ``unused`` is said, by means of local steps instead (collective).
+        """
+        axis, beta = self._mesh.shard, self._beta
+        past = beta if unused is None else 0.0  # local steps began with it
         sent = []
-        for each in self._momenta:
-            held = each.flat.gradient
-            gradient = held.accumulated_grad
-            assert gradient is not None
-            if not held.has_unreduced:
-                gradient = torch.zeros_like(gradient)
-            restore = each.unused(each.flat.gradient.unused)
-            rows = each.compress(gradient, beta, factor)
+        for each, gradient in messages:
+            restore = each.unused(each.flat.gradient.unused if unused is None else unused[each])
+            rows = each.compress(gradient, past, factor)
             sizes = [rows.shape[1]] * axis.size
             key = f"momentum of {each.flat.key}"
             sent.append((each, restore, *axis.all_to_all(rows.view(-1), sizes, sizes, key)))
@@ -286,10 +344,27 @@ class OneBitSteps:
         if self._lamb:
             self._scale_updates()
         for each, restore, _ in gathers:
-            each.apply(self._made, self._frozen_at)
+            one_step = partial(each.settings, made=self._made, frozen=self._frozen_at)
+            each.apply(self._made, one_step if unused is None else self._local.of(each).settings)
             restore()
             each.publish()
         self._warn_of_outgrown()
+
+    def synchronise(self) -> None:
+        """End the local steps that are under way: all ranks have the same weights (collective)."""
+        if not self._local.pending:
+            return
+        stale = self.is_stale()
+        self._mesh.shard.all_reduce(stale, "writes to weights and state").wait()
+        if bool(stale):
+            self._gather_all()
+        self._synchronise()
+
+    def _synchronise(self) -> None:
+        local, unused = self._local, self._local.unused(self._mesh)
+        one = torch.ones((), dtype=torch.float32, device=self._mesh.device)
+        self._update([(each, local.of(each).mean()) for each in self._momenta], one, unused)
+        local.forget()
 
     def _warn_of_outgrown(self) -> None:
         """Once, on rank 0: all ranks have the same messages."""
@@ -330,15 +405,15 @@ class OneBitSteps:
     # ---- checkpoints ----
 
     def fold(self) -> None:
-        """Bring what the ranks have yet to send into the optimizer's state, which then is whole:
-        the run goes on from there as one does that is resumed (collective).
+        """Bring what synchronised ranks have yet to send into the optimizer's state, which then is
+        whole: the run goes on from there as one does that is resumed (collective).
         """
         # then what is yet to be sent is of another run
         loaded = self._loads != self._bound.numbers.loads
-        if loaded or any(each.error is None for each in self._momenta):
+        if loaded or any(each.error is None for each in self._chosen):
             return
-        axis, beta = self._mesh.shard, float(self._bound.groups[0]["betas"][0])
-        for each in self._momenta:
+        axis, beta = self._mesh.shard, self._beta
+        for each in self._chosen:
             assert each.error is not None
             mean = torch.empty_like(each.error[: each.flat.layout.chunk])
             handle = axis.reduce_scatter(each.error, f"errors of {each.flat.key}")
@@ -366,8 +441,8 @@ class OneBitSteps:
         finally:
             for held, before in zip(variances, kept):
                 held.copy_(before)
-            self._note(FROZEN_AT, frozen_at)
+            note(self._bound, FROZEN_AT, frozen_at)
 
     def nbytes(self) -> int:
         """Bytes that this rank keeps besides the optimizer's state."""
-        return sum(each.nbytes() for each in self._momenta)
+        return sum(each.nbytes() for each in self._chosen) + self._local.nbytes()

@@ -41,6 +41,10 @@ class SendsMomentum:
         """Whether step number ``step``, the first being 1, is the optimizer's own."""
         raise NotImplementedError
 
+    def interval(self, step: int) -> int:
+        """Ranks synchronise in step number ``step`` if this divides it."""
+        return 1
+
 
 class _OneBitAdamW(SendsMomentum, torch.optim.AdamW):
     def __init__(
@@ -112,18 +116,21 @@ class OneBitAdam(_OneBitAdamW):
 
 class ZeroOneAdam(_OneBitAdamW):
     """0/1 Adam: AdamW in ever rarer steps, which renew the variance; in all others the momentum
-    travels in one bit with error feedback.
+    travels in one bit with error feedback, later not in every step.
 
     Until ``var_freeze_step`` the interval between dense steps begins with 1 and doubles after each
-    ``var_update_scaler`` of them; after it no step is dense. Every step synchronises the ranks: the
-    paper's local steps need moments and master weights whole on each rank, and are not made.
+    ``var_update_scaler`` of them; after it no step is dense. From there on the interval between
+    steps that synchronise the ranks begins with 1 and doubles after each ``local_step_scaler``
+    steps, up to ``local_step_clipper``. Between them each rank goes on with its own momentum.
 
     Args:
         params: parameters or parameter groups.
         lr, betas, eps, weight_decay: AdamW's; the decay is decoupled.
         var_freeze_step: the last step that may renew the variance.
         var_update_scaler: renewals after which their interval doubles.
-        local_step_scaler, local_step_clipper, cuda_aware, comm_backend_name: read, without effect.
+        local_step_scaler: steps after which the interval between synchronisations doubles.
+        local_step_clipper: the longest such interval; 1: every step synchronises.
+        cuda_aware, comm_backend_name: read, without effect.
 
     Raises:
         ConfigError: a hyperparameter lies outside its range (a ValueError).
@@ -146,11 +153,8 @@ class ZeroOneAdam(_OneBitAdamW):
     ) -> None:
         self.var_freeze_step = steps_of("ZeroOneAdam", "var_freeze_step", var_freeze_step)
         self.var_update_scaler = steps_of("ZeroOneAdam", "var_update_scaler", var_update_scaler)
-        for key, value in (
-            ("local_step_scaler", local_step_scaler),
-            ("local_step_clipper", local_step_clipper),
-        ):
-            steps_of("ZeroOneAdam", key, value)
+        self.local_step_scaler = steps_of("ZeroOneAdam", "local_step_scaler", local_step_scaler)
+        self.local_step_clipper = steps_of("ZeroOneAdam", "local_step_clipper", local_step_clipper)
         super().__init__(
             params,
             lr,
@@ -160,12 +164,6 @@ class ZeroOneAdam(_OneBitAdamW):
             cuda_aware=cuda_aware,
             comm_backend_name=comm_backend_name,
         )
-        if local_step_clipper > 1:
-            logger.info(
-                "ZeroOneAdam: every step synchronises the ranks, in one bit: local steps "
-                "(local_step_scaler, local_step_clipper) would need moments and master weights "
-                "whole on each rank"
-            )
 
     @cached_property
     def _phases(self) -> list[tuple[int, int]]:
@@ -181,6 +179,11 @@ class ZeroOneAdam(_OneBitAdamW):
     def is_dense(self, step: int) -> bool:
         interval = next((every for last, every in self._phases if step <= last), None)
         return interval is not None and step % interval == 0
+
+    def interval(self, step: int) -> int:
+        doubled = max(0, step - self.var_freeze_step - 1) // self.local_step_scaler
+        # enough of them, whatever the clipper
+        return min(self.local_step_clipper, 1 << min(doubled, self.local_step_clipper.bit_length()))
 
 
 def plain_name(name: str) -> str:
@@ -201,6 +204,10 @@ def steps_of(name: str, key: str, value: Any) -> int:
     return value
 
 
+def _always(step: int) -> int:
+    return 1
+
+
 @dataclass(frozen=True)
 class OneBit:
     """That the momentum of an optimizer travels in one bit: in which steps not, and the elements
@@ -211,6 +218,8 @@ class OneBit:
     block: int = _BLOCK
     lamb: bool = False  # the update is LAMB's
     renews: bool = False  # the variance, in dense steps after the first in one bit
+    local: bool = False  # there will be steps that synchronise nothing
+    interval: Callable[[int], int] = _always
 
 
 def one_bit_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> OneBit | None:
@@ -231,8 +240,9 @@ def one_bit_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> O
         return None
     name = type(optimizer).__name__
     is_dense: Callable[[int], bool]
+    interval: Callable[[int], int] = _always
     if isinstance(optimizer, SendsMomentum):
-        is_dense = optimizer.is_dense
+        is_dense, interval = optimizer.is_dense, optimizer.interval
     else:
         if elementwise_base(type(optimizer)) not in (*_ADAM, torch.optim.AdamW):
             raise ConfigError(
@@ -250,10 +260,16 @@ def one_bit_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> O
     _check(config, optimizer, f"{name} in 1 bit")
     lamb = isinstance(optimizer, TensorSumOptimizer)
     renews = isinstance(optimizer, ZeroOneAdam)
-    return OneBit(is_dense, both.block_size or _BLOCK, lamb, renews)
+    local = isinstance(optimizer, ZeroOneAdam) and optimizer.local_step_clipper > 1
+    return OneBit(is_dense, both.block_size or _BLOCK, lamb, renews, local, interval)
 
 
 def _check(config: ZeroConfig, optimizer: torch.optim.Optimizer, what: str) -> None:
+    local = isinstance(optimizer, ZeroOneAdam) and optimizer.local_step_clipper > 1
+    rounds = {
+        "quantize_training": config.quantize_training.enabled,
+        "compression_training": config.compression_weights.enabled,
+    }
     replicas = "mics_shard_size" if config.zero.mics_shard_size > 0 else "replicate_size"
     reasons = {
         f"{_STAGE}: 3": config.stage == 3
@@ -268,6 +284,10 @@ def _check(config: ZeroConfig, optimizer: torch.optim.Optimizer, what: str) -> N
         and "messages go over one axis of all ranks; remove it",
         "gradient_accumulation_dtype": config.gradient_accumulation_dtype in ("bf16", "fp16")
         and "the gradients of a window wait on each rank; remove it",
+    }
+    reasons |= {
+        key: local and on and "forwards compute with weights of the rank; set local_step_clipper: 1"
+        for key, on in rounds.items()
     }
     wrong = [f"{key}: {why}" for key, why in reasons.items() if why]
     for group in optimizer.param_groups:

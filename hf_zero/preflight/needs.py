@@ -176,12 +176,14 @@ class _Laid:
 
     def one_bit_on_device(self, plan: MemoryPlan) -> int:
         """After the freeze, whole on each rank: errors in 32 bits, exponents in 8, the momentum in
-        1, and beside parameters in 16 bits weights in 32.
+        1, and beside parameters in 16 bits weights in 32. For local steps the rank's own momentum,
+        how far it has gone, and what modules compute with.
         """
         if not plan.one_bit or plan.shards == 1:
             return 0
-        weights = 4 if self.group.dtype in SIXTEEN_BITS else 0
-        return (4 + 1 + weights) * self.padded + self.padded // 8
+        weights, computed = (4, 2) if self.group.dtype in SIXTEEN_BITS else (0, 4)
+        local = (4 + 4 + computed) * self.padded if plan.local_steps else 0
+        return (4 + 1 + weights) * self.padded + self.padded // 8 + local
 
 
 def _offloaded(trainable: Sequence[_Laid], plan: MemoryPlan) -> tuple[int, int, int, int]:

@@ -114,6 +114,7 @@ class MemoryPlan:
     # a step sends differences to weights: in 32 bits, too, masters are others than these
     differences: bool = False
     one_bit: bool = False  # momenta travel in one bit
+    local_steps: bool = False  # and later not in every step
     tensor: int = 1  # ranks that share a layer
     expert: int = 1  # ranks that hold one set of experts together
     # ranks of a node among which gathered weights are sharded once more; 1: they are not
@@ -154,6 +155,8 @@ class MemoryPlan:
             differences=config.compressed_communication.bits == 4,
             one_bit=config.compressed_communication.bits == 1
             or wanted.type.lower() in ("onebitadam", "onebitlamb", "zerooneadam"),
+            local_steps=wanted.type.lower() == "zerooneadam"
+            and wanted.params.get("local_step_clipper") != 1,
             tensor=config.tensor_parallel.size,
             expert=config.expert_parallel.size,
             node=max(1, config.zero.hpz_partition_size),

@@ -255,3 +255,81 @@ def _compare(one: torch.Tensor, other: torch.Tensor, exact: bool) -> None:
         assert torch.equal(one, other), float((one - other).abs().max())
     else:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@dataclass
+class WholeLocal(Whole):
+    """0/1 Adam's local steps (arXiv:2202.06009): what each rank has done by itself, and ``keep``
+    and ``size``, what is left of the weights and the sum of the step sizes. ``bits``: what travels.
+    """
+
+    bits: bool = True
+
+    def begin(self) -> None:
+        self.own = [self.momentum.clone() for _ in self.errors]
+        self.moved = [torch.zeros_like(self.weights) for _ in self.errors]
+        self.keep, self.size = 1.0, 0.0
+
+    def local(self, grads: Sequence[Tensor], number: int, divisors: Sequence[float]) -> None:
+        size, keep = self.lr / (1.0 - self.beta**number), 1.0 - self.lr * self.decay
+        for rank, grad in enumerate(grads):
+            factor = torch.tensor(1.0 - self.beta) / torch.tensor(divisors[rank])
+            self.own[rank] = self.own[rank] * self.beta + grad * factor
+            counted = self.held(self.own[rank], number, 4.0)
+            self.moved[rank] = self.moved[rank] * keep + size * counted
+        self.keep, self.size = keep * self.keep, keep * self.size + size
+
+    def held(self, momentum: Tensor, number: int, limit: float) -> Tensor:
+        """``momentum``, of which no block with its mean magnitude everywhere makes updates of more
+        than ``limit`` learning rates, root mean square.
+        """
+        held, chunk = momentum.clone(), momentum.numel() // self.layout.shards
+        block = BLOCK if self.bits else 2048
+        for first in range(0, self.layout.numel, chunk):
+            end = min(first + chunk, self.layout.numel)
+            for at in range(first, end, block):
+                part = slice(at, min(at + block, end))
+                usual = self.inverses[part].double().square().mean().sqrt()
+                most = limit * (1.0 / usual).float() * (1.0 - self.beta**number)
+                last = min(at + block, first + chunk) - at
+                mean = held[part].abs().sum() / (block if last < block else last)
+                held[part] *= (most / mean).clamp(max=1.0)
+        return held
+
+    def computed(self, rank: int) -> Tensor:
+        return self.keep * self.weights - self.moved[rank] * self.inverses
+
+    def synchronise(self, number: int) -> None:
+        owners, numel = self.layout.shards, self.layout.numel
+        sent = []
+        for rank, moved in enumerate(self.moved):
+            z = self.errors[rank] + moved / self.size
+            z[numel:] = 0.0
+            sent.append(C(z, owners, numel) if self.bits else z)
+            self.errors[rank] = z - sent[-1]
+        r = torch.stack(sent).mean(0) + self.beta * (self.average - self.momentum)
+        r[numel:] = 0.0
+        self.momentum = C(r, owners, numel) if self.bits else r
+        self.average = self.momentum + (r - self.momentum) / self.beta
+        update = self.bounded(number) if self.bits else self.momentum
+        self.weights = self.keep * self.weights - self.size * update * self.inverses
+        self.begin()
+
+
+def local_state(engine: Any) -> dict[str, Any]:
+    """What this rank has of each flat buffer that takes part in local steps."""
+    one_bit = engine.optimizer_step.one_bit
+    found = {}
+    for each in (*one_bit._chosen, *one_bit._local.others):
+        tensors = engine.bound.tensors(each.flat.optimizer_shard)
+        found[each.flat.key] = {
+            "layout": each.flat.layout,
+            "bits": each in one_bit._chosen,
+            "master": each.flat.optimizer_shard.master.clone(),
+            "full": each.flat.full.clone(),
+            "average": tensors["exp_avg"].clone(),
+            "variance": tensors["exp_avg_sq"].clone(),
+            "error": None if each.error is None else each.error.clone(),
+            "exponents": None if each.exponents is None else each.exponents.clone(),
+        }
+    return found

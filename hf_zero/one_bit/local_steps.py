@@ -1,0 +1,210 @@
+"""0/1 Adam's local steps (arXiv:2202.06009): between two synchronisations each rank goes on with
+its own momentum, and nothing is sent.
+
+[Note: local steps]
+With b1, D, e_i, C and a as in flat_momentum.py (the note), l = lr / (1 - b1^t), and m and x the
+momentum and the weights of the last synchronisation, the same on all ranks, rank i begins with
+m_i = m, K = 1, L = u_i = 0::
+
+    each step   m_i = b1 m_i + (1 - b1) g_i;        u_i = (1 - lr wd) u_i + l m_i
+                K = (1 - lr wd) K;                  L = (1 - lr wd) L + l
+    forwards and backwards compute with K x - u_i / D
+
+    then        z = e_i + u_i / L;    q_i = C(z);   e_i = z - q_i                  (all-to-all)
+    owner       r = mean_i q_i + b1 (a - m);        m = C(r);   a = m + (r - m) / b1   (all-gather)
+    all         x = K x - L m / D
+
+u_i / L is a mean of momenta: errors have the units of momenta as in steps that all synchronise,
+those of the paper the units of u_i. The two are the same while L is. Weights are touched by
+synchronisations alone: what is read or written outside forwards and backwards, and what is saved,
+is x.
+
+A block of m_i counts in u_i with OUTGROWN times what LIMIT allows at most: gradients that one rank
+alone has are larger than their mean, and those that outgrow D move no weight out of reach.
+
+A parameter that no rank has used since the last synchronisation stays as it is. Tensors too small
+for blocks take part in fp32 (flat_dense.py), their variance frozen with the first local step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.one_bit.flat_dense import FlatDense
+from hf_zero.one_bit.flat_momentum import OUTGROWN, FlatMomentum
+from hf_zero.ops.sign_blocks_reference import powers
+from hf_zero.optim.one_bit import OneBit
+from hf_zero.units.compression import FLOATS
+from hf_zero.units.computing import ComputedValues
+from hf_zero.units.flat_buffer import FlatBuffer
+
+
+class LocalMomentum:
+    """What this rank has done to the flat buffer of ``momentum`` since the last synchronisation."""
+
+    def __init__(self, momentum: FlatMomentum, bound: Any) -> None:
+        self.momentum = momentum
+        self.used = 0  # parameters of which this rank has had gradients: a bit each
+        self._bound = bound
+        self._loads = -1  # of the optimizer's state, when this began
+        self._own: Tensor | None = None  # m_i, fp32 [padded]
+        self._moved: Tensor | None = None  # u_i, fp32 [padded]
+        self._sums: dict[int, tuple[float, float]] = {}  # K and L by group; none: no step yet
+
+    @property
+    def pending(self) -> bool:
+        """Whether there were local steps that the other ranks have yet to hear of."""
+        return bool(self._sums) and self._loads == self._bound.numbers.loads
+
+    def add(self, gradient: Tensor | None, beta: float, factor: Tensor, made: int) -> None:
+        """Step number ``made`` by ``factor`` times ``gradient`` [padded]; None: zeros."""
+        flat, momentum = self.momentum.flat, self.momentum
+        if not self.pending:
+            self.forget()
+            self._loads = self._bound.numbers.loads
+            self._own = momentum.values().clone()
+            self._own[flat.layout.numel :] = 0.0
+            self._moved = torch.zeros_like(self._own)
+        assert self._own is not None and self._moved is not None
+        self._own.mul_(beta)
+        if gradient is not None:
+            self._own.add_(gradient.float() * factor)
+        self.used |= flat.gradient.used
+        settings = {index: momentum.settings(index, made, made) for index, *_ in momentum.runs}
+        counted = self._bounded(made)
+        for index, start, stop in momentum.runs:
+            keep, size = settings[index]
+            self._moved[start:stop].mul_(keep).add_(counted[start:stop], alpha=size)
+        for index, (keep, size) in settings.items():
+            kept, moved = self._sums.get(index, (1.0, 0.0))
+            self._sums[index] = keep * kept, keep * moved + size
+
+    def _bounded(self, made: int) -> Tensor:
+        """m_i as it counts in u_i: [padded]."""
+        assert self._own is not None
+        most, block = self.momentum.largest(made) * OUTGROWN, self.momentum.blocks.block
+        rows = self._own.view(most.shape[0], -1)
+        chunk = rows.shape[1]
+        parts = torch.nn.functional.pad(rows.abs(), (0, -chunk % block)).unflatten(1, (-1, block))
+        factors = (most / parts.mean(2).clamp_(min=1e-38)).clamp_(max=1.0)
+        return (rows * factors.repeat_interleave(block, 1)[:, :chunk]).view(-1)
+
+    def mean(self) -> Tensor:
+        """u_i / L, [padded], in the memory of u_i."""
+        assert self._own is not None and self._moved is not None
+        for index, start, stop in self.momentum.runs:
+            size, part = self._sums[index][1], self._moved[start:stop]
+            if size > 0.0:
+                part.div_(size)
+            else:  # all learning rates were zero
+                part.copy_(self._own[start:stop])
+        return self._moved
+
+    def settings(self, index: int) -> tuple[float, float]:
+        """K and L of group ``index``."""
+        return self._sums[index]
+
+    def forget(self) -> None:
+        """All ranks have heard of it, or never will."""
+        self._own = self._moved = None
+        self._sums, self.used = {}, 0
+
+    def move(self, views: Mapping[str, Tensor]) -> None:
+        """Make of parameters, by name, what forwards and backwards compute with."""
+        momentum = self.momentum
+        if not self.pending or momentum.weights is None or momentum.exponents is None:
+            return
+        assert self._moved is not None
+        for name, view in views.items():
+            slot, index = momentum.flat.layout.by_name[name], self._bound.group_of[name]
+            place, here = slice(slot.offset, slot.end), view.view(-1)
+            weights = momentum.weights[place]
+            if momentum.has_copy:  # a script may have written to those in 16 bits
+                weights = torch.where(weights.to(here.dtype) == here, weights, here.float())
+            moved = self._moved[place] * powers(momentum.exponents[place])
+            here.copy_(weights * self._sums[index][0] - moved)
+
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (self._own, self._moved) if each is not None)
+
+
+class LocalSteps:
+    """The local steps of ``momenta``, and of all else that trains among ``flats``: between
+    synchronisations every ``interval`` steps.
+    """
+
+    def __init__(
+        self,
+        momenta: Sequence[FlatMomentum],
+        flats: Sequence[FlatBuffer],
+        bound: Any,
+        one_bit: OneBit,
+        computed: ComputedValues,
+    ) -> None:
+        self.interval = 1
+        self.others: list[FlatMomentum] = []  # that travel in bits at no time
+        self._computed = computed
+        if momenta and one_bit.local:
+            chosen = {each.flat for each in momenta}
+            rest = [flat for flat in flats if flat.trainable and flat not in chosen]
+            for flat in rest:
+                if flat.dtype not in FLOATS:
+                    raise UnsupportedOptimizerError(
+                        f"{next(iter(flat.parameters))} is {flat.dtype}, of which ZeroOneAdam "
+                        "makes no local steps; set local_step_clipper: 1, or train it in 32 bits"
+                    )
+            self.others = [FlatDense(flat, bound) for flat in rest]
+        self._of = {each: LocalMomentum(each, bound) for each in (*momenta, *self.others)}
+        self._moves = False  # modules compute with what :meth:`LocalMomentum.move` makes
+
+    @property
+    def on(self) -> bool:
+        """Whether the next step is one of a phase in which some send nothing."""
+        return self.interval > 1
+
+    @property
+    def pending(self) -> bool:
+        """Whether ranks have different weights to compute with."""
+        return any(each.pending for each in self._of.values())
+
+    def synchronises(self, step: int) -> bool:
+        return step % self.interval == 0
+
+    def of(self, momentum: FlatMomentum) -> LocalMomentum:
+        return self._of[momentum]
+
+    def compute_apart(self) -> None:
+        """Let modules compute with this rank's weights; called between passes."""
+        if self.on and not self._moves:
+            self._moves = True
+            for momentum, each in self._of.items():
+                self._computed.change([momentum.flat], each.move)
+
+    def unused(self, mesh: Mesh) -> dict[FlatMomentum, frozenset[str]]:
+        """The parameters that no rank has used since the last synchronisation (collective)."""
+        used = [
+            float(each.used >> place & 1)
+            for momentum, each in self._of.items()
+            for place in range(len(momentum.flat.layout.slots))
+        ]
+        counts = torch.tensor(used, dtype=torch.float32, device=mesh.device)
+        mesh.shard.all_reduce(counts, "parameters used since the last synchronisation").wait()
+        at, found = iter(counts.tolist()), {}
+        for momentum in self._of:
+            slots = momentum.flat.layout.slots
+            found[momentum] = frozenset(slot.name for slot in slots if not next(at))
+        return found
+
+    def forget(self) -> None:
+        for each in self._of.values():
+            each.forget()
+
+    def nbytes(self) -> int:
+        """Bytes that this rank keeps for them."""
+        return sum(each.nbytes() for each in (*self._of.values(), *self.others))

@@ -1,0 +1,67 @@
+"""The gradient norm of steps in one bit.
+
+[Note: the gradient norm]
+In one bit no rank has the average gradient before its momentum is sent, and clipping must come
+before. The norm is that of the ranks' own gradients, root mean square, times the ratio that the two
+had in the last dense steps, in which they are measured. A step that sends nothing goes by this
+rank's own gradient and that ratio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.gradients.norm import sums_of_squares
+
+NORM_RATIO = "norm_ratio"  # kept in the optimizer's groups
+
+
+class RankNorm:
+    """The squares of this rank's own gradients, where it has taken them in this step."""
+
+    def __init__(self, mesh: Mesh, bound: Any, kernels: Any) -> None:
+        self._mesh, self._bound, self._kernels = mesh, bound, kernels
+        self._squares: Tensor | None = None
+        self.scale = 1.0  # of the gradients, to be parts of a mean
+
+    def take(self, gradients: Sequence[Tensor], scale: float) -> None:
+        self._squares, self.scale = self._sum(gradients) * scale**2, scale
+
+    def drop(self) -> None:
+        self._squares = None
+
+    def estimated(self, share: float) -> Tensor:
+        """``share`` of the square of the average gradient's norm: fp64, 0-dim."""
+        if self._squares is None:
+            return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        ratio = self._bound.groups[0].get(NORM_RATIO)
+        return self._squares * ((1.0 if ratio is None else ratio) * share)
+
+    def measure(self, shards: Sequence[Tensor]) -> None:
+        """Compare with the average gradient, of which this rank has ``shards`` (collective)."""
+        if self._squares is None:
+            return
+        both = torch.stack([self._sum(shards), self._squares])
+        self._squares = None
+        self._mesh.shard.all_reduce(both, "norms of gradients").wait()
+        mean, local = both.tolist()
+        ratio = mean * self._mesh.shard.size / local if local > 0.0 else float("nan")
+        if not 0.0 <= ratio < float("inf"):
+            return
+        before = self._bound.groups[0].get(NORM_RATIO)
+        note(self._bound, NORM_RATIO, ratio if before is None else 0.9 * before + 0.1 * ratio)
+
+    def _sum(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The sum of squares of ``tensors`` on the device, fp64."""
+        return torch.stack(sums_of_squares(tensors, self._kernels)).sum().to(self._mesh.device)
+
+
+def note(bound: Any, key: str, value: float) -> None:
+    """Keep ``value`` in all groups of the optimizer ``bound``, and so in checkpoints."""
+    for group in bound.groups:
+        group[key] = value

@@ -1,0 +1,489 @@
+"""0/1 Adam's local steps: ranks that are threads do what the equations say, send nothing between
+synchronisations, and have the same weights after each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_zero
+from hf_zero.errors import ConfigError, UnsupportedOptimizerError
+from hf_zero.one_bit.local_steps import LocalMomentum
+from hf_zero.ops.sign_blocks_reference import powers
+from hf_zero.optim import ZeroOneAdam
+from tests.helpers.compressed import Recorder, flat_of
+from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.one_bit import ADAM, C, WholeLocal, config, local_state
+from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.training import At, Plan
+
+# steps 1 and 2 are dense; 5 and 6 synchronise every second step, those from 7 on every fourth
+RARE = {
+    "var_freeze_step": 2,
+    "var_update_scaler": 1,
+    "local_step_scaler": 2,
+    "local_step_clipper": 4,
+}
+BEGIN, STEPS = 4, 16  # steps before the first local one, and in all
+SYNCHRONISED = (6, 8, 12, 16)
+NAME = "blocks.0.up.weight"
+
+
+def started(model: Any, plan: Plan | None = None, **more: Any) -> Any:
+    return start(model, ZeroOneAdam(model.parameters(), **{**ADAM, **RARE, **more}), config(plan))
+
+
+def train(engine: Any, rank: int, steps: range, plan: Plan | None = None) -> None:
+    plan = plan or Plan()
+    for number in steps:
+        for micro in range(plan.accumulation):
+            engine.backward(squared(engine, At(number, micro, rank), plan.dtype))
+            engine.step()
+
+
+def recorded(rank: int, model: Any, plan: Plan) -> list[Any]:
+    """Of each step: gradients, state after it, loss scale and norm, and what modules computed
+    with.
+    """
+    engine = started(model, plan)
+    record, seen, computed = Recorder(model), [], dict[str, Any]()
+
+    def look(module: Any, given: Any) -> None:
+        computed.update({name: p.detach().clone() for name, p in engine.module.named_parameters()})
+
+    engine.module.register_forward_pre_hook(look)
+    model.blocks[0].register_forward_pre_hook(look)
+    for number in range(STEPS):
+        record.micro.clear()
+        for micro in range(plan.accumulation):
+            record.begin()
+            engine.backward(squared(engine, At(number, micro, rank), plan.dtype))
+            if micro + 1 < plan.accumulation:
+                engine.step()
+        used = computed[NAME].clone()
+        scale = engine.loss_scale()
+        engine.step()
+        assert engine.was_step_applied()
+        norm = engine.get_global_grad_norm()
+        seen.append((list(record.micro), local_state(engine), scale, norm, used))
+    return seen
+
+
+def whole_of(answers: Any, key: str) -> WholeLocal:
+    """The oracle, before the first local step."""
+    first, later = answers[0][BEGIN - 1][1][key], answers[0][BEGIN][1][key]
+    layout, ranks = first["layout"], len(answers)
+
+    def joined(name: str) -> torch.Tensor:
+        return torch.cat([answer[BEGIN - 1][1][key][name] for answer in answers])
+
+    average, bits = joined("average"), first["bits"]
+    variance = torch.cat([answer[BEGIN][1][key]["variance"] for answer in answers])
+    exact = 1.0 / (variance / (1.0 - ADAM["betas"][1] ** BEGIN)).sqrt().add(1e-8)
+    found = powers(later["exponents"])
+    inside = slice(0, layout.numel)
+    torch.testing.assert_close(found[inside], exact[inside], rtol=0.13, atol=0.0)
+    whole = WholeLocal(
+        layout,
+        joined("master"),
+        average,
+        found,
+        C(average, ranks, layout.numel) if bits else average,
+        [
+            torch.zeros(layout.padded) if each is None else each.clone()
+            for each in (answer[BEGIN - 1][1][key]["error"] for answer in answers)
+        ],
+        ADAM["lr"],
+        ADAM["weight_decay"],
+        ADAM["betas"][0],
+        bits,
+    )
+    whole.begin()
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plan"),
+    [
+        (2, Plan()),
+        (3, Plan(precision="bf16", accumulation=2)),
+        (2, Plan(precision="fp16", scale=16.0, clip=0.05)),
+        (3, Plan(clip=0.1)),
+    ],
+    ids=str,
+)
+def test_steps_are_those_of_the_equations(ranks, plan):
+    answers = on_ranks(ranks, recorded, plan)
+    near = partial(torch.testing.assert_close, rtol=1e-4, atol=2e-6)
+    for key in answers[0][0][1]:
+        whole = whole_of(answers, key)
+        layout = whole.layout
+        for number in range(BEGIN, STEPS):
+            grads, divisors = [], []
+            for answer in answers:
+                micros, _, scale, norm, _ = answer[number]
+                dtype = answer[number][1][key]["full"].dtype
+                flats = [flat_of(layout, each, dtype).float() for each in micros]
+                grads.append(sum(flats) / plan.accumulation)
+                # each rank clips by what it knows of the norm
+                divisors.append(scale * (max(1.0, (norm + 1e-6) / plan.clip) if plan.clip else 1))
+            if NAME in layout.by_name:
+                for rank, answer in enumerate(answers):
+                    slot, used = layout.by_name[NAME], answer[number][4].reshape(-1)
+                    wanted = whole.computed(rank)[slot.offset : slot.end].to(used.dtype)
+                    loose = used.dtype != torch.float32
+                    near(used, wanted, **({"rtol": 1e-2, "atol": 1e-4} if loose else {}))
+            whole.local(grads, number + 1, divisors)
+            if number + 1 in SYNCHRONISED:
+                whole.synchronise(number + 1)
+                for rank, answer in enumerate(answers):
+                    near(answer[number][1][key]["error"], whole.errors[rank])
+            for name, wanted in (("master", whole.weights), ("average", whole.average)):
+                found = torch.cat([answer[number][1][key][name] for answer in answers])
+                near(found[: layout.numel], wanted[: layout.numel])
+            fulls = [answer[number][1][key]["full"] for answer in answers]
+            assert all(torch.equal(full, fulls[0]) for full in fulls)
+    used = [[answer[number][4] for answer in answers] for number in range(BEGIN, STEPS)]
+    for number, (one, other, *_) in enumerate(used, BEGIN):
+        assert torch.equal(one, other) == (number in (BEGIN, *SYNCHRONISED)), number
+
+
+CALLS = (
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_to_all_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_reduce",
+    "broadcast",
+    "all_gather_object",
+    "barrier",
+)
+
+
+def test_bytes_of_a_step(monkeypatch):
+    """At the process group, nothing leaves a rank in a local step."""
+    sent: dict[int, Counter[str]] = {rank: Counter() for rank in range(3)}
+
+    def counted(call: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        tensors = [each.nbytes for each in args if isinstance(each, torch.Tensor)]
+        sent[dist.get_rank()][name] += max(tensors, default=1)
+        return call(*args, **kwargs)
+
+    for name in CALLS:
+        if hasattr(dist, name):
+            monkeypatch.setattr(dist, name, partial(counted, getattr(dist, name), name))
+
+    def run(rank, model):
+        engine = started(model)
+        for number in range(STEPS):
+            sent[rank].clear()
+            engine.backward(squared(engine, At(number, 0, rank)))
+            engine.step()
+            if number < BEGIN + 1:  # which gathers what all ranks need once
+                continue
+            if number + 1 not in SYNCHRONISED:
+                assert not sent[rank], (number, sent[rank])
+                continue
+            one_bit = engine.optimizer_step.one_bit
+            size = sum(3 * (each.blocks.nbytes(each.flat.layout.chunk)) for each in one_bit._chosen)
+            size += sum(4 * each.flat.layout.padded for each in one_bit._local.others)
+            gathers = sum(sent[rank][name] for name in CALLS[:2])
+            assert sent[rank]["all_to_all_single"] == gathers == size
+            # the norm, what was used in the step, and since the last synchronisation
+            assert 0 < sent[rank]["all_reduce"] < 300
+            names = {"all_to_all_single", *CALLS[:2], "all_reduce"}
+            assert set(sent[rank]) <= names
+
+    on_ranks(3, run)
+
+
+@pytest.mark.parametrize("at", [6, 7, 9, 4])
+@pytest.mark.parametrize(("ranks", "precision"), [(2, "fp32"), (3, "bf16")])
+def test_a_resumed_run_goes_on_as_the_saved_one(ranks, precision, at, tmp_path):
+    """Bit for bit: a save synchronises first."""
+    plan = Plan(precision=precision, clip=0.5)
+
+    def save(rank, model):
+        engine = started(model, plan)
+        train(engine, rank, range(at), plan)
+        assert engine.optimizer_step.one_bit._local.pending == (at in (7, 9))
+        engine.save_checkpoint(tmp_path)
+        before = full_weights(engine)
+        train(engine, rank, range(at, at + 5), plan)
+        return before, full_weights(engine)
+
+    def resume(rank, model):
+        engine = started(model, plan)
+        train(engine, rank, range(9), plan)  # ends between two synchronisations
+        engine.load_checkpoint(tmp_path)
+        before = full_weights(engine)
+        train(engine, rank, range(at, at + 5), plan)
+        return before, full_weights(engine)
+
+    for wanted, found in zip(on_ranks(ranks, save), on_ranks(ranks, resume)):
+        for one, other in zip(wanted, found):
+            for name, value in one.items():
+                assert torch.equal(other[name], value), name
+
+
+def test_a_read_of_the_whole_model_synchronises():
+    def run(rank, model):
+        engine = started(model)
+        train(engine, rank, range(9))
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        state = dict(engine.consolidated())
+        assert not engine.optimizer_step.one_bit._local.pending
+        assert not torch.equal(state[NAME], before[NAME])
+        assert all(torch.equal(p, state[name]) for name, p in model.named_parameters())
+        return state
+
+    one, other = on_ranks(2, run)
+    assert all(torch.equal(one[name], value) for name, value in other.items())
+
+
+@pytest.mark.parametrize("other", ["more", "AdamW"])
+def test_its_checkpoints_go_on_anywhere(other, tmp_path):
+    def save(rank, model):
+        engine = started(model)
+        train(engine, rank, range(9))
+        engine.save_checkpoint(tmp_path)
+        return full_weights(engine)
+
+    def resume(rank, model):
+        if other == "more":
+            engine = started(model)
+        else:
+            engine = start(model, torch.optim.AdamW(model.parameters(), **ADAM), config_of(3))
+        engine.load_checkpoint(tmp_path)
+        before = full_weights(engine)
+        train(engine, rank, range(9, 13))
+        return before, full_weights(engine)
+
+    wanted = on_ranks(2, save)[0]
+    for before, after in on_ranks(4 if other == "more" else 2, resume):
+        for name, value in wanted.items():
+            assert torch.equal(before[name], value), name
+            moved = float((after[name] - value).abs().max())
+            assert 0.0 < moved < 60 * ADAM["lr"], name
+
+
+def test_what_is_wanted_is_sent_sooner_or_later(monkeypatch, tmp_path):
+    """The telescoping sum over synchronisations, a skipped step, saves and other numbers of ranks:
+    b1 a + mean e changes by mean_i (u_i / L) - b1 m - (1 - b1) m', m' the momentum that comes
+    after m.
+    """
+    plan, beta = Plan(precision="fp16", scale=16.0), ADAM["betas"][0]
+    mean, heard = LocalMomentum.mean, dict[tuple[int, str], list[Any]]()
+
+    def taken(self: LocalMomentum) -> torch.Tensor:
+        found = mean(self)
+        key = (dist.get_rank(), self.momentum.flat.key)
+        heard.setdefault(key, []).append((found.clone(), self.momentum.values()))
+        return found
+
+    monkeypatch.setattr(LocalMomentum, "mean", taken)
+
+    def run(rank, model, steps, resume):
+        engine = started(model, plan)
+        if resume:
+            engine.load_checkpoint(tmp_path)
+        after = dict[str, list[Any]]()
+        for number in steps:
+            loss = squared(engine, At(number, 0, rank), plan.dtype)
+            engine.backward(loss * (1e9 if number == 9 and rank == 1 else 1.0))
+            engine.step()
+            assert engine.was_step_applied() == (number != 9)
+            for each in engine.optimizer_step.one_bit._chosen:
+                values = after.setdefault(each.flat.key, [])
+                if len(heard.get((rank, each.flat.key), ())) > len(values):
+                    values.append(each.values())
+        before = local_state(engine)
+        engine.save_checkpoint(tmp_path)
+        for each in engine.optimizer_step.one_bit._chosen:
+            values = after.setdefault(each.flat.key, [])
+            if len(heard.get((rank, each.flat.key), ())) > len(values):
+                values.append(each.values())
+        return after, before, local_state(engine)
+
+    on_ranks(2, run, range(5), False)
+    left: dict[str, torch.Tensor] = {}
+    for ranks, steps in ((2, range(5, 8)), (3, range(8, 12)), (2, range(12, 16))):
+        heard.clear()
+        answers = on_ranks(ranks, run, steps, True)
+        for key, state in answers[0][2].items():
+            if not state["bits"]:
+                continue
+            numel = state["layout"].numel
+            whole = torch.cat([each[2][key]["average"] for each in answers])[:numel].double()
+            assert not any(each[2][key]["error"].any() for each in answers)
+            if key in left:
+                wanted = left[key].clone()
+                for place, after in enumerate(answers[0][0][key]):
+                    sent = [heard[rank, key][place] for rank in range(ranks)]
+                    wanted += sum(u[:numel].double() for u, _ in sent) / ranks
+                    wanted -= beta * sent[0][1][:numel].double()
+                    wanted -= (1 - beta) * after[:numel].double()
+                assert len(answers[0][0][key]) >= 1
+                torch.testing.assert_close(beta * whole, wanted, rtol=1e-4, atol=1e-5)
+            left[key] = beta * whole
+
+
+def test_an_overflow_on_one_rank_leaves_all_state_as_it_is():
+    """In a local step: all ranks skip it, and have the same loss scale."""
+    plan = Plan(precision="fp16", scale=16.0)
+
+    def run(rank, model):
+        engine = started(model, plan)
+        train(engine, rank, range(9), plan)
+        local = engine.optimizer_step.one_bit._local
+        before = [each._moved.clone() for each in local._of.values()]
+        assert local.pending
+        loss = squared(engine, At(9, 0, rank), plan.dtype)
+        engine.backward(loss * (1e9 if rank == 1 else 1.0))
+        engine.step()
+        assert not engine.was_step_applied()
+        for each, moved in zip(local._of.values(), before):
+            assert torch.equal(each._moved, moved)
+        train(engine, rank, range(10, 13), plan)
+        assert engine.was_step_applied()
+        return engine.loss_scale(), full_weights(engine)
+
+    (one, weights), (other, found) = on_ranks(2, run)
+    assert one == other and all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_unused_parameters_stay():
+    """What no rank has used since the last synchronisation; what one rank has used moves."""
+
+    def run(rank, model):
+        engine = started(model)
+        train(engine, rank, range(8))
+        left, some = model.blocks[0].up.weight, model.blocks[1].up.weight
+        before, moved = left.clone(), some.clone()
+        for number in range(8, 12):
+            engine.backward(squared(engine, At(number, 0, rank)))
+            left.grad = None
+            if rank or number != 9:
+                some.grad = None
+            engine.step()
+        assert torch.equal(left, before) and not torch.equal(some, moved)
+        train(engine, rank, range(12, 16))
+        assert not torch.equal(left, before)
+        return some.clone()
+
+    one, other = on_ranks(2, run)
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_writes_between_synchronisations_count(precision):
+    """By a script to whole parameters, at once, and to master weights."""
+    plan = Plan(precision=precision)
+
+    def run(rank, model):
+        engine = started(model, plan, lr=1e-4)
+        train(engine, rank, range(9), plan)
+        weight, other = model.blocks[0].up.weight, model.blocks[1].up.weight
+        with torch.no_grad():
+            weight.fill_(0.5)
+        hf_zero.safe_set_full_fp32_param(other, torch.full(other.shape, 0.25))
+        seen = []
+        model.blocks[0].register_forward_pre_hook(
+            lambda *given: seen.append(model.blocks[0].up.weight.detach().clone())
+        )
+        train(engine, rank, range(9, 10), plan)
+        assert torch.allclose(seen[0].float(), torch.tensor(0.5), atol=0.01)
+        train(engine, rank, range(10, 13), plan)
+        return full_weights(engine)
+
+    one, found = on_ranks(2, run)
+    assert torch.allclose(found[NAME], torch.tensor(0.5), atol=0.01)
+    assert torch.allclose(found["blocks.1.up.weight"], torch.tensor(0.25), atol=0.01)
+    assert all(torch.equal(one[name], value) for name, value in found.items())
+
+
+def test_gradients_that_outgrow_the_variance_move_no_weight_out_of_reach():
+    """On one rank alone, too: a block moves by four learning rates in a local step at most, root
+    mean square, and by one for each where ranks synchronise.
+    """
+    lr = 1e-3
+
+    def run(rank, model):
+        engine = started(model, lr=lr, weight_decay=0.0)
+        weight, computed, moved, jumps = model.weight, [weight_of(model)], [], []
+        model.register_forward_pre_hook(lambda *given: computed.append(weight_of(model)))
+        for number in range(16):
+            before = weight_of(model)
+            growth = 1e4 if number >= 8 and rank == 0 else 1.0
+            engine.backward(engine(torch.eye(32)).sum() * growth)
+            moved.append(usual(computed[-1] - before) / max(1, number % 4) / lr)
+            engine.step()
+            jumps.append(usual(weight_of(model) - before) / 4 / lr)
+        return max(moved[8:]), max(jumps[8:]), weight.detach().clone()
+
+    def weight_of(model):
+        return model.weight.detach().clone()
+
+    def usual(change):
+        return float(change.view(-1, 64).square().mean(-1).sqrt().max())
+
+    build = lambda: torch.nn.Linear(32, 32, bias=False)  # noqa: E731
+    (moved, jump, one), (_, _, other) = on_ranks(2, run, build=build)
+    assert 2.0 < moved < 4.6 and 0.5 < jump < 1.05
+    assert torch.equal(one, other)
+
+
+def test_the_interval_doubles_up_to_the_clipper(caplog):
+    caplog.set_level("INFO", "hf_zero")
+    weight = [torch.nn.Parameter(torch.zeros(4))]
+    adam = ZeroOneAdam(weight, var_freeze_step=10, local_step_scaler=3, local_step_clipper=6)
+    assert [adam.interval(step) for step in range(9, 24)] == [1] * 5 + [2] * 3 + [4] * 3 + [6] * 4
+    assert ZeroOneAdam(weight, local_step_clipper=1).interval(10**9) == 1
+    assert ZeroOneAdam(weight).interval(10**12) == 16
+
+    def run(rank, model):
+        train(started(model), rank, range(8))
+
+    on_ranks(2, run)
+    for said in ("step 5: ranks synchronise every 2", "step 7: ranks synchronise every 4"):
+        assert caplog.text.count(said) == 1
+
+
+def test_memory_is_counted():
+    """Two fp32 numbers an element, and what modules compute with."""
+
+    def run(rank, model):
+        engine = started(model)
+        train(engine, rank, range(BEGIN))
+        before = engine.state_bytes()
+        train(engine, rank, range(BEGIN, 9))
+        after = engine.state_bytes()
+        padded = sum(flat.layout.padded for flat in engine.sharded_model.trainable)
+        assert after["parameters"] - before["parameters"] == 4 * padded
+        assert after["optimizer"] - before["optimizer"] >= 8 * padded
+
+    on_ranks(2, run)
+
+
+def test_what_does_not_go_with_it_is_named():
+    def run(rank, model):
+        model.blocks[0].double()
+        with pytest.raises(UnsupportedOptimizerError, match=r"float64, of which ZeroOneAdam makes"):
+            started(model)
+
+    on_ranks(2, run)
+
+    def rounded(rank, model):
+        adam = ZeroOneAdam(model.parameters(), **ADAM)
+        more = {"quantize_training": {"enabled": True}}
+        with pytest.raises(ConfigError, match=r"quantize_training: .*local_step_clipper: 1"):
+            start(model, adam, {**config(), **more})
+
+    on_ranks(2, rounded)
