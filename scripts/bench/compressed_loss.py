@@ -5,8 +5,10 @@
 A GPT-2 and a BERT with masked tokens (2 layers, hidden 96, 128 byte values; 2 x 64 bytes a rank and
 step of the topics of Python's own help) for 600 steps in fp32: AdamW, betas (0.9, 0.99), lr 1.5e-3
 warmed up over a tenth of the steps and then by a cosine to a tenth. Contenders: dense stage 1; four
-bits both ways at stage 2; 1-bit Adam frozen after a fifth of the steps; and the paper's 1-bit Adam
-on whole tensors without ZeRO (every rank keeps all moments). The figure of a run is the mean loss
+bits both ways at stage 2; 1-bit Adam frozen after a fifth of the steps; the paper's 1-bit Adam
+on whole tensors without ZeRO (every rank keeps all moments); 0/1 Adam whose variance is frozen
+then, and the same with local steps: from a sixth of the steps later on ranks synchronise every
+second step, from another sixth later every fourth. The figure of a run is the mean loss
 of all ranks over its last 50 steps. Raw rows with the curves go to --out as JSON lines; runs that
 are in there are not made again; a plot for each model lies beside them.
 """
@@ -33,7 +35,7 @@ import torch.multiprocessing as mp
 
 LENGTH, ROWS, LAST, RATE = 64, 2, 50, 1.5e-3
 BETAS, EPS, MASK = (0.9, 0.99), 1e-8, 127
-KINDS = ("dense", "4 bits", "1 bit", "1 bit, the paper's")
+KINDS = ("dense", "4 bits", "1 bit", "1 bit, the paper's", "0/1", "0/1, local steps")
 
 
 def text() -> torch.Tensor:
@@ -120,15 +122,20 @@ def compressed(values: torch.Tensor) -> torch.Tensor:
 def losses(kind: str, name: str, seed: int, steps: int, data: torch.Tensor) -> list[float]:
     """The mean over the ranks, for each step."""
     import hf_zero
-    from hf_zero.optim import OneBitAdam
+    from hf_zero.optim import OneBitAdam, ZeroOneAdam
 
     model, rank, freeze = model_of(name, seed).train(), dist.get_rank(), steps // 5
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     engine: Any = None
     if kind != KINDS[3]:
         settings: dict[str, Any] = {"lr": RATE, "betas": BETAS, "eps": EPS, "weight_decay": 0.0}
-        adam = torch.optim.AdamW if kind != "1 bit" else OneBitAdam
-        more = {"freeze_step": freeze} if kind == "1 bit" else {}
+        adam, more = torch.optim.AdamW, dict[str, int]()
+        if kind == "1 bit":
+            adam, more = OneBitAdam, {"freeze_step": freeze}
+        elif kind.startswith("0/1"):
+            every = 4 if kind == KINDS[5] else 1
+            more = {"var_freeze_step": freeze, "local_step_scaler": steps // 6}
+            adam, more = ZeroOneAdam, {**more, "local_step_clipper": every}
         optimizer = adam(model.parameters(), **settings, **more)
         config = {
             "train_micro_batch_size_per_gpu": ROWS,
@@ -172,7 +179,7 @@ def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
     dist.barrier()  # before rank 0 adds others
     for seed in range(options.seeds):
         for name in options.models.split(","):
-            for kind in KINDS:
+            for kind in options.kinds.split(";"):
                 if (name, world, seed, kind) in done:
                     continue
                 began = time.monotonic()
@@ -248,6 +255,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--models", default="gpt2,bert")
+    parser.add_argument("--kinds", default=";".join(KINDS), help="separated by semicolons")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--report", type=Path, help="only print the table of these rows")

@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.ops.sign_blocks import SignBlocks
+from hf_zero.optim import ZeroOneAdam
 from tests.helpers import one_bit
 from tests.helpers.compressed import GRADIENTS, check_gradients, compressible, trained
+from tests.helpers.engines import start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.processes import run_processes, say
-from tests.helpers.training import Plan
+from tests.helpers.stacks import squared
+from tests.helpers.training import At, Plan
 
 RANKS = 3
 ONE = Plan(precision="bf16")
@@ -42,11 +45,44 @@ def trained_in_turn(rank: int) -> list[Any]:
     say("1 bit")
     sent.clear()
     answers.append((one_bit.trained(rank, seeded(Stack), ONE), list(sent)))
+    say("local steps")
+    answers.append(local_steps(rank, sent))
     return answers
+
+
+def local_steps(rank: int, sent: list[int]) -> list[tuple[int, int, list[torch.Tensor]]]:
+    """Of each step: messages sent to other ranks, sums over all of them, and the weights after
+    it.
+    """
+    rare = {"var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 4}
+    model, sums, all_reduce = seeded(Stack), list[int](), dist.all_reduce
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sums.append(tensor.nbytes)
+        return all_reduce(tensor, *args, **kwargs)
+
+    optimizer = ZeroOneAdam(model.parameters(), **one_bit.ADAM, **rare)
+    engine, seen = start(model, optimizer, one_bit.config(ONE)), []
+    dist.all_reduce = counted
+    for number in range(12):
+        sent.clear()
+        sums.clear()
+        engine.backward(squared(engine, At(number, 0, rank), ONE.dtype))
+        engine.step()
+        seen.append((len(sent), len(sums), [flat.full.clone() for flat in engine.flats]))
+    dist.all_reduce = all_reduce
+    return seen
 
 
 def test_over_gloo():
     answers = run_processes(RANKS, trained_in_turn)
+    steps = [answer.pop() for answer in answers]
+    for number in range(4, 12):  # after the first step of the interval of 4
+        seen = [each[number] for each in steps]
+        for one, other in zip(seen[0][2], seen[1][2]):
+            assert torch.equal(one, other)
+        for sent, sums, _ in seen:
+            assert (sent > 0) == (sums > 0) == (number + 1 in (8, 12)), number
     one_bit.check([answer[-1][0] for answer in answers], ONE)
     for answer in answers:
         seen, sent = answer[-1]
