@@ -207,4 +207,5 @@ class LocalSteps:
 
     def nbytes(self) -> int:
         """Bytes that this rank keeps for them."""
-        return sum(each.nbytes() for each in (*self._of.values(), *self.others))
+        own = sum(each.nbytes() for each in self._of.values())
+        return own + sum(each.nbytes() for each in self.others)
