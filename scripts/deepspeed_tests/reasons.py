@@ -114,7 +114,6 @@ ON_PURPOSE = {
     "runtime/zero/test_zeropp.py::test_zero_hpz_s": (
         "it hands an object of its own to a private method of DeepSpeed's Init"
     ),
-    "inference/test_inference_config.py": "init_inference is not built: refused by a NotBuiltError",
     "linear/test_ctx.py": "deepspeed.linear is not built: refused by a NotBuiltError",
     "v1/zero/test_zero_coalesce_grad_reduction.py::TestCoalesceCollectiveCount": (
         "it reads calls of DeepSpeed's comm functions; the engine's collectives are its own"
@@ -145,6 +144,9 @@ ON_PURPOSE = {
     ),
     "ops/adam/test_cpu_adam.py::test_zenflow": (
         "it hands gradients to ZenFlow's optimizer in another process; it is not built"
+    ),
+    "v1/accelerator/test_accelerator.py": (
+        "it reads the files of DeepSpeed's package of accelerators; the facade's modules are none"
     ),
     "v1/zero/test_zero_functorch_linear.py::TestZeroFunctorchLinearRegression": GRAD_FN,
     "v1/zero/test_zero_functorch_linear.py::TestZeroLinearAutocast::test_setup_context": GRAD_FN,

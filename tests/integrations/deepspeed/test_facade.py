@@ -244,7 +244,7 @@ def test_classes_are_the_native_ones() -> None:
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("init_inference", (None,)),
+        ("replace_transformer_layer", (None,)),
         ("ops.lamb.DeepSpeedCPULamb", ()),
         ("sequence.layer.DistributedAttention", ()),
         ("DualPipeVEngine", ()),

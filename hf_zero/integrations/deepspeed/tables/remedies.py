@@ -9,6 +9,7 @@ BY_TENSOR_PARALLEL = "write tensor_parallel.autotp_size, or call hf_zero.tensor_
 NO_DUALPIPE = "use PipelineModule, with pipeline.schedule in the configuration"
 PIPELINE = "hf_zero.parallel.pipeline"
 GENERATE = "generate with the engine's module, `engine.module.generate(...)`"
+QUANTIZED_MODEL = "load the model with its weights quantised"
 KERNELS = "use the model's own layers, with `kernels` of the configuration"
 PROFILE = "profile with torch.profiler: the engine's gathers, reductions and updates are spans"
 ADAMW = "use an element-wise optimizer such as AdamW"

@@ -23,6 +23,7 @@ from hf_zero.integrations.deepspeed.tables.remedies import (
     NO_DUALPIPE,
     PIPELINE,
     PROPOSE,
+    QUANTIZED_MODEL,
     TRAIN_ADAPTERS,
 )
 
@@ -144,13 +145,18 @@ TOP = (
         names("deepspeed", "comm as dist"),
         names("deepspeed.pipe", "PipelineModule"),
         names("deepspeed.runtime", "zero"),
-        functions_not_built(GENERATE, "init_inference default_inference_config"),
+        names(
+            f"{HERE}.inference",
+            "DeepSpeedInferenceConfig",
+            "InferenceEngine",
+            "default_inference_config",
+            "init_inference",
+        ),
         functions_not_built(KERNELS, "replace_transformer_layer"),
         names(f"{HERE}.tensor_parallel", "set_autotp_mode", "tp_model_init"),
         functions_not_built(
             BY_TENSOR_PARALLEL, "record_tp_model_init_args merge_tp_model_init_into_config"
         ),
-        classes_not_built(GENERATE, "InferenceEngine DeepSpeedInferenceConfig"),
         classes_not_built(GENERATE, "DeepSpeedHybridEngine"),
         classes_not_built(KERNELS, "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"),
         names(f"{HERE}.pipeline", "PipelineEngine"),
@@ -265,14 +271,19 @@ TOP = (
     module(
         "deepspeed.inference.config",
         "Their configuration.",
-        classes_not_built(GENERATE, "DeepSpeedInferenceConfig DeepSpeedMoEConfig"),
-        classes_not_built(GENERATE, "DeepSpeedTPConfig QuantizationConfig"),
+        names(
+            f"{HERE}.inference",
+            "DeepSpeedInferenceConfig",
+            "DeepSpeedMoEConfig",
+            "DeepSpeedTPConfig",
+        ),
+        classes_not_built(QUANTIZED_MODEL, "QuantizationConfig"),
         left_out(INTERNAL, "*"),
     ),
     module(
         "deepspeed.inference.engine",
         "The engine.",
-        classes_not_built(GENERATE, "InferenceEngine"),
+        names(f"{HERE}.inference", "InferenceEngine"),
         left_out(INTERNAL, "*"),
     ),
     module(

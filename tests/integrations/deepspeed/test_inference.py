@@ -1,0 +1,117 @@
+"""``deepspeed.init_inference`` beside the model as it is."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.integrations.fused import report
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tensor_parallel import HIDDEN, llama
+
+TOKENS = torch.arange(6).view(1, 6)
+
+
+@pytest.fixture
+def model() -> Any:
+    torch.manual_seed(3)
+    return llama().eval()
+
+
+def test_a_model_computes_and_generates_as_before(model: Any) -> None:
+    want = model(TOKENS).logits
+    made = model.generate(TOKENS, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    engine = deepspeed.init_inference(model.train(), dtype=torch.float32)
+    assert isinstance(engine, deepspeed.InferenceEngine) and not model.training
+    assert engine.module is model and engine.config is model.config
+    assert torch.equal(engine(TOKENS).logits, want)
+    assert torch.equal(
+        engine.generate(TOKENS, max_new_tokens=3, do_sample=False, pad_token_id=0), made
+    )
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = engine.no_such
+
+
+def test_kernels_are_put_in(model: Any) -> None:
+    want = model(TOKENS).logits
+    engine = deepspeed.init_inference(
+        model, {"dtype": "torch.float32"}, replace_with_kernel_inject=True
+    )
+    assert report(engine.module) != report(nn.Linear(1, 1))
+    torch.testing.assert_close(engine(TOKENS).logits, want)
+
+
+@pytest.mark.parametrize("key", [{"tensor_parallel": {"tp_size": 2}}, {"mp_size": 2}])
+def test_layers_are_cut_over_ranks(key: dict[str, Any], model: Any) -> None:
+    want = model(TOKENS).logits
+    copies = [copy.deepcopy(model) for _ in range(2)]
+
+    def run(rank: int) -> tuple[torch.Tensor, int]:
+        engine = deepspeed.init_inference(copies[rank], dtype="fp32", **key)
+        with torch.no_grad():
+            return engine(TOKENS).logits, sum(p.numel() for p in engine.module.parameters())
+
+    for got, elements in run_ranks(2, run):
+        torch.testing.assert_close(got, want)
+        assert elements < sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["half", "bf16", "torch.float32", torch.float16])
+def test_the_dtype_is_that_of_the_configuration(name: Any, tmp_path: Path) -> None:
+    want = {"half": torch.float16, "bf16": torch.bfloat16}.get(name) or (
+        name if isinstance(name, torch.dtype) else torch.float32
+    )
+    if isinstance(name, str):
+        file = tmp_path / "inference.json"
+        file.write_text(json.dumps({"dtype": name}))
+        engine = deepspeed.init_inference(nn.Linear(2, 2), str(file))
+    else:
+        engine = deepspeed.init_inference(nn.Linear(2, 2))
+    assert engine.weight.dtype is want
+
+
+def test_keys_that_contradict_each_other_and_that_are_not_known() -> None:
+    linear = nn.Linear(2, 2)
+    assert deepspeed.init_inference(linear, {"dtype": "fp32"}, dtype="fp32").module is linear
+    with pytest.raises(ConfigError, match="dtype is 'fp32' in config and 'bf16' as an argument"):
+        deepspeed.init_inference(linear, {"dtype": "fp32"}, dtype="bf16")
+    with pytest.raises(ValidationError, match="known are fp32"):
+        deepspeed.init_inference(linear, dtype="fp64")
+    with pytest.raises(ValidationError):
+        deepspeed.init_inference(linear, no_such_key=1)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        {"checkpoint": "model.json"},
+        {"enable_cuda_graph": True},
+        {"keep_module_on_host": True},
+        {"quant": {"enabled": True}},
+        {"save_mp_checkpoint_path": "parts"},
+        {"set_empty_params": True},
+        {"use_triton": True},
+        {"zero": {"stage": 3}},
+        {"dtype": torch.int8},
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(key: dict[str, Any]) -> None:
+    with pytest.raises(NotBuiltError, match=f"init_inference.{next(iter(key))}=.* is not built"):
+        deepspeed.init_inference(nn.Linear(2, 2), **key)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_sections_as_booleans_and_by_their_former_names(enabled: bool) -> None:
+    config = deepspeed.inference.config.DeepSpeedInferenceConfig(moe=enabled, max_tokens=HIDDEN)
+    assert isinstance(config.moe, deepspeed.inference.config.DeepSpeedMoEConfig)
+    assert config.moe.enabled is enabled and config.max_out_tokens == HIDDEN
+    assert deepspeed.default_inference_config()["dtype"] is torch.float16
