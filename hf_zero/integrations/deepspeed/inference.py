@@ -178,4 +178,4 @@ def init_inference(
 
 def default_inference_config() -> dict[str, Any]:
     """Every key with its default."""
-    return DeepSpeedInferenceConfig().model_dump()
+    return DeepSpeedInferenceConfig.model_validate({}).model_dump()
