@@ -81,7 +81,7 @@ def private_tests(
     tree: ast.Module, helpers: Mapping[str, ast.AST] = MappingProxyType({})
 ) -> set[str]:
     """``Class::test`` of the tests that use private attributes of deepspeed's objects, themselves
-    or by functions of the same file or of ``helpers``.
+    or by methods of their class, functions of the same file or of ``helpers``.
     """
     bodies = dict(helpers)
     for node in tree.body:
@@ -96,11 +96,21 @@ def private_tests(
         name
         for name, body in bodies.items()
         for node in ast.walk(body)
-        if isinstance(node, ast.Name) and node.id in private and name not in private
+        if name not in private and called(node, name.rpartition("::")[0]) in private
     }:
         private |= more
     tests = (name for name in bodies if name.rpartition("::")[2].startswith("test"))
     return {name for name in tests if name in private}
+
+
+def called(node: ast.AST, owner: str) -> str:
+    """The name, as ``Class::method`` or of a function, that ``node`` of a body of the class
+    ``owner`` names; "" for anything else.
+    """
+    if isinstance(node, ast.Name):
+        return node.id
+    own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    return f"{owner}::{node.attr}" if own and node.value.id == "self" else ""
 
 
 def is_private(node: ast.AST) -> bool:

@@ -63,8 +63,8 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
 
     replace_with_kernel_inject: bool = Field(False, alias="kernel_inject")
     dtype: torch.dtype = torch.float16
-    tensor_parallel: DeepSpeedTPConfig = Field(default_factory=DeepSpeedTPConfig, alias="tp")
-    moe: bool | DeepSpeedMoEConfig = Field(default_factory=DeepSpeedMoEConfig)
+    tensor_parallel: DeepSpeedTPConfig = Field({}, alias="tp")  # type: ignore[assignment]
+    moe: bool | DeepSpeedMoEConfig = True
     # the model's own
     max_out_tokens: int = Field(1024, alias="max_tokens", gt=0)
     min_out_tokens: int = Field(1, alias="min_tokens")
@@ -106,7 +106,9 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
     @classmethod
     def _section(cls, value: Any) -> Any:
         """A boolean is that of the section."""
-        return DeepSpeedMoEConfig(enabled=value) if isinstance(value, bool) else value
+        if isinstance(value, bool):
+            return DeepSpeedMoEConfig.model_validate({"enabled": value})
+        return value
 
 
 _INSTEAD = {
@@ -166,8 +168,9 @@ def init_inference(
     JSON file; ``more`` are further keys. Raises ConfigError for a key that both give, differently.
     """
     if isinstance(config, (str, os.PathLike)):
-        config = json.loads(Path(config).read_text())
-    given = dict(config or {})
+        given = json.loads(Path(config).read_text())
+    else:
+        given = dict(config or {})
     for key in given.keys() & more.keys():
         if given[key] != more[key]:
             raise ConfigError(

@@ -195,10 +195,15 @@ class TestIt:
     def test_own(self, engine): self._own(engine.public, engine.__dict__)
     def test_deep(self, engine): make(engine)
     def test_named(self, engine): getattr(engine, "_hidden")
+    def test_method(self, engine): self._checked(engine)
+    def _checked(self, engine): return engine._hidden
+class TestOther:
+    def test_method(self, engine): self._checked(engine)
+    def _checked(self, engine): return engine.public
 def test_plain(engine): engine.step()
 """
     found = kinds.private_tests(ast.parse(source))
-    assert found == {"TestIt::test_deep", "TestIt::test_named"}
+    assert found == {"TestIt::test_deep", "TestIt::test_named", "TestIt::test_method"}
 
 
 def test_private_attributes_that_helpers_of_other_files_use_count(tmp_path: Path) -> None:
