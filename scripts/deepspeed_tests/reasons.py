@@ -11,7 +11,7 @@ GRAD_FN = (
     "torch's own linear"
 )
 ONE_RANK = "a single rank shards nothing: its parameters are whole, and AVAILABLE"
-CUT = "it reads what part of each parameter a rank has (ds_tensor); hf-zero cuts units, not parameters"
+CUT = "it reads what part of each parameter a rank has (ds_tensor); hf-zero cuts units of several"
 COALESCE = "v1/zero/test_zero_coalesce_grad_reduction.py::TestCoalesce"
 USER_BACKWARD = "v1/zero/test_zero_user_backward.py::TestZeroUserBackward"
 ON_PURPOSE = {
