@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import nn
 
 import hf_zero
 from hf_zero.distributed.flat_mesh import FlatMesh
@@ -18,6 +19,8 @@ from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations.deepspeed import expert_groups, parallel_groups
 from hf_zero.parallel.expert import model as expert_model
+from hf_zero.parallel.expert.axis import expert_axis
+from hf_zero.parallel.expert.dispatch import run_experts
 from hf_zero.parallel.expert.marks import is_expert_parameter
 from hf_zero.parallel.expert.moe_layer import MoE
 from tests.helpers import oracle
@@ -48,6 +51,76 @@ def test_models_of_transformers(
         oracle.kept(Routed(name), plan),
         weight_floor=oracle.ROUNDING,
     )
+
+
+class Unlike(Routed):
+    """A mixture of eight experts of which routers choose the first two alone, or that trains its
+    experts alone, or all but them.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__("gpt_oss")
+        self.kind, self.name = kind, f"gpt_oss, {kind}"
+        self.options = {**self.options, "num_local_experts": 8}
+
+    def build(self) -> nn.Module:
+        model = super().build()
+        for name, parameter in model.named_parameters():
+            if self.kind == "first" and name.endswith("router.bias"):
+                parameter.data[:2] += 50.0
+            elif self.kind == "frozen":
+                parameter.requires_grad_(".experts." not in name)
+            elif self.kind == "alone":
+                parameter.requires_grad_(".experts." in name)
+        return model
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("kind", ["first", "frozen", "alone"])
+@pytest.mark.parametrize(("ranks", "size"), [(4, 4), (2, 2)])
+@pytest.mark.parametrize(
+    "stage",
+    [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3],
+)
+def test_ranks_without_tokens_and_frozen_experts(
+    stage: int, ranks: int, size: int, kind: str
+) -> None:
+    plan = Plan(ranks=ranks, steps=2, accumulation=2)
+    oracle.compare(
+        train_on_threads(Unlike(kind), plan, spread(stage, size)),
+        oracle.kept(Unlike(kind), plan),
+        weight_floor=oracle.ROUNDING,
+    )
+
+
+def test_a_rank_that_has_no_tokens() -> None:
+    """It sends none, and its experts compute those of others."""
+    weights = torch.randn(4, 3, 3)
+
+    def run(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        axis = expert_axis(2, "the test")
+        assert axis is not None
+        own = weights[2 * rank : 2 * rank + 2].clone().requires_grad_()
+        tokens_ = torch.arange(15.0 * rank).view(-1, 3)
+        experts = torch.arange(len(tokens_))[:, None] % 4
+
+        def compute(rows: torch.Tensor, numbers: torch.Tensor, sizes: Any) -> torch.Tensor:
+            return torch.einsum("nd,ndh->nh", rows, own[numbers])
+
+        shares = torch.ones(len(tokens_), 1)
+        out = run_experts(tokens_, experts, shares, 4, compute, axis)
+        out.sum().backward()
+        assert own.grad is not None
+        return out.detach(), own.grad
+
+    (nothing, first), (out, second) = run_ranks(2, run)
+    tokens_ = torch.arange(15.0).view(5, 3)
+    whole = weights.clone().requires_grad_()
+    want = torch.einsum("nd,ndh->nh", tokens_, whole[torch.arange(5) % 4])
+    want.sum().backward()
+    assert whole.grad is not None and nothing.shape == (0, 3)
+    torch.testing.assert_close(out, want.detach())
+    torch.testing.assert_close(torch.cat([first, second]), whole.grad)
 
 
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}

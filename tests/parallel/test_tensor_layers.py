@@ -14,7 +14,7 @@ from torch import nn
 import hf_zero
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError, NotBuiltError, RankMismatchError
-from hf_zero.parallel.tensor import agreement
+from hf_zero.parallel.tensor import agreement, axis
 from hf_zero.parameters.sharding import sharding_of
 from tests.helpers.models import seeded
 from tests.helpers.oracle import compare_tensors
@@ -110,6 +110,21 @@ def test_a_layer_sums_twice_forward_and_twice_backward(monkeypatch: pytest.Monke
     assert forward == {"all_reduce": 9, "all_gather": 1}
     assert both == {"all_reduce": 18, "all_gather": 1}
     assert sent == {"all_reduce": 18 * words * 32 * 4, "all_gather": words * VOCAB * 4}
+
+
+def test_what_is_joined_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(axis, "STRETCH", 5 * VOCAB * 4)  # five tokens of logits
+    monkeypatch.setattr(agreement.Agreement, "compare", lambda *_: None)
+    model, batch = seeded(llama), MODELS["llama"].batch(0, 0, 0)
+    assert _sent(llama, backward=False)[0]["all_gather"] == -(-batch["input_ids"].numel() // 5)
+    wanted = model(**batch).logits
+    copies = [copy.deepcopy(model) for _ in range(2)]
+
+    def run(rank: int) -> torch.Tensor:
+        return hf_zero.tensor_parallel(copies[rank], 2)(**batch).logits.detach()
+
+    for logits in run_ranks(2, run):
+        torch.testing.assert_close(logits, wanted.detach(), rtol=1e-5, atol=1e-5)
 
 
 def test_adapters_are_cut_with_their_layers() -> None:

@@ -21,6 +21,8 @@ import torch
 
 from hf_zero.distributed.collectives import MeshDim
 
+STRETCH = 64 << 20  # bytes of whole tensors that are gathered at once
+
 _axes: weakref.WeakValueDictionary[int, TensorAxis] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
@@ -47,11 +49,17 @@ class TensorAxis:
         return total
 
     def join(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """[..., n] of each rank to [..., size * n]."""
-        own = x.detach().contiguous().view(-1)
-        whole = own.new_empty(self.size * own.numel())
-        self.dim.all_gather([(whole, own)], name).wait()
-        return torch.cat(whole.view(self.size, *x.shape).unbind(0), -1)
+        """[..., n] of each rank to [..., size * n], in stretches of at most :data:`STRETCH` bytes:
+        what arrives by rank takes no more memory than that beside the result.
+        """
+        rows = x.detach().reshape(-1, x.shape[-1])
+        joined = rows.new_empty(len(rows), self.size, x.shape[-1])
+        most = max(1, STRETCH // max(1, self.size * x.shape[-1] * x.element_size()))
+        for own, place in zip(rows.split(most), joined.split(most)):
+            by_rank = own.new_empty(self.size * own.numel())
+            self.dim.all_gather([(by_rank, own.contiguous().view(-1))], name).wait()
+            place.copy_(by_rank.view(self.size, *own.shape).transpose(0, 1))
+        return joined.view(*x.shape[:-1], self.size * x.shape[-1])
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of [..., size * n]: [..., n]."""
