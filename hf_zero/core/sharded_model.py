@@ -237,7 +237,7 @@ class MeshRanks:
             sent.to(self._device), sizes, counts, "parts of matrices"
         )
         handle.wait()
-        return received
+        return received.split(list(counts))
 
     def gather_objects(self, value: Any) -> list[Any]:
         """``value`` of each rank (collective over all ranks)."""

@@ -235,9 +235,10 @@ class MeshDim:
 
     def all_to_all(
         self, sent: torch.Tensor, sizes: Sequence[int], counts: Sequence[int], key: str
-    ) -> tuple[Handle, Sequence[torch.Tensor]]:
-        """``sizes[peer]`` elements of ``sent``, 1-D, to each peer; what has come from each is in
-        the list, ``counts[peer]`` elements, once the handle is waited for.
+    ) -> tuple[Handle, torch.Tensor]:
+        """``sizes[peer]`` elements of ``sent``, 1-D, to each peer; what has come from each,
+        ``counts[peer]`` elements, is in the tensor, in the order of the peers, once the handle is
+        waited for.
         """
         came = sent.new_empty(sum(counts))
         pending = self.reductions.issue(f"all-to-all of {key}")
@@ -245,7 +246,7 @@ class MeshDim:
         with span("all_to_all", key, sent.nbytes), self._launching(pending):
             works = self._swap(sent, sizes, came, counts, pending.tag)
         handle = Handle(works, self._watchdog, pending, follows=self._follows)
-        return handle, came.split(list(counts))
+        return handle, came
 
     def _swap(
         self,

@@ -335,7 +335,7 @@ class OneBitSteps:
         gathers = []
         for each, restore, handle, came in sent:
             handle.wait()
-            own = each.combine(torch.stack(list(came)), beta)
+            own = each.combine(came.view(axis.size, -1), beta)
             assert each.momentum is not None
             pair = (each.momentum.view(-1), own.view(-1))
             gathers.append((each, restore, axis.all_gather([pair], f"momentum of {each.flat.key}")))

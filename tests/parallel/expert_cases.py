@@ -22,6 +22,8 @@ class OnSpreadExperts(OnEngine):
     def _joined(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         parallel, found = get_parallel(), dict[str, torch.Tensor]()
         for name, p in self.module.named_parameters():
+            if name not in values:  # frozen ones have no gradient
+                continue
             if sharding_of(p).axes != ("expert",):
                 found[name] = values[name]
                 continue

@@ -23,6 +23,8 @@ from hf_zero.parallel.expert.axis import expert_axis
 from hf_zero.parallel.expert.dispatch import run_experts
 from hf_zero.parallel.expert.marks import is_expert_parameter
 from hf_zero.parallel.expert.moe_layer import MoE
+from hf_zero.parameters.box import Box
+from hf_zero.parameters.sharding import sharding_of
 from tests.helpers import oracle
 from tests.helpers.engines import config_of, start, train_on_threads
 from tests.helpers.models import tokens
@@ -240,8 +242,15 @@ def test_bytes_on_the_wire(ranks: int, size: int) -> None:
     )
 
 
-def test_loaded_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank reads the experts that it keeps, and nothing is whole."""
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [(2, {}), (4, {"tensor_parallel": {"autotp_size": 2}})],
+    ids=["", "and layers"],
+)
+def test_loaded_in_shards(
+    ranks: int, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank reads the part of the experts that it keeps, and nothing is whole."""
     # Transformers replaces these while it loads, and threads that load at once each put back what
     # they have found: after the test they are as before it.
     monkeypatch.setattr(
@@ -250,22 +259,32 @@ def test_loaded_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for name, plain in vars(torch.nn.init).copy().items():
         if name.endswith("_") and not name.startswith("_"):
             monkeypatch.setattr(torch.nn.init, name, plain)
-    whole = Routed("mixtral").build()
+    job = Routed("mixtral")
+    job.options = {**job.options, "vocab_size": 68}
+    whole = job.build()
     whole.save_pretrained(tmp_path)
 
-    def run(rank: int) -> dict[str, torch.Tensor]:
-        config = config_of(3, **keys(2))
+    def run(rank: int) -> dict[str, tuple[torch.Tensor, Box | None]]:
+        config = config_of(3, **keys(2), **more)
         model = hf_zero.from_pretrained(transformers.MixtralForCausalLM, tmp_path, config)
         engine = start(model, plain_sgd(model), config)
         with hf_zero.GatheredParameters(list(model.parameters())):
-            found = {name: p.detach().clone() for name, p in model.named_parameters()}
+            found = {
+                name: (p.detach().clone(), sharding_of(p).box)
+                for name, p in model.named_parameters()
+            }
         engine.destroy()
         return found
 
-    for rank, found in enumerate(run_ranks(2, run)):
+    size = 4 if more else 2  # parts of the experts
+    for rank, found in enumerate(run_ranks(ranks, run)):
         for name, p in whole.named_parameters():
-            part = p.chunk(2)[rank] if ".experts." in name else p
-            torch.testing.assert_close(found[name], part, rtol=0, atol=0)
+            part, box = found[name]
+            assert (".experts." in name) <= (part.numel() * size == p.numel()), name
+            wanted = p if box is None else box.take(p)
+            torch.testing.assert_close(part, wanted, rtol=0, atol=0)
+            if not more and box is not None:
+                torch.testing.assert_close(part, p.chunk(2)[rank], rtol=0, atol=0)
 
 
 def refused(call: Callable[[], object], ranks: int = 2) -> str:

@@ -22,10 +22,14 @@ from tests.helpers.tensor_parallel import (
     HIDDEN,
     MODELS,
     TensorJob,
+    gpt2,
     llama,
+    mixtral,
     train_tensor_parallel,
 )
 from tests.helpers.training import Plan, plain_sgd
+from tests.parallel.expert_cases import keys
+from tests.ranks.test_host_syncs import counted
 
 CELLS = [(name, stage) for name in MODELS for stage in STAGES]
 ONCE = [(name, (place + 1) % 4) for place, name in enumerate(MODELS)]
@@ -113,6 +117,30 @@ def test_bytes_of_each_axis() -> None:
     logits = words * 68 * fp32
     assert sent[0]["all_gather"] == logits
     assert len({tuple(sorted(each.items())) for each in sent}) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "section", "wanted"),
+    (
+        (llama, {}, {}),
+        # seeds from the host's own generator, before attention and MLP of two layers
+        (lambda: gpt2(0.1), {}, {"dropout.py: _local_scalar_dense": 8}),
+        # how many rows go where, layer by layer
+        (mixtral, keys(2), {"dispatch.py: tolist": 4}),
+    ),
+    ids=("llama", "dropout", "experts"),
+)
+def test_a_steady_step_reads_nothing_back(make: Any, section: Any, wanted: Any) -> None:
+    """The third step of two micro-batches: between the forwards that compare batches."""
+    models = [seeded(make) for _ in range(4)]
+    plan = Plan(accumulation=2, clip=1.0)
+    config = config_of(3, plan, tensor_parallel={"autotp_size": 2}, **section)
+
+    def batch(step: int, micro: int, rank: int) -> Any:
+        return MODELS["llama"].batch(step, micro, rank // 2)
+
+    for syncs in run_ranks(4, counted, models, batch, config):
+        assert dict(syncs.of("hf_zero")) == wanted
 
 
 def _partial_left_alone(patch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,10 @@ def get_expert_parallel_group(group_name: str) -> Any:
 
 
 def get_expert_data_parallel_world_size(group_name: str) -> int:
-    return process_group.get_world_size() // _size(group_name)
+    size, parallel = _size(group_name), get_parallel()
+    if size == 1 or parallel is None:
+        return process_group.get_world_size()
+    return parallel.dims.size("expert_data")
 
 
 def get_expert_data_parallel_rank(group_name: str) -> int:

@@ -104,7 +104,7 @@ def _swap(dim: MeshDim, key: str, rows: Sequence[torch.Tensor]) -> list[tuple[to
     sizes = [sent.shape[1]] * dim.size
     handle, came = dim.all_to_all(sent.view(-1), sizes, sizes, key)
     handle.wait()
-    parts = [part.split([each.shape[1] for each in flat]) for part in came]
+    parts = [part.split([each.shape[1] for each in flat]) for part in came.view(dim.size, -1)]
     return [
         tuple(part[place].view(each.shape[1:]) for part in parts) for place, each in enumerate(rows)
     ]
