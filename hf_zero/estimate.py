@@ -8,11 +8,10 @@ counted: they depend on the batch.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from hf_zero.config.tensor_parallel import TENSOR_SIZE
 from hf_zero.device import kinds
 from hf_zero.distributed.parallel_dims import ParallelDims, check_size
 from hf_zero.errors import ConfigError
+from hf_zero.estimated import MemoryEstimate, Proposal, StageEstimate, Tiers, in_places
 from hf_zero.memory import Free
 from hf_zero.parallel.expert.model import cuts_of_experts
 from hf_zero.parallel.tensor import cuts_of
@@ -57,116 +57,6 @@ PRECISIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Tiers:
-    """Bytes one rank holds in each place.
-
-    ``device`` has the gathered units and the gradient buffers too; ``pinned`` is part of ``ram``.
-    """
-
-    device: int
-    pinned: int
-    ram: int
-    disk: int
-
-
-@dataclass(frozen=True)
-class StageEstimate:
-    """Bytes one rank holds at one stage.
-
-    ``parameters``, ``gradients`` and ``optimizer`` (fp32 master weights and moments) are there all
-    the time; they are what they are without offload, and ``tiers`` says where the bytes lie with
-    it. The largest unit is whole while it computes (stage 3), and so are its neighbours ahead.
-    ``gradient_buffers`` hold gradients on their way between ranks and stay for the next step; over
-    gloo with more than two ranks, chunks from all peers add to it.
-    """
-
-    stage: int
-    parameters: int
-    gradients: int
-    optimizer: int
-    largest_unit: int
-    largest_unit_name: str
-    gradient_buffers: int
-    tiers: Tiers
-
-    @property
-    def state(self) -> int:
-        return self.parameters + self.gradients + self.optimizer
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "state": self.state}
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """What :func:`estimate` returns: the model counted, and one row a stage.
-
-    ``moments``: numbers the optimizer keeps a parameter.
-    """
-
-    model: str
-    total_parameters: int
-    trainable_parameters: int
-    units: int
-    ranks: int
-    replicas: int
-    precision: str
-    optimizer: str
-    moments: int
-    stages: tuple[StageEstimate, ...]
-    offload_optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
-    offload_param: OffloadParam = field(default_factory=OffloadParam)
-
-    def at(self, stage: int) -> StageEstimate:
-        for row in self.stages:
-            if row.stage == stage:
-                return row
-        raise ConfigError(
-            f"stage {stage!r} was not estimated; estimated were "
-            f"{[row.stage for row in self.stages]}"
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, fit for JSON."""
-        plain = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        offload = {
-            name: dataclasses.asdict(plain[name]) for name in ("offload_optimizer", "offload_param")
-        }
-        return {**plain, **offload, "stages": [row.to_dict() for row in self.stages]}
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """What :func:`propose` returns: a configuration that fits, None if none does, and everything
-    that was tried on the way.
-    """
-
-    model: str
-    config: dict[str, Any] | None
-    fit: Fit
-    free: Free
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, fit for JSON."""
-        tried = [
-            {
-                "name": trial.name,
-                "fits": trial.verdict.fits,
-                "why_not": trial.why,
-                **_sums(trial.needs),
-            }
-            for trial in self.fit.trials
-        ]
-        return {
-            "model": self.model,
-            "config": self.config,
-            "margin": self.fit.margin,
-            "free": dataclasses.asdict(self.free),
-            "tried": tried,
-        }
-
-
 def estimate(
     model: Any,
     ranks: int,
@@ -179,9 +69,10 @@ def estimate(
     offload_param: str | OffloadParam | Mapping[str, Any] | None = None,
     tensor_parallel: int | None = None,
     expert_parallel: int | None = None,
+    pipeline_parallel: int = 1,
 ) -> MemoryEstimate:
     """Bytes of parameters, gradients and optimizer state per rank, for every stage or for one, and
-    where they lie.
+    where they lie. Of a pipeline, those of the stage that needs most.
 
     Args:
         model: a module (on any device, meta too), a transformers configuration or a dict of one, a
@@ -198,15 +89,19 @@ def estimate(
             the config's. Parameters are offloaded at stage 3 alone.
         tensor_parallel, expert_parallel: ranks that share each layer, and those that hold one set
             of a mixture's experts together; None: as the config says.
+        pipeline_parallel: stages into which ``hf_zero.pipeline_stages`` would cut the model; there
+            are stages 0 and 1 then.
 
     Raises:
         ConfigError: a model, precision, optimizer, stage or number of ranks that cannot be.
     """
-    if stage is not None and stage not in POLICIES:
-        raise ConfigError(f"stage {stage!r} is unknown; choose one of {sorted(POLICIES)}")
-    plan, wanted = _plan(ranks, precision, optimizer, config, offload_optimizer, offload_param)
+    plan, wanted = _plan(
+        ranks, precision, optimizer, config, offload_optimizer, offload_param, pipeline_parallel
+    )
     plan = _split(plan, tensor_parallel, expert_parallel)
-    name, groups, units = _counted(model, plan)
+    stages = _stages(plan, stage, list(plan.stages))
+    name, module, groups, units = _counted(model, plan)
+    parts = _of_stages(module, groups, plan)
     counts: Counter[bool] = Counter()
     for group in groups:
         counts[group.trainable] += group.numel * plan.apart(group)
@@ -220,12 +115,12 @@ def estimate(
         precision=plan.precision,
         optimizer=wanted.type,
         moments=plan.moments,
-        stages=tuple(
-            _row(groups, replace(plan, stage=each))
-            for each in ([stage] if stage is not None else sorted(POLICIES))
-        ),
+        stages=tuple(_largest_row(parts, replace(plan, stage=each)) for each in stages),
         offload_optimizer=plan.optimizer,
         offload_param=plan.param,
+        tensor=plan.tensor,
+        expert=plan.expert,
+        pipeline=plan.pipeline,
     )
 
 
@@ -248,7 +143,7 @@ def traffic(
     """
     plan, _ = _plan(ranks, precision, "AdamW", config, None, None)
     plan = _split(plan, tensor_parallel, expert_parallel)
-    _, groups, _ = _counted(model, plan)
+    _, _, groups, _ = _counted(model, plan)
     seconds = codings(device or torch.device(kinds.accelerator() or "cpu"))
     stages = [stage] if stage is not None else sorted(POLICIES)
     return {each: ways(groups, replace(plan, stage=each), seconds) for each in stages}
@@ -266,6 +161,7 @@ def propose(
     margin: float = ACTIVATIONS,
     tensor_parallel: int | None = None,
     expert_parallel: int | None = None,
+    pipeline_parallel: int = 1,
 ) -> Proposal:
     """The fastest configuration whose state fits into ``free``, the bytes of one rank
     (:func:`hf_zero.memory.measure`).
@@ -274,18 +170,38 @@ def propose(
     arguments as for :func:`estimate`; with ``config`` its stage and the larger ones are tried,
     without stages 1 to 3, with ``stage`` that one.
     """
-    plan, wanted = _plan(ranks, precision, optimizer, config, None, None)
+    plan, wanted = _plan(ranks, precision, optimizer, config, None, None, pipeline_parallel)
     plan = replace(_split(plan, tensor_parallel, expert_parallel), gpu=not free.host_device)
-    name, groups, _ = _counted(model, plan)
-    stages = (
-        [stage]
-        if stage is not None
-        else list(range(plan.stage, 4))
-        if config is not None
-        else [1, 2, 3]
+    begins = plan.stage if config is not None else 1
+    stages = _stages(plan, stage, list(plan.stages[begins:]))
+    name, module, groups, _ = _counted(model, plan)
+    largest = max(
+        _of_stages(module, groups, plan),
+        key=lambda part: _row(part, replace(plan, stage=stages[0])).state,
     )
-    found = fit(groups, plan, free, margin, stages)
-    return Proposal(name, _written(config, plan, wanted, found), found, free)
+    found = fit(largest, plan, free, margin, stages)
+    return Proposal(name, _written(config, plan, wanted, found), found, free, _cut(plan))
+
+
+def _stages(plan: MemoryPlan, stage: int | None, otherwise: list[int]) -> list[int]:
+    """The stages of ZeRO to look at: ``stage``, or ``otherwise``."""
+    if stage is not None and stage not in POLICIES:
+        raise ConfigError(f"stage {stage!r} is unknown; choose one of {sorted(POLICIES)}")
+    chosen = otherwise if stage is None else [stage]
+    if plan.pipeline > 1 and (not chosen or max(chosen) not in plan.stages):
+        raise ConfigError(
+            f"a pipeline of {plan.pipeline} stages trains at ZeRO stage 0 or 1, not at "
+            f"{plan.stage if stage is None else stage}; leave --stage out, or write stage 1"
+        )
+    return chosen
+
+
+def _cut(plan: MemoryPlan) -> str:
+    """The call that cuts a model into the stages of ``plan``, and before that its layers."""
+    if plan.pipeline == 1:
+        return ""
+    model = "model" if plan.tensor == 1 else f"hf_zero.tensor_parallel(model, {plan.tensor})"
+    return f"hf_zero.pipeline_stages({model}, {plan.pipeline})"
 
 
 def _plan(
@@ -295,14 +211,16 @@ def _plan(
     config: Any,
     offload: Any,
     param: Any,
+    pipeline: int = 1,
 ) -> tuple[MemoryPlan, OptimizerConfig]:
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ConfigError(
             f"ranks = {ranks!r} is not a number of ranks; pass an integer of at least 1"
         )
     wanted = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig(optimizer, {})
+    in_a_stage = ParallelDims.over(ranks, pipeline=pipeline).in_a_stage
     if config is not None:
-        settings = ZeroConfig.coerce(config, allow_auto=True).resolve(ranks, training=False)
+        settings = ZeroConfig.coerce(config, allow_auto=True).resolve(in_a_stage, training=False)
         wanted = settings.optimizer or wanted
     else:
         if precision not in PRECISIONS:
@@ -317,9 +235,10 @@ def _plan(
         if section is not None
     }
     sections = ZeroConfig(3, **given)
-    plan = MemoryPlan.of(settings, ranks, moments=moments_of(wanted))
+    plan = MemoryPlan.of(settings, in_a_stage, moments=moments_of(wanted))
     return replace(
         plan,
+        pipeline=pipeline,
         optimizer=sections.offload_optimizer if offload is not None else plan.optimizer,
         param=sections.offload_param if param is not None else plan.param,
     ), wanted
@@ -334,17 +253,46 @@ def _split(plan: MemoryPlan, tensor: int | None, expert: int | None) -> MemoryPl
             check_size(size, asked)
     plan = replace(plan, tensor=tensor or plan.tensor, expert=expert or plan.expert)
     ParallelDims.over(plan.ranks, tensor=plan.tensor, expert=plan.expert)
+    if plan.expert > 1 < plan.pipeline:
+        raise ConfigError(
+            f"experts over {plan.expert} ranks in a pipeline of {plan.pipeline} stages are not "
+            "built; leave --pp or --ep out"
+        )
     return plan
 
 
-def _counted(model: Any, plan: MemoryPlan) -> tuple[str, list[FlatParameters], int]:
+def _counted(model: Any, plan: MemoryPlan) -> tuple[str, nn.Module, list[FlatParameters], int]:
     name, module = _open(model)
     specs, _ = find_units(module, plan.granularity)
     persistent = persistent_names(module, *plan.persistence)
     cuts = cuts_of(module, plan.tensor)
     if plan.expert > 1:
         cuts = {**cuts, **cuts_of_experts(module, 0, plan.expert, cuts)}
-    return name, groups_of(specs, module, plan.precision, persistent, cuts), len(specs)
+    return name, module, groups_of(specs, module, plan.precision, persistent, cuts), len(specs)
+
+
+def _of_stages(
+    model: nn.Module, groups: Sequence[FlatParameters], plan: MemoryPlan
+) -> list[list[FlatParameters]]:
+    """What of ``groups`` each pipeline stage holds."""
+    if plan.pipeline == 1:
+        return [list(groups)]
+    from hf_zero.integrations.transformers.pipeline_stages import names_of_stages
+
+    return [
+        [
+            replace(group, shapes=kept)
+            for group in groups
+            if (kept := tuple(shape for shape in group.shapes if shape[0] in names))
+        ]
+        for names in names_of_stages(model, plan.pipeline)
+    ]
+
+
+def _largest_row(parts: Sequence[Sequence[FlatParameters]], plan: MemoryPlan) -> StageEstimate:
+    """The row of the pipeline stage that holds most."""
+    rows = [replace(_row(part, plan), pipeline_stage=each) for each, part in enumerate(parts)]
+    return max(rows, key=lambda row: row.state)
 
 
 def _open(model: Any) -> tuple[str, nn.Module]:
@@ -386,21 +334,12 @@ def _row(groups: Sequence[FlatParameters], plan: MemoryPlan) -> StageEstimate:
         size,
         largest,
         gradient_buffers(groups, plain),
-        Tiers(**_sums(needs(groups, plan))),
+        Tiers(**in_places(needs(groups, plan))),
     )
 
 
 def _name(dtype: str) -> str:
     return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype]
-
-
-def _sums(own: Any) -> dict[str, int]:
-    return {
-        "device": own.device_bytes,
-        "pinned": own.pinned,
-        "ram": own.ram_bytes,
-        "disk": own.disk_bytes,
-    }
 
 
 def _written(
@@ -415,7 +354,7 @@ def _written(
         written = {"optimizer": {"type": wanted.type, "params": dict(wanted.params)}}
         if plan.precision != "fp32":
             written[plan.precision] = {"enabled": True}
-    if plan.tensor > 1:
+    if plan.tensor > 1 and plan.pipeline == 1:  # else its layers are cut before its stages
         written["tensor_parallel"] = {"autotp_size": plan.tensor}
     if plan.expert > 1:
         written["expert_parallel"] = {"enabled": True, "autoep_size": plan.expert}

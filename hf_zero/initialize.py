@@ -20,10 +20,10 @@ from hf_zero.activations.policy import ActivationPatches
 from hf_zero.config import ZeroConfig, explaining
 from hf_zero.config.curriculum import METRICS
 from hf_zero.device.kinds import device_count
-from hf_zero.distributed import init, process_group, world_group
+from hf_zero.distributed import init, process_group
 from hf_zero.distributed.mpu import check_mpu
-from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.distributed.rendezvous import announce
+from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.holding import release_holders
@@ -32,7 +32,6 @@ from hf_zero.logs import logger, set_level
 from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.optim.adopted import adopt
 from hf_zero.optim.build import build_optimizer
-from hf_zero.optim.elementwise import check as check_elementwise
 from hf_zero.optim.one_bit import as_sent, one_bit_of
 from hf_zero.optim.schedules import build_scheduler
 from hf_zero.parallel.expert.model import spread_experts
@@ -42,7 +41,7 @@ from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.parallel.sequence import configured
 from hf_zero.parallel.tensor.configured import as_configured, ranks_of_a_stage, readers
 from hf_zero.parameters.leaf_modules import mark_configured
-from hf_zero.preflight import check, moments_of, room_for
+from hf_zero.preflight import check_on_all_ranks
 from hf_zero.techniques.curriculum_sampler import (
     CurriculumLoader,
     CurriculumSampler,
@@ -151,6 +150,9 @@ def initialize_as(
             "first or drop the argument"
         )
     init.init_from_config(settings, distributed_port)
+    if isinstance(model, StagedModule):
+        with raise_on_all_ranks("take its stages of the pipeline"):
+            check_uncut(settings, model)
     settings, sequence = configured.sequence_of(settings, mpu)
     if mpu is not None and sequence is None and not isinstance(model, StagedModule):
         check_mpu(mpu, process_group.get_world_size())
@@ -161,8 +163,6 @@ def initialize_as(
         )
     if {parameter.is_meta for parameter in model.parameters()} == {True}:
         give_values(model)
-    if isinstance(model, StagedModule):
-        check_uncut(settings, model)
     settings = as_configured(model, settings)
     spread_experts(model, settings)
     choose = settings.kernels == "auto"
@@ -184,7 +184,7 @@ def initialize_as(
     loader: Any = data_loader(training_data, collate_fn, settings)
     if loader is not None and sequence is not None:
         loader = sequence.batches(loader)
-    _preflight(model, settings, made)
+    check_on_all_ranks(model, settings, made)
     release_holders(model)
     patches = ActivationPatches(settings)
     techniques = TrainingTechniques(settings, configured.on_model(sequence))
@@ -271,40 +271,6 @@ def _fuse(model: nn.Module, config: ZeroConfig, compiled: Sequence[nn.Module]) -
         fused.prepare(model, config.kernels, sparse, config.pre_layer_norm, compiled)
 
 
-def _preflight(
-    model: nn.Module, config: ZeroConfig, optimizer: torch.optim.Optimizer | None
-) -> None:
-    """Refuse what does not fit before any memory is taken, on all ranks alike."""
-    world, device = process_group.get_world_size(), process_group.default_device()
-    groups = get_parallel()
-    peers = world if groups is None else world // groups.dims.pipeline
-    free = room_for(model, config, device)
-    if world > 1:
-        least = [
-            min(numbers)
-            for numbers in zip(
-                *world_group.get_world_group().all_gather_object(free.numbers(), "free memory")
-            )
-        ]
-        free = free.with_numbers(least)
-    moments = None
-    if optimizer is not None:
-        check_elementwise(optimizer, config.elementwise_optimizers)
-        moments = moments_of(optimizer)
-    report = check(
-        model,
-        config,
-        peers,
-        device=device,
-        free=free,
-        moments=moments,
-        trains=optimizer is not None,
-    )
-    if process_group.get_rank() == 0:
-        for line in filter(None, (report.warning, report.note)):
-            logger.warning("%s", line)
-
-
 def _shown(config: ZeroConfig, ranks: int) -> str:
     """What was written, with its source, one line a value."""
     lines = [
@@ -351,6 +317,10 @@ def _optimizer(
         if parameters is not None
         else [p for p in model.parameters() if p.requires_grad]
     )
+    if not wanted and isinstance(
+        model, StagedModule
+    ):  # a stage that is frozen steps with the others
+        wanted = list(model.parameters())
     if isinstance(optimizer, torch.optim.Optimizer):
         if config.optimizer is not None:
             raise ConfigError(

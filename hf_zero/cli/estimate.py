@@ -97,6 +97,10 @@ ExpertParallel = Annotated[
     int | None,
     typer.Option("--ep", min=1, help="Ranks that hold one set of a mixture's experts together."),
 ]
+PipelineParallel = Annotated[
+    int,
+    typer.Option("--pp", min=1, help="Stages of a pipeline. The one that needs most is shown."),
+]
 
 
 def estimate(
@@ -117,6 +121,7 @@ def estimate(
     link: Link = None,
     tp: TensorParallel = None,
     ep: ExpertParallel = None,
+    pp: PipelineParallel = 1,
     as_json: AsJson = False,
 ) -> None:
     """Bytes of training state per rank at each ZeRO stage, without loading the model; with --fit, a
@@ -139,19 +144,22 @@ def estimate(
         "--moments": moments,
     }
     asked: Any = {"config": config, "tensor_parallel": tp, "expert_parallel": ep}
+    stages: Any = {"pipeline_parallel": pp}
     if fit:
         _refuse({"--link": link}, "it goes with the estimate; leave --fit out")
         _refuse(placed, "--fit chooses it; leave it out, or put it into --config")
         free = _free(device_memory, ram, disk or [], ranks, ranks_per_host)
-        found = propose(model, ranks, free, precision, optimizer, stage, **asked)
+        found = propose(model, ranks, free, precision, optimizer, stage, **asked, **stages)
         _print_proposal(found, as_json)
         return
     _refuse(described, "it describes a machine for --fit; add --fit")
+    if link and pp > 1:
+        _refuse({"--link": link}, "it is not known of pipelines; leave it or --pp out")
     sections: Any = {
         "offload_optimizer": _section(offload_optimizer, moments),
         "offload_param": _section(offload_param, None),
     }
-    result = compute(model, ranks, precision, optimizer, stage, **asked, **sections)
+    result = compute(model, ranks, precision, optimizer, stage, **asked, **sections, **stages)
     rates = link_rows(model, ranks, precision, stage, link, **asked) if link else {}
     if as_json:
         print_json(result.to_dict() | ({"link": link_json(rates)} if link else {}))
@@ -213,6 +221,11 @@ def _table(result: MemoryEstimate) -> Table:
     over = f"{result.ranks} rank{'s' if result.ranks > 1 else ''}" + (
         f" in {result.replicas} replicas" if result.replicas > 1 else ""
     )
+    shared = {
+        "pipeline stage": result.pipeline, "tensor-parallel rank": result.tensor,
+        "expert-parallel rank": result.expert,
+    }  # fmt: skip
+    over += "".join(f", {count} {what}s" for what, count in shared.items() if count > 1)
     without = ", without offload" if result.offload_optimizer.on or result.offload_param.on else ""
     table = Table(
         title=f"{result.model}: {count}, {over}, {result.precision}, {result.optimizer}{without}",
@@ -229,12 +242,15 @@ def _table(result: MemoryEstimate) -> Table:
         "largest unit",
     ):
         table.add_column(name, justify="right")
+    if result.pipeline > 1:
+        table.add_column("pipeline stage", justify="right")
     for row in result.stages:
         sizes = (row.parameters, row.gradients, row.optimizer, row.state, row.gradient_buffers)
         table.add_row(
             str(row.stage),
             *map(in_units, sizes),
             f"{in_units(row.largest_unit)}: {row.largest_unit_name}",
+            *([str(row.pipeline_stage)] if result.pipeline > 1 else []),
         )
     return table
 
@@ -277,6 +293,8 @@ def _print_proposal(found: Proposal, as_json: bool) -> None:
             )
         else:
             print(json.dumps(found.config, indent=2))
+            if found.cut:
+                print(f"after model = {found.cut}")
     if found.config is None:
         raise typer.Exit(NOTHING_FITS)
 

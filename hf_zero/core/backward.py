@@ -148,10 +148,11 @@ class Backward:
         )
         self.hooks = Hooks(model.module, model.units, model.schedule, self.tracker)
         self._removable.callback(self.hooks.remove)
+        trains = bool(model.trainable) or model.mesh.dims.pipeline > 1
         self.losses = Losses(
             model.mesh.rank,
             scaler,
-            self._fp16,
+            self._fp16 and trains,
             model.trainable,
             lambda: self.tracker.under_way,
             lambda: self.tracker.awaits_backward,

@@ -1,5 +1,6 @@
 """Whole parameters, gradients and optimizer state for a moment: GatheredParameters and the
-``safe_*`` functions.
+``safe_*`` functions. Of a parameter that tensor or expert parallelism has cut, "whole" is this
+rank's part.
 """
 
 from __future__ import annotations

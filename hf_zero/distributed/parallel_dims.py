@@ -87,6 +87,11 @@ class ParallelDims:
         """
         return self.data * self.sequence
 
+    @property
+    def in_a_stage(self) -> int:
+        """Ranks of one pipeline stage, over which ZeRO shards what the stage holds."""
+        return self.batches * self.tensor
+
     def size(self, axis: str) -> int:
         """Ranks along ``axis``, one of :data:`AXES`."""
         return self.batches // self.expert if axis == "expert_data" else int(getattr(self, axis))

@@ -94,16 +94,17 @@ _ranks: dict[int, _Rank] = {}  # by rank, because ranks may be threads of one pr
 class Losses:
     """One engine's side of it.
 
-    ``in_backward`` says whether a backward is under way in this engine, ``awaits_backward`` whether
-    one may come to it; ``watch`` makes every gradient begin one: where an engine of the rank scales
-    losses, what a gradient carries is known in its backward alone.
+    ``scales``: losses are multiplied by the scale of ``scaler``, in a pipeline also where all that
+    this rank holds is frozen. ``in_backward`` says whether a backward is under way in this engine,
+    ``awaits_backward`` whether one may come to it; ``watch`` makes every gradient begin one: where
+    an engine of the rank scales losses, what a gradient carries is known in its backward alone.
     """
 
     def __init__(
         self,
         rank: int,
         scaler: Fp16LossScaler,
-        fp16: bool,
+        scales: bool,
         training: Sequence[FlatBuffer],
         in_backward: Callable[[], bool],
         awaits_backward: Callable[[], bool],
@@ -111,7 +112,7 @@ class Losses:
     ):
         self.scaler = scaler
         self._training = list(training)
-        self._scales = fp16 and bool(self._training)
+        self._scales = scales
         self._in_backward = in_backward
         self._awaits_backward = awaits_backward
         # whose scale the gradients held here have carried, if not this engine's

@@ -5,7 +5,7 @@ elements.
 from hf_zero.loading.building import Building
 from hf_zero.loading.initialised import give_values, record_in, recorded
 from hf_zero.loading.lazy import LazyTensor
-from hf_zero.loading.opened import Opened, make_pending, make_real
+from hf_zero.loading.opened import Opened, make_pending, make_real, read_pending
 
 __all__ = [
     "Building",
@@ -14,6 +14,7 @@ __all__ = [
     "give_values",
     "make_pending",
     "make_real",
+    "read_pending",
     "record_in",
     "recorded",
 ]

@@ -86,3 +86,11 @@ def make_pending(model: nn.Module) -> int:
                 made[id(parameter)] = new
             module._parameters[name] = made[id(parameter)]
     return len(made)
+
+
+def read_pending(model: nn.Module) -> None:
+    """Give the pending parameters of ``model`` their values, which are read now."""
+    for parameter in model.parameters():
+        source = parameter.__dict__.pop("_hf_zero_source", None)
+        if source is not None:
+            parameter.data = source.whole()

@@ -4,6 +4,7 @@ from hf_zero.preflight.checking import PreflightReport, check, room_for
 from hf_zero.preflight.fit import Fit, Trial, fit
 from hf_zero.preflight.moments import moments_of
 from hf_zero.preflight.needs import NamedBytes, Needs, needs
+from hf_zero.preflight.on_all_ranks import check_on_all_ranks
 from hf_zero.preflight.plan import FlatParameters, MemoryPlan, groups_of
 from hf_zero.preflight.verdict import ACTIVATIONS, MemoryVerdict, judge
 
@@ -18,6 +19,7 @@ __all__ = [
     "PreflightReport",
     "Trial",
     "check",
+    "check_on_all_ranks",
     "fit",
     "groups_of",
     "judge",

@@ -59,7 +59,7 @@ def check(
     Args:
         model: the module, on any device, or its units by :func:`hf_zero.parameters.wrap.find_units`
             (the first is the root).
-        config: resolved for ``world`` ranks.
+        config: resolved for ``world`` ranks, those of one pipeline stage.
         device: where the model computes; None: a GPU where there is one.
         free: what this rank has, agreed over the ranks by :meth:`Free.numbers`, so that all of them
             come to one end. None measures this rank's own and adds what the model itself occupies,
@@ -83,8 +83,9 @@ def check(
     if not trains:
         groups = [replace(group, trainable=False) for group in groups]
     plan, parallel = MemoryPlan.of(config, world, not kinds.is_host(where), moments), get_parallel()
-    if parallel is not None:  # layers of class MoE ask for it, too
-        plan = replace(plan, expert=parallel.dims.expert)
+    if parallel is not None:  # not all of it is in the configuration
+        dims = parallel.dims
+        plan = replace(plan, tensor=dims.tensor, expert=dims.expert, pipeline=dims.pipeline)
     found = free if free is not None else room_for(root, config, where)
     own = needs(groups, plan)
     verdict = judge(own, found)
@@ -139,6 +140,7 @@ def _occupied(parameter: torch.Tensor) -> tuple[int, str, int]:
 def refusal(plan: MemoryPlan, own: Needs, verdict: MemoryVerdict, found: Fit) -> str:
     """The error's text: a table of the tiers, and the nearest configuration that fits."""
     one = "the one rank" if plan.ranks == 1 else f"each of {plan.ranks} ranks"
+    one += " of this pipeline stage" if plan.pipeline > 1 else ""
     lines = [
         f"training as configured does not fit on this machine (bytes for {one}, "
         "activations not counted):"

@@ -94,7 +94,7 @@ def fit(
     larger ones. Files are tried in the folders that ``free`` knows of.
     """
     trials: list[Trial] = []
-    for name, candidate in _candidates(plan, free, sorted(stages or range(plan.stage, 4))):
+    for name, candidate in _candidates(plan, free, sorted(stages or plan.stages[plan.stage :])):
         for ratio, tried in _ratios(groups, candidate, free, margin):
             trial = Trial(
                 name + ratio, tried, own := needs(groups, tried), judge(own, free, margin)

@@ -94,7 +94,8 @@ def groups_of(
 class MemoryPlan:
     """What decides bytes beside the model.
 
-    ``moments``: numbers the optimizer keeps a parameter; ``gpu``: the device is one.
+    ``ranks``: those of one pipeline stage; ``moments``: numbers the optimizer keeps a parameter;
+    ``gpu``: the device is one.
     """
 
     stage: int
@@ -117,6 +118,7 @@ class MemoryPlan:
     local_steps: bool = False  # and later not in every step
     tensor: int = 1  # ranks that share a layer
     expert: int = 1  # ranks that hold one set of experts together
+    pipeline: int = 1  # stages that hold different layers, of as many ranks each
     # ranks of a node among which gathered weights are sharded once more; 1: they are not
     node: int = 1
     # elements of a block of gradients in few bits whose errors are kept, and of the smallest tensor
@@ -129,7 +131,7 @@ class MemoryPlan:
     def of(
         cls, config: ZeroConfig, world: int, gpu: bool = True, moments: int | None = None
     ) -> MemoryPlan:
-        """The plan of a configuration for ``world`` ranks.
+        """The plan of a configuration for ``world`` ranks of a pipeline stage.
 
         ``moments`` None: what the configuration's optimizer keeps (AdamW's).
         """
@@ -169,6 +171,11 @@ class MemoryPlan:
             if config.compression_weights.enabled
             else None,
         )
+
+    @property
+    def stages(self) -> range:
+        """The stages of ZeRO that there are for it: pipelines reduce once a step."""
+        return range(4 if self.pipeline == 1 else 2)
 
     @property
     def policy(self) -> Policy:

@@ -6,18 +6,27 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import deepspeed
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import hf_zero
 from hf_zero.distributed.collectives import MeshDim
-from hf_zero.distributed.parallel_groups import ParallelGroups
+from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.parallel_groups import ParallelGroups, init_parallel
 from hf_zero.parameters.box import Box
-from hf_zero.parameters.sharding import Sharding, set_sharding
-from tests.helpers.engines import config_of
+from hf_zero.parameters.sharding import Sharding, set_sharding, sharding_of
+from tests.helpers.engines import config_of, full_weights
+from tests.helpers.models import seeded
+from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Plan
+
+After = Callable[[Any], None]
 
 HIDDEN, HEADS, INNER, EXPERTS, WIDE = 12, 4, 16, 4, 8
 ROWS = 6  # tokens of a micro-batch on a rank
@@ -252,3 +261,78 @@ def plain(
         optimizer.zero_grad()
     record.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     return record
+
+
+def train(
+    rank: int, whole: nn.Module, data: Tensor, sizes: Any, made: Any, optimizer: Any, after: After
+) -> Any:
+    """A run of one rank: its record, with its parts of gradients and weights, and their boxes."""
+    dims = ParallelDims.over(4, **sizes)
+    groups = init_parallel(dims)
+    model = split(copy.deepcopy(whole), groups)
+    boxes = {name: sharding_of(p).box for name, p in model.named_parameters()}
+    engine = deepspeed.initialize(
+        model=model, optimizer=optimizer(model), config={"gradient_clipping": 0.0, **made}
+    )[0]
+    record, own = Record(), dims.coordinate(rank, "data")
+    for step in data:
+        losses = []
+        for place, micro in enumerate(step):
+            loss = engine(micro[own])
+            engine.backward(loss)
+            losses.append(loss.item())
+            if place < len(step) - 1:
+                engine.step()
+        record.grads.append(
+            {n: hf_zero.safe_get_full_grad(p).clone() for n, p in model.named_parameters()}
+        )
+        engine.step()
+        record.losses.append(sum(losses) / len(losses))
+        record.norms.append(engine.get_global_grad_norm())
+        after(engine)
+    record.weights = full_weights(engine)
+    engine.destroy()
+    return record, boxes
+
+
+def check(
+    sizes: Any,
+    stage: int,
+    accumulation: int,
+    optimizer: Any,
+    clip: float = 0.0,
+    after: After = lambda engine: None,
+    model: Callable[[bool], nn.Module] = Split,
+    data: Tensor | None = None,
+    **zero: Any,
+) -> None:
+    """Train ``model(experts)`` over four ranks and in one process, and compare. ``after`` each step
+    nothing may be other than before.
+    """
+    dims = ParallelDims.over(4, **sizes)
+    whole = seeded(lambda: model(dims.expert > 1))
+    data = batches(3, accumulation, dims.data) if data is None else data
+    want = plain(whole, optimizer, data, clip)
+    made = config_of_split(stage, accumulation, clip, **zero)
+    got = run_ranks(4, train, whole, data, sizes, made, optimizer, after)
+    assert len({tuple(record.norms) for record, _ in got}) == 1, "norms differ between ranks"
+    for record, boxes in got:
+        assert record.norms == pytest.approx(want.norms, rel=1e-5), "norm"
+        pairs = [(record.weights, want.weights, "weights")]
+        pairs += [(own, all_, "gradient") for own, all_ in zip(record.grads, want.grads)]
+        for own, all_, what in pairs:
+            assert own.keys() == all_.keys()
+            for name, value in own.items():
+                box = boxes[name]
+                part = all_[name] if box is None else box.take(all_[name])
+                torch.testing.assert_close(
+                    value, part, rtol=1e-5, atol=1e-5, msg=partial(_named, f"{what} {name}")
+                )
+    tensor = dims.tensor
+    for step, loss in enumerate(want.losses):
+        mean = sum(record.losses[step] for record, _ in got[::tensor]) / dims.data
+        assert mean == pytest.approx(loss, rel=1e-5), f"loss of step {step}"
+
+
+def _named(what: str, difference: str) -> str:
+    return f"{what}: {difference}"

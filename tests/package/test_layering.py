@@ -51,6 +51,7 @@ LAYERS = {
     "hf_zero._autoload": 4,
     "hf_zero.integrations": 4,
     "hf_zero.estimate": 5,
+    "hf_zero.estimated": 5,
     "hf_zero.cli": 5,
 }
 # Of these packages none imports one that stands after it.

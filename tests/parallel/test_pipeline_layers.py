@@ -11,7 +11,10 @@ from torch import nn
 
 import hf_zero
 from hf_zero.config import ZeroConfig
-from hf_zero.errors import ConfigError, PipelineError
+from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.parallel_groups import init_parallel
+from hf_zero.errors import ConfigError, PipelineError, RankMismatchError
+from hf_zero.parallel.expert.moe_layer import MoE
 from hf_zero.parallel.pipeline.grid import PipelineParallelGrid
 from hf_zero.parallel.pipeline.layers import LayerSpec, TiedLayerSpec
 from hf_zero.parallel.pipeline.module import PipelineModule
@@ -208,6 +211,11 @@ OF_CONFIG: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3, and the model is a pipe"),
     ({"progressive_layer_drop": {"enabled": True}}, "progressive_layer_drop change what a forward"),
     ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size is 2, and the model is"),
+    ({"sequence_parallel_size": 2}, "sequence_parallel_size is 2, and the model is a pipeline"),
+    (
+        {"expert_parallel": {"enabled": True, "autoep_size": 2}},
+        "experts are spread over 2 ranks .* leave each expert whole in its stage",
+    ),
     ({"pipeline": {"schedule": "interleaved_1f1b"}}, "pipeline.schedule is 'interleaved_1f1b'"),
     (
         {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 1}}},
@@ -222,6 +230,34 @@ def test_configurations_that_are_refused(keys: dict[str, Any], said: str) -> Non
     written = {**config(2, 0), "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **keys}
     with pytest.raises(ConfigError, match=said):
         hf_zero.initialize(model=module, config=written)
+
+
+def test_experts_and_sequences_on_several_ranks_are_refused() -> None:
+    def rank(number: int) -> None:
+        init_parallel(ParallelDims.over(2, pipeline=2))
+        experts = LayerSpec(MoE, 8, nn.Linear(8, 8), num_experts=2, ep_size=2)
+        module = PipelineModule([experts, LayerSpec(nn.Linear, 8, 8)], 2)
+        # the other stage, without experts, does not go on alone
+        error = RankMismatchError if number else ConfigError
+        with pytest.raises(error, match=r"spread over 2 ranks \(expert_parallel.autoep_size, ep_s"):
+            hf_zero.initialize(model=module, config=config(1, 0), optimizer=sgd)
+
+    def reads(_: int) -> None:
+        module = pipeline(1, 2)
+        sequence = hf_zero.sequence_parallel(2)
+        with pytest.raises(ConfigError, match=r"sequence_parallel_size is 2, and the model is"):
+            hf_zero.initialize(model=module, config=config(1, 0), optimizer=sgd, mpu=sequence)
+        with pytest.raises(ConfigError, match=r"are not built beside the stages of a pipeline"):
+            PipelineModule(layers(), 2)
+
+    run_ranks(2, rank)
+    run_ranks(2, reads)
+
+
+def test_a_stage_without_parameters_is_refused() -> None:
+    module = PipelineModule([torch.tanh], 1, loss_fn=loss_of)
+    with pytest.raises(ConfigError, match="stage 0 of 1 of the pipeline has no parameters"):
+        hf_zero.initialize(model=module, config=config(1, 0), optimizer=sgd)
 
 
 def test_keys() -> None:

@@ -15,6 +15,7 @@ from hf_zero.integrations.deepspeed.zero3_context import (
     active_config,
     current_loading,
     log_zero3,
+    postponed,
 )
 from hf_zero.loading import Building, record_in
 
@@ -29,6 +30,7 @@ def build_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
         config = active_config()
         if (
             config is None
+            or postponed.get() is not None
             or current_loading.get() is not None
             or torch.get_default_device().type == "meta"
         ):

@@ -29,9 +29,10 @@ from hf_zero.integrations.deepspeed.zero3_context import (
     current_loading,
     forced_config,
     log_zero3,
+    postponed,
 )
 from hf_zero.integrations.deepspeed.zero_init import give_facts
-from hf_zero.loading import LazyTensor, make_pending, make_real
+from hf_zero.loading import Building, LazyTensor, make_pending, make_real
 from hf_zero.parameters.parameter import owner_of
 from hf_zero.parameters.sharding import sharding_of
 
@@ -43,9 +44,17 @@ def load_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         refuse_sharded(args, kwargs)
-        config = active_config()
-        if config is None or current_loading.get() is not None:
+        later = postponed.get()
+        config = active_config() if later is None else None
+        if current_loading.get() is not None or (config is None and later is None):
             return original(cls, *args, **kwargs)
+        if later is not None:
+            token = current_loading.set(later)
+            try:
+                return original(cls, *args, **kwargs)
+            finally:
+                current_loading.reset(token)
+        assert config is not None
         init.init_from_config(config)
         loading = Loading(shards=process_group.get_world_size() > 1)
         token = current_loading.set(loading)
@@ -295,3 +304,20 @@ def made_under(config: ZeroConfig) -> Iterator[None]:
             yield
     finally:
         forced_config.reset(token)
+
+
+@contextmanager
+def read_later() -> Iterator[Building]:
+    """Models of transformers that are made inside, from files or in the context that this gives
+    from a configuration, have lazy parameters: those that are left are to be read inside, too. From
+    a configuration those of less than a megabyte are made at once.
+    """
+    finder.choose()
+    loading = Loading(shards=True)
+    token = postponed.set(loading)
+    try:
+        with torch.device("cpu"):
+            yield Building(0, lambda: current_loading.get() is not None)
+    finally:
+        postponed.reset(token)
+        loading.opened.close()

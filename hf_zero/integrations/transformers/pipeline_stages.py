@@ -12,23 +12,28 @@ positions that begin anew separate packed sequences, as in the model with ``use_
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_zero.errors import ConfigError
+from hf_zero.integrations.transformers.loading import read_later
+from hf_zero.loading import make_pending, make_real, read_pending
 from hf_zero.parallel.pipeline.layers import training_numel
 from hf_zero.parallel.pipeline.partition import bounds_of
 from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.parallel.pipeline.topology import ProcessTopology
+from hf_zero.parameters.parameter import owner_of
 
 
 @dataclass(frozen=True)
 class Family:
-    """Where the parts of a causal model lie: ``base`` in the model, the others in the base.
+    """Where the parts of a causal model lie: ``base`` and ``head`` in the model, the others in the
+    base.
 
     added: embeddings that the base adds to ``inputs_embeds``. between: what it applies to the sum.
     """
@@ -39,6 +44,7 @@ class Family:
     norm: str = "norm"
     added: str | None = None
     between: str | None = None
+    head: str = "lm_head"
 
 
 _DECODER = Family()
@@ -71,6 +77,78 @@ class _AddsNothing(nn.Module):
         return torch.zeros(())
 
 
+def _family_of(model: nn.Module) -> Family:
+    family = FAMILIES.get(type(model).__name__)
+    if family is None:
+        raise ConfigError(
+            f"pipeline_stages() does not know how to cut a {type(model).__name__}; it cuts "
+            f"{', '.join(FAMILIES)}: write others as a PipelineModule of their layers"
+        )
+    return family
+
+
+def _parts(model: nn.Module, family: Family, count: int, method: str) -> list[int]:
+    """Where each of ``count`` stages begins, and the end, in the list of the embeddings, the
+    blocks, and the head with the norm before it.
+    """
+    base, head = model.get_submodule(family.base), model.get_submodule(family.head)
+    blocks: Any = base.get_submodule(family.blocks)
+    numels = [*map(training_numel, (base.get_submodule(family.embeddings), *blocks))]
+    numels.append(training_numel(base.get_submodule(family.norm)) + training_numel(head))
+    names = ["embeddings", *(type(block).__name__ for block in blocks), "head"]
+    return bounds_of(method, count, names, numels)
+
+
+def _blocks_of(parts: list[int]) -> list[range]:
+    """The blocks of each stage: item 0 of the list is the embeddings, the last one the head."""
+    return [
+        range(max(0, start - 1), min(parts[-1] - 2, stop - 1)) for start, stop in pairwise(parts)
+    ]
+
+
+def _elsewhere(
+    model: nn.Module, family: Family, parts: list[int], stages: Sequence[int]
+) -> dict[str, nn.Module]:
+    """What a rank with ``stages`` does not hold: the paths of these modules, and what takes their
+    places. Where the embeddings are tied to the head, the last stage has them, too.
+    """
+    base = model.get_submodule(family.base)
+    head, embeddings = model.get_submodule(family.head), base.get_submodule(family.embeddings)
+    first, last = 0 in stages, len(parts) - 2 in stages
+    tied = any(a is b for a in head.parameters() for b in embeddings.parameters())
+    blocks = _blocks_of(parts)
+    here = {index for stage in stages for index in blocks[stage]}
+    found: dict[str, nn.Module] = {
+        f"{family.base}.{family.blocks}.{index}": _Elsewhere()
+        for index in range(parts[-1] - 2)
+        if index not in here
+    }
+    if not first:
+        if not (last and tied):
+            found[f"{family.base}.{family.embeddings}"] = _Elsewhere()
+        if family.added is not None:
+            found[f"{family.base}.{family.added}"] = _AddsNothing()
+        if family.between is not None:
+            found[f"{family.base}.{family.between}"] = _Elsewhere()
+    if not last:
+        found[f"{family.base}.{family.norm}"] = found[family.head] = _Elsewhere()
+    return found
+
+
+def names_of_stages(model: nn.Module, count: int) -> list[frozenset[str]]:
+    """The parameters that each of ``count`` stages of ``model`` would hold, which stays as it is.
+    Raises ConfigError as :func:`pipeline_stages`.
+    """
+    family = _family_of(model)
+    parts = _parts(model, family, count, "parameters")
+    names = [name for name, _ in model.named_parameters()]
+    gone = [
+        tuple(f"{path}." for path in _elsewhere(model, family, parts, [stage]))
+        for stage in range(count)
+    ]
+    return [frozenset(name for name in names if not name.startswith(each)) for each in gone]
+
+
 class CausalLMStages(StagedModule):
     """See :func:`pipeline_stages`. ``hf_model`` is the model that was cut."""
 
@@ -85,39 +163,11 @@ class CausalLMStages(StagedModule):
     ):
         super().__init__(num_stages, topology, stages_per_rank)
         self._family = family
-        base: Any = getattr(model, family.base)
-        blocks = getattr(base, family.blocks)
-        embeddings = getattr(base, family.embeddings)
-        head: Any = model.get_output_embeddings()  # type: ignore[operator]
-        norm = getattr(base, family.norm)
-        numels = [*map(training_numel, (embeddings, *blocks)), training_numel(norm)]
-        numels[-1] += training_numel(head)
-        names = ["embeddings", *(type(block).__name__ for block in blocks), "head"]
         count = self.num_stages * stages_per_rank
-        self.parts = bounds_of(partition_method, count, names, numels)
-        # the blocks of each stage: layer 0 of the list is the embeddings, the last one the head
-        self._blocks = [
-            range(max(0, start - 1), min(len(blocks), stop - 1))
-            for start, stop in zip(self.parts, self.parts[1:])
-        ]
-        here = {index for stage in self.stages_here for index in self._blocks[stage]}
-        for index in range(len(blocks)):
-            if index not in here:
-                blocks[index] = _Elsewhere()
-        first, last = 0 in self.stages_here, count - 1 in self.stages_here
-        tied = any(
-            a is b for a in head.parameters() for b in embeddings.parameters()
-        )  # then the last stage has the embeddings, too
-        if not first:
-            if not (last and tied):
-                setattr(base, family.embeddings, _Elsewhere())
-            if family.added is not None:
-                setattr(base, family.added, _AddsNothing())
-            if family.between is not None:
-                setattr(base, family.between, _Elsewhere())
-        if not last:
-            setattr(base, family.norm, _Elsewhere())
-            model.set_output_embeddings(_Elsewhere())  # type: ignore[operator]
+        self.parts = _parts(model, family, count, partition_method)
+        self._blocks = _blocks_of(self.parts)
+        for path, instead in _elsewhere(model, family, self.parts, self.stages_here).items():
+            model.set_submodule(path, instead)
         for name, child in model.named_children():
             self.add_module(name, child)
         self.__dict__["hf_model"] = model  # no child: its children are
@@ -198,7 +248,7 @@ class CausalLMStages(StagedModule):
 
 
 def pipeline_stages(
-    model: nn.Module,
+    model: nn.Module | Callable[[], nn.Module],
     num_stages: int | None = None,
     topology: ProcessTopology | None = None,
     stages_per_rank: int = 1,
@@ -212,23 +262,51 @@ def pipeline_stages(
     names, and tied embeddings on the first and on the last stage.
 
     Args:
+        model: or a function that makes it, by from_pretrained or from_config: then each rank reads
+            or initialises its own layers alone, and never holds the model.
         num_stages: ranks that a sample passes; or ``topology``, with an axis "pipe".
         stages_per_rank: more than 1 for an interleaved schedule.
         partition_method: "parameters", "uniform" or "type:regex" over the embeddings, the blocks
             and the head.
 
     Raises:
-        ConfigError: a model of another family, or sizes that the ranks or the layers do not have.
+        ConfigError: a model of another family, one without values or that an engine holds, or
+            sizes that the ranks or the layers do not have.
     """
-    family = FAMILIES.get(type(model).__name__)
-    if family is None:
-        raise ConfigError(
-            f"pipeline_stages() does not know how to cut a {type(model).__name__}; it cuts "
-            f"{', '.join(FAMILIES)}: write others as a PipelineModule of their layers"
-        )
+    how = topology, stages_per_rank, partition_method
+    if isinstance(model, nn.Module):
+        return _stages_of(model, num_stages, *how)
+    with read_later() as building:
+        with building:
+            made = model()
+        if not isinstance(made, nn.Module):
+            raise ConfigError(
+                f"the function given to pipeline_stages() returned a {type(made).__name__}; it "
+                "must return a causal model, as AutoModelForCausalLM.from_pretrained(path) does"
+            )
+        make_pending(made)
+        stages = _stages_of(made, num_stages, *how)
+        make_real(stages)
+        read_pending(stages)
+    return stages
+
+
+def _stages_of(
+    model: nn.Module,
+    num_stages: int | None,
+    topology: ProcessTopology | None,
+    stages_per_rank: int,
+    partition_method: str,
+) -> CausalLMStages:
+    family = _family_of(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ConfigError(
             f"pipeline_stages() got a {type(model).__name__} on the meta device, which has no "
-            "values; load it on the CPU, and each rank keeps the layers of its stages alone"
+            "values; pass a function that loads it, and each rank reads its own layers alone"
+        )
+    if any((flat := owner_of(each)) and not flat.retired for each in model.parameters()):
+        raise ConfigError(
+            f"pipeline_stages() got a {type(model).__name__} that an engine holds or that was made "
+            "in shards (ZeRO-3, zero.Init); pass a function that loads it, without these"
         )
     return CausalLMStages(model, family, num_stages, topology, stages_per_rank, partition_method)

@@ -6,20 +6,45 @@ from collections.abc import Collection
 from typing import Any
 
 from hf_zero.config import ZeroConfig
+from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
+from hf_zero.parallel.expert.moe_layer import MOELayer
 from hf_zero.parallel.pipeline.staged import StagedModule
+from hf_zero.parallel.sequence.attention import KEY
 
 
 def check_uncut(config: ZeroConfig, module: StagedModule) -> None:
-    """Raise ConfigError where ``config`` would cut the layers of ``module``, which differ from
-    stage to stage, over tensor-parallel ranks.
+    """Raise ConfigError where ``config``, the job or layers of ``module`` spread over ranks what
+    stages have apart already, or what is not built beside them: layers, experts, sequences.
     """
-    size = config.tensor_parallel.size
+    if next(module.parameters(), None) is None:
+        raise ConfigError(
+            f"stage {module.stage_id} of {module.num_stages} of the pipeline has no parameters; "
+            "choose num_stages or partition_method so that each has some"
+        )
+    size, groups = config.tensor_parallel.size, get_parallel()
+    dims = ParallelDims() if groups is None else groups.dims
     if size > 1:
         raise ConfigError(
             f"tensor_parallel.autotp_size is {size}, and the model is cut into stages already; "
             f"call hf_zero.tensor_parallel(model, {size}) before pipeline_stages(model, "
             f"{module.num_stages}), and remove the key"
+        )
+    layers = [each.ep_size for each in module.modules() if isinstance(each, MOELayer)]
+    experts = max(config.expert_parallel.size, dims.expert, *layers, 1)
+    if experts > 1:
+        raise ConfigError(
+            f"experts are spread over {experts} ranks (expert_parallel.autoep_size, ep_size), and "
+            "the model is a pipeline; leave each expert whole in its stage (ep_size=1, without "
+            "the section), or train the whole model without stages"
+        )
+    readers = max(config.sequence_parallel_size, dims.sequence)
+    if readers > 1:
+        raise ConfigError(
+            f"{KEY} is {readers}, and the model is a pipeline, whose stages read whole sequences; "
+            "remove it and hf_zero.sequence_parallel, or train the whole model without stages, at "
+            "ZeRO stage 3"
         )
 
 

@@ -115,6 +115,12 @@ def _make_parallel(topology: ProcessTopology) -> None:
     # what is tensor parallel already stays so: its ranks are neighbours, with stages or without
     if held is None or held.dims in (dims, ParallelDims.over(dims.world, tensor=tensor)):
         init_parallel(dims)
+    elif max(held.dims.sequence, held.dims.expert) > 1:
+        raise ConfigError(
+            f"the job is parallel as {held.dims}: sequences in parts and experts on several ranks "
+            "are not built beside the stages of a pipeline; leave hf_zero.sequence_parallel and "
+            "ep_size out, or train the whole model without stages"
+        )
     else:
         raise ConfigError(
             f"the job is parallel as {held.dims}, and the pipeline's topology is {topology}; make "

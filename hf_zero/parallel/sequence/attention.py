@@ -35,8 +35,6 @@ def attend(
     them, are repeated before they travel. ``core`` sees one document at a time, those of one length
     together as a batch. Raises ConfigError for heads or tokens that do not divide.
     """
-    heads, shared = query.shape[1], key.shape[1]
-    check_heads(heads, shared, dim.size)
     if query.shape[2] * dim.size != documents.length or key.shape[2] != query.shape[2]:
         raise ConfigError(
             f"attention was given {query.shape[2]} queries and {key.shape[2]} keys of this rank, "
@@ -44,6 +42,20 @@ def attend(
             "every tensor of a batch holds this rank's part of it, and no cache is used: cut it "
             "with hf_zero.sequence_parallel().shard(batch), and generate after model.eval()"
         )
+    query, key, value = spread_heads(dim, query, key, value)
+    out = _by_document(core, query, key, value, documents)
+    return gather_heads(dim, "attention", out.transpose(1, 2)).transpose(1, 2)
+
+
+def spread_heads(
+    dim: MeshDim, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """This rank's share of the heads of query [B, H, s, D], key and value [B, Hkv, s, D], over the
+    tokens of all ranks: [B, heads, S, D]. Heads of keys and values are repeated where the ranks
+    cannot share them. Raises ConfigError for heads that do not divide.
+    """
+    heads, shared = query.shape[1], key.shape[1]
+    check_heads(heads, shared, dim.size)
     repeats = math.lcm(shared, dim.size) // shared
     if repeats > 1:
         key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
@@ -51,11 +63,8 @@ def attend(
     if torch.is_autocast_enabled(query.device.type):
         # what attention would cast them to, before they travel
         dtype = torch.get_autocast_dtype(query.device.type)
-    query, key, value = scatter_heads(
-        dim, "queries, keys and values", *(each.to(dtype) for each in (query, key, value))
-    )
-    out = _by_document(core, query, key, value, documents)
-    return gather_heads(dim, "attention", out.transpose(1, 2)).transpose(1, 2)
+    sent = (each.to(dtype) for each in (query, key, value))
+    return scatter_heads(dim, "queries, keys and values", *sent)
 
 
 def check_heads(heads: int, shared: int, ranks: int) -> None:

@@ -13,6 +13,7 @@ from hf_zero.distributed import init, process_group
 from hf_zero.distributed.parallel_dims import ParallelDims, check_size
 from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
 from hf_zero.errors import ConfigError
+from hf_zero.loading import make_pending
 from hf_zero.parallel.cutting import cut
 from hf_zero.parallel.tensor import layers
 from hf_zero.parallel.tensor.agreement import Agreement
@@ -95,6 +96,7 @@ def tensor_parallel(
     if size == 1:
         return model
     init.init_distributed()
+    make_pending(model)  # what is read later is cut unread
     path, inner = planned_model(model)
     dims = _dims(size)
     rank = dims.coordinate(process_group.get_rank(), "tensor")

@@ -246,7 +246,6 @@ def test_classes_are_the_native_ones() -> None:
     [
         ("replace_transformer_layer", (None,)),
         ("ops.lamb.DeepSpeedCPULamb", ()),
-        ("sequence.layer.DistributedAttention", ()),
         ("DualPipeVEngine", ()),
         ("pipe.DualPipeVModule", ()),
     ],

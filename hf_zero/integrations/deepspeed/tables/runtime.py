@@ -346,12 +346,12 @@ RUNTIME = (
     module(
         "deepspeed.sequence",
         "Sequence parallelism.",
-        left_out("part of sequence parallelism, which is not built", "*"),
+        left_out(NO_SEQUENCE_PARALLEL, "*"),
     ),
     module(
         "deepspeed.sequence.layer",
         "Sequence parallelism by attention heads.",
-        classes_not_built(NO_SEQUENCE_PARALLEL, "DistributedAttention"),
+        names("hf_zero.parallel.sequence.distributed_attention", "DistributedAttention"),
         left_out(
             INTERNAL,
             "post_all2all pre_all2all_fun apply_rotary_pos_emb uneven_heads_all2all "

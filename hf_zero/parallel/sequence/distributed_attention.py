@@ -1,0 +1,104 @@
+"""``DistributedAttention``: attention of a model's own over sequences that ranks read in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.distributed.process_group import get_world_size
+from hf_zero.errors import ConfigError
+from hf_zero.parallel.sequence.attention import spread_heads
+from hf_zero.parallel.sequence.exchange import gather_heads
+from hf_zero.parallel.sequence.sequence_parallel import AXIS
+
+
+class DistributedAttention(nn.Module):
+    """``local_attention`` over the tokens of all sequence-parallel ranks, on this rank's share of
+    the heads (Ulysses, arXiv 2309.14509). Its forward is collective over these ranks.
+
+    Args:
+        local_attention: called with query, key and value of whole sequences, and what the forward
+            is given beside them.
+        sequence_process_group: the group of ``hf_zero.sequence_parallel(size)``, which comes first.
+            None: that of the job; on a job that is not sequence parallel nothing is exchanged.
+        scatter_idx: the dimension of the heads.
+        gather_idx: the dimension of the tokens: 0 of [tokens, batch, heads, D], 1 of [batch,
+            tokens, heads, D].
+        sp_stream: accepted; collectives have streams of their own.
+
+    Raises:
+        ConfigError: another group.
+    """
+
+    def __init__(
+        self,
+        local_attention: Callable[..., torch.Tensor],
+        sequence_process_group: Any = None,
+        scatter_idx: int = 2,
+        gather_idx: int = 0,
+        sp_stream: Any = None,
+    ):
+        super().__init__()
+        self.local_attn = local_attention
+        self.scatter_idx, self.gather_idx = scatter_idx, gather_idx
+        groups = get_parallel()
+        own = None if groups is None else groups.group(AXIS)
+        if sequence_process_group not in (None, own) and get_world_size(sequence_process_group) > 1:
+            raise ConfigError(
+                "DistributedAttention(sequence_process_group=...) is not the group of this job's "
+                "sequence-parallel ranks; call hf_zero.sequence_parallel(size), which makes it, "
+                "and pass its .group, or None"
+            )
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch_dim_idx: int | None = None,
+        rotary_pos_emb: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attention for this rank's tokens, laid out as ``query``; ``local_attention`` may join
+        the last two dimensions of what it gives, heads and D.
+
+        ``batch_dim_idx`` is accepted: what the heads and the tokens leave is the batch. Heads of
+        keys and values that do not divide among the ranks are repeated. Raises ConfigError for
+        heads of queries that do not, for tensors of other than four dimensions, and for
+        ``rotary_pos_emb``.
+        """
+        if rotary_pos_emb is not None:
+            raise ConfigError(
+                "DistributedAttention was given rotary_pos_emb; rotate queries and keys before, "
+                "by the positions that this rank's tokens have in the whole sequence"
+            )
+        if query.dim() != 4:
+            raise ConfigError(
+                f"DistributedAttention was given queries of {query.dim()} dimensions "
+                f"{tuple(query.shape)}; make them four: the tokens, the batch, the heads, and D"
+            )
+        groups = get_parallel()
+        if groups is None or groups.along(AXIS).size == 1:
+            return self.local_attn(query, key, value, *args, **kwargs)
+        dim = groups.along(AXIS)
+        places = self.scatter_idx, self.gather_idx
+        heads = spread_heads(dim, *(each.movedim(places, (1, 2)) for each in (query, key, value)))
+        whole = self.local_attn(*(each.movedim((1, 2), places) for each in heads), *args, **kwargs)
+        return self._tokens_of_rank(dim, whole)
+
+    def _tokens_of_rank(self, dim: MeshDim, whole: torch.Tensor) -> torch.Tensor:
+        """[S, batch, H / ranks, D], or with the last two joined, to this rank's s tokens of all
+        heads.
+        """
+        joined = whole.dim() == 3
+        places = self.scatter_idx, self.gather_idx
+        # heads that are joined with D are as many of one element
+        four = (whole.unsqueeze(-1) if joined else whole).movedim(places, (1, 2))
+        own = gather_heads(dim, "attention", four).movedim((1, 2), places)
+        return own.squeeze(-1) if joined else own
