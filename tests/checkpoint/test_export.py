@@ -367,12 +367,11 @@ def test_an_adapter_in_the_target_would_hide_the_model(tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["adapter_config.json"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "make, auto",
-    [
-        pytest.param(bert, AutoModelForMaskedLM, marks=pytest.mark.long, id="bert"),
-        pytest.param(gpt2, AutoModelForCausalLM, id="gpt2"),
-    ],
+    [(bert, AutoModelForMaskedLM), (gpt2, AutoModelForCausalLM)],
+    ids=["bert", "gpt2"],
 )
 def test_a_compiled_model_is_written_under_its_own_names(tmp_path, make, auto):
     weights = saved(tmp_path / "run", lambda: torch.compile(make(), backend="eager"))

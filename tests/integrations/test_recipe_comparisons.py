@@ -171,6 +171,7 @@ def test_slow_network_over_loopback(tmp_path: Path) -> None:
     assert dense[-1] != one[-1]
 
 
+@pytest.mark.long
 def test_lamb_large_batch(tmp_path: Path) -> None:
     command = ["torchrun", "--nproc_per_node", "2", "run_lamb_large_batch.py"]
     sizes = ["--samples", "512", "--hidden_size", "32", "--num_layers", "1"]

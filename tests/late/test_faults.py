@@ -9,19 +9,14 @@ import pytest
 
 from tests.late import launch
 
-# One of each wait, copy and order; the others strike the same places from another side.
+# Of each kind (waits, copies, orders) one or two; the long suite puts in the others.
 FAST = (
     "compute does not wait for a gather",
-    "a gather does not wait for the last reader",
-    "compute does not wait for a reduction",
     "a gradient is copied before it is complete",
     "the host adds a gradient before it has come",
-    "the forward does not wait for new parameters",
     "a pinned buffer is refilled under its copy",
-    "an activation is used before it is back",
     "an activation is given back under its copy",
     "one rank gathers in another order",
-    "the update gathers where gradients are reduced",
     "a thread does not set its device",
 )
 

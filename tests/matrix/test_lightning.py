@@ -20,6 +20,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 import hf_zero
 from tests.helpers import launched
+from tests.helpers.cells import fast
 from tests.helpers.launched import ROOT, Report, alone, beside, torchrun
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -29,6 +30,7 @@ SLOW = ["scheduled_accumulation", "discarding", "manual_unclipped"]
 PRECISIONS = ["bf16-mixed", "bf16-true", "16-mixed", "16-true"]
 FP32 = 1e-5
 STRATEGIES = ["zero_stage_3", "zero_stage_2"]
+OFTEN = fast(STRATEGIES, lambda strategy: strategy == "zero_stage_3")
 
 
 class Run:
@@ -84,7 +86,7 @@ def sharded_and_plain(tmp_path_factory: pytest.TempPathFactory, model: Path) -> 
     folder, place = tmp_path_factory.mktemp("sharded"), tmp_path_factory.mktemp("plain")
     chosen = ("--cases", ",".join(FAST), "--model", str(model))
     with beside(CASES, place, "--devices", "1", *chosen) as report:
-        run = cases(folder, "--strategies", ",".join(STRATEGIES), *chosen, ranks=2)
+        run = cases(folder, "--strategies", "zero_stage_3", *chosen, ranks=2)
         report()
     return run, Run(place, 1)
 
@@ -92,6 +94,19 @@ def sharded_and_plain(tmp_path_factory: pytest.TempPathFactory, model: Path) -> 
 @pytest.fixture(scope="module")
 def sharded(sharded_and_plain: tuple[Run, Run]) -> Run:
     return sharded_and_plain[0]
+
+
+@pytest.fixture(scope="module")
+def below(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Run:
+    chosen = ("--cases", ",".join(FAST), "--model", str(model))
+    folder = tmp_path_factory.mktemp("below")
+    return cases(folder, "--strategies", "zero_stage_2", *chosen, ranks=2)
+
+
+@pytest.fixture
+def trained(request: pytest.FixtureRequest, strategy: str) -> Run:
+    name = "sharded" if strategy == "zero_stage_3" else "below"
+    return request.getfixturevalue(name)  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
@@ -135,13 +150,12 @@ def same_course(got: Run, want: Run, strategy: str, case: str, limit: float = FP
     same_weights(got.weights(strategy, case), want.weights("plain", case), limit)
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", OFTEN)
 @pytest.mark.parametrize("case", ["fit", "manual", "own_hooks", "evaluated_first"])
 def test_training_is_that_of_one_process(
-    sharded: Run, plain: Run, strategy: str, case: str
+    trained: Run, plain: Run, strategy: str, case: str
 ) -> None:
-    same_course(sharded, plain, strategy, case)
+    same_course(trained, plain, strategy, case)
 
 
 @pytest.mark.long
@@ -154,51 +168,51 @@ def test_offloaded_by_name_training_is_the_same(tmp_path: Path, plain: Run) -> N
         same_course(run, plain, name, "manual")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_is_evaluated_is_what_was_trained(sharded: Run, plain: Run, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", OFTEN)
+def test_what_is_evaluated_is_what_was_trained(trained: Run, plain: Run, strategy: str) -> None:
     want = plain.case("plain", "fit")
-    assert sharded.case(strategy, "fit")["tested"] == pytest.approx(want["tested"], rel=FP32)
-    parts = [torch.tensor(report[strategy]["fit"]["predicted"]) for report in sharded.reports]
+    assert trained.case(strategy, "fit")["tested"] == pytest.approx(want["tested"], rel=FP32)
+    parts = [torch.tensor(report[strategy]["fit"]["predicted"]) for report in trained.reports]
     # each rank has every second row
     assert relative(torch.stack(parts, 1).flatten(), want["predicted"]) < FP32
     assert (
         relative(
-            sharded.case(strategy, "evaluated_first")["found"],
+            trained.case(strategy, "evaluated_first")["found"],
             plain.case("plain", "evaluated_first")["found"],
         )
         < FP32
     )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", OFTEN)
 def test_a_model_of_transformers_is_read_as_the_stage_says(
-    sharded: Run, plain: Run, strategy: str
+    trained: Run, plain: Run, strategy: str
 ) -> None:
-    found, want = sharded.case(strategy, "pretrained"), plain.case("plain", "pretrained")
+    found, want = trained.case(strategy, "pretrained"), plain.case("plain", "pretrained")
     assert found["kinds"] == [
         {"zero_stage_3": "ReleasedParameter", "zero_stage_2": "Parameter"}[strategy]
     ]
     assert relative(found["losses"], want["losses"]) < FP32
-    same_weights(sharded.weights(strategy, "pretrained"), plain.weights("plain", "pretrained"))
+    same_weights(trained.weights(strategy, "pretrained"), plain.weights("plain", "pretrained"))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", OFTEN)
 def test_a_run_that_resumes_goes_on_as_if_nothing_had_been(
-    sharded: Run, plain: Run, strategy: str
+    trained: Run, plain: Run, strategy: str
 ) -> None:
-    found, want = sharded.case(strategy, "saved"), plain.case("plain", "fit")
+    found, want = trained.case(strategy, "saved"), plain.case("plain", "fit")
     half = len(want["losses"]) // 2
     assert relative(found["losses"], want["losses"][half:]) < FP32
     assert relative(found["norms"], want["norms"][len(want["norms"]) // 2 :]) < FP32
-    same_weights(sharded.weights(strategy, "saved"), plain.weights("plain", "fit"))
+    same_weights(trained.weights(strategy, "saved"), plain.weights("plain", "fit"))
     assert (found["global_step"], found["best"]) == (8, plain.case("plain", "saved")["best"])
     for way in ("tested", "tested_whole"):
         assert found[way] == pytest.approx(want["tested"], rel=FP32)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_checkpoint_has_lightnings_layout(sharded: Run, strategy: str) -> None:
-    folder = sharded.folder / f"{strategy}-checkpoints" / "last.ckpt"
+@pytest.mark.parametrize("strategy", OFTEN)
+def test_a_checkpoint_has_lightnings_layout(trained: Run, strategy: str) -> None:
+    folder = trained.folder / f"{strategy}-checkpoints" / "last.ckpt"
     assert (folder / "latest").read_text().strip() == "checkpoint"
     assert sorted(path.name for path in (folder / "checkpoint").glob("rank-*")) == [
         f"rank-0000{rank}-of-00002.safetensors" for rank in (0, 1)

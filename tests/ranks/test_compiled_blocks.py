@@ -218,6 +218,7 @@ def test_one_compilation_for_all_blocks_and_steps(stage: int, checkpointed: bool
     engine.destroy()
 
 
+@pytest.mark.long
 def test_kinds_of_blocks_have_a_graph_each() -> None:
     engine = start(model := ARCHITECTURES["t5"].build(), adamw(model), config_of(3, compile=BLOCKS))
     for number in range(2):

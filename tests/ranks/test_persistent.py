@@ -350,6 +350,7 @@ def values_after(rank: int) -> dict[int, dict[str, torch.Tensor]]:
     return found
 
 
+@pytest.mark.long
 def test_on_gloo():
     for found in run_processes(2, values_after):
         for name, value in found[NONE].items():
