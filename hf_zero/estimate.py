@@ -2,8 +2,8 @@
 the model.
 
 The model is cut as the engine cuts it, laid out as the engine lays it out (padding included), and
-priced by the stage table and, tier by tier, by :mod:`hf_zero.preflight`. Activations are not
-counted: they depend on the batch.
+priced by the stage table and, tier by tier, by :mod:`hf_zero.preflight`. Activations depend on the
+batch: they are counted for lengths of sequences that are given (:mod:`hf_zero.activation_memory`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.activation_memory import LengthEstimate, length_estimate
 from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
 from hf_zero.config.expert_parallel import AUTOEP_SIZE
 from hf_zero.config.tensor_parallel import TENSOR_SIZE
@@ -26,13 +27,16 @@ from hf_zero.errors import ConfigError
 from hf_zero.estimated import MemoryEstimate, Proposal, StageEstimate, Tiers, in_places
 from hf_zero.memory import Free
 from hf_zero.parallel.expert.model import cuts_of_experts
+from hf_zero.parallel.sequence.attention import KEY as SEQUENCE
 from hf_zero.parallel.tensor import cuts_of
 from hf_zero.parameters.wrap import find_units, persistent_names
 from hf_zero.preflight import ACTIVATIONS, Fit, FlatParameters, MemoryPlan, fit, groups_of, needs
+from hf_zero.preflight.fit import ActivationWay
 from hf_zero.preflight.moments import moments_of
 from hf_zero.preflight.needs import gradient_buffers, unit_bytes
 from hf_zero.preflight.traffic import Traffic, codings
 from hf_zero.preflight.traffic import traffic as ways
+from hf_zero.preflight.verdict import BESIDE_ACTIVATIONS
 from hf_zero.units.policy import POLICIES
 
 __all__ = [
@@ -70,9 +74,12 @@ def estimate(
     tensor_parallel: int | None = None,
     expert_parallel: int | None = None,
     pipeline_parallel: int = 1,
+    sequence_lengths: Sequence[int] = (),
+    sequence_parallel: int | None = None,
 ) -> MemoryEstimate:
     """Bytes of parameters, gradients and optimizer state per rank, for every stage or for one, and
-    where they lie. Of a pipeline, those of the stage that needs most.
+    where they lie; of a pipeline, those of the stage that needs most. And bytes of activations, for
+    sequences of given lengths.
 
     Args:
         model: a module (on any device, meta too), a transformers configuration or a dict of one, a
@@ -91,13 +98,18 @@ def estimate(
             of a mixture's experts together; None: as the config says.
         pipeline_parallel: stages into which ``hf_zero.pipeline_stages`` would cut the model; there
             are stages 0 and 1 then.
+        sequence_lengths: tokens of the sequences whose activations are counted, for a model of
+            language; it runs once for each way of having them, without memory.
+        sequence_parallel: ranks that share a sequence; None: as the config says.
 
     Raises:
-        ConfigError: a model, precision, optimizer, stage or number of ranks that cannot be.
+        ConfigError: a model, precision, optimizer, stage or number of ranks that cannot be; ranks,
+            heads or lengths that do not divide.
     """
-    plan, wanted = _plan(
-        ranks, precision, optimizer, config, offload_optimizer, offload_param, pipeline_parallel
+    wanted, settings = _settings(
+        ranks, precision, optimizer, config, pipeline_parallel, sequence_parallel
     )
+    plan = _plan(settings, wanted, offload_optimizer, offload_param, ranks, pipeline_parallel)
     plan = _split(plan, tensor_parallel, expert_parallel)
     stages = _stages(plan, stage, list(plan.stages))
     name, module, groups, units = _counted(model, plan)
@@ -121,6 +133,7 @@ def estimate(
         tensor=plan.tensor,
         expert=plan.expert,
         pipeline=plan.pipeline,
+        lengths=_lengths(model, sequence_lengths, settings, plan),
     )
 
 
@@ -141,7 +154,8 @@ def traffic(
     ``device``: where elements are put into few bits to see how long that takes; default: the
     accelerator of this machine, else its CPU.
     """
-    plan, _ = _plan(ranks, precision, "AdamW", config, None, None)
+    wanted, settings = _settings(ranks, precision, "AdamW", config)
+    plan = _plan(settings, wanted, None, None, ranks)
     plan = _split(plan, tensor_parallel, expert_parallel)
     _, _, groups, _ = _counted(model, plan)
     seconds = codings(device or torch.device(kinds.accelerator() or "cpu"))
@@ -158,19 +172,24 @@ def propose(
     stage: int | None = None,
     *,
     config: Any = None,
-    margin: float = ACTIVATIONS,
+    margin: float | None = None,
     tensor_parallel: int | None = None,
     expert_parallel: int | None = None,
     pipeline_parallel: int = 1,
+    sequence_length: int | None = None,
+    sequence_parallel: int | None = None,
 ) -> Proposal:
     """The fastest configuration whose state fits into ``free``, the bytes of one rank
-    (:func:`hf_zero.memory.measure`).
+    (:func:`hf_zero.memory.measure`), with the activations of sequences of ``sequence_length``.
 
-    ``margin`` is the share of the device that is left to activations, which are not known. Other
-    arguments as for :func:`estimate`; with ``config`` its stage and the larger ones are tried,
-    without stages 1 to 3, with ``stage`` that one.
+    ``margin`` is the share of the device that is left alone: None is 20 % for activations that are
+    not known, and 10 % where they are. Other arguments as for :func:`estimate`; with ``config``
+    its stage and the larger ones are tried, without stages 1 to 3, with ``stage`` that one.
     """
-    plan, wanted = _plan(ranks, precision, optimizer, config, None, None, pipeline_parallel)
+    wanted, settings = _settings(
+        ranks, precision, optimizer, config, pipeline_parallel, sequence_parallel
+    )
+    plan = _plan(settings, wanted, None, None, ranks, pipeline_parallel)
     plan = replace(_split(plan, tensor_parallel, expert_parallel), gpu=not free.host_device)
     begins = plan.stage if config is not None else 1
     stages = _stages(plan, stage, list(plan.stages[begins:]))
@@ -179,8 +198,12 @@ def propose(
         _of_stages(module, groups, plan),
         key=lambda part: _row(part, replace(plan, stage=stages[0])).state,
     )
-    found = fit(largest, plan, free, margin, stages)
-    return Proposal(name, _written(config, plan, wanted, found), found, free, _cut(plan))
+    known = _lengths(model, () if sequence_length is None else (sequence_length,), settings, plan)
+    ways = [way for row in known for way in row.ways]
+    if margin is None:
+        margin = BESIDE_ACTIVATIONS if known else ACTIVATIONS
+    found = fit(largest, plan, free, margin, stages, ways or (ActivationWay(),))
+    return Proposal(name, _written(config, settings, plan, wanted, found), found, free, _cut(plan))
 
 
 def _stages(plan: MemoryPlan, stage: int | None, otherwise: list[int]) -> list[int]:
@@ -204,15 +227,14 @@ def _cut(plan: MemoryPlan) -> str:
     return f"hf_zero.pipeline_stages({model}, {plan.pipeline})"
 
 
-def _plan(
+def _settings(
     ranks: int,
     precision: str,
     optimizer: str | OptimizerConfig,
     config: Any,
-    offload: Any,
-    param: Any,
     pipeline: int = 1,
-) -> tuple[MemoryPlan, OptimizerConfig]:
+    sequence: int | None = None,
+) -> tuple[OptimizerConfig, ZeroConfig]:
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ConfigError(
             f"ranks = {ranks!r} is not a number of ranks; pass an integer of at least 1"
@@ -220,13 +242,27 @@ def _plan(
     wanted = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig(optimizer, {})
     in_a_stage = ParallelDims.over(ranks, pipeline=pipeline).in_a_stage
     if config is not None:
-        settings = ZeroConfig.coerce(config, allow_auto=True).resolve(in_a_stage, training=False)
-        wanted = settings.optimizer or wanted
+        settings = ZeroConfig.coerce(config, allow_auto=True)
     else:
         if precision not in PRECISIONS:
             raise ConfigError(f"precision {precision!r} is unknown; choose one of fp32, bf16, fp16")
         exact = PRECISIONS[precision]
         settings = ZeroConfig(3, bf16=exact == "bf16", fp16=exact == "fp16")
+    if sequence is not None:
+        settings = settings.override({SEQUENCE: sequence}, "what was asked for")
+    if config is not None or sequence is not None:
+        settings = settings.resolve(in_a_stage, training=False)
+    return settings.optimizer or wanted, settings
+
+
+def _plan(
+    settings: ZeroConfig,
+    wanted: OptimizerConfig,
+    offload: Any,
+    param: Any,
+    ranks: int,
+    pipeline: int = 1,
+) -> MemoryPlan:
     # stage 3, at which every section of offload is allowed: the rows of smaller stages leave the
     # parameters where they are
     given = {
@@ -235,13 +271,28 @@ def _plan(
         if section is not None
     }
     sections = ZeroConfig(3, **given)
-    plan = MemoryPlan.of(settings, in_a_stage, moments=moments_of(wanted))
+    plan = MemoryPlan.of(settings, ranks // pipeline, moments=moments_of(wanted))
     return replace(
         plan,
         pipeline=pipeline,
         optimizer=sections.offload_optimizer if offload is not None else plan.optimizer,
         param=sections.offload_param if param is not None else plan.param,
-    ), wanted
+    )
+
+
+def _lengths(
+    model: Any, lengths: Sequence[int], settings: ZeroConfig, plan: MemoryPlan
+) -> tuple[LengthEstimate, ...]:
+    """Activations of sequences of each of ``lengths``."""
+    if not lengths:
+        return ()
+    if max(plan.tensor, plan.expert, plan.pipeline) > 1:
+        raise ConfigError(
+            "activations beside tensor, expert or pipeline parallelism are not known; leave the "
+            "lengths of sequences out, or estimate without it, which is the most it can be"
+        )
+    module, ranks = _open(model)[1], settings.sequence_parallel_size
+    return tuple(length_estimate(module, each, ranks, settings, plan.gpu) for each in lengths)
 
 
 def _split(plan: MemoryPlan, tensor: int | None, expert: int | None) -> MemoryPlan:
@@ -343,7 +394,7 @@ def _name(dtype: str) -> str:
 
 
 def _written(
-    config: Any, plan: MemoryPlan, wanted: OptimizerConfig, found: Fit
+    config: Any, settings: ZeroConfig, plan: MemoryPlan, wanted: OptimizerConfig, found: Fit
 ) -> dict[str, Any] | None:
     """The configuration that was asked about, or one of the arguments, with what fits."""
     if found.chosen is None:
@@ -356,6 +407,8 @@ def _written(
             written[plan.precision] = {"enabled": True}
     if plan.tensor > 1 and plan.pipeline == 1:  # else its layers are cut before its stages
         written["tensor_parallel"] = {"autotp_size": plan.tensor}
+    if settings.sequence_parallel_size > 1:
+        written[SEQUENCE] = settings.sequence_parallel_size
     if plan.expert > 1:
         written["expert_parallel"] = {"enabled": True, "autoep_size": plan.expert}
     kept = {
@@ -363,7 +416,6 @@ def _written(
         for key, value in written.get("zero_optimization", {}).items()
         if key not in ("offload_optimizer", "offload_param")
     }
-    return {
-        **written,
-        "zero_optimization": {**kept, **found.chosen.to_config()["zero_optimization"]},
-    }
+    chosen = found.chosen.to_config()
+    zero = {**kept, **chosen["zero_optimization"]}
+    return {**written, **chosen, "zero_optimization": zero}

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_zero.activation_memory import LengthEstimate
 from hf_zero.config import OffloadOptimizer, OffloadParam
 from hf_zero.errors import ConfigError
 from hf_zero.memory import Free
@@ -78,6 +79,7 @@ class MemoryEstimate:
     tensor: int = 1
     expert: int = 1
     pipeline: int = 1
+    lengths: tuple[LengthEstimate, ...] = ()
 
     def at(self, stage: int) -> StageEstimate:
         for row in self.stages:
@@ -94,7 +96,9 @@ class MemoryEstimate:
         offload = {
             name: dataclasses.asdict(plain[name]) for name in ("offload_optimizer", "offload_param")
         }
-        return {**plain, **offload, "stages": [row.to_dict() for row in self.stages]}
+        stages = [row.to_dict() for row in self.stages]
+        lengths = [dataclasses.asdict(row) for row in self.lengths]
+        return {**plain, **offload, "stages": stages, "lengths": lengths}
 
 
 @dataclass(frozen=True)

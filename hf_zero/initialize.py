@@ -153,9 +153,6 @@ def initialize_as(
     if isinstance(model, StagedModule):
         with raise_on_all_ranks("take its stages of the pipeline"):
             check_uncut(settings, model)
-    settings, sequence = configured.sequence_of(settings, mpu)
-    if mpu is not None and sequence is None and not isinstance(model, StagedModule):
-        check_mpu(mpu, process_group.get_world_size())
     if lr_scheduler is not None and settings.scheduler is not None:
         raise ConfigError(
             f"both lr_scheduler ({type(lr_scheduler).__name__}) and config scheduler "
@@ -165,6 +162,11 @@ def initialize_as(
         give_values(model)
     settings = as_configured(model, settings)
     spread_experts(model, settings)
+    # after what moves the ranks that share a sequence
+    settings, sequence = configured.sequence_of(settings, mpu)
+    if mpu is not None and sequence is None and not isinstance(model, StagedModule):
+        check_mpu(mpu, process_group.get_world_size())
+    configured.check_model(model, sequence)
     choose = settings.kernels == "auto"
     if choose:
         settings = settings.on_device(kind_for_auto(process_group.default_device()))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from hf_zero.cli.lengths import lengths_table
 from hf_zero.cli.links import link_json, link_rows, link_table
 from hf_zero.cli.printing import AsJson, in_units, print_json, print_table
 from hf_zero.errors import ConfigError
@@ -102,6 +103,18 @@ PipelineParallel = Annotated[
     typer.Option("--pp", min=1, help="Stages of a pipeline. The one that needs most is shown."),
 ]
 
+Lengths = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--seq",
+        min=1,
+        help="Tokens of a sequence whose activations are counted. Repeatable; with --fit one.",
+    ),
+]
+SequenceParallel = Annotated[
+    int | None, typer.Option("--sp", min=1, help="For --seq: ranks that share a sequence.")
+]
+
 
 def estimate(
     model: Model,
@@ -122,10 +135,13 @@ def estimate(
     tp: TensorParallel = None,
     ep: ExpertParallel = None,
     pp: PipelineParallel = 1,
+    seq: Lengths = None,
+    sp: SequenceParallel = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bytes of training state per rank at each ZeRO stage, without loading the model; with --fit, a
-    configuration that fits; with --link, whether fewer bits pay.
+    """Bytes of training state per rank at each ZeRO stage, without loading the model; with --seq,
+    those of activations; with --fit, a configuration that fits; with --link, whether fewer bits
+    pay.
 
     Example: hf-zero estimate meta-llama/Llama-3.1-8B --ranks 1 --fit --device-memory 80GB
     """
@@ -145,11 +161,20 @@ def estimate(
     }
     asked: Any = {"config": config, "tensor_parallel": tp, "expert_parallel": ep}
     stages: Any = {"pipeline_parallel": pp}
+    if not seq:
+        _refuse({"--sp": sp}, "it is about sequences; add --seq")
     if fit:
         _refuse({"--link": link}, "it goes with the estimate; leave --fit out")
         _refuse(placed, "--fit chooses it; leave it out, or put it into --config")
         free = _free(device_memory, ram, disk or [], ranks, ranks_per_host)
-        found = propose(model, ranks, free, precision, optimizer, stage, **asked, **stages)
+        if seq and len(seq) > 1:
+            raise ConfigError(
+                f"--seq {seq}: --fit is for sequences of one length; name the longest"
+            )
+        sequences: Any = {"sequence_length": seq[0] if seq else None, "sequence_parallel": sp}
+        found = propose(
+            model, ranks, free, precision, optimizer, stage, **asked, **stages, **sequences
+        )
         _print_proposal(found, as_json)
         return
     _refuse(described, "it describes a machine for --fit; add --fit")
@@ -159,7 +184,10 @@ def estimate(
         "offload_optimizer": _section(offload_optimizer, moments),
         "offload_param": _section(offload_param, None),
     }
-    result = compute(model, ranks, precision, optimizer, stage, **asked, **sections, **stages)
+    sequences = {"sequence_lengths": seq or (), "sequence_parallel": sp}
+    result = compute(
+        model, ranks, precision, optimizer, stage, **asked, **sections, **stages, **sequences
+    )
     rates = link_rows(model, ranks, precision, stage, link, **asked) if link else {}
     if as_json:
         print_json(result.to_dict() | ({"link": link_json(rates)} if link else {}))
@@ -167,6 +195,9 @@ def estimate(
     print_table(_table(result))
     if result.offload_optimizer.on or result.offload_param.on:
         print_table(_tiers(result))
+    if result.lengths:
+        first = result.lengths[0]
+        print_table(lengths_table(result.lengths, first.length // first.tokens))
     if link:
         print_table(link_table(rates, ranks, link))
 
@@ -299,6 +330,13 @@ def _print_proposal(found: Proposal, as_json: bool) -> None:
         raise typer.Exit(NOTHING_FITS)
 
 
+def _margin(found: Proposal) -> str:
+    left = f"{found.fit.margin:.0%} of the device is left"
+    if any(trial.activations.most for trial in found.fit.trials):
+        return f"Activations are counted; {left} to what is not."
+    return f"Activations are not known: {left} to them."
+
+
 def _tried(found: Proposal) -> Table:
     free = found.free
     device = "in RAM" if free.host_device else in_units(free.device)
@@ -306,8 +344,7 @@ def _tried(found: Proposal) -> Table:
     table = Table(
         title=f"{found.model}: what fits one rank, from the fastest; free: device {device}, RAM "
         f"{in_units(free.ram)}{disks}",
-        caption=f"Activations are not known: {found.fit.margin:.0%} of the device is left to them. "
-        "A larger batch may need more.",
+        caption=f"{_margin(found)} A larger batch may need more.",
     )
     for name in ("configuration", "device", "RAM", "disk", "fits"):
         table.add_column(name, justify="left" if name in ("configuration", "fits") else "right")

@@ -142,7 +142,7 @@ def _prepared(
             raise KernelError(
                 f"{name} is on {tensor.device} and hidden on {device}: move them to one device"
             )
-    if torch.is_autocast_enabled(device.type):
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)

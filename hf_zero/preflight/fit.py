@@ -8,20 +8,32 @@ on the CPU; then files. Within a place the smaller stage comes first, for it sen
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_zero.config import OffloadOptimizer, OffloadParam
 from hf_zero.config.offload import Moments
 from hf_zero.memory import Free
-from hf_zero.preflight.needs import Needs, needs
+from hf_zero.preflight.needs import NamedBytes, Needs, needs
 from hf_zero.preflight.plan import FlatParameters, MemoryPlan
 from hf_zero.preflight.verdict import ACTIVATIONS, MemoryVerdict, judge
 from hf_zero.sizes import in_units
 
 MOMENTS: tuple[Moments, ...] = ("fp32", "bf16", "int8")
 STEP = 0.05  # ratios that are proposed are multiples of it
+
+
+@dataclass(frozen=True)
+class ActivationWay:
+    """``most`` bytes that the activations of a micro-batch take at once, ``kept`` of them when its
+    forward is over, with what ``name`` adds to a configuration, as ``keys``; by default not known.
+    """
+
+    name: str = ""
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    kept: int = 0
+    most: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,7 @@ class Trial:
     plan: MemoryPlan
     needs: Needs
     verdict: MemoryVerdict
+    activations: ActivationWay = ActivationWay()
 
     @property
     def why(self) -> str:
@@ -42,7 +55,9 @@ class Trial:
         )
 
     def to_config(self) -> dict[str, Any]:
-        """What to write, in DeepSpeed's dialect: the stage and the sections of offload."""
+        """What to write, in DeepSpeed's dialect: the stage, the sections of offload, and what makes
+        activations smaller.
+        """
         zero: dict[str, Any] = {"stage": self.plan.stage}
         for name, section, default in (
             ("offload_optimizer", self.plan.optimizer, OffloadOptimizer()),
@@ -62,7 +77,7 @@ class Trial:
             if "cores" in own:
                 own["cpuadam_cores_perc"] = own.pop("cores")
             zero[name] = own
-        return {"zero_optimization": zero}
+        return {"zero_optimization": zero, **self.activations.keys}
 
 
 @dataclass(frozen=True)
@@ -86,23 +101,33 @@ def fit(
     free: Free,
     margin: float = ACTIVATIONS,
     stages: Sequence[int] | None = None,
+    activations: Sequence[ActivationWay] = (ActivationWay(),),
 ) -> Fit:
     """The fastest configuration like ``plan`` that fits into ``free`` with ``margin`` of the device
-    left to activations.
+    left to activations that are not known.
 
-    Only stage, place and moments change. ``stages``: those to try; None: that of ``plan`` and the
-    larger ones. Files are tried in the folders that ``free`` knows of.
+    Only stage, place and moments change, and ``activations``: ways of having them, from the
+    fastest. ``stages``: those to try; None: that of ``plan`` and the larger ones. Files are tried
+    in the folders that ``free`` knows of.
     """
     trials: list[Trial] = []
     for name, candidate in _candidates(plan, free, sorted(stages or plan.stages[plan.stage :])):
-        for ratio, tried in _ratios(groups, candidate, free, margin):
-            trial = Trial(
-                name + ratio, tried, own := needs(groups, tried), judge(own, free, margin)
-            )
-            trials.append(trial)
-            if trial.verdict.fits:
-                return Fit(tuple(trials), margin)
+        for way in activations:
+            left = free.with_room(device=-way.most)
+            for ratio, tried in _ratios(groups, candidate, left, margin):
+                own = _with_activations(needs(groups, tried), way)
+                what = ", ".join(filter(None, (name + ratio, way.name)))
+                trial = Trial(what, tried, own, judge(own, free, margin), way)
+                trials.append(trial)
+                if trial.verdict.fits:
+                    return Fit(tuple(trials), margin)
     return Fit(tuple(trials), margin)
+
+
+def _with_activations(own: Needs, way: ActivationWay) -> Needs:
+    if not way.most:
+        return own
+    return replace(own, device=(*own.device, NamedBytes("activations", way.most)))
 
 
 def _candidates(

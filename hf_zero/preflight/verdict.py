@@ -15,6 +15,8 @@ from hf_zero.sizes import in_units
 RAM_SHARE = 0.96
 # of the device, left to what a model computes with; how much that is depends on the batch
 ACTIVATIONS = 0.2
+# of the device, left alone where activations are counted: fragments, buffers of communicators
+BESIDE_ACTIVATIONS = 0.1
 
 
 @dataclass(frozen=True)

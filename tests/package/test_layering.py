@@ -50,6 +50,7 @@ LAYERS = {
     "hf_zero.initialize": 3,
     "hf_zero._autoload": 4,
     "hf_zero.integrations": 4,
+    "hf_zero.activation_memory": 5,
     "hf_zero.estimate": 5,
     "hf_zero.estimated": 5,
     "hf_zero.cli": 5,

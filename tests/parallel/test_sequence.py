@@ -15,14 +15,16 @@ from tests.helpers.sequences import (
     Ranks,
     SequenceJob,
     gpt2,
+    half_labelled,
     llama,
     packed,
+    padded,
     qwen3,
     train_on_threads,
 )
 from tests.helpers.training import Plan, Trace
 
-SP2, SP4, BOTH = Ranks(2), Ranks(4), Ranks(2, 2)
+SP2, SP4, BOTH, TENSOR = Ranks(2), Ranks(4), Ranks(2, 2), Ranks(2, 1, 2)
 JOBS = {
     "llama": SequenceJob(llama),
     "one head of keys": SequenceJob(partial(llama, kv_heads=1)),
@@ -30,6 +32,9 @@ JOBS = {
     "learned positions": SequenceJob(gpt2),
     "packed": SequenceJob(partial(llama, use_cache=False), packed),
     "packed, one head of keys": SequenceJob(partial(llama, kv_heads=1, use_cache=False), packed),
+    "padding": SequenceJob(llama, padded),
+    "padding, learned positions": SequenceJob(gpt2, padded),
+    "a rank without labels": SequenceJob(llama, half_labelled),
 }
 
 
@@ -49,10 +54,18 @@ def check(name: str, ranks: Ranks, stage: int, accumulation: int, **more: Any) -
     return stats
 
 
-FAST = [(SP2, 0, 2), (SP4, 1, 1), (BOTH, 2, 2), (BOTH, 3, 1), (SP2, 3, 2)]
+FAST = [
+    (SP2, 0, 2),
+    (SP4, 1, 1),
+    (BOTH, 2, 2),
+    (BOTH, 3, 1),
+    (SP2, 3, 2),
+    (TENSOR, 1, 2),
+    (TENSOR, 3, 1),
+]
 ALL = [
     (ranks, stage, accumulation)
-    for ranks in (SP2, SP4, BOTH)
+    for ranks in (SP2, SP4, BOTH, TENSOR)
     for stage in STAGES
     for accumulation in (1, 2)
 ]
@@ -101,7 +114,7 @@ def test_a_fault_is_seen(fault: str) -> None:
 
 def test_bytes_along_the_sequence() -> None:
     """Of a step, in each layer: queries, keys and values there, the output back, and as much in
-    the backward; positions and losses beside them.
+    the backward; positions, their sizes and losses beside them.
     """
     ranks, rows, layers, heads, shared, width, tokens = SP2, 2, 2, 4, 2, 8, 16 // 2
     stats = check("llama", ranks, 3, 1)
@@ -109,6 +122,6 @@ def test_bytes_along_the_sequence() -> None:
     for found in stats:
         assert found.counts["all_to_all"] == 2 * layers * 2 * 2  # steps, passes, there and back
         assert found.bytes["all_to_all"] == 2 * layers * 2 * each
-        position_ids, losses = 2 * rows * tokens * 8, 2 * 2 * 8
-        assert found.bytes["all_gather"] == 2 * (position_ids + losses)
+        position_ids, losses, compared = 2 * rows * tokens * 8, 2 * 2 * 8, 2 * 3 * 8
+        assert found.bytes["all_gather"] == 2 * (position_ids + losses + compared)
         assert set(found.counts) == {"all_to_all", "all_gather"}

@@ -19,12 +19,15 @@ from tests.helpers.sequences import (
     Ranks,
     SequenceJob,
     gpt2,
+    half_labelled,
     llama,
+    mixtral,
     packed,
     qwen3,
     train_on_threads,
 )
 from tests.helpers.training import Plan
+from tests.parallel.expert_cases import OnSpreadExperts, keys
 
 SP2 = Ranks(2)
 
@@ -117,6 +120,22 @@ def test_sparse_attention(differ: bool) -> None:
         SequenceJob(make, long_rows), plan, SP2, 1, sparse_attention=section
     )
     oracle.compare(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_experts_of_ranks_that_share_sequences(stage: int) -> None:
+    """Two groups of two, whose four ranks have the experts among them by twos."""
+    job, ranks = SequenceJob(mixtral), Ranks(2, 2)
+    plan = Plan(ranks=2, steps=2)
+    found, _ = train_on_threads(job, plan, ranks, stage, OnSpreadExperts, **keys(2))
+    oracle.compare(found, oracle.run(job, plan))
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_a_rank_without_labels_and_without_logits(stage: int) -> None:
+    job, plan = SequenceJob(llama, half_labelled), Plan(ranks=1, steps=2, accumulation=2)
+    found, _ = train_on_threads(job, plan, SP2, stage, kernels=["loss"])
+    oracle.compare(found, oracle.run(job, plan))
 
 
 def long_rows(at: Any) -> dict[str, torch.Tensor]:

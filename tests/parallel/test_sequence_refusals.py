@@ -93,6 +93,7 @@ def test_models_that_cannot_be_split(kind: str) -> None:
 
 BATCH = plain(At(0, 0, 0))
 ONES = torch.ones(ROWS, TOKENS, dtype=torch.int64)
+PADDED = torch.where(torch.arange(TOKENS) < 10, ONES, 0)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,7 @@ ONES = torch.ones(ROWS, TOKENS, dtype=torch.int64)
         ({"x": ONES}, 2, "cannot tell how long .* name their tokens input_ids"),
         (BATCH, 3, "16 tokens do not divide .* pad_to_multiple_of=3"),
         (BATCH | {"attention_mask": ONES.tril() * 0 + ONES.triu()}, 2, "padding on the left"),
+        (BATCH | {"attention_mask": PADDED}, 2, r"labels\[attention_mask == 0\] = -100"),
         (BATCH | {"attention_mask": ONES[:, None, None]}, 2, r"attention_mask of shape \[2, 1"),
         (BATCH | {"position_ids": ONES.expand(3, ROWS, TOKENS)}, 2, r"position_ids of shape \[3"),
     ],
@@ -114,12 +116,14 @@ def test_batches_that_cannot_be_cut(batch: Any, parts: int, match: str) -> None:
 def test_a_batch_is_cut_after_its_labels_are_shifted() -> None:
     mask = ONES.clone()
     mask[:, 10:] = 0
-    parts = [cut(BATCH | {"attention_mask": mask, "count": 3}, part, 2) for part in (0, 1)]
+    labels = BATCH["labels"].masked_fill(mask == 0, -100)
+    batch = BATCH | {"attention_mask": mask, "labels": labels, "count": 3}
+    parts = [cut(batch, part, 2) for part in (0, 1)]
     whole = {
         name: torch.cat([part[name] for part in parts], 1) for name in parts[0] if name != "count"
     }
     assert torch.equal(whole["input_ids"], BATCH["input_ids"])
-    assert torch.equal(whole["shift_labels"][:, :-1], BATCH["labels"][:, 1:])
+    assert torch.equal(whole["shift_labels"][:, :-1], labels[:, 1:])
     assert bool((whole["shift_labels"][:, -1] == -100).all())
     assert torch.equal(whole["position_ids"], torch.arange(TOKENS).expand(ROWS, -1))
     assert "attention_mask" not in whole and parts[1]["count"] == 3
@@ -245,6 +249,24 @@ def contradicting(rank: int, models: list[nn.Module]) -> None:
 def test_a_size_that_contradicts_the_mpu() -> None:
     models = [seeded(llama) for _ in range(2)]
     refused("sequence_parallel_size = 4 .* contradicts the mpu of 2", 2, contradicting, models)
+
+
+def both(rank: int, models: list[nn.Module], sequence: int) -> None:
+    tensor = {"autotp_size": 2}
+    config = config_of(1, sequence_parallel_size=sequence, tensor_parallel=tensor)
+    start(models[rank], None, config)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "heads", "match"),
+    [
+        (4, 4, r"sequence_parallel_size = 4 does not divide 2 ranks \(4 / 2 that split the model"),
+        (2, 2, r"sequence_parallel_size = 2 does not divide 1 attention heads of each of 2 tensor"),
+    ],
+)
+def test_sizes_that_cannot_be_beside_shared_layers(sequence: int, heads: int, match: str) -> None:
+    models = [seeded(partial(llama, num_attention_heads=heads)) for _ in range(4)]
+    refused(match, 4, both, models, sequence)
 
 
 def test_batch_sizes_count_groups() -> None:

@@ -5,8 +5,6 @@ split a model there by itself.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,10 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.nn import functional as F
 
 import hf_zero
 from hf_zero.errors import RankMismatchError
+from tests.helpers.dropout import dropout_by
 from tests.helpers.models import seeded
 from tests.helpers.oracle import compare_tensors
 from tests.helpers.processes import run_processes
@@ -31,23 +29,6 @@ from tests.helpers.tensor_parallel import (
 )
 
 Gradients = dict[str, torch.Tensor]
-
-
-@contextmanager
-def dropout_by(draw: Callable[[torch.Tensor, float], torch.Tensor]) -> Iterator[None]:
-    """Dropout by the masks that ``draw`` gives for a tensor and a probability."""
-    original = F.dropout
-
-    def dropout(
-        x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> Any:
-        return x * draw(x, p) / (1 - p) if training and p else x
-
-    F.dropout = dropout
-    try:
-        yield
-    finally:
-        F.dropout = original
 
 
 def _model() -> Any:
@@ -70,8 +51,8 @@ def dropped(rank: int) -> Any:
 def _dropped(checkpointed: bool) -> Any:
     masks: list[torch.Tensor] = []
 
-    def draw(x: torch.Tensor, p: float) -> torch.Tensor:
-        masks.append((torch.rand(x.shape) >= p).float())
+    def draw(shape: tuple[int, ...], p: float) -> torch.Tensor:
+        masks.append((torch.rand(shape) >= p).float())
         return masks[-1]
 
     model = hf_zero.tensor_parallel(_model(), 2)
@@ -139,7 +120,7 @@ def test_dropout_differs_where_activations_are_parts(ranks: Any, checkpointed: b
             masks.append(one)
     assert torch.equal(first[4], second[4])  # and the generators go on alike
     model = _model()
-    with dropout_by(lambda x, p: masks.pop(0)):
+    with dropout_by(lambda shape, p: masks.pop(0)):
         loss, gradients = _run(model)
     assert first[0] == second[0] == pytest.approx(loss, rel=1e-5)
     got = put_together([first[1], second[1]], [first[2], second[2]], exact=False)

@@ -43,10 +43,14 @@ _ROPES = ("dynamic", "longrope")  # whose angles depend on the length of what a 
 _under_way = threading.local()  # .documents: of the forward of this thread
 
 
-def install(model: nn.Module, sequence: SequenceParallel) -> Replacement:
-    """Let the attention of ``model`` exchange tokens for heads along ``sequence``; undone by what
-    is returned. Raises ConfigError for a model whose attention cannot be split so.
+def check(model: nn.Module, ranks: int, tensor: int = 1) -> None:
+    """Raise ConfigError for a model whose attention cannot be split among ``ranks`` that share a
+    sequence, beside ``tensor`` that share its heads.
     """
+    _check(_inside(model)[0], ranks, tensor)
+
+
+def _inside(model: nn.Module) -> list[Any]:
     from transformers import PreTrainedModel
 
     inside = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
@@ -55,10 +59,17 @@ def install(model: nn.Module, sequence: SequenceParallel) -> Replacement:
             f"{KEY} needs a model of transformers, whose attention can be exchanged, not "
             f"{type(model).__name__}; set {KEY} to 1"
         )
+    return inside
+
+
+def install(model: nn.Module, sequence: SequenceParallel) -> Replacement:
+    """Let the attention of ``model``, which :func:`check` has seen, exchange tokens for heads along
+    ``sequence``; undone by what is returned.
+    """
+    inside = _inside(model)
     owner = inside[0]
     before = {id(each.config): (each.config, each.config._attn_implementation) for each in inside}
     core = _core(owner, sequence)
-    _check(owner, sequence.size)
     if owner.config._attn_implementation != core:
         owner.set_attn_implementation(core)
     _register(core)
@@ -100,7 +111,7 @@ def _core(model: Any, sequence: SequenceParallel) -> str:
     return str(core)
 
 
-def _check(model: Any, ranks: int) -> None:
+def _check(model: Any, ranks: int, tensor: int) -> None:
     name, config = type(model).__name__, model.config.get_text_config()
 
     def refuse(what: str, remedy: str) -> None:
@@ -143,7 +154,8 @@ def _check(model: Any, ranks: int) -> None:
         refuse(f"{both} attends in both directions, which needs the masks that are dropped", alone)
     heads = getattr(config, "num_attention_heads", None)
     if heads is not None:
-        check_heads(heads, getattr(config, "num_key_value_heads", None) or heads, ranks)
+        shared = getattr(config, "num_key_value_heads", None) or heads
+        check_heads(heads // tensor, max(1, shared // tensor), ranks, tensor)
 
 
 class _Forward:
@@ -179,6 +191,7 @@ class _Forward:
                 "sequence, as hf_zero.sequence_parallel().shard(batch) makes them, and call "
                 "model.eval() for whole sequences"
             )
+        sequence.agreement.compare(sequence.dim, positions, _named(args, kwargs))
         parts = all_gather(sequence.dim, "position_ids", positions)
         whole = parts.transpose(0, 1).flatten(1)
         if sequence.length not in (None, whole.shape[1]):
@@ -199,6 +212,11 @@ class _Forward:
                 f"{type(module).__name__} has attended without {self._name}: each rank saw its own "
                 f"tokens alone; set {KEY} to 1 for this model"
             )
+
+
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of a forward; models of transformers take their tokens first."""
+    return {"input_ids": args[0], **kwargs} if args else kwargs
 
 
 def _register(core: str) -> None:

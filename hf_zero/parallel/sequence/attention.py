@@ -60,22 +60,24 @@ def spread_heads(
     if repeats > 1:
         key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
     dtype = value.dtype
-    if torch.is_autocast_enabled(query.device.type):
+    kind = query.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         # what attention would cast them to, before they travel
-        dtype = torch.get_autocast_dtype(query.device.type)
+        dtype = torch.get_autocast_dtype(kind)
     sent = (each.to(dtype) for each in (query, key, value))
     return scatter_heads(dim, "queries, keys and values", *sent)
 
 
-def check_heads(heads: int, shared: int, ranks: int) -> None:
+def check_heads(heads: int, shared: int, ranks: int, tensor: int = 1) -> None:
     """Raise ConfigError unless each of ``ranks`` can have as many of ``heads``, with the heads of
-    keys and values that they read, ``shared`` in all.
+    keys and values that they read, ``shared`` in all. ``tensor`` ranks have such heads each.
     """
     if heads % ranks:
+        of = f" of each of {tensor} tensor-parallel ranks" if tensor > 1 else ""
         raise ConfigError(
-            f"{KEY} = {ranks} does not divide {heads} attention heads (with {shared} of keys and "
-            f"values), of which each rank computes as many; choose a divisor of {heads}, such as "
-            f"{math.gcd(heads, ranks)}"
+            f"{KEY} = {ranks} does not divide {heads} attention heads{of} (with {shared} of keys "
+            f"and values), of which each rank computes as many; choose a divisor of {heads}, such "
+            f"as {math.gcd(heads, ranks)}"
         )
 
 

@@ -39,8 +39,9 @@ def cut(batch: Any, part: int, parts: int) -> dict[str, Any]:
     ``labels`` are shifted by one before, so that each token has the next one for its label, across
     the cut; they come back as ``labels`` and as ``shift_labels``. ``position_ids`` are made where
     there are none, and are those of the whole sequence. An ``attention_mask`` is dropped: causal
-    attention does not reach padding on the right, whose labels are ignored. Other values than
-    tensors of as many tokens stay as they are. Raises ConfigError for a batch that cannot be cut.
+    attention does not reach padding on the right, whose labels must be ignored ones. Other values
+    than tensors of as many tokens stay as they are. Raises ConfigError for a batch that cannot be
+    cut.
     """
     if not isinstance(batch, Mapping):
         raise ConfigError(
@@ -63,7 +64,8 @@ def cut(batch: Any, part: int, parts: int) -> dict[str, Any]:
             f"sequences of {length} tokens do not divide among {KEY} = {parts} ranks; pad them "
             f"to a multiple of {parts}, as with pad_to_multiple_of={parts} of the data collator"
         )
-    _check_mask(batch.get("attention_mask"))
+    mask = batch.get("attention_mask")
+    _check_mask(mask)
     for name in _DROPPED:
         batch.pop(name, None)
     positions = batch.get("position_ids")
@@ -79,6 +81,12 @@ def cut(batch: Any, part: int, parts: int) -> dict[str, Any]:
         batch["shift_labels"] = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
     if batch.get("shift_labels") is not None:
         batch["labels"] = batch["shift_labels"]
+        if mask is not None and bool(((mask == 0) & (batch["labels"] != IGNORED)).any()):
+            raise ConfigError(
+                "a batch has labels for the tokens that follow masked ones, which under "
+                f"{KEY} would attend to each other, as masks are dropped; set them to {IGNORED} "
+                f"(labels[attention_mask == 0] = {IGNORED}), as data collators do"
+            )
     return {
         name: value.chunk(parts, dim=1)[part].contiguous()
         if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == length
@@ -97,9 +105,9 @@ def _check_mask(mask: Any) -> None:
         )
     if bool((mask[:, 1:] > mask[:, :-1]).any()):
         raise ConfigError(
-            f"the attention_mask of a batch has padding on the left, and under {KEY} masks are "
-            "dropped: pad on the right (tokenizer.padding_side = 'right'), where causal attention "
-            "does not read it"
+            f"the attention_mask of a batch has padding on the left, or between tokens, and under "
+            f"{KEY} masks are dropped: pad on the right (tokenizer.padding_side = 'right'), where "
+            "causal attention does not read it"
         )
 
 

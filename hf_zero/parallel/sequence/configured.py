@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from torch import nn
+
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed import process_group
 from hf_zero.distributed.parallel_groups import get_parallel
@@ -14,6 +16,7 @@ from hf_zero.parallel.sequence.attention import KEY
 from hf_zero.parallel.sequence.sequence_parallel import (
     OnModel,
     SequenceParallel,
+    attention_of_models,
     sequence_parallel,
 )
 
@@ -55,12 +58,19 @@ def sequence_of(config: ZeroConfig, mpu: Any) -> tuple[ZeroConfig, SequenceParal
 def _refuse_former_groups(mpu: SequenceParallel) -> None:
     """Other parallelism that came after ``mpu`` has moved the ranks of its groups."""
     groups = get_parallel()
-    if groups is not None and groups.along("sequence") is not mpu.dim:
+    if groups is not None and groups.along("sequence").ranks != mpu.dim.ranks:
         raise ConfigError(
-            "hf_zero.sequence_parallel was called before this job became tensor, expert or "
+            "hf_zero.sequence_parallel was called before this job became tensor or "
             "pipeline parallel, which has moved the ranks that share a sequence; call it "
             "afterwards, as after hf_zero.tensor_parallel(model, size)"
         )
+
+
+def check_model(model: nn.Module, sequence: SequenceParallel | None) -> None:
+    """Raise ConfigError for a model whose attention cannot be split so, before anything is made."""
+    groups = get_parallel()
+    if sequence is not None:
+        attention_of_models().check(model, sequence.size, groups.dims.tensor if groups else 1)
 
 
 def on_model(sequence: SequenceParallel | None) -> dict[str, OnModel]:

@@ -17,6 +17,7 @@ from hf_zero.distributed.init import init_distributed
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
 from hf_zero.errors import ConfigError
+from hf_zero.parallel.sequence.agreement import SameBatches
 from hf_zero.parallel.sequence.attention import KEY
 from hf_zero.parallel.sequence.batches import IGNORED, SequenceBatches, cut
 from hf_zero.parallel.sequence.exchange import all_gather
@@ -62,16 +63,20 @@ def sequence_parallel(
             )
         size = held.dims.sequence
     ranks = process_group.get_world_size()
-    if size < 1 or ranks % size:
+    others = {} if held is None else {axis: held.dims.size(axis) for axis in _OTHERS}
+    # those that share a layer or a sample do not share its sequence
+    split = others.get("tensor", 1) * others.get("pipeline", 1)
+    readers = ranks // split
+    if size < 1 or readers % size:
+        of = f" ({ranks} / {split} that split the model)" if split > 1 else ""
         raise ConfigError(
-            f"{KEY} = {size} does not divide {ranks} ranks; choose a divisor of {ranks}"
+            f"{KEY} = {size} does not divide {readers} ranks{of}; choose a divisor of {readers}"
         )
     if held is not None and held.dims.sequence not in (1, size):
         raise ConfigError(
             f"{KEY} = {size} was asked for in a job whose ranks are sequence parallel in groups of "
             f"{held.dims.sequence}; one job has one size"
         )
-    others = {} if held is None else {axis: held.dims.size(axis) for axis in _OTHERS}
     dims = ParallelDims.over(ranks, sequence=size, **others)
     return SequenceParallel(init_parallel(dims), attention, in_evaluation)
 
@@ -86,6 +91,7 @@ class SequenceParallel:
         self.size, self.rank = self.dim.size, self.dim.rank
         self.attention, self.in_evaluation = attention, in_evaluation
         self.length: int | None = None  # of all sequences, where it is known
+        self.agreement = SameBatches.along(self.dim)
         self.number = next(_numbers)
         _by_number[self.number] = self
 
@@ -96,9 +102,12 @@ class SequenceParallel:
 
     def shard(self, batch: Any) -> dict[str, Any]:
         """This rank's part of ``batch``, which all ranks of the group have alike: a mapping of
-        tensors [rows, tokens, ...]; :func:`hf_zero.parallel.sequence.batches.cut` says how.
+        tensors [rows, tokens, ...]; :func:`hf_zero.parallel.sequence.batches.cut` says how. Sends
+        nothing; a forward over parts of batches that differ raises RankMismatchError.
         """
-        return cut(batch, self.rank, self.size)
+        part = cut(batch, self.rank, self.size)
+        self.agreement.remember(batch, part)
+        return part
 
     def batches(self, loader: Any) -> SequenceBatches:
         """This rank's parts of the batches of ``loader``, and of those of the other ranks of the
@@ -136,6 +145,13 @@ class SequenceParallel:
         return self.rank
 
 
+def attention_of_models() -> Any:
+    """What replaces the attention of models: code of Hugging Face, which this layer does not
+    know.
+    """
+    return importlib.import_module("hf_zero.integrations.fused.sequence_attention")
+
+
 class OnModel(Stateless):
     """Sequence parallelism on the model of one engine, among its techniques."""
 
@@ -144,9 +160,7 @@ class OnModel(Stateless):
         self._installed: Any = None
 
     def install(self, engine: Any) -> None:
-        # What is replaced is the code of Hugging Face, which this layer does not know.
-        fused = importlib.import_module("hf_zero.integrations.fused.sequence_attention")
-        self._installed = fused.install(engine.module, self.sequence)
+        self._installed = attention_of_models().install(engine.module, self.sequence)
 
     def remove(self) -> None:
         if self._installed is not None:

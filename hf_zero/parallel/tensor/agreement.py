@@ -4,7 +4,6 @@ random generators in one state.
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import torch
@@ -15,15 +14,14 @@ from hf_zero.core.guards import Attached
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group
 from hf_zero.errors import RankMismatchError
+from hf_zero.parallel.alike import due, hash_of
 from hf_zero.parallel.tensor.axis import TensorAxis
 from hf_zero.parallel.tensor.dropout import OwnRandomNumbers
 
-EVERY = 256  # forwards from one comparison to the next; the first ones are nearer
-
 
 class Agreement:
-    """Compares batches and generators of tensor-parallel ranks before some of the training
-    forwards of a model: the first, second, fourth, and so on, then each :data:`EVERY`.
+    """Compares batches and generators of tensor-parallel ranks before those training forwards of a
+    model that are :func:`hf_zero.parallel.alike.due`.
     """
 
     def __init__(self, axis: TensorAxis, random: OwnRandomNumbers | None):
@@ -39,19 +37,18 @@ class Agreement:
         if not module.training:
             return
         self._forwards += 1
-        count = self._forwards
-        if count % EVERY == 0 or (count < EVERY and count & (count - 1) == 0):
+        if due(self._forwards):
             self.compare(args, kwargs)
 
     def compare(self, args: Any, kwargs: Any) -> None:
         """Raise RankMismatchError on all ranks of the group where they differ (collective)."""
         device = process_group.default_device()
-        batch, random = _hash(_tensors((args, kwargs))), 0
+        batch, random = hash_of(_tensors((args, kwargs))), 0
         if self._random is not None:
             states = [torch.get_rng_state()]
             if not kinds.is_host(device):
                 states.append(kinds.module_of(device).get_rng_state(device))
-            random = _hash(states)
+            random = hash_of(states)
         given = [batch, -batch, random, -random]
         most = torch.tensor(given, dtype=torch.float64, device=device)
         self._axis.dim.all_reduce(most, "hashes of batches and generators", maximum=True).wait()
@@ -75,13 +72,3 @@ class Agreement:
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [value for value in tree_flatten(values)[0] if isinstance(value, torch.Tensor)]
-
-
-def _hash(tensors: list[torch.Tensor]) -> int:
-    """32 bits of what ``tensors`` are."""
-    code = 0
-    for tensor in tensors:
-        code = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), code)
-        held = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        code = zlib.crc32(held.numpy().tobytes(), code)
-    return code

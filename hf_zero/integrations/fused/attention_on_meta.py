@@ -1,0 +1,91 @@
+"""Attention of models of transformers on the meta device, where there are shapes alone: of whole
+sequences, or of one rank's part of them with the exchange of tokens for heads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.parallel.sequence.attention import attend
+from hf_zero.parallel.sequence.documents import ALL_ROWS, Documents
+
+NAME = "hf_zero_without_memory"
+_of_thread = threading.local()  # .part: the (axis, tokens of a sequence) of the run of this thread
+
+
+class _Axis:
+    """The ranks that share a sequence, of which this is the first and the others are not there."""
+
+    rank = 0
+
+    def __init__(self, size: int):
+        self.size, self.ranks = size, tuple(range(size))
+
+    def all_to_all(
+        self, sent: torch.Tensor, sizes: list[int], counts: list[int], key: str
+    ) -> tuple[Any, torch.Tensor]:
+        return SimpleNamespace(wait=lambda: None), sent.new_empty(sum(counts))
+
+
+class _Shapes(torch.autograd.Function):
+    """What a kernel without a matrix of tokens x tokens makes and keeps: queries, keys, values,
+    the output, and a sum for each row of each head.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        rows, heads, tokens, _ = query.shape
+        out = query.new_empty(rows, tokens, heads, value.shape[-1])
+        sums = query.new_empty(rows, heads, tokens, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        query, key, value, _, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """For transformers' AttentionInterface."""
+    axis, length = _of_thread.part
+    if axis.size == 1:
+        return _Shapes.apply(query, key, value), None
+    documents = Documents(0, length, ((ALL_ROWS, 0, length),))
+    return attend(axis, _Shapes.apply, query, key, value, documents), None
+
+
+@contextmanager
+def without_memory(model: nn.Module, length: int, ranks: int = 1) -> Iterator[None]:
+    """Attention of ``model``, a copy, over sequences of ``length`` tokens that ``ranks`` share:
+    what a kernel like flash attention makes and keeps, where the model goes by transformers'
+    interface.
+    """
+    from transformers import AttentionInterface, PreTrainedModel
+
+    inside = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+    AttentionInterface.register(NAME, _attend)
+    for each in inside[:1]:
+        if each._can_set_attn_implementation():
+            each.set_attn_implementation(NAME)
+    _of_thread.part = _Axis(ranks), length
+    try:
+        yield
+    finally:
+        _of_thread.part = None

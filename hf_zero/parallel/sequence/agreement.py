@@ -1,0 +1,94 @@
+"""Whether the ranks that share sequences read parts of the same ones."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hf_zero.distributed.collectives import MeshDim
+from hf_zero.errors import RankMismatchError
+from hf_zero.parallel.alike import due, hash_of
+from hf_zero.parallel.sequence.attention import KEY
+from hf_zero.parallel.sequence.exchange import all_gather
+
+KEPT = 64  # hashes of batches that were cut and not read yet
+_UNKNOWN = 0
+
+
+class SameBatches:
+    """Compares the batches whose parts the ranks along an axis read.
+
+    A part alone does not tell what it was cut from. So the hash of some of the batches is kept when
+    they are cut, until a forward reads the part that has come of them. Parts that a script has cut
+    by itself are compared in their sizes alone.
+    """
+
+    def __init__(self) -> None:
+        self._cuts = 0
+        self._known: OrderedDict[int, int] = OrderedDict()  # hash of the batch by that of the part
+
+    @staticmethod
+    def along(dim: MeshDim) -> SameBatches:
+        """The one of ``dim``, whoever cuts batches for its ranks."""
+        return _by_axis.setdefault(dim, SameBatches())
+
+    def remember(self, batch: Mapping[str, Any], part: Mapping[str, Any]) -> None:
+        """``part`` of ``batch`` is this rank's."""
+        self._cuts += 1
+        if not due(self._cuts):
+            return
+        own = _hash_of_part(part)
+        if own is None:
+            return
+        whole = hash_of(
+            each
+            for _, each in sorted(batch.items())
+            if isinstance(each, torch.Tensor) and not each.is_floating_point()
+        )
+        # of parts that are alike, such as those of padding, it is not known which is read
+        self._known[own] = whole if self._known.get(own, whole) == whole else _UNKNOWN
+        while len(self._known) > KEPT:
+            self._known.popitem(last=False)
+
+    def compare(self, dim: MeshDim, positions: torch.Tensor, inputs: Mapping[str, Any]) -> None:
+        """Before a forward over ``inputs`` with ``positions`` [rows, tokens]. Collective along
+        ``dim``; all its ranks raise RankMismatchError where their batches differ.
+        """
+        whole = _UNKNOWN
+        if self._known:
+            whole = self._known.pop(_hash_of_part(inputs) or _UNKNOWN, _UNKNOWN)
+        own = torch.tensor([*positions.shape, whole], device=positions.device)
+        *sizes, batches = all_gather(dim, "sizes of batches", own).T.tolist()
+        shapes = [list(shape) for shape in zip(*sizes)]
+        ranks, count = dim.ranks, dim.size
+        these = (
+            f"ranks {', '.join(map(str, ranks))}, which share sequences "
+            f"({KEY} = {count}), were given parts of"
+        )
+        if any(shape != shapes[0] for shape in shapes):
+            raise RankMismatchError(
+                f"{these} {shapes} tokens; let each have as many of the same batch, as "
+                "hf_zero.sequence_parallel().shard(batch) cuts them"
+            )
+        if len({*batches} - {_UNKNOWN}) > 1:
+            alike = count * (ranks[1] - ranks[0])  # with those that share layers
+            raise RankMismatchError(
+                f"{these} different batches; read data as rank // {alike} of ranks // {alike} "
+                f"(DistributedSampler(data, world_size // {alike}, rank // {alike})), or let each "
+                "rank read its own and iterate hf_zero.sequence_parallel().batches(loader), which "
+                "cuts those of all of them in turn"
+            )
+
+
+_by_axis: weakref.WeakKeyDictionary[MeshDim, SameBatches] = weakref.WeakKeyDictionary()
+
+
+def _hash_of_part(part: Mapping[str, Any]) -> int | None:
+    tokens, positions = part.get("input_ids"), part.get("position_ids")
+    if not isinstance(tokens, torch.Tensor) or not isinstance(positions, torch.Tensor):
+        return None
+    return hash_of((tokens, positions))

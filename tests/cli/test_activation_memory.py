@@ -1,0 +1,160 @@
+"""Activations that are foreseen are those that a pass adds; what makes them smaller is proposed
+where it is needed.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+import hf_zero
+from hf_zero.activation_memory import Saving, Sequences, activation_bytes
+from hf_zero.cli.app import app
+from hf_zero.config import ZeroConfig
+from hf_zero.errors import ConfigError
+from hf_zero.memory import Free
+from scripts.bench.activation_bytes import peak_of
+from tests.helpers.engines import start
+from tests.helpers.models import seeded
+from tests.helpers.training import plain_sgd
+
+SIZES = {
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+    "use_cache": False, "architectures": ["LlamaForCausalLM"],
+}  # fmt: skip
+LLAMA = transformers.LlamaConfig(**SIZES)
+MIB = 2**20
+
+
+def llama() -> Any:
+    return transformers.LlamaForCausalLM(LLAMA)
+
+
+def added(length: int, keys: Any) -> int:
+    """By a forward and backward of an engine that has made what stays."""
+    model = seeded(llama)
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}, **keys}
+    engine = start(model, plain_sgd(model), config)
+    ids = torch.randint(512, (2, length), generator=torch.Generator().manual_seed(3))
+
+    def run() -> None:
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+
+    run()
+    engine.step()
+    peak = peak_of(run)
+    engine.destroy()
+    return peak
+
+
+WAYS = [
+    "",
+    "no logits",
+    "no logits, blocks recomputed",
+    "no logits, blocks recomputed, MLPs in stretches",
+]
+SCRATCH = 1.5 * MIB  # of torch's attention on a CPU, inside its kernels
+
+
+@pytest.fixture
+def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CPUs, without the interpreter of the kernels of GPUs."""
+    monkeypatch.setenv("HF_ZERO_TRITON", "0")
+
+
+@pytest.mark.parametrize(
+    "place", [pytest.param(each, marks=() if each == 2 else pytest.mark.long) for each in range(4)]
+)
+def test_what_is_foreseen_is_what_a_pass_adds(place: int, plain_kernels: None) -> None:
+    config, lengths = {"train_micro_batch_size_per_gpu": 2}, [512, 1024]
+    rows = hf_zero.estimate(LLAMA, 1, config=config, sequence_lengths=lengths).lengths
+    found = []
+    for length, row in zip(lengths, rows):
+        assert (row.length, row.rows, row.tokens) == (length, 2, length)
+        assert [way.name for way in row.ways] == WAYS
+        way = row.ways[place]
+        assert 0 < way.kept < way.most
+        found.append((way.most, added(length, way.keys)))
+    for foreseen, measured in found:
+        assert measured == pytest.approx(foreseen, rel=0.02, abs=SCRATCH)
+    first, second = (more - less for less, more in zip(*found))
+    assert second == pytest.approx(first, rel=0.05)
+
+
+def test_parts_of_sequences_are_those_of_shorter_ones_and_what_is_exchanged() -> None:
+    model = seeded(llama)
+    half, part = (activation_bytes(model, each) for each in (Sequences(512), Sequences(1024, 1, 2)))
+    assert half.most < part.most < 1.15 * half.most
+    assert model.config._attn_implementation == "sdpa"
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_what_a_configuration_saves_is_not_added_again() -> None:
+    keys = {"kernels": ["loss", "norms"], "tiled_mlp": {"enabled": True}}
+    ways = list(Saving.of(ZeroConfig.from_dict(keys)).and_more())
+    assert [(name, added) for name, _, added in ways] == [
+        ("", {}),
+        ("blocks recomputed", {"activation_checkpointing": {"blocks": True}}),
+    ]
+
+
+VIT = transformers.ViTConfig(num_hidden_layers=1, architectures=["ViTForImageClassification"])
+TENSOR = {"tensor_parallel": {"autotp_size": 2}}
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "says"),
+    [
+        (LLAMA, {"sequence_parallel": 3}, "sequence_parallel_size = 3 .* does not divide 8 ranks"),
+        (LLAMA, {"sequence_parallel": 8}, "sequence_parallel_size = 8 does not divide 4 attention"),
+        (LLAMA, {"sequence_parallel": 2, "sequence_lengths": [511]}, "511 tokens do not divide"),
+        (LLAMA, {"config": TENSOR}, "beside tensor, .* not known; leave"),
+        (VIT, {}, "ViTForImageClassification cannot be run .* leave the sequence lengths out"),
+    ],
+)
+def test_bad_input_is_named(model: Any, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        hf_zero.estimate(model, 8, **{"sequence_lengths": [512], **given})
+
+
+def proposed(device: int, **given: Any) -> Any:
+    free = Free(device=device, ram=0)
+    return hf_zero.propose(LLAMA, 1, free, "fp32", stage=1, margin=0.0, **given)
+
+
+def test_what_makes_activations_smaller_is_proposed_where_it_is_needed() -> None:
+    known: dict[str, Any] = {"sequence_length": 1024}
+    (row,) = hf_zero.estimate(LLAMA, 1, "fp32", sequence_lengths=[1024]).lengths
+    state = proposed(1 << 40).fit.chosen.needs.device_bytes
+    for way in row.ways[1:3]:
+        found = proposed(state + way.most, **known)
+        assert found.fit.chosen.activations == replace(row.ways[0], **vars(way))
+        assert found.fit.chosen.needs.device_bytes == state + way.most
+        assert all(found.config[key] == value for key, value in way.keys.items())
+        ZeroConfig.from_dict(found.config).resolve(1)
+    nothing = proposed(state + row.ways[-1].most - 1, **known)
+    assert nothing.config is None and "activations" in str(nothing.fit.trials[-1].needs.device)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    LLAMA.save_pretrained(tmp_path)
+    command = ["estimate", str(tmp_path), "--ranks", "2", "--seq", "256", "--seq", "512"]
+
+    def invoke(*more: str) -> Any:
+        return CliRunner().invoke(app, [*command, *more], catch_exceptions=False)
+
+    told = invoke("--sp", "2", "--json")
+    rows = json.loads(told.stdout)["lengths"]
+    assert [(row["length"], row["tokens"]) for row in rows] == [(256, 128), (512, 256)]
+    shown = invoke("--sp", "2").stdout
+    assert "each shared by 2 ranks" in shown and "as configured" in shown
+    with pytest.raises(ConfigError, match="--fit is for sequences of one length"):
+        invoke("--fit")
