@@ -83,11 +83,6 @@ _ZERO = under(
         asks=bool,
         off="null",
     ),
-    inert(
-        "mics_hierarchical_params_gather",
-        BOOLEAN,
-        "an all-gather over a shard group is one collective; NCCL chooses its way between nodes",
-    ),
 )
 
 _BATCH = ()

@@ -65,6 +65,13 @@ class ZeroSection:
     mics_shard_size: int = key(
         integer(-1), -1, "ranks that share one copy (MiCS); -1: all", unit="ranks"
     )
+    hierarchical_gather: bool = key(
+        BOOLEAN,
+        False,
+        "where the ranks of one copy are of several hosts, weights at stage 3 are gathered in two "
+        "hops: across the hosts, each chunk once for a host, then within each",
+        name="mics_hierarchical_params_gather",
+    )
     hpz_partition_size: int = key(
         integer(0),
         1,

@@ -27,7 +27,7 @@ from torch import nn
 from hf_zero.core.shared_shards import SharedShards
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
-from hf_zero.gradients.reduction_order import merged
+from hf_zero.gradients.reduction_order import merged, places
 from hf_zero.units.computing import ComputedValues
 from hf_zero.units.unit import State, Unit
 
@@ -101,7 +101,7 @@ class Schedule:
         """Where in :attr:`plan` the gathers stand that were recorded in that pass: after none of
         them, one, and so on.
         """
-        return _places(self._issued.record, self.plan)
+        return places(self._issued.record, self.plan)
 
     @property
     def gathered(self) -> tuple[int, ...]:
@@ -197,7 +197,9 @@ class Schedule:
         self._release_unused()
 
     def issue_through(self, count: int) -> None:
-        """Issue the first ``count`` gathers of the plan, if there is one."""
+        """Issue the first ``count`` gathers of the plan, with all that others need of this rank, if
+        there is one.
+        """
         under_way = self._pass
         if under_way is None or under_way.plan is None:
             return
@@ -207,6 +209,8 @@ class Schedule:
                 self._passed.append((under_way.cursor, unit))
                 unit.launch_gather(backward=under_way.backward)
             under_way.cursor += 1
+        later = under_way.plan[count : under_way.cursor]
+        self._mesh.shard.advance(sum(unit not in under_way.left_out for unit in later))
 
     def _with_left_out(self, under_way: GatherPass) -> list[Unit]:
         """What a pass has recorded and left out, in the order in which the model is run: for the
@@ -374,6 +378,7 @@ class Schedule:
         chosen = self._units[abs(agreed[1])]
         # outside passes for a script, or a checkpoint
         chosen.launch_gather(under_way is None, under_way is not None and under_way.backward)
+        self._mesh.shard.advance()  # all ranks have issued it, or are about to
         if under_way is not None:
             under_way.record.append(chosen)
         return True
@@ -435,13 +440,3 @@ class Schedule:
                 f"units {held} are still gathered; leave the GatheredParameters "
                 "blocks around this call"
             )
-
-
-def _places(record: Sequence[Unit], plan: Sequence[Unit]) -> list[int]:
-    """After how many gathers of ``plan`` the first 0, 1, 2... of ``record``, which is part of it
-    in this order, are issued.
-    """
-    places = [0]
-    for unit in record:
-        places.append(plan.index(unit, places[-1]) + 1)
-    return places

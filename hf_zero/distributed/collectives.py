@@ -31,6 +31,8 @@ from hf_zero.device import kinds
 from hf_zero.distributed.codec import Codec
 from hf_zero.distributed.collective_handle import Handle
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
+from hf_zero.distributed.tagged_barrier import tagged_barrier
+from hf_zero.distributed.two_hops import TwoHops
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.spans import span
 
@@ -100,6 +102,7 @@ class MeshDim:
         self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self._verified: Handle | None = None
         self._small = SMALL_NUMEL
+        self.hops: TwoHops | None = None  # gathers travel in these
         logs = []
         for kind, each in (("gathers", groups.gather), ("reductions", groups.reduce)):
             off = partial(abort, each, backend, self.size, self.rank, device)
@@ -149,29 +152,36 @@ class MeshDim:
             pairs, decodes = self._encoded(pairs, codecs)
         size = sum(full.nbytes for full, _ in pairs)
         pending = self.gathers.issue(f"all-gather of {key}, {size} bytes")
-        if self.size > 1:
-            self._stats.record("all_gather", key, size)
-        works: list[Any] = []
-        with span("all_gather", key, size), self._launching(pending):
-            for full, chunk in pairs:
-                own = full.narrow(0, self.rank * chunk.numel(), chunk.numel())
-                if own.data_ptr() != chunk.data_ptr():
-                    own.copy_(chunk)
-                if self.size == 1 or not chunk.numel():
-                    continue
-                # not every backend knows every dtype
-                whole, own = full.view(torch.uint8), own.view(torch.uint8)
-                if self._point_to_point and full.device.type == "cpu":
-                    parts = whole.chunk(self.size)
-                    works += self._exchange([own] * self.size, parts, self._group, pending.tag)
-                    continue
-                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-                own = own.clone() if self._copies_input else own
-                works.append(gather(whole, own, group=self._group, async_op=True))
-        handle = Handle(works, self._watchdog, pending, follows=self._follows)
+        if self.hops is not None:
+            handle = Handle([self.hops.gather(pairs, key)], self._watchdog, pending)
+        else:
+            if self.size > 1:
+                self._stats.record("all_gather", key, size)
+            with span("all_gather", key, size), self._launching(pending):
+                works = [work for pair in pairs for work in self._gather(*pair, pending.tag)]
+            handle = Handle(works, self._watchdog, pending, follows=self._follows)
         if decodes:
             handle.finish_with(partial(_call_each, decodes))
         return handle
+
+    def _gather(self, full: torch.Tensor, chunk: torch.Tensor, tag: int) -> list[Any]:
+        own = full.narrow(0, self.rank * chunk.numel(), chunk.numel())
+        if own.data_ptr() != chunk.data_ptr():
+            own.copy_(chunk)
+        if self.size == 1 or not chunk.numel():
+            return []
+        # not every backend knows every dtype
+        whole, own = full.view(torch.uint8), own.view(torch.uint8)
+        if self._point_to_point and full.device.type == "cpu":
+            return self._exchange([own] * self.size, whole.chunk(self.size), self._group, tag)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        own = own.clone() if self._copies_input else own
+        return [gather(whole, own, group=self._group, async_op=True)]
+
+    def advance(self, ahead: int = 0) -> None:
+        """Issue what the gathers so far are yet to send, but the last ``ahead`` of them."""
+        if self.hops is not None:
+            self.hops.advance(ahead)
 
     def _encoded(
         self,
@@ -402,42 +412,6 @@ class MeshDim:
             spare = self._spare.setdefault((tensor.numel(), tensor.dtype), [])
             if len(spare) < self.size:
                 spare.append(tensor)
-
-
-def tagged_barrier(
-    pending: PendingCollective,
-    ranks: Sequence[int],
-    rank: int,
-    group: Any,
-    watchdog: Watchdog,
-    source: int | None = None,
-) -> list[Any]:
-    """Return when those that ``wait`` needs are at the same collective. ``rank`` and ``source``
-    count within ``ranks``.
-
-    The ``source`` of a broadcast waits for no rank: it gets the works to wait for once its values
-    are sent.
-    """
-    peers = [peer for peer in range(len(ranks)) if peer != rank]
-    empty, tag = torch.zeros(1, dtype=torch.uint8), pending.tag
-    watchdog.check()
-    try:
-        sent = [
-            dist.isend(empty, ranks[peer], group, tag)
-            for peer in peers
-            if source is None or rank == source
-        ]
-        came = [
-            dist.irecv(empty.clone(), ranks[peer], group, tag)
-            for peer in peers
-            if source is None or peer == source
-        ]
-    except RuntimeError as error:
-        raise watchdog.explain_failure(pending, error) from error
-    if rank == source:
-        return sent
-    Handle([*came, *sent], watchdog, pending).wait()
-    return []
 
 
 def _call_each(calls: Sequence[Callable[[], None]]) -> None:

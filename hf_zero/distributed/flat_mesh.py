@@ -16,6 +16,7 @@ from hf_zero.distributed.dim_maker import DimMaker
 from hf_zero.distributed.init import MARGIN_SECONDS
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.rank_group import RankGroup
+from hf_zero.distributed.two_hops import TwoHops
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import get_world_group
 
@@ -26,7 +27,8 @@ class FlatMesh:
     repeat it.
 
     updates: the ranks of ``shard`` on a communicator for a thread that gathers updated parameters.
-    node: of ``shard``, those of a node, for gathers alone. group: all ranks that hold the same
+    node: of ``shard``, those of a node, for gathers alone. hops: those that gathers over ``shard``
+    take, across nodes and in a node; none: they are one. group: all ranks that hold the same
     values, for the first ones; None for one rank. axes: what cuts it beside ZeRO. weight: what the
     squares of a rank count for in a sum over :class:`Sums`, so that each element counts once.
     gain: what the sum of its gradients is multiplied by, further to 1 / all ranks of the engine.
@@ -36,6 +38,7 @@ class FlatMesh:
     replicate: MeshDim
     updates: MeshDim | None = None
     node: MeshDim | None = None
+    hops: tuple[MeshDim, ...] = ()
     group: RankGroup | None = None
     axes: tuple[str, ...] = ()
     weight: float = 1.0
@@ -76,11 +79,13 @@ class MeshOptions:
 
     updates: another communicator over the shards, for a thread that gathers updated parameters and
     all else. node: each so many ranks of a shard group are one dimension more, for gathers alone.
+    hop: gathers over a shard group take two hops, across nodes of so many ranks and within each.
     cuts: by which axes its parameters are cut beside ZeRO (``Sharding.axes``).
     """
 
     updates: bool = False
     node: int = 1
+    hop: int = 1
     cuts: tuple[tuple[str, ...], ...] = ((),)
 
 
@@ -130,10 +135,24 @@ class FlatMeshMaker:
         if node > 1:
             nodes = [row[at : at + node] for row in rows for at in range(0, shards, node)]
             of_node = self._counted(nodes, f"{name} in a node", f" in a node{kind}", 1)
+        hops: tuple[MeshDim, ...] = ()
+        if 1 < self._options.hop < shards:
+            hops = self._hops(rows, name, kind)
+            shard.hops = TwoHops(*hops)
         weight = 1.0 / replicate.size if self._dims.splits_model else 1.0
         gain = float(self._dims.tensor) if "tensor" in axes else 1.0
         group = self.group(axes)
-        return FlatMesh(shard, replicate, updates, of_node, group, axes, weight, gain)
+        return FlatMesh(shard, replicate, updates, of_node, hops, group, axes, weight, gain)
+
+    def _hops(self, rows: Sequence[Sequence[int]], name: str, kind: str) -> tuple[MeshDim, MeshDim]:
+        """Across the nodes of each of ``rows``, and within them."""
+        size = self._options.hop
+        across = [row[place::size] for row in rows for place in range(size)]
+        within = [row[at : at + size] for row in rows for at in range(0, len(row), size)]
+        return (
+            self._counted(across, f"{name} across nodes", f" across nodes{kind}", 1),
+            self._counted(within, f"{name} in two hops", f" in two hops{kind}", 1),
+        )
 
     def _counted(
         self, sets: Sequence[Sequence[int]], name: str, role: str, places: int = 2

@@ -136,7 +136,7 @@ class Mesh:
 
     @property
     def _axes(self) -> list[MeshDim]:
-        of_flats = [(m.shard, m.replicate, m.updates, m.node) for m in self._of.values()]
+        of_flats = [(m.shard, m.replicate, m.updates, m.node, *m.hops) for m in self._of.values()]
         sums = () if self.sums.each is self.shard else (self.sums.each,)
         return [axis for axes in (*of_flats, sums) for axis in axes if axis is not None]
 

@@ -58,6 +58,16 @@ def merged(orders: Sequence[Sequence[T]]) -> list[T]:
     return result
 
 
+def places(record: Sequence[T], plan: Sequence[T]) -> list[int]:
+    """After how many gathers of ``plan`` the first 0, 1, 2... of ``record``, which is part of it
+    in this order, are issued.
+    """
+    found = [0]
+    for each in record:
+        found.append(plan.index(each, found[-1]) + 1)
+    return found
+
+
 class Gathers(Protocol):
     """What reductions must know of the gathers of the pass under way."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 
 import torch
@@ -42,13 +43,33 @@ def make_mesh(model: nn.Module, config: ZeroConfig, device: torch.device) -> Mes
         # stages of a pipeline may hold other kinds, and every rank has a part in making groups
         every = get_world_group().all_gather_object(sorted(cuts), "how parameters are cut")
         cuts = set(itertools.chain.from_iterable(every))
+    shards = policy.shards(ranks, config.replicate_size)
+    in_hops = config.zero.hierarchical_gather and policy.shards_parameters
     options = MeshOptions(
         config.offload_optimizer.on and policy.gathers_after_step,
         config.zero.hpz_partition_size if policy.shards_parameters else 1,
+        _ranks_of_a_host(shards) if in_hops else 1,
         tuple(sorted(cuts)),
     )
-    shards = policy.shards(ranks, config.replicate_size)
     return Mesh(shards, device, config.timeout, options, parallel)
+
+
+def _ranks_of_a_host(shards: int) -> int:
+    """How many ranks each host has, where ``shards`` ranks share one copy; 1 where one host has
+    them all (collective over all ranks of the job).
+    """
+    key, world = "zero_optimization.mics_hierarchical_params_gather", get_world_group()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
+    each = set(world.all_gather_object(here, "ranks of each host"))
+    if shards <= min(each):
+        return 1
+    if len(each) > 1 or shards % min(each):
+        raise ConfigError(
+            f"{key} needs the same number of ranks on each host, of which the {shards} that share "
+            f"one copy are a multiple; hosts have {', '.join(map(str, sorted(each)))}: choose "
+            "another zero_optimization.mics_shard_size, or remove the key"
+        )
+    return min(each)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -62,6 +83,7 @@ def _refuse_keys(config: ZeroConfig) -> None:
     asked = {
         "replicate_size": (config.replicate_size or 1) > 1,
         f"{prefix}hpz_partition_size": zero.hpz_partition_size > 1,
+        "zero_optimization.mics_hierarchical_params_gather": zero.hierarchical_gather,
         f"{prefix}quantized_gradients": zero.quantized_gradients,
         f"{prefix}quantized_weights": zero.quantized_weights,
         f"{prefix}quantized_nontrainable_weights": zero.quantized_nontrainable_weights,

@@ -1,19 +1,22 @@
-"""Gathers within a node (hpZ) over gloo, from process to process: the weights are bit for bit those
-of gathers over all ranks, and the messages of a backward stay in the node.
+"""Gathers within a node (hpZ), and in two hops across nodes, over gloo, from process to process:
+the weights are bit for bit those of gathers over all ranks, the messages of a backward stay in the
+node, and no rank waits in a circle where ranks leave out different blocks.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.engines import OnEngine, config_of, full_weights, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.processes import run_processes, say
 from tests.helpers.stacks import squared
-from tests.helpers.training import At, Plan, adamw
+from tests.helpers.training import At, Plan, adamw, plain_sgd, train
+from tests.helpers.ways import WAYS
 
 RANKS, NODE = 4, 2
 
@@ -49,6 +52,42 @@ def trained_twice(rank: int) -> list[Any]:
         answers.append((full_weights(engine), near))
         engine.destroy()
     return answers
+
+
+def apart_in_two_hops(rank: int) -> list[Any]:
+    """Ranks that skip other blocks in each step: weights, and bytes sent to another node."""
+    sent: list[int] = []
+    isend, job = dist.isend, WAYS["each rank skips another block, by step"]
+
+    def counted(tensor: torch.Tensor, peer: int, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.nbytes * (peer // NODE != rank // NODE))
+        return isend(tensor, peer, *args, **kwargs)
+
+    os.environ["LOCAL_WORLD_SIZE"] = str(NODE)
+    dist.isend, answers = counted, []
+    for hops in (False, True):
+        say(f"two hops: {hops}")
+        sent.clear()
+        plan = Plan(ranks=RANKS, steps=6, accumulation=2)
+        config = config_of(3, plan)
+        config["zero_optimization"].update(
+            stage3_param_persistence_threshold=0,
+            stage3_module_granularity_threshold=0,
+            mics_hierarchical_params_gather=hops,
+        )
+        model = job.build()
+        session = OnEngine(start(model, plain_sgd(model), config), plan)
+        losses = train(session, job, plan, rank).losses
+        answers.append((losses, full_weights(session.engine), sum(sent)))
+        session.close()
+    return answers
+
+
+def test_two_hops_over_gloo() -> None:
+    for (losses, without, most), (found, within, less) in run_processes(RANKS, apart_in_two_hops):
+        assert found == losses
+        assert all(torch.equal(within[name], without[name]) for name in without)
+        assert less < 0.85 * most  # reductions are what they were
 
 
 def test_over_gloo() -> None:

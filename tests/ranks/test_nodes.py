@@ -1,6 +1,6 @@
-"""Weights sharded a second time in each node, for the gathers of a backward (ZeRO++'s hpZ), and
-shard groups that are a node (MiCS): what a run comes to, and the bytes over each axis of a mesh of
-2 nodes of 2 ranks.
+"""Weights sharded a second time in each node, for the gathers of a backward (ZeRO++'s hpZ), shard
+groups that are a node (MiCS), and gathers in two hops (MiCS, over nodes): what a run comes to, and
+the bytes over each axis of a mesh of 2 nodes of 2 ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
+from hf_zero.errors import ConfigError
 from tests.helpers.engines import OnEngine, config_of, full_weights, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.offloads import offload
@@ -25,6 +26,7 @@ from tests.helpers.ways import WAYS
 HPZ: dict[str, Any] = {"zero_hpz_partition_size": 2}
 EIGHT: dict[str, Any] = {"zero_quantized_weights": True}
 FOUR: dict[str, Any] = {"zero_quantized_gradients": True}
+HOPS: dict[str, Any] = {"mics_hierarchical_params_gather": True}
 BLOCK = 32
 
 
@@ -66,6 +68,76 @@ def test_a_run_is_bit_for_bit_the_one_without(way: str, zero: Any) -> None:
     for (losses, weights), (found, kept) in zip(without, within):
         assert found == losses
         assert all(torch.equal(kept[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("way", "zero"),
+    [
+        ("frozen parameters inside blocks, and a block frozen whole", {}),
+        ("a block called three times, with others in between", HPZ),
+        ("reentrant checkpoint around each block", {}),
+        ("each rank skips another block, by step", {**EIGHT, **FOUR}),
+        ("each rank skips another block, by step", HPZ),
+        ("a block never used", {}),
+    ],
+    ids=str,
+)
+def test_in_two_hops_a_run_is_bit_for_bit_the_one_without(
+    way: str, zero: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    plan = Plan(ranks=4, steps=3, accumulation=2)
+    without, within = trained(WAYS[way], plan, zero), trained(WAYS[way], plan, {**zero, **HOPS})
+    for (losses, weights), (found, kept) in zip(without, within):
+        assert found == losses
+        assert all(torch.equal(kept[name], weights[name]) for name in weights)
+
+
+def test_a_copy_over_two_nodes_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two copies (MiCS), each of two nodes of two ranks; weights that stay whole are gathered after
+    the step, too.
+    """
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+    def run(rank: int, model: Any, more: Any) -> Any:
+        made = config({"mics_shard_size": 4, **more})
+        made["zero_optimization"]["stage3_param_persistence_threshold"] = 100
+        engine = start(model, adamw(model), made)
+        for step in range(3):
+            engine.backward(squared(engine, At(step, 0, rank)))
+            engine.step()
+        axes = engine.mesh.whole.hops
+        assert [axis.ranks for axis in axes] == (
+            [
+                [rank - rank % 4 + rank % 2 + 2 * at for at in range(2)],
+                [rank // 2 * 2 + at for at in range(2)],
+            ]
+            if more
+            else []
+        )
+        found = full_weights(engine)
+        engine.destroy()
+        return found
+
+    for wanted, found in zip(on_ranks(8, run, {}), on_ranks(8, run, HOPS)):
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(("here", "message"), [("3", "hosts have 3: choose"), ("4", "")])
+def test_hosts_that_do_not_divide_a_copy(
+    here: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One host is one hop."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+
+    def run(rank: int, model: Any) -> Any:
+        if message:
+            with pytest.raises(ConfigError, match=message):
+                start(model, adamw(model), config(HOPS))
+        else:
+            assert not start(model, adamw(model), config(HOPS)).mesh.whole.hops
+
+    on_ranks(4, run)
 
 
 def test_a_backward_gathers_in_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +260,23 @@ def test_bytes_between_nodes_and_within() -> None:
         assert within["all_ga"] == apart["all_ga"] // 2 + backward, name
     assert sent(specs, "gather_codec") < 0.65 * whole / MICRO
     assert sent(specs, "reduce_codec") < 0.45 * whole / MICRO
+
+
+@pytest.mark.parametrize("zero", [{}, EIGHT], ids=["dense", "eight"])
+def test_bytes_of_two_hops(zero: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk comes into a node once, and goes on from there: with 2 nodes of 2 ranks half the
+    bytes between nodes, and in each what the other has sent, too.
+    """
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    found = []
+    for more in ({}, HOPS):
+        with pytest.MonkeyPatch.context() as patch:
+            found.append(traffic(patch, {**zero, **more}))
+    (apart, within, _), (less, more, _) = found
+    assert apart["all_ga"] == 2 * less["all_ga"] > 0
+    assert more["all_ga"] == 2 * within["all_ga"]
+    for name in ("reduce", "all_to"):
+        assert (less[name], more[name]) == (apart[name], within[name])
 
 
 def test_bytes_of_mics(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,79 @@
+"""All-gathers in two hops, across nodes and then within each.
+
+[Note: two hops]
+Where ranks exchange their chunks directly, each rank of a node receives every chunk of the other
+nodes. In two hops the G ranks of a node share them out: each receives those of the ranks in its
+place in the M other nodes, and passes them on to the others in its node. So of P bytes gathered
+P (M - 1) / M come into a node instead of G times as many (MiCS, arXiv:2205.00119, section 3.3).
+
+The second hop needs what the first has brought. It is issued as soon as this rank waits for the
+gather or for a later one, or is about to wait for what other ranks may issue only after they have
+waited for the gather (:meth:`MeshDim.advance`): never by a gather ahead of its time, which would
+wait for ranks that may be waiting for this one. So a wait for a first hop stands where the wait for
+the gather does in the common order of gathers and reductions
+(hf_zero/gradients/reduction_order.py, the note), and no circle comes of it; and the hops over each
+communicator have the order of the gathers on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class TwoHops:
+    """The gathers of a dimension whose ranks are those of ``across``, times those of ``node``: rank
+    G * i + j of it is rank i of ``across``, for ranks in place j of their node.
+    """
+
+    def __init__(self, across: Any, node: Any):
+        self.across, self.node = across, node
+        self._pending: deque[_Gather] = deque()  # second hops to be issued, in order
+
+    def gather(self, pairs: Pairs, key: str) -> _Gather:
+        """Issue the first hop of :meth:`MeshDim.all_gather`."""
+        gather = _Gather(self, pairs, key)
+        self._pending.append(gather)
+        return gather
+
+    def advance(self, ahead: int = 0) -> None:
+        """Issue all second hops but those of the last ``ahead`` gathers."""
+        while len(self._pending) > ahead:
+            self._pending.popleft().pass_on()
+
+    def advance_through(self, gather: _Gather) -> None:
+        while gather in self._pending:
+            self._pending.popleft().pass_on()
+
+
+class _Gather:
+    """One gather; waiting for it is what a :class:`Handle` does."""
+
+    def __init__(self, hops: TwoHops, pairs: Pairs, key: str):
+        self._hops, self._pairs, self._key = hops, list(pairs), key
+        nodes = hops.across.size
+        self._came = [chunk.new_empty(nodes * chunk.numel()) for _, chunk in pairs]
+        first = [(came, chunk) for came, (_, chunk) in zip(self._came, pairs)]
+        self._first = hops.across.all_gather(first, f"{key} across nodes")
+        self._second: Any = None
+
+    def pass_on(self) -> None:
+        """Wait for the first hop, and issue the second."""
+        self._first.wait()
+        node, nodes = self._hops.node, self._hops.across.size
+        pairs = []
+        for (full, chunk), came in zip(self._pairs, self._came):
+            places = full.view(nodes, node.size, chunk.numel())
+            places[:, node.rank].copy_(came.view(nodes, -1))
+            pairs += [(each.view(-1), each[node.rank]) for each in places]
+        self._second = node.all_gather(pairs, f"{self._key} in a node")
+        self._pairs, self._came = [], []
+
+    def wait(self) -> None:
+        self._hops.advance_through(self)
+        self._second.wait()
