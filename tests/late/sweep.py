@@ -20,8 +20,9 @@ def main() -> None:
     device.only_device(int(os.environ.get("LOCAL_RANK", "0")))
     for job in sys.argv[2:] or training.JOBS:
         device.forget()
-        losses = training.train(job, 3, rank, world)
-        worst = training.worst(losses, training.plain(job, 3, rank, world))
+        steps = training.steps_of(job)
+        losses = training.train(job, steps, rank, world)
+        worst = training.worst(losses, training.plain(job, steps, rank, world))
         found = device.reports()
         print(json.dumps({"rank": rank, "job": job, "worst": worst, "reports": found}), flush=True)
 

@@ -99,6 +99,19 @@ ONE = {
     "compressed_communication": {"bits": 1, "freeze_step": 1, "block_size": 256},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
 }
+# one dense step, one in 1 bit, and from then on every second one synchronises
+LOCAL = {
+    "compressed_communication": {"block_size": 256},
+    "optimizer": {
+        "type": "ZeroOneAdam",
+        "params": {
+            "lr": 1e-5,
+            "var_freeze_step": 1,
+            "local_step_scaler": 1,
+            "local_step_clipper": 2,
+        },
+    },
+}
 IN_FEW_BITS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "stage 1, gradients in 4 bits": (1, UP, SGD),
     "stage 2, both ways in 4 bits": (2, {}, {**SGD, **FOUR}),
@@ -110,7 +123,13 @@ IN_FEW_BITS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         SGD,
     ),
     "stage 1, momenta in 1 bit after a step": (1, {}, ONE),
+    "stage 1, local steps in 1 bit": (1, {}, LOCAL),
 }
+
+
+def steps_of(job: str) -> int:
+    """How many show what is special about it."""
+    return 6 if "local steps" in job else 3
 
 
 class Block(nn.Module):
@@ -167,6 +186,8 @@ def plain(job: str, steps: int, rank: int, world: int) -> list[float]:
     model, chosen = tower(), config(job)
     micros, clip = chosen["gradient_accumulation_steps"], chosen["gradient_clipping"]
     kind, settings = chosen["optimizer"]["type"], chosen["optimizer"]["params"]
+    if kind == "ZeroOneAdam":
+        kind, settings = "AdamW", {"lr": settings["lr"]}
     optimizer = (
         Muon(muon_groups(model.parameters(), model), **settings)
         if kind == "Muon"
