@@ -113,6 +113,7 @@ TORCH_DISTRIBUTED = (
     "hf_zero.distributed.flat_mesh",
     "hf_zero.distributed.parallel_groups",
     "hf_zero.distributed.rank_group",
+    "hf_zero.distributed.tagged_barrier",
     "hf_zero.distributed.dtensors",
     "hf_zero.distributed.pipeline_stage",
     "hf_zero.distributed.stage_messages",
