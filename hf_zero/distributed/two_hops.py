@@ -33,11 +33,11 @@ class TwoHops:
 
     def __init__(self, across: Any, node: Any):
         self.across, self.node = across, node
-        self._pending: deque[_Gather] = deque()  # second hops to be issued, in order
+        self._pending: deque[TwoHopGather] = deque()  # second hops to be issued, in order
 
-    def gather(self, pairs: Pairs, key: str) -> _Gather:
+    def gather(self, pairs: Pairs, key: str) -> TwoHopGather:
         """Issue the first hop of :meth:`MeshDim.all_gather`."""
-        gather = _Gather(self, pairs, key)
+        gather = TwoHopGather(self, pairs, key)
         self._pending.append(gather)
         return gather
 
@@ -46,12 +46,12 @@ class TwoHops:
         while len(self._pending) > ahead:
             self._pending.popleft().pass_on()
 
-    def advance_through(self, gather: _Gather) -> None:
+    def advance_through(self, gather: TwoHopGather) -> None:
         while gather in self._pending:
             self._pending.popleft().pass_on()
 
 
-class _Gather:
+class TwoHopGather:
     """One gather; waiting for it is what a :class:`Handle` does."""
 
     def __init__(self, hops: TwoHops, pairs: Pairs, key: str):
