@@ -41,6 +41,7 @@ OTHERWISE: dict[str, Any] = {
     "bf16.check_grad_overflow": True,
     "managed_gradient_accumulation": False,
     "wall_clock_breakdown": True,
+    "tensorboard": {"enabled": True},
     "comms_logger": {"enabled": True},
     "zero_optimization.zero_quantized_gradients": True,
     "zero_optimization.zero_quantized_weights": True,
