@@ -3,6 +3,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
+import transformers
 
 from hf_zero.distributed import process_group
 from hf_zero.parallel.pipeline import staged
@@ -20,3 +22,15 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
         monkeypatch.setattr(staged, "init_parallel", lambda dims: None)
 
     return set_rank
+
+
+@pytest.fixture
+def loads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers replaces these while it loads, and threads that load at once each put back what
+    they have found: after the test they are as before it.
+    """
+    kept = transformers.PreTrainedModel.tie_weights
+    monkeypatch.setattr(transformers.PreTrainedModel, "tie_weights", kept)
+    for name, plain in vars(torch.nn.init).copy().items():
+        if name.endswith("_") and not name.startswith("_"):
+            monkeypatch.setattr(torch.nn.init, name, plain)

@@ -55,6 +55,7 @@ def computed(module: Any, tensors: list[torch.Tensor], call: Any) -> list[torch.
     return [out.detach(), *(each.grad for each in given)]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("tokens_first", [True, False])
 @pytest.mark.parametrize(("size", "shared"), [(2, HEADS), (2, 2), (4, 2)])
 @pytest.mark.parametrize("joined", [False, True])

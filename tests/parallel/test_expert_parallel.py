@@ -247,18 +247,9 @@ def test_bytes_on_the_wire(ranks: int, size: int) -> None:
     [(2, {}), (4, {"tensor_parallel": {"autotp_size": 2}})],
     ids=["", "and layers"],
 )
-def test_loaded_in_shards(
-    ranks: int, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("loads_at_once")
+def test_loaded_in_shards(ranks: int, more: dict[str, Any], tmp_path: Path) -> None:
     """Each rank reads the part of the experts that it keeps, and nothing is whole."""
-    # Transformers replaces these while it loads, and threads that load at once each put back what
-    # they have found: after the test they are as before it.
-    monkeypatch.setattr(
-        transformers.PreTrainedModel, "tie_weights", transformers.PreTrainedModel.tie_weights
-    )
-    for name, plain in vars(torch.nn.init).copy().items():
-        if name.endswith("_") and not name.startswith("_"):
-            monkeypatch.setattr(torch.nn.init, name, plain)
     job = Routed("mixtral")
     job.options = {**job.options, "vocab_size": 68}
     whole = job.build()

@@ -33,6 +33,7 @@ ALONE = {
 LLAMA = LlamaConfig(**SMALL, **TYPES["llama"], architectures=["LlamaForCausalLM"])
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
 @pytest.mark.parametrize("stages", [2, 3])
 def test_a_row_is_that_of_the_stage_that_needs_most(
@@ -72,8 +73,8 @@ def free(device: str) -> Free:
 def test_what_fits_a_stage() -> None:
     config_of_llama = LlamaConfig(
         hidden_size=1024,
-        intermediate_size=4096,
-        num_hidden_layers=12,
+        intermediate_size=8192,
+        num_hidden_layers=6,
         num_attention_heads=8,
         vocab_size=32000,
         architectures=["LlamaForCausalLM"],

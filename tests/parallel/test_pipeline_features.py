@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.parallel.pipeline.layers import LayerSpec
 from hf_zero.parallel.pipeline.module import PipelineModule
+from hf_zero.parameters.layout import ALIGNMENT
+from tests.helpers.cells import fast
 from tests.helpers.processes import run_processes, say
 from tests.helpers.ranks import run_ranks
 from tests.parallel.pipelines import (
@@ -103,9 +105,13 @@ def trained(ranks: Ranks, case: str, evaluates: bool = False) -> dict[str, Any]:
     micro_batches, frozen, more = ALIKE[case]
     module = ranks.module()
     freeze(module, frozen)
-    engine, _, _, _ = hf_zero.initialize(
-        model=module, config=config(micro_batches, 1, **more), optimizer=sgd
-    )
+    written = config(micro_batches, 1, **more)
+    stage = written["zero_optimization"]["stage"]
+    foreseen = hf_zero.estimate(module, ranks.readers, config=written).at(stage)
+    engine, _, _, _ = hf_zero.initialize(model=module, config=written, optimizer=sgd)
+    held = engine.state_bytes()["parameters"]
+    # what is tied over stages lies in a flat buffer of its own
+    assert held == pytest.approx(foreseen.parameters, abs=4 * ALIGNMENT * ranks.readers)
     data = iter(ranks.own(batches(micro_batches * ranks.readers * STEPS)))
     told, rates = [], []
     for _ in range(STEPS):
@@ -341,72 +347,75 @@ def check_halved(case: str, found: list[Any], readers: int) -> None:
 
 # ---- on one rank, and on four ----
 
+# of one rank in the fast suite
+FAST = {"many micro-batches", "rates that fall", "fp16, the last stage is frozen"}
+Launch = Callable[[str], tuple[list[Any], int]]
 
-def everything(rank: int, world: int, folder: str) -> dict[str, Any]:
+
+def one_case(rank: int, world: int, folder: str, name: str) -> Any:
     ranks = Ranks(rank, world)
-    cases: dict[str, Callable[[], Any]] = {
-        case: lambda case=case: trained(ranks, case) for case in ALIKE
+    if name in HALVES:
+        return halved(ranks, name)
+    others: dict[str, Callable[[], Any]] = {
+        "evaluated": lambda: trained(ranks, "many micro-batches", evaluates=True),
+        "uneven": lambda: uneven(ranks),
+        "dropout": lambda: dropout(ranks, folder),
     }
-    cases["evaluated"] = lambda: trained(ranks, "many micro-batches", evaluates=True)
-    cases["uneven"] = lambda: uneven(ranks)
-    cases["dropout"] = lambda: dropout(ranks, folder)
-    cases |= {each: lambda each=each: halved(ranks, each) for each in HALVES}
+    return others[name]() if name in others else trained(ranks, name)
+
+
+def every_case(rank: int, world: int, folder: str) -> dict[str, Any]:
     found = {}
-    for name, case in cases.items():
-        if world > 1:
-            say(name)
-        found[name] = case()
-    if world > 1:
-        dist.barrier()
+    for name in (*ALIKE, *HALVES, "evaluated", "uneven", "dropout"):
+        say(name)
+        found[name] = one_case(rank, world, folder, name)
+    dist.barrier()
     return found
 
 
-def one_rank(folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(1, everything, 1, str(folder), timeout=120.0)
+def one_rank(folder: str) -> Launch:
+    return cache(lambda name: (run_ranks(1, one_case, 1, folder, name, timeout=120.0), 1))
 
 
-def four_ranks(folder: Path) -> list[dict[str, Any]]:
-    return run_processes(4, everything, 4, str(folder))
+def four_ranks(folder: str) -> Launch:
+    found = run_processes(4, every_case, 4, folder)
+    return lambda name: ([each[name] for each in found], 2)
 
 
 @pytest.fixture(scope="module", params=[
     pytest.param(one_rank, id="one rank"),
     pytest.param(four_ranks, id="four ranks", marks=pytest.mark.long),
 ])  # fmt: skip
-def launched(
+def launch(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[dict[str, Any]]]:
-    yield request.param(tmp_path_factory.mktemp("saved"))
+) -> Iterator[Launch]:
+    """By name of a case: what each rank has found, and how many read data of their own."""
+    yield request.param(str(tmp_path_factory.mktemp("saved")))
 
 
-def of(launched: list[dict[str, Any]], name: str) -> tuple[list[Any], int]:
-    return [each[name] for each in launched], max(1, len(launched) // 2)
+@pytest.mark.parametrize("case", fast(ALIKE, lambda case: case in FAST))
+def test_as_one_process(launch: Launch, case: str) -> None:
+    check_alike(case, *launch(case))
 
 
-@pytest.mark.parametrize("case", ALIKE)
-def test_as_one_process(launched: list[dict[str, Any]], case: str) -> None:
-    check_alike(case, *of(launched, case))
-
-
-def test_an_evaluation_between_steps_changes_nothing(launched: list[dict[str, Any]]) -> None:
-    for each in launched:
-        alone, between = each["many micro-batches"], each["evaluated"]
+def test_an_evaluation_between_steps_changes_nothing(launch: Launch) -> None:
+    for alone, between in zip(launch("many micro-batches")[0], launch("evaluated")[0]):
         assert between["told"] == alone["told"] and between["rates"] == alone["rates"]
         for name, value in alone["weights"].items():
             assert torch.equal(between["weights"][name], value)
 
 
-def test_loaders_of_several_lengths(launched: list[dict[str, Any]]) -> None:
-    found, readers = of(launched, "uneven")
+def test_loaders_of_several_lengths(launch: Launch) -> None:
+    found, readers = launch("uneven")
     for told in found:
         check_uneven(told, readers)
 
 
-def test_dropout(launched: list[dict[str, Any]]) -> None:
-    for each in launched:
-        check_dropout(each["dropout"])
+def test_dropout(launch: Launch) -> None:
+    for found in launch("dropout")[0]:
+        check_dropout(found)
 
 
-@pytest.mark.parametrize("case", HALVES)
-def test_16_bits(launched: list[dict[str, Any]], case: str) -> None:
-    check_halved(case, *of(launched, case))
+@pytest.mark.parametrize("case", fast(HALVES, lambda case: case in FAST))
+def test_16_bits(launch: Launch, case: str) -> None:
+    check_halved(case, *launch(case))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 import hf_zero
 from hf_zero.config import ZeroConfig
@@ -107,12 +107,8 @@ def test_what_a_function_loads_trains_as_the_model(tmp_path: Path) -> None:
         assert found == pytest.approx(wanted, rel=1e-6)
 
 
-def test_layers_in_parts_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # threads that load at once each put back what they have found of these
-    monkeypatch.setattr(PreTrainedModel, "tie_weights", PreTrainedModel.tie_weights)
-    for name, plain_one in vars(nn.init).copy().items():
-        if name.endswith("_") and not name.startswith("_"):
-            monkeypatch.setattr(nn.init, name, plain_one)
+@pytest.mark.usefixtures("loads_at_once")
+def test_layers_in_parts_are_read_in_parts(tmp_path: Path) -> None:
     whole = model_of("qwen3")
     whole.save_pretrained(tmp_path)
 

@@ -125,9 +125,7 @@ def offloaded(name: str, folder: Path, sizes: Any, stage: int) -> None:
 
 
 FAST = [
-    ("written", "tp2", 3),
     ("loaded", "tp2 ep2", 1),
-    ("states away", "tp2", 2),
     ("both in files", "tp2", 3),
     ("turned", "ep2", 3),
     ("sparse", "tp2", 2),
@@ -209,7 +207,7 @@ def check_overflow(sizes: str, stage: int, at: int) -> None:
             assert not torch.equal(after[name], last[name]), name
 
 
-@pytest.mark.parametrize(("sizes", "stage", "at"), [("tp2", 3, 1), ("ep2", 1, 3)])
+@pytest.mark.parametrize(("sizes", "stage", "at"), [("tp2", 3, 1)])
 def test_an_overflow_on_one_rank_changes_nothing_on_any(sizes: str, stage: int, at: int) -> None:
     check_overflow(sizes, stage, at)
 
