@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
