@@ -68,7 +68,7 @@ def apart_in_two_hops(rank: int) -> list[Any]:
     for hops in (False, True):
         say(f"two hops: {hops}")
         sent.clear()
-        plan = Plan(ranks=RANKS, steps=6, accumulation=2)
+        plan = Plan(ranks=RANKS, steps=3)
         config = config_of(3, plan)
         config["zero_optimization"].update(
             stage3_param_persistence_threshold=0,

@@ -30,8 +30,8 @@ RARE = {
     "local_step_scaler": 2,
     "local_step_clipper": 4,
 }
-BEGIN, STEPS = 4, 16  # steps before the first local one, and in all
-SYNCHRONISED = (6, 8, 12, 16)
+BEGIN, STEPS = 4, 12  # steps before the first local one, and in all
+SYNCHRONISED = (6, 8, 12)
 NAME = "blocks.0.up.weight"
 
 
@@ -112,9 +112,9 @@ def whole_of(answers: Any, key: str) -> WholeLocal:
     ("ranks", "plan"),
     [
         (2, Plan()),
-        (3, Plan(precision="bf16", accumulation=2)),
-        (2, Plan(precision="fp16", scale=16.0, clip=0.05)),
-        (3, Plan(clip=0.1)),
+        pytest.param(3, Plan(precision="bf16", accumulation=2), marks=pytest.mark.long),
+        pytest.param(2, Plan(precision="fp16", scale=16.0, clip=0.05), marks=pytest.mark.long),
+        (3, Plan(clip=0.1, accumulation=2)),
     ],
     ids=str,
 )
@@ -204,8 +204,18 @@ def test_bytes_of_a_step(monkeypatch):
     on_ranks(3, run)
 
 
-@pytest.mark.parametrize("at", [6, 7, 9, 4])
-@pytest.mark.parametrize(("ranks", "precision"), [(2, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(
+    ("ranks", "precision", "at"),
+    [
+        (2, "fp32", 7),
+        (3, "bf16", 9),
+        *(
+            pytest.param(ranks, precision, at, marks=pytest.mark.long)
+            for ranks, precision in ((2, "bf16"), (3, "fp32"))
+            for at in (4, 6, 7, 9)
+        ),
+    ],
+)
 def test_a_resumed_run_goes_on_as_the_saved_one(ranks, precision, at, tmp_path):
     """Bit for bit: a save synchronises first."""
     plan = Plan(precision=precision, clip=0.5)

@@ -74,11 +74,16 @@ def test_a_run_is_bit_for_bit_the_one_without(way: str, zero: Any) -> None:
     ("way", "zero"),
     [
         ("frozen parameters inside blocks, and a block frozen whole", {}),
-        ("a block called three times, with others in between", HPZ),
-        ("reentrant checkpoint around each block", {}),
         ("each rank skips another block, by step", {**EIGHT, **FOUR}),
-        ("each rank skips another block, by step", HPZ),
-        ("a block never used", {}),
+        *(
+            pytest.param(way, zero, marks=pytest.mark.long)
+            for way, zero in (
+                ("a block called three times, with others in between", HPZ),
+                ("reentrant checkpoint around each block", {}),
+                ("each rank skips another block, by step", HPZ),
+                ("a block never used", {}),
+            )
+        ),
     ],
     ids=str,
 )
