@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS
 from hf_zero.config.keys import KEYS
+from hf_zero.config.monitors import SECRETS
 from hf_zero.config.provenance import SourcedDict, flattened, is_written
 from hf_zero.config.reading import AUTO, ConfigReading
 from hf_zero.config.rows import Status
@@ -86,6 +87,8 @@ def explain(reading: ConfigReading) -> list[ExplainRow]:
                 note = f"off; {note}: not built in this version"
         else:
             continue
+        if path in SECRETS and value is not None:
+            value = "***"
         rows.append(ExplainRow(path, value, reading.sources.get(path, "default"), note))
     known = {row.key for row in rows}
     rows += [

@@ -14,6 +14,8 @@ FIGURES = (
     "wall_clock_breakdown, to {}; rank 0 of a script that imports deepspeed does"
 )
 JOB = "DeepSpeedJobName"
+SECRETS = frozenset(("comet.api_key",))
+"""Keys whose values are not shown."""
 
 
 def _folder(value: Any) -> str:
@@ -78,7 +80,7 @@ class CometSection:
     )
     project: str | None = key(TEXT, None, "the project of the experiment", idle=_comet)
     workspace: str | None = key(TEXT, None, "the workspace of the project", idle=_comet)
-    api_key: str | None = key(TEXT, None, "the key of the account", idle=_comet)
+    api_key: str | None = key(TEXT, None, "the key of the account", idle=_comet, repr=False)
     experiment_name: str | None = key(TEXT, None, "what the experiment is called", idle=_comet)
     experiment_key: str | None = key(TEXT, None, "the experiment that is gone on with", idle=_comet)
     online: bool | None = key(BOOLEAN, None, "false: kept on this machine", idle=_comet)

@@ -13,6 +13,7 @@ import deepspeed
 import pytest
 from torch import nn
 
+from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from tests.helpers.engines import config_of
 from tests.helpers.models import ROWS
@@ -147,3 +148,11 @@ def test_sections_have_the_defaults_of_deepspeed(name: str) -> None:
     monitor = getattr(module, kinds.get(name, "TensorBoardMonitor"))(getattr(sections, name))
     monitor.write_events(EVENTS)  # it is off
     assert not monitor.enabled and monitor.monitor_config == getattr(sections, name)
+
+
+def test_the_key_of_an_account_is_not_logged() -> None:
+    config = ZeroConfig.from_dict({"comet": {"enabled": True, "api_key": "secret", "project": "x"}})
+    assert config.comet.api_key == "secret"
+    shown = {row.key: row.value for row in config.explain()}
+    assert (shown["comet.api_key"], shown["comet.project"]) == ("***", "x")
+    assert "secret" not in config.describe() and "secret" not in repr(config)
