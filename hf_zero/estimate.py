@@ -26,9 +26,10 @@ from hf_zero.distributed.parallel_dims import ParallelDims, check_size
 from hf_zero.errors import ConfigError
 from hf_zero.estimated import MemoryEstimate, Proposal, StageEstimate, Tiers, in_places
 from hf_zero.memory import Free
-from hf_zero.parallel.expert.model import cuts_of_experts
+from hf_zero.parallel.expert.model import cuts_of_experts, experts_of_layers
 from hf_zero.parallel.sequence.attention import KEY as SEQUENCE
 from hf_zero.parallel.tensor import cuts_of
+from hf_zero.parameters.sharding import Sharding
 from hf_zero.parameters.wrap import find_units, persistent_names
 from hf_zero.preflight import ACTIVATIONS, Fit, FlatParameters, MemoryPlan, fit, groups_of, needs
 from hf_zero.preflight.fit import ActivationWay
@@ -113,6 +114,7 @@ def estimate(
     plan = _split(plan, tensor_parallel, expert_parallel)
     stages = _stages(plan, stage, list(plan.stages))
     name, module, groups, units = _counted(model, plan)
+    plan = _with_layers(plan, module)
     parts = _of_stages(module, groups, plan)
     counts: Counter[bool] = Counter()
     for group in groups:
@@ -157,7 +159,8 @@ def traffic(
     wanted, settings = _settings(ranks, precision, "AdamW", config)
     plan = _plan(settings, wanted, None, None, ranks)
     plan = _split(plan, tensor_parallel, expert_parallel)
-    _, _, groups, _ = _counted(model, plan)
+    _, module, groups, _ = _counted(model, plan)
+    plan = _with_layers(plan, module)
     seconds = codings(device or torch.device(kinds.accelerator() or "cpu"))
     stages = [stage] if stage is not None else sorted(POLICIES)
     return {each: ways(groups, replace(plan, stage=each), seconds) for each in stages}
@@ -194,15 +197,16 @@ def propose(
     begins = plan.stage if config is not None else 1
     stages = _stages(plan, stage, list(plan.stages[begins:]))
     name, module, groups, _ = _counted(model, plan)
+    spread = _with_layers(plan, module)
     largest = max(
-        _of_stages(module, groups, plan),
-        key=lambda part: _row(part, replace(plan, stage=stages[0])).state,
+        _of_stages(module, groups, spread),
+        key=lambda part: _row(part, replace(spread, stage=stages[0])).state,
     )
     known = _lengths(model, () if sequence_length is None else (sequence_length,), settings, plan)
     ways = [way for row in known for way in row.ways]
     if margin is None:
         margin = BESIDE_ACTIVATIONS if known else ACTIVATIONS
-    found = fit(largest, plan, free, margin, stages, ways or (ActivationWay(),))
+    found = fit(largest, spread, free, margin, stages, ways or (ActivationWay(),))
     return Proposal(name, _written(config, settings, plan, wanted, found), found, free, _cut(plan))
 
 
@@ -319,7 +323,14 @@ def _counted(model: Any, plan: MemoryPlan) -> tuple[str, nn.Module, list[FlatPar
     cuts = cuts_of(module, plan.tensor)
     if plan.expert > 1:
         cuts = {**cuts, **cuts_of_experts(module, 0, plan.expert, cuts)}
+    cuts = {**cuts, **dict.fromkeys(experts_of_layers(module), Sharding(("expert",)))}
     return name, module, groups_of(specs, module, plan.precision, persistent, cuts), len(specs)
+
+
+def _with_layers(plan: MemoryPlan, model: nn.Module) -> MemoryPlan:
+    """``plan`` with the ranks that layers of ``model`` itself spread their experts over."""
+    sizes = experts_of_layers(model).values()
+    return _split(plan, None, max(sizes)) if sizes else plan
 
 
 def _of_stages(

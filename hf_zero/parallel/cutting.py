@@ -10,20 +10,22 @@ import torch
 from torch import nn
 
 from hf_zero.distributed import world_group
+from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import PartitionError
 from hf_zero.loading.lazy import LazyTensor
+from hf_zero.parallel.expert.marks import ALONE, expert_group
 from hf_zero.parameters.box import Box
 from hf_zero.parameters.parameter import OwnedParameter, owner_of
 from hf_zero.parameters.pending import source_of
 from hf_zero.parameters.sharding import Sharding, set_sharding, sharding_of
-from hf_zero.units.cut_parameters import join_parts, own_part
+from hf_zero.units.cut_parameters import join_parts, of_ranks, own_part
 
 
 @torch.no_grad()
 def cut(parameter: nn.Parameter, sharding: Sharding) -> None:
     """Keep of ``parameter`` what is in the box of ``sharding``, of which it may be a larger part
     already. Collective over all ranks of the job where its values are here and whole: they are
-    rank 0's.
+    rank 0's, or those of the first rank that has this expert.
 
     Raises PartitionError for a parameter that belongs to an engine.
     """
@@ -40,14 +42,23 @@ def cut(parameter: nn.Parameter, sharding: Sharding) -> None:
     box = Box(tuple(parameter.shape), left)
     if source is None:
         whole = parameter.data
-        if not done:
+        if not done and expert_group(parameter) in (None, ALONE):
             world_group.broadcast(whole, 0)
+        elif not done:  # ranks hold other experts under its name
+            whole = _of_first(whole, sharding)
         parameter.data = box.take(whole).clone(memory_format=torch.contiguous_format)
     else:
         part = box.take(LazyTensor(source)).expression  # type: ignore[arg-type]
         parameter.data = torch.zeros((), dtype=source.dtype).expand(box.shape)
         parameter.__dict__["_hf_zero_source"] = part
     set_sharding(parameter, sharding)
+
+
+def _of_first(whole: torch.Tensor, sharding: Sharding) -> torch.Tensor:
+    """What the first rank along the axis of ``sharding`` has of ``whole`` (collective over it)."""
+    groups = get_parallel()
+    assert groups is not None
+    return of_ranks(groups, sharding.axes[-1], whole, "an expert that is cut")[0]
 
 
 class HoldsParts(nn.Module):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.distributed.parallel_groups import ParallelGroups, get_parallel
 from hf_zero.errors import PartitionError
 from hf_zero.parameters.sharding import Sharding
 
@@ -26,11 +26,8 @@ def join_parts(sharding: Sharding, part: torch.Tensor, name: str) -> torch.Tenso
         )
     # axes and dimensions go in the same order: experts are the first dimension
     for axis, (dim, ranges) in reversed(list(zip(axes, sharding.box.cuts, strict=True))):
-        ranks = groups.along(axis)
-        own = part.detach().contiguous()
-        joined = own.new_empty(ranks.size * own.numel())
-        ranks.all_gather([(joined, own.view(-1))], f"{name} (whole)").wait()
-        parts = [each.chunk(len(ranges), dim) for each in joined.view(-1, *own.shape)]
+        every = of_ranks(groups, axis, part, f"{name} (whole)")
+        parts = [each.chunk(len(ranges), dim) for each in every]
         # each of several matrices side by side has a part of every rank
         part = torch.cat([each[place] for place in range(len(ranges)) for each in parts], dim)
     return part
@@ -41,10 +38,17 @@ def join_named(sharding: Sharding, part: torch.Tensor, name: str) -> list[torch.
     whole, groups = join_parts(sharding, part, name), get_parallel()
     if not sharding.names or groups is None:
         return [whole]
-    ranks, own = groups.along(sharding.axes[0]), whole.detach().contiguous()
-    joined = own.new_empty(ranks.size * own.numel())
-    ranks.all_gather([(joined, own.view(-1))], f"{name} of all ranks").wait()
-    return list(joined.view(-1, *own.shape))
+    return list(of_ranks(groups, sharding.axes[0], whole, f"{name} of all ranks"))
+
+
+def of_ranks(groups: ParallelGroups, axis: str, own: torch.Tensor, key: str) -> torch.Tensor:
+    """What each rank along ``axis`` has as its ``own``: [ranks, *shape], where ``own`` is; sent
+    from the device, which communicates (collective over them).
+    """
+    ranks, sent = groups.along(axis), own.detach().to(groups.device).contiguous()
+    every = sent.new_empty(ranks.size * sent.numel())
+    ranks.all_gather([(every, sent.view(-1))], key).wait()
+    return every.view(ranks.size, *own.shape).to(own.device)
 
 
 def own_part(sharding: Sharding, given: torch.Tensor) -> torch.Tensor:

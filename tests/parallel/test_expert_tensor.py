@@ -64,10 +64,32 @@ def test_models(name: str, stage: int) -> None:
     both(name, stage)
 
 
+def by_calls(model: torch.nn.Module) -> None:
+    hf_zero.expert_parallel(hf_zero.tensor_parallel(model, 2), 2)
+
+
+@pytest.mark.parametrize(
+    "prepare", (by_calls, lambda model: hf_zero.tensor_parallel(model, 2)), ids=("both", "one")
+)
+def test_cut_before(prepare: Any) -> None:
+    """By calls before ``initialize``, as the Trainer cuts layers."""
+    both("qwen2_moe", 3, prepare=prepare)
+
+
 OTHERS: dict[str, dict[str, Any]] = {
     "clipping": {"gradient_clipping": 0.05},
     "checkpointing": {"activation_checkpointing": {"number_checkpoints": 2}},
     "compiled": {"compile": "blocks"},
+    "all offloaded": {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "cpu"},
+        }
+    },
+    "small ones whole": {
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 10_000}
+    },
 }
 
 

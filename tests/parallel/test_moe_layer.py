@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import hf_zero
+from hf_zero.core.consolidate import whole_state_dict
+from hf_zero.core.whole_names import WholeNames
 from hf_zero.distributed.process_group import get_rank
 from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.estimate import estimate
 from hf_zero.parallel.expert.marks import is_expert_parameter, split, split_groups
 from hf_zero.parallel.expert.moe_layer import Experts, MoE, MOELayer, TopKGate
+from hf_zero.parameters.sharding import sharding_of
 from tests.helpers import oracle
-from tests.helpers.engines import config_of, engine_opener, start, train_on_threads
+from tests.helpers.engines import OnEngine, config_of, engine_opener, start, train_on_threads
 from tests.helpers.models import HIDDEN, features, seeded
-from tests.helpers.training import At, Driver, Job, Plan, plain_sgd
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import At, Driver, Job, Plan, plain_sgd, train
 from tests.parallel.expert_cases import LOCAL, OnSpreadExperts
 
 EXPERTS = 4
 
 
 def expert() -> nn.Module:
-    return nn.Sequential(nn.Linear(HIDDEN, 2 * HIDDEN), nn.Tanh(), nn.Linear(2 * HIDDEN, HIDDEN))
+    up, down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+    return nn.Sequential(OrderedDict(up=up, bend=nn.Tanh(), down=down))
 
 
 class Mixed(nn.Module):
@@ -109,14 +118,15 @@ def test_experts_on_every_rank(stage: int, name: str) -> None:
     )
 
 
-def part_of(whole: nn.Module, size: int, **options: Any) -> Mixed:
+def part_of(whole: nn.Module, size: int, rank: int | None = None, **options: Any) -> Mixed:
     """A model with the values of ``whole``, of which each of ``size`` ranks has its experts."""
+    rank = get_rank() if rank is None else rank
     model = Mixed(ep_size=size, **options)
     values, held = whole.state_dict(), {}
     for name in model.state_dict():
         before, found, after = name.partition(LOCAL)
         number, _, rest = after.partition(".")
-        first = get_rank() % size * (EXPERTS // size)
+        first = rank % size * (EXPERTS // size)
         own = f"{before}{LOCAL}{first + int(number)}.{rest}" if found else name
         held[name] = values[own]
     model.load_state_dict(held)
@@ -144,6 +154,63 @@ def test_experts_on_several_ranks(stage: int, ranks: int, size: int, name: str) 
         train_on_threads(MixedJob(name), plan, on_ranks(stage, size, OPTIONS[name])),
         oracle.kept(MixedJob(name), plan),
     )
+
+
+EXPERT = "layers.*.deepspeed_moe.experts.deepspeed_experts.*"
+SHARED = {
+    "enter": "colwise_gather_output", f"{EXPERT}.up": "colwise", f"{EXPERT}.down": "rowwise"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_experts_that_two_ranks_share_each(stage: int, tmp_path: Path) -> None:
+    """Two tensor-parallel ranks of two that hold other experts; the checkpoint has whole ones."""
+    job, plan = MixedJob("top 2"), Plan(ranks=2, steps=2, accumulation=2)
+    want, whole = oracle.kept(job, plan), job.build()
+
+    def run(rank: int) -> Any:
+        model = part_of(whole, 2, rank // 2, **job.options)
+        hf_zero.tensor_parallel(model, 2, plan=SHARED)
+        engine = start(model, plain_sgd(model), config_of(stage, plan))
+        names = WholeNames(model)
+        parts = {
+            name: (names.own(name), sharding_of(p).box) for name, p in model.named_parameters()
+        }
+        trace = train(OnEngine(engine, plan), job, plan, rank // 2)
+        engine.save_checkpoint(tmp_path, tag="t")
+        state = whole_state_dict(engine, dtype=torch.float32)
+        engine.destroy()
+        return trace, parts, state
+
+    answers = run_ranks(4, run)
+    for trace, parts, state in answers:
+        assert trace.norms == pytest.approx(want.norms, rel=1e-5)
+        for own, all_ in zip(trace.grads, want.grads):
+            for name, value in own.items():
+                number, box = parts[name]
+                part = all_[number] if box is None else box.take(all_[number])
+                torch.testing.assert_close(value, part, rtol=1e-5, atol=1e-6)
+        for name, value in want.weights.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+    converted = dict(hf_zero.checkpoint.iterate_state_dict(tmp_path / "t", dtype="float32"))
+    assert converted.keys() == whole.state_dict().keys()
+    assert all(value.equal(converted[name]) for name, value in answers[0][2].items())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_estimate_is_what_a_rank_holds(stage: int) -> None:
+    models = [seeded(lambda: Mixed(ep_size=2)) for _ in range(4)]
+    row = estimate(models[0], 4, "fp32", stage=stage)
+
+    def held(rank: int) -> int:
+        engine = start(models[rank], plain_sgd(models[rank]), config_of(stage))
+        found = engine.state_bytes()["parameters"]
+        engine.destroy()
+        return int(found)
+
+    assert run_ranks(4, held) == [row.at(stage).parameters] * 4
+    whole = sum(p.numel() for p in seeded(Mixed).parameters())
+    assert row.total_parameters == whole
 
 
 def test_gates_compute_in_fp32_and_change_in_training_alone() -> None:

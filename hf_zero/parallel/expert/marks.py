@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+ALONE = "ep_size_1"  # the expert group of a rank that has all experts
+
 
 def mark(parameter: torch.Tensor, group: str | None) -> None:
     """Make ``parameter`` one of experts, whose gradients are averaged over those ranks alone that

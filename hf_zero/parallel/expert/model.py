@@ -125,9 +125,7 @@ def spread_experts(model: nn.Module, config: ZeroConfig) -> None:
     MoE the ranks of their experts (collective over all ranks of the job where any are spread).
     """
     expert_parallel(model, config.expert_parallel.size)
-    for path, module in model.named_modules():
-        if not isinstance(module, MOELayer) or module.ep_size == 1:
-            continue
+    for path, module in _spread_layers(model):
         module.axis = axis = expert_axis(module.ep_size, f"ep_size of {path}")
         assert axis is not None
         for at, expert in enumerate(module.experts.deepspeed_experts):
@@ -138,6 +136,24 @@ def spread_experts(model: nn.Module, config: ZeroConfig) -> None:
                 held = sharding_of(tensor)
                 axes = tuple(sorted({*held.axes, AXIS}))
                 set_sharding(tensor, replace(held, axes=axes, names=names))
+
+
+def _spread_layers(model: nn.Module) -> Iterator[tuple[str, MOELayer]]:
+    """Layers of class MoE of which ranks hold different experts, with their paths."""
+    for path, module in model.named_modules():
+        if isinstance(module, MOELayer) and module.ep_size > 1:
+            yield path, module
+
+
+def experts_of_layers(model: nn.Module) -> dict[nn.Parameter, int]:
+    """Parameters of experts in layers of class MoE, and how many ranks hold others under their
+    names.
+    """
+    return {
+        parameter: module.ep_size
+        for _, module in _spread_layers(model)
+        for parameter in module.experts.parameters()
+    }
 
 
 def cuts_of_experts(
