@@ -92,10 +92,12 @@ def run_ranks(
     ranks: int = 2,
     seconds: float = 400,
     env: Mapping[str, str] | None = None,
+    hosts: int = 1,
 ) -> Sequence[dict[str, Any]]:
     """The rows of ``python -m module arguments`` on ranks that have a device each, posing as CUDA,
-    or that have ``env``.
+    or that have ``env``; they are told that they are of ``hosts`` hosts.
     """
+    here = ranks // hosts
     quiet = {"HF_ZERO_LOG_LEVEL": "ERROR", "LATE_MODE": "inline"}
     own = {
         **(environment(True) if env is None else env),
@@ -103,9 +105,9 @@ def run_ranks(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(here),
     }
-    each = [{**own, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    each = [{**own, "RANK": str(rank), "LOCAL_RANK": str(rank % here)} for rank in range(ranks)]
     printed = _run(of(own), each, [module, *arguments], seconds)
     return [row for output in printed for row in rows(output)]
 

@@ -42,11 +42,11 @@ def bounds(job: str) -> tuple[float, float]:
     return -1.0, 1e-5
 
 
-def wrong(mode: str, jobs: Iterable[str]) -> list[Any]:
+def wrong(mode: str, jobs: Iterable[str], ranks: int = 2, hosts: int = 1) -> list[Any]:
     """Rows of the sweep that are not right."""
     jobs = list(jobs)
-    rows = launch.run_ranks("tests.late.sweep", mode, *jobs)
-    assert sorted(row["job"] for row in rows) == sorted(jobs * 2)
+    rows = launch.run_ranks("tests.late.sweep", mode, *jobs, ranks=ranks, hosts=hosts)
+    assert sorted(row["job"] for row in rows) == sorted(jobs * ranks)
     return [
         row
         for row in rows
@@ -57,6 +57,12 @@ def wrong(mode: str, jobs: Iterable[str]) -> list[Any]:
 def test_jobs_train_without_a_report() -> None:
     launch.needs_the_device()
     assert wrong("random", [job for job in ALL if job not in SELDOM]) == []
+
+
+@pytest.mark.long
+def test_gathers_over_hosts_train_without_a_report() -> None:
+    launch.needs_the_device()
+    assert wrong("random", training.OVER_HOSTS, 4, 2) == []
 
 
 @pytest.mark.long

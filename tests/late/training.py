@@ -85,6 +85,13 @@ JOBS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "stage 2, Adafactor, optimizer on the host": (2, OPTIMIZER, ADAFACTOR),
 }
 
+HOPS = {"mics_hierarchical_params_gather": True}
+# on four ranks of two hosts
+OVER_HOSTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "stage 3, gathers in two hops": (3, HOPS, {}),
+    "stage 3, gathers in two hops, all on the host": (3, {**BOTH, **HOPS}, {}),
+}
+
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "weight_decay": 0.01}}}
 BY_MATRICES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     **{f"stage {stage}, Muon": (stage, {}, MUON) for stage in (0, 2, 3)},
@@ -163,7 +170,7 @@ def tower(blocks: int = BLOCKS) -> Tower:
 
 
 def config(job: str) -> dict[str, Any]:
-    stage, zero, more = copy.deepcopy((JOBS | IN_FEW_BITS | BY_MATRICES)[job])
+    stage, zero, more = copy.deepcopy((JOBS | IN_FEW_BITS | BY_MATRICES | OVER_HOSTS)[job])
     prefetch = {"stage3_prefetch_bucket_size": 40_000} if stage == 3 else {}
     return {
         "train_micro_batch_size_per_gpu": ROWS,
