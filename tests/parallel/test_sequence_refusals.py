@@ -269,6 +269,17 @@ def test_sizes_that_cannot_be_beside_shared_layers(sequence: int, heads: int, ma
     refused(match, 4, both, models, sequence)
 
 
+def shared_before(rank: int, models: list[nn.Module]) -> None:
+    former = hf_zero.sequence_parallel(2)
+    start(models[rank], None, config_of(1, tensor_parallel={"autotp_size": 2}), mpu=former)
+
+
+def test_sequences_that_were_shared_before_the_configuration_shares_layers() -> None:
+    """Ranks 0 and 1 shared a sequence, and share layers now."""
+    models = [seeded(llama) for _ in range(4)]
+    refused("which has moved the ranks that share a sequence; call it", 4, shared_before, models)
+
+
 def test_batch_sizes_count_groups() -> None:
     values = {
         "train_micro_batch_size_per_gpu": 2,
