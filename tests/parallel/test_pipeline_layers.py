@@ -13,7 +13,7 @@ import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
-from hf_zero.errors import ConfigError, PipelineError, RankMismatchError
+from hf_zero.errors import ConfigError, PipelineError, RankMismatchError, UnmanagedWindowError
 from hf_zero.parallel.expert.moe_layer import MoE
 from hf_zero.parallel.pipeline.grid import PipelineParallelGrid
 from hf_zero.parallel.pipeline.layers import LayerSpec, TiedLayerSpec
@@ -230,6 +230,13 @@ def test_configurations_that_are_refused(keys: dict[str, Any], said: str) -> Non
     written = {**config(2, 0), "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **keys}
     with pytest.raises(ConfigError, match=said):
         hf_zero.initialize(model=module, config=written)
+
+
+def test_windows_of_the_script_are_refused() -> None:
+    module = PipelineModule(layers(), 1, loss_fn=loss_of)
+    written = {**config(2, 0), "managed_gradient_accumulation": False}
+    with pytest.raises(UnmanagedWindowError, match="not supported with pipeline parallelism"):
+        hf_zero.initialize(model=module, config=written, optimizer=sgd)
 
 
 def test_experts_and_sequences_on_several_ranks_are_refused() -> None:

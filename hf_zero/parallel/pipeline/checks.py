@@ -8,7 +8,7 @@ from typing import Any
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import get_parallel
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, UnmanagedWindowError
 from hf_zero.parallel.expert.moe_layer import MOELayer
 from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.parallel.sequence.attention import KEY
@@ -52,8 +52,14 @@ def check_pipeline(
     config: ZeroConfig, module: StagedModule, techniques: Collection[str], one_bit: bool
 ) -> None:
     """Raise ConfigError for what the engine of ``module`` cannot do: ZeRO beyond stage 1,
-    ``techniques`` (keys of those that are on), an optimizer that sends one bit, compiled blocks.
+    ``techniques`` (keys of those that are on), an optimizer that sends one bit, compiled blocks;
+    and UnmanagedWindowError where the script is to end accumulation windows.
     """
+    if not config.managed_gradient_accumulation:
+        raise UnmanagedWindowError(
+            "managed_gradient_accumulation is false, which is not supported with pipeline "
+            "parallelism: train_batch runs all micro-batches of a step; remove the key"
+        )
     if config.stage > 1:
         raise ConfigError(
             f"zero_optimization.stage is {config.stage}, and the model is a pipeline: stages 2 "
