@@ -60,6 +60,16 @@ def test_stages_one_after_another_are_the_model(
     assert stages[1].config is stages[1].hf_model.config
 
 
+def test_embeddings_that_are_added_elsewhere_come_from_no_host_memory(
+    as_rank: Callable[[int, int], None],
+) -> None:
+    """A copy of them to a GPU would be a wait for it in each forward of a stage."""
+    as_rank(1, 3)
+    stage = hf_zero.pipeline_stages(model_of("gpt2"), 3)
+    nothing = stage.hf_model.transformer.wpe(torch.zeros(1, 5, dtype=torch.long, device="meta"))
+    assert nothing.device.type == "meta"
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_one_call_and_it_trains(kind: str) -> None:
     """Interleaved on one rank: the same blocks in each chunk's forward as in the whole model."""

@@ -5,13 +5,15 @@ for the device.
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from hf_zero.config import TiledMlpSection
-from hf_zero.parallel.sequence import attention
+from hf_zero.parallel.sequence import attention, batches
 from hf_zero.parallel.sequence.documents import Documents
 from hf_zero.parallel.sequence.tiled_mlp import TiledMlps
+from tests.helpers.host_syncs import HostSyncs
 
 
 def test_places_of_documents_are_made_once() -> None:
@@ -42,3 +44,25 @@ def test_ranks_that_need_not_agree_on_stretches_read_nothing_back() -> None:
         tiled._engine = SimpleNamespace(stage=stage, mesh=mesh, device=torch.device("meta"))
         tiled._agree(model, (), {"input_ids": torch.ones(2, 20)})
         assert tiled._shards == 3
+
+
+class Repeats:
+    """An axis whose other ranks send what this one does."""
+
+    size = 4
+
+    def all_gather(self, pairs: Any, key: str) -> Any:
+        for whole, own in pairs:
+            whole.view(self.size, -1).copy_(own)
+        return SimpleNamespace(wait=lambda: None)
+
+
+def test_batches_of_all_ranks_come_with_two_waits() -> None:
+    batch = {"input_ids": torch.arange(12).view(2, 6)}
+    with HostSyncs() as syncs:
+        came = batches._gather_objects(Repeats(), batch)  # type: ignore[arg-type]
+    assert len(came) == 4
+    assert all(torch.equal(each["input_ids"], batch["input_ids"]) for each in came)
+    found = syncs.of("hf_zero")
+    found.pop("batches.py: numpy")  # of what is in host memory by then
+    assert found == {"batches.py: tolist": 1, "batches.py: cpu": 1}

@@ -242,3 +242,9 @@ def test_values_are_those_of_rank_0() -> None:
         return made.model.layers[0].mlp.down_proj.weight.detach()
 
     assert torch.equal(run_ranks(2, cut)[1], wanted)
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_sum", "tensor_parallel_join"])
+def test_no_cuda_graph_records_collectives(name: str) -> None:
+    operator = getattr(torch.ops.hf_zero, name).default
+    assert torch.Tag.cudagraph_unsafe in operator.tags

@@ -73,8 +73,9 @@ class _Elsewhere(nn.Module):
 class _AddsNothing(nn.Module):
     """In the place of embeddings that the first stage has added."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.zeros(())
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        # made where it is added: the host waits for the device to copy it there
+        return torch.zeros((), device=positions.device)
 
 
 def _family_of(model: nn.Module) -> Family:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hf_zero.device import pinned
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.process_group import default_device
 from hf_zero.errors import ConfigError
@@ -150,8 +151,11 @@ class SequenceBatches:
     def _placed(self, batch: dict[str, Any]) -> dict[str, Any]:
         if self.device is None:
             return batch
+        device = torch.device(self.device)
         return {
-            name: value.to(self.device) if isinstance(value, torch.Tensor) else value
+            name: pinned.for_copy(value, device).to(device, non_blocking=True)
+            if isinstance(value, torch.Tensor)
+            else value
             for name, value in batch.items()
         }
 
@@ -178,12 +182,9 @@ def _gather_objects(dim: MeshDim, value: Any) -> list[Any]:
     if dim.size == 1:
         return [value]
     data, device = pickle.dumps(value), default_device()
-    sizes = all_gather(dim, "sizes of batches", torch.tensor([len(data)], device=device))
-    longest = int(sizes.max())
-    own = torch.zeros(longest, dtype=torch.uint8)
+    own_size = torch.tensor([len(data)], device=device)
+    sizes = all_gather(dim, "sizes of batches", own_size).flatten().tolist()
+    own = torch.zeros(max(sizes), dtype=torch.uint8)
     own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     whole = all_gather(dim, "batches", own.to(device)).cpu()
-    return [
-        pickle.loads(part[: int(size)].numpy().tobytes())
-        for part, size in zip(whole, sizes.flatten())
-    ]
+    return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(whole, sizes)]

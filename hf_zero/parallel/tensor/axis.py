@@ -67,10 +67,12 @@ class TensorAxis:
         return x.narrow(-1, self.rank * width, width)
 
 
-# Compiled code calls the collectives as operators, which nothing looks into.
+# Compiled code calls the collectives as operators, which nothing looks into. No CUDA graph records
+# them: events of a capture cannot be asked, and a replay would leave out what the host does.
+UNSAFE = torch.Tag.cudagraph_unsafe
 
 
-@torch.library.custom_op("hf_zero::tensor_parallel_sum", mutates_args=())
+@torch.library.custom_op("hf_zero::tensor_parallel_sum", mutates_args=(), tags=UNSAFE)
 def _sum_operator(x: torch.Tensor, axis: int, name: str) -> torch.Tensor:
     return _axes[axis].sum(x, name)
 
@@ -80,7 +82,7 @@ def _(x: torch.Tensor, axis: int, name: str) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("hf_zero::tensor_parallel_join", mutates_args=())
+@torch.library.custom_op("hf_zero::tensor_parallel_join", mutates_args=(), tags=UNSAFE)
 def _join_operator(x: torch.Tensor, axis: int, name: str) -> torch.Tensor:
     return _axes[axis].join(x, name)
 
