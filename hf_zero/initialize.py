@@ -37,7 +37,7 @@ from hf_zero.optim.schedules import build_scheduler
 from hf_zero.parallel.expert.model import spread_experts
 from hf_zero.parallel.pipeline.checks import check_pipeline, check_uncut
 from hf_zero.parallel.pipeline.engine import pipelined
-from hf_zero.parallel.pipeline.staged import StagedModule
+from hf_zero.parallel.pipeline.staged import StagedModule, make_parallel_for
 from hf_zero.parallel.sequence import configured
 from hf_zero.parallel.tensor.configured import as_configured, ranks_of_a_stage, readers
 from hf_zero.parameters.leaf_modules import mark_configured
@@ -150,6 +150,7 @@ def initialize_as(
             "first or drop the argument"
         )
     init.init_from_config(settings, distributed_port)
+    make_parallel_for(model)
     if isinstance(model, StagedModule):
         with raise_on_all_ranks("take its stages of the pipeline"):
             check_uncut(settings, model)

@@ -5,6 +5,7 @@ expert, sequence and pipeline parallelism communicates over.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ AXES = ("tensor", "sequence", "expert", "pipeline")
 
 class ParallelGroups:
     """This rank's groups along the axes of ``dims``, made when this is made (collective over all
-    ranks of the job). Those along axes that ``former`` has over the same ranks are its own.
+    ranks of the job). Those along axes that one of ``former`` has over the same ranks are its own.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class ParallelGroups:
         dims: ParallelDims,
         device: torch.device,
         timeout: float = DEFAULT_TIMEOUT,
-        former: ParallelGroups | None = None,
+        former: Sequence[ParallelGroups] = (),
     ):
         self.dims, self.rank = dims, get_rank()
         self.device = device
@@ -51,8 +52,9 @@ class ParallelGroups:
         maker = DimMaker(self.rank, device, backend, watchdog, timeout)
         for axis in AXES:
             sets = _sets(dims, axis)
-            if former is not None and sets == _sets(former.dims, axis):
-                self._axes[axis], self.stats[axis] = former.along(axis), former.stats[axis]
+            same = next((each for each in former if sets == _sets(each.dims, axis)), None)
+            if same is not None:
+                self._axes[axis], self.stats[axis] = same.along(axis), same.stats[axis]
                 continue
             name = f"{axis} parallelism"
             made = self._axes[axis] = maker.make(sets, name, self.stats[axis])
@@ -90,7 +92,8 @@ def _sets(dims: ParallelDims, axis: str) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(dims.ranks_along(rank, axis) for rank in range(dims.world)))
 
 
-_groups: weakref.WeakKeyDictionary[Any, ParallelGroups] = weakref.WeakKeyDictionary()
+# of each job, the current ones last
+_groups: weakref.WeakKeyDictionary[Any, list[ParallelGroups]] = weakref.WeakKeyDictionary()
 
 
 def init_parallel(
@@ -98,9 +101,9 @@ def init_parallel(
 ) -> ParallelGroups:
     """Make the job parallel as ``dims`` says: engines made from now on follow it. Collective.
 
-    Called again with the same dimensions it gives the groups there are; with others it makes those
-    along axes that change. Raises ConfigError where
-    the sizes do not multiply to the number of ranks.
+    Called again with dimensions that it was called with it gives the groups there are; with others
+    it makes those along axes that change. Engines that were made before keep theirs. Raises
+    ConfigError where the sizes do not multiply to the number of ranks.
     """
     world = get_world_size()
     if dims.world != world:
@@ -110,15 +113,28 @@ def init_parallel(
         )
     if not is_initialized():
         return ParallelGroups(dims, device or default_device(), timeout)
-    store = dist.distributed_c10d._get_default_store()
-    held = _groups.get(store)
-    if held is None or held.dims != dims:
-        held = _groups[store] = ParallelGroups(dims, device or default_device(), timeout, held)
+    made = _groups.setdefault(dist.distributed_c10d._get_default_store(), [])
+    held = next((each for each in made if each.dims == dims), None)
+    if held is None:
+        held = ParallelGroups(dims, device or default_device(), timeout, made)
+    made[:] = [each for each in made if each is not held] + [held]
     return held
 
 
 def get_parallel() -> ParallelGroups | None:
     """What :func:`init_parallel` made for the job; None: it is data parallel alone."""
+    made = _made()
+    return made[-1] if made else None
+
+
+def groups_along(axis: str, size: int) -> ParallelGroups | None:
+    """The last groups with ``size`` ranks along ``axis``; None where the job never had such. Models
+    that were cut among different numbers of ranks live in one job.
+    """
+    return next((each for each in reversed(_made()) if each.dims.size(axis) == size), None)
+
+
+def _made() -> list[ParallelGroups]:
     if not is_initialized():
-        return None
-    return _groups.get(dist.distributed_c10d._get_default_store())
+        return []
+    return _groups.get(dist.distributed_c10d._get_default_store()) or []

@@ -104,6 +104,15 @@ class LayerDrop(DrawsForBlocks):
         return theta_at(steps, self._section.theta, self._section.gamma)
 
     def install(self, engine: Any) -> None:
+        """Raises ConfigError where ranks that compute a block together would not draw alike."""
+        sizes = {axis: engine.mesh.dims.size(axis) for axis in ("tensor", "sequence", "expert")}
+        shared = [axis for axis, size in sizes.items() if size > 1]
+        if self._section.per_rank and shared:
+            raise ConfigError(
+                f"{KEY}.per_rank lets each rank leave out its own blocks, and the {shared[0]} "
+                f"parallel ranks compute each block together; remove per_rank, or train without "
+                f"{shared[0]} parallelism"
+            )
         self._layers = layers_of(engine.module, KEY)
         self._training = self._only_trained(engine)
         self._of = {layer.block: layer for layer in self._layers}

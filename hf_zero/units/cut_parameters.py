@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_zero.distributed.parallel_groups import ParallelGroups, get_parallel
+from hf_zero.distributed.parallel_groups import ParallelGroups, get_parallel, groups_along
 from hf_zero.errors import PartitionError
 from hf_zero.parameters.sharding import Sharding
 
@@ -26,7 +26,14 @@ def join_parts(sharding: Sharding, part: torch.Tensor, name: str) -> torch.Tenso
         )
     # axes and dimensions go in the same order: experts are the first dimension
     for axis, (dim, ranges) in reversed(list(zip(axes, sharding.box.cuts, strict=True))):
-        every = of_ranks(groups, axis, part, f"{name} (whole)")
+        size = sharding.box.whole[dim] // sum(end - start for start, end in ranges)
+        cut = groups_along(axis, size)
+        if cut is None:
+            raise PartitionError(
+                f"{name} is one of {size} parts along the {axis!r} axis, over which this job was "
+                f"never {size} ranks; cut the model in this job, or load it whole"
+            )
+        every = of_ranks(cut, axis, part, f"{name} (whole)")
         parts = [each.chunk(len(ranges), dim) for each in every]
         # each of several matrices side by side has a part of every rank
         part = torch.cat([each[place] for place in range(len(ranges)) for each in parts], dim)

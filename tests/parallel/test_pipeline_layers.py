@@ -12,7 +12,7 @@ from torch import nn
 import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed.parallel_dims import ParallelDims
-from hf_zero.distributed.parallel_groups import init_parallel
+from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
 from hf_zero.errors import ConfigError, PipelineError, RankMismatchError, UnmanagedWindowError
 from hf_zero.parallel.expert.moe_layer import MoE
 from hf_zero.parallel.pipeline.grid import PipelineParallelGrid
@@ -24,7 +24,10 @@ from hf_zero.parallel.pipeline.topology import (
     PipeModelDataParallelTopology,
     ProcessTopology,
 )
+from tests.helpers.engines import config_of, start
+from tests.helpers.models import seeded, tokens
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tensor_parallel import llama
 from tests.parallel.pipelines import (
     STEPS,
     Whole,
@@ -370,3 +373,29 @@ def test_what_may_pass_between_stages() -> None:
         engine.destroy()
 
     run_ranks(1, rank)
+
+
+@pytest.mark.parametrize("zero", (0, 3))
+def test_a_model_without_stages_after_a_pipeline_is_data_parallel(zero: int) -> None:
+    ids = [tokens(0, 0, rank) for rank in range(2)]
+    whole, models = seeded(llama), [seeded(llama) for _ in range(2)]
+    whole(input_ids=torch.cat(ids), labels=torch.cat(ids)).loss.backward()
+    with torch.no_grad():
+        wanted = {name: p - 0.1 * p.grad for name, p in whole.named_parameters()}
+
+    def run(rank: int) -> Any:
+        PipelineModule(layers(), 2)
+        model = models[rank]
+        engine = start(model, torch.optim.SGD(model.parameters(), lr=0.1), config_of(zero))
+        assert engine.train_batch_size() == 2 * len(ids[0])
+        engine.backward(engine(input_ids=ids[rank], labels=ids[rank]).loss)
+        engine.step()
+        state = model.state_dict()
+        PipelineModule(layers(), 2)  # and the next one finds its stages
+        groups = get_parallel()
+        assert groups is not None and groups.dims.pipeline == 2
+        return state
+
+    for state in run_ranks(2, run):
+        for name, value in wanted.items():
+            assert torch.allclose(state[name], value, atol=1e-6), name

@@ -15,7 +15,7 @@ from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.parallel import cutting
 from hf_zero.parallel.tensor import axis, shared_inputs, styles
 from tests.helpers.engines import STAGES, config_of, start
-from tests.helpers.models import seeded
+from tests.helpers.models import ROWS, seeded, tokens
 from tests.helpers.oracle import FP32_TOLERANCE, compare, compare_mixed, kept, mixed
 from tests.helpers.ranks import RankFailed, run_ranks
 from tests.helpers.tensor_parallel import (
@@ -291,3 +291,37 @@ def test_sizes_that_differ() -> None:
     with pytest.raises(RankFailed, match="is cut among 2 ranks already") as raised:
         run_ranks(2, differ)
     assert isinstance(raised.value.__cause__, ConfigError)
+
+
+def test_models_of_one_job_are_cut_into_different_sizes() -> None:
+    """Each engine goes by the size of its own model: one made after others, one made anew."""
+    ids = tokens(0, 0, 0)
+    batch, wanted = {"input_ids": ids, "labels": ids}, seeded(lambda: llama(4))
+    state = {key: value.clone() for key, value in wanted.state_dict().items()}
+    wanted(**batch).loss.backward()
+    norm = float(torch.nn.utils.get_total_norm([p.grad for p in wanted.parameters()]))
+    sizes = (2, 4, 1, 2)
+    models = [{size: seeded(lambda: llama(4)) for size in sizes} for _ in range(4)]
+
+    def run(rank: int) -> tuple[list[float], list[int], list[dict[str, torch.Tensor]]]:
+        for size, model in models[rank].items():
+            hf_zero.tensor_parallel(model, size)
+        norms, batches, states = [], [], []
+        for size in sizes:
+            model = models[rank][size]
+            still = torch.optim.SGD(model.parameters(), lr=0.0)
+            engine = start(model, still, config_of(1, gradient_clipping=1e6))
+            engine.backward(engine(**batch).loss)
+            engine.step()
+            norms.append(float(engine.get_global_grad_norm()))
+            batches.append(engine.train_batch_size())
+            states += [each.state_dict() for each in models[rank].values()]
+            engine.destroy()
+        return norms, batches, states
+
+    for norms, batches, states in run_ranks(4, run):
+        assert norms == pytest.approx([norm] * 4, rel=1e-5)
+        assert batches == [ROWS * 4 // size for size in sizes]
+        for each in states:
+            for key, value in state.items():
+                assert torch.equal(each[key], value), key

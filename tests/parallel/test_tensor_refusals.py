@@ -65,3 +65,16 @@ def test_layers_of_torchao(section: dict[str, Any]) -> None:
 
     with pytest.raises(RankFailed, match=r"of which each tensor-parallel rank has a part"):
         run_ranks(2, run)
+
+
+@pytest.mark.parametrize("section", (TP, keys(2)), ids=("tensor", "expert"))
+def test_blocks_that_each_rank_leaves_out_by_itself(section: dict[str, Any]) -> None:
+    models = [seeded(mixtral) for _ in range(2)]
+    config = config_of(1, progressive_layer_drop={"enabled": True, "per_rank": True}, **section)
+
+    def run(rank: int) -> None:
+        start(models[rank], plain_sgd(models[rank]), config)
+
+    with pytest.raises(RankFailed, match=r"parallel ranks compute each block together") as raised:
+        run_ranks(2, run)
+    assert isinstance(raised.value.__cause__, ConfigError)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from hf_zero.distributed.mesh import Mesh
@@ -16,6 +17,9 @@ from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.errors import ConfigError, PartitionError, UnsupportedOptimizerError
 from hf_zero.optim.lars import LARS
+from hf_zero.parameters.box import Box
+from hf_zero.parameters.sharding import Sharding
+from hf_zero.units.cut_parameters import join_parts
 from tests.helpers import split as helpers
 from tests.helpers.engines import start
 from tests.helpers.models import seeded
@@ -129,6 +133,9 @@ def test_what_ranks_do_not_have_is_refused() -> None:
         init_parallel(ParallelDims(2))
         with pytest.raises(PartitionError, match="is cut along the 'tensor' axis, which this job"):
             start(model, plain_sgd(model), config_of_split(1))
+        part = Sharding(("tensor",), box=Box.even((8,), 0, 0, 4))
+        with pytest.raises(PartitionError, match=r"one of 4 parts along the 'tensor' axis, over"):
+            join_parts(part, torch.zeros(2), "weight")
         with pytest.raises(ConfigError, match="is for 4 ranks, but the job has 2"):
             init_parallel(ParallelDims(4))
 

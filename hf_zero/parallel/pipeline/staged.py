@@ -16,6 +16,7 @@ from hf_zero.parallel.pipeline.topology import (
     PipeModelDataParallelTopology,
     ProcessTopology,
 )
+from hf_zero.parameters.sharding import sharding_of
 
 
 class StagedModule(nn.Module):
@@ -78,6 +79,25 @@ class StagedModule(nn.Module):
                 "collate it so, or pass a function to engine.set_batch_fn"
             )
         return batch[0], batch[1]
+
+
+def make_parallel_for(model: nn.Module) -> None:
+    """Let the job be parallel over stages and within layers only as ``model`` is: another model of
+    this process may have made it otherwise (collective where that is so).
+    """
+    held = get_parallel()
+    if held is None:
+        return
+    if isinstance(model, StagedModule):
+        if held.dims.pipeline != model.num_stages:
+            _make_parallel(model.topology)
+    elif max(held.dims.pipeline, held.dims.tensor) > 1:
+        sizes = {axis: held.dims.size(axis) for axis in ("tensor", "sequence", "expert")}
+        marks = map(sharding_of, model.parameters())
+        # experts lie on ranks that differ with the tensor-parallel size
+        if held.dims.expert == 1 and not any(mark.axes or mark.partial for mark in marks):
+            sizes["tensor"] = 1
+        init_parallel(ParallelDims.over(held.dims.world, **sizes))
 
 
 def _topology_of(num_stages: int, world: int) -> ProcessTopology:

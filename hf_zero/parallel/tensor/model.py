@@ -109,8 +109,9 @@ def tensor_parallel(
             _check_forward(target)
     cuts = _cuts(modules, found, rank, size)
     # All is known to be right: what is refused leaves the job as it was.
+    groups = init_parallel(dims)  # for a model that was cut before another one, too
     if record is None:
-        axis = TensorAxis(init_parallel(dims).along("tensor"))
+        axis = TensorAxis(groups.along("tensor"))
         draws = _draws(model)
         random = OwnRandomNumbers(axis, process_group.default_device()) if draws else None
         record = TensorParallel(axis, random, plan, _rotary_width(inner))
