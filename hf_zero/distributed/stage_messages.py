@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_zero.device import kinds
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
 from hf_zero.distributed.collectives import CPU, DEFAULT_TIMEOUT, MeshDim, abort
 from hf_zero.distributed.dim_maker import DimMaker, connect
@@ -93,10 +94,13 @@ class StageMessages:
         dims, own = groups.dims, None
         if dims.pipeline > 1:
             limit = timedelta(seconds=timeout + MARGIN_SECONDS)
+            # NCCL then has one communicator for all messages. Else those that schedules issue alone
+            # take one of two ranks each, and never meet the other end where that is in a batch.
+            bound = None if kinds.is_host(groups.device) else groups.device
             for ranks in dict.fromkeys(
                 dims.ranks_along(rank, "pipeline") for rank in range(dims.world)
             ):
-                made = dist.new_group(list(ranks), timeout=limit)
+                made = dist.new_group(list(ranks), timeout=limit, device_id=bound)
                 if groups.rank in ranks:
                     own = made
                     watchdog = get_world_group().watchdog

@@ -25,7 +25,13 @@ def test_the_communicator_is_made_with_its_group(monkeypatch: pytest.MonkeyPatch
     groups: Any = SimpleNamespace(
         dims=dims, rank=3, device=DEVICE, stats={"pipeline": CollectiveStats()}
     )
-    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout: tuple(ranks))
+    bound = []
+
+    def new_group(ranks: list[int], timeout: Any, device_id: torch.device) -> tuple[int, ...]:
+        bound.append(device_id)
+        return tuple(ranks)
+
+    monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: reduced.append((tensor, group)))
     monkeypatch.setattr(torch, "zeros", lambda size, device: (size, device))
     monkeypatch.setattr(stage_messages, "get_world_group", lambda: world)
@@ -34,6 +40,8 @@ def test_the_communicator_is_made_with_its_group(monkeypatch: pytest.MonkeyPatch
     messages = StageMessages.over(groups, "engine 1", 5.0)
     assert messages.ranks == [1, 3, 5]
     assert reduced == [((1, DEVICE), (1, 3, 5))]
+    # NCCL would make others for messages that are in no batch
+    assert bound == [DEVICE] * 2
 
 
 def test_the_host_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
