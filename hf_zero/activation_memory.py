@@ -143,7 +143,7 @@ def activation_bytes(
         for parameter in copied.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_drop)
-        counted = stack.enter_context(_Counted(copied, inputs, device or torch.device("cuda")))
+        counted = stack.enter_context(_Counted(copied, inputs, device or kinds.meant(gpu=True)))
         try:
             loss = copied(input_ids=inputs, labels=inputs, return_dict=False)[0]
             kept = counted.now
@@ -167,9 +167,9 @@ def length_estimate(
 
     Raises ConfigError as :func:`activation_bytes` does.
     """
-    config = config.on_device("cuda" if gpu else "cpu")
+    device = kinds.meant(gpu)
+    config = config.on_device(device.type)
     sequences = Sequences(length, config.train_micro_batch_size_per_gpu or 1, ranks)
-    device = torch.device("cuda" if gpu else "cpu")
     ways = []
     for name, saving, keys in Saving.of(config).and_more():
         found = activation_bytes(model, sequences, config.precision, saving, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import logging
 import os
@@ -55,16 +56,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also run the long matrices")
 
 
-# Their files hold few long tests: begun last, one would run while other processes have nothing.
-BEGUN_FIRST = ("late", "gloo", "matrix", "loading")
+# Folders whose tests start several processes.
+LAUNCHING = ("late", "gloo", "matrix", "loading")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in off_turn(items):
         item.add_marker(pytest.mark.long)
-    folders = Path(__file__).parent
-    items.sort(key=lambda item: item.path.relative_to(folders).parts[0] not in BEGUN_FIRST)
+    places = _places(list(dict.fromkeys(item.path for item in items)))
+    items.sort(key=lambda item: places[item.path])
     if config.getoption("--long") or "long" in (config.getoption("markexpr") or ""):
         return
     chosen, put_off = [], []
@@ -72,6 +73,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (put_off if item.get_closest_marker("long") else chosen).append(item)
     config.hook.pytest_deselected(items=put_off)
     items[:] = chosen
+
+
+def _launches(path: Path) -> bool:
+    return path.relative_to(Path(__file__).parent).parts[0] in LAUNCHING
+
+
+def _places(files: list[Path]) -> dict[Path, float]:
+    """Those that start processes come evenly among the first nine tenths of the others: where they
+    meet they wait for each other, and begun last one would run alone.
+    """
+    alone, launching = ([f for f in files if _launches(f) is kind] for kind in (False, True))
+    apart = 0.9 * len(alone) / max(1, len(launching))
+    places = {file: float(at) for at, file in enumerate(alone)}
+    return places | {file: at * apart - 0.5 for at, file in enumerate(launching)}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def launches_one_at_a_time(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Two files of tests that start processes would be slower beside each other than in turn."""
+    if not _launches(request.path) or "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    with (tmp_path_factory.getbasetemp().parent / "launching").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+        yield
 
 
 @pytest.hookimpl(wrapper=True)

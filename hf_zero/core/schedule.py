@@ -209,8 +209,10 @@ class Schedule:
                 self._passed.append((under_way.cursor, unit))
                 unit.launch_gather(backward=under_way.backward)
             under_way.cursor += 1
-        later = under_way.plan[count : under_way.cursor]
-        self._mesh.shard.advance(sum(unit not in under_way.left_out for unit in later))
+        if self._mesh.shard.hops is not None:
+            later = under_way.plan[count : under_way.cursor]
+            ahead = sum(unit not in under_way.left_out for unit in later)
+            self._mesh.shard.hops.advance(ahead)
 
     def _with_left_out(self, under_way: GatherPass) -> list[Unit]:
         """What a pass has recorded and left out, in the order in which the model is run: for the
@@ -378,7 +380,8 @@ class Schedule:
         chosen = self._units[abs(agreed[1])]
         # outside passes for a script, or a checkpoint
         chosen.launch_gather(under_way is None, under_way is not None and under_way.backward)
-        self._mesh.shard.advance()  # all ranks have issued it, or are about to
+        if self._mesh.shard.hops is not None:
+            self._mesh.shard.hops.advance()  # all ranks have issued it, or are about to
         if under_way is not None:
             under_way.record.append(chosen)
         return True

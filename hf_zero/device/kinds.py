@@ -48,6 +48,11 @@ def in_use() -> str | None:
     return kind if kind is not None and module_of(kind).is_initialized() else None
 
 
+def meant(gpu: bool) -> torch.device:
+    """The device of an estimate, whether or not this machine has one: a GPU, or the CPU."""
+    return torch.device("cuda" if gpu else "cpu")
+
+
 def device_count() -> int:
     """How many accelerators this process sees."""
     kind = accelerator()

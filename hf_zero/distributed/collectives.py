@@ -152,36 +152,31 @@ class MeshDim:
             pairs, decodes = self._encoded(pairs, codecs)
         size = sum(full.nbytes for full, _ in pairs)
         pending = self.gathers.issue(f"all-gather of {key}, {size} bytes")
+        works: list[Any] = []
         if self.hops is not None:
-            handle = Handle([self.hops.gather(pairs, key)], self._watchdog, pending)
-        else:
-            if self.size > 1:
-                self._stats.record("all_gather", key, size)
-            with span("all_gather", key, size), self._launching(pending):
-                works = [work for pair in pairs for work in self._gather(*pair, pending.tag)]
-            handle = Handle(works, self._watchdog, pending, follows=self._follows)
+            works, pairs = [self.hops.gather(pairs, key)], ()
+        elif self.size > 1:
+            self._stats.record("all_gather", key, size)
+        with span("all_gather", key, size), self._launching(pending):
+            for full, chunk in pairs:
+                own = full.narrow(0, self.rank * chunk.numel(), chunk.numel())
+                if own.data_ptr() != chunk.data_ptr():
+                    own.copy_(chunk)
+                if self.size == 1 or not chunk.numel():
+                    continue
+                # not every backend knows every dtype
+                whole, own = full.view(torch.uint8), own.view(torch.uint8)
+                if self._point_to_point and full.device.type == "cpu":
+                    parts = whole.chunk(self.size)
+                    works += self._exchange([own] * self.size, parts, self._group, pending.tag)
+                    continue
+                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+                own = own.clone() if self._copies_input else own
+                works.append(gather(whole, own, group=self._group, async_op=True))
+        handle = Handle(works, self._watchdog, pending, follows=self._follows)
         if decodes:
             handle.finish_with(partial(_call_each, decodes))
         return handle
-
-    def _gather(self, full: torch.Tensor, chunk: torch.Tensor, tag: int) -> list[Any]:
-        own = full.narrow(0, self.rank * chunk.numel(), chunk.numel())
-        if own.data_ptr() != chunk.data_ptr():
-            own.copy_(chunk)
-        if self.size == 1 or not chunk.numel():
-            return []
-        # not every backend knows every dtype
-        whole, own = full.view(torch.uint8), own.view(torch.uint8)
-        if self._point_to_point and full.device.type == "cpu":
-            return self._exchange([own] * self.size, whole.chunk(self.size), self._group, tag)
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        own = own.clone() if self._copies_input else own
-        return [gather(whole, own, group=self._group, async_op=True)]
-
-    def advance(self, ahead: int = 0) -> None:
-        """Issue what the gathers so far are yet to send, but the last ``ahead`` of them."""
-        if self.hops is not None:
-            self.hops.advance(ahead)
 
     def _encoded(
         self,

@@ -8,7 +8,7 @@ P (M - 1) / M come into a node instead of G times as many (MiCS, arXiv:2205.0011
 
 The second hop needs what the first has brought. It is issued as soon as this rank waits for the
 gather or for a later one, or is about to wait for what other ranks may issue only after they have
-waited for the gather (:meth:`MeshDim.advance`): never by a gather ahead of its time, which would
+waited for the gather (:meth:`TwoHops.advance`): never by a gather ahead of its time, which would
 wait for ranks that may be waiting for this one. So a wait for a first hop stands where the wait for
 the gather does in the common order of gathers and reductions
 (hf_zero/gradients/reduction_order.py, the note), and no circle comes of it; and the hops over each

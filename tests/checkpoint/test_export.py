@@ -473,6 +473,7 @@ def test_the_bar_is_on_stderr_and_only_when_asked(tmp_path, capsys):
     assert shown.out == "" and "writing" in shown.err
 
 
+@pytest.mark.long
 def test_the_script_in_the_checkpoint_folder(tmp_path):
     weights = saved(tmp_path / "run", small)
     command = [sys.executable, "zero_to_fp32.py", ".", "../out"]

@@ -65,11 +65,8 @@ def cases_on(backend: str) -> list[Case]:
 
 
 def test_two_processes():
-    more: list[Case] = [
-        (PLAIN, 3, 3, "random", None, {}),
-        (PLAIN, 3, 1, (1, 4, 5), None, COMPILED),
-    ]
-    check(2, [*cases_on("gloo")[3:], *cases_on(PLAIN)[2:], *more], timeout=200)
+    more: Case = (PLAIN, 3, 3, "random", None, {})
+    check(2, [*cases_on("gloo")[3:], *cases_on(PLAIN)[2:], more], timeout=200)
 
 
 @pytest.mark.long
@@ -82,4 +79,5 @@ def test_more_processes(ranks):
         for accumulation in (1, 3)
         for checkpoints in (None, False, True)
     ]
+    cases.append((PLAIN, 3, 1, (1, 4, 5), None, COMPILED))
     check(ranks, [*cases, *cases_on("gloo"), *cases_on(PLAIN)], timeout=590)

@@ -17,6 +17,8 @@ SELDOM = {
     "stage 2, optimizer on the host, small pieces",
     "stage 3, activations on the host",
     "stage 3, half of the optimizer on the host, RMSprop",
+    "stage 3, small parameters whole, all else on the host",
+    "stage 3, all on the host, one micro-batch",
     "stage 2, Adafactor, optimizer on the host",
     "stage 2",
     "stage 3, one micro-batch",

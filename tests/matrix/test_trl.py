@@ -22,7 +22,6 @@ OFTEN = (
     "sft.adapters",
     "dpo.implied",
     "dpo.resumed",
-    "reward.adapters",
     "grpo.gathered",
     "grpo.sharded",
     "more.online",
@@ -31,7 +30,8 @@ SELDOM = (
     "sft.plain", "sft.assistant", "sft.packed", "sft.packed_bfd", "sft.completion", "sft.smoothed",
     "dpo.explicit", "dpo.precomputed",
     "dpo.synchronised", "dpo.adapters", "dpo.adapters_given", "dpo.adapters_precomputed",
-    "reward.plain", "grpo.evaluated", "grpo.windows", "grpo.adapters", "grpo.judged", "grpo.rloo",
+    "reward.plain", "reward.adapters",
+    "grpo.evaluated", "grpo.windows", "grpo.adapters", "grpo.judged", "grpo.rloo",
     "more.kto", "more.kto_precomputed", "more.orpo", "more.cpo", "more.distilled",
 )  # fmt: skip
 RELATIVE = 1e-5
