@@ -12,7 +12,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 import hf_zero
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, PipelineError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.accelerator import prepare_engines
 from hf_zero.integrations.transformers.pipeline_stages import FAMILIES
@@ -100,6 +100,24 @@ def test_one_call_and_it_trains(kind: str) -> None:
         assert (weights[name] - value).norm() <= 1e-5 * value.norm(), name
     with torch.no_grad():
         torch.testing.assert_close(logits, whole.eval()(**batches_of(1)[0]).logits)
+
+
+def test_generating_on_stages() -> None:
+    models = [model_of("llama") for _ in range(2)]
+
+    def rank(rank: int) -> None:
+        stages = hf_zero.pipeline_stages(models[rank], 2)
+        engine = hf_zero.initialize(model=stages, optimizer=sgd, config=config(2, 0))[0]
+        ids = batches_of(1)[0]["input_ids"]
+        calls: tuple[Callable[..., Any], ...] = (
+            engine.module.generate, models[rank].generate, models[rank]
+        )  # fmt: skip
+        for call in calls:
+            with pytest.raises(PipelineError, match=r"generate\(\) after pipeline_stages"):
+                call(ids)
+        engine.destroy()
+
+    run_ranks(2, rank)
 
 
 def test_what_is_refused() -> None:

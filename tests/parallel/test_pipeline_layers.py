@@ -375,6 +375,15 @@ def test_what_may_pass_between_stages() -> None:
     run_ranks(1, rank)
 
 
+def test_another_number_of_stages() -> None:
+    def run(rank: int) -> None:
+        PipelineModule(layers(), 2)
+        with pytest.raises(ConfigError, match=r"number of stages stays for the life .* new ones"):
+            PipelineModule(layers(), 1)
+
+    run_ranks(2, run)
+
+
 @pytest.mark.parametrize("zero", (0, 3))
 def test_a_model_without_stages_after_a_pipeline_is_data_parallel(zero: int) -> None:
     ids = [tokens(0, 0, rank) for rank in range(2)]

@@ -221,6 +221,48 @@ def test_evaluation_copies_and_other_models_compute_whole_sequences() -> None:
         assert implementation == "sdpa"
 
 
+def evaluate_parts(
+    rank: int, models: list[nn.Module], change: Callable[[Any, dict[str, Any]], Any], both: bool
+) -> torch.Tensor:
+    sequence = hf_zero.sequence_parallel(2, in_evaluation=both)
+    engine = start(models[rank], None, config_of(1), mpu=sequence)
+    engine.eval()
+    part = change(sequence, BATCH)
+    labels = part["labels"]
+    with torch.no_grad():
+        return sequence.mean_loss(engine(**part).loss, labels)
+
+
+def without_labels(sequence: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    part = dict(sequence.shard(batch))
+    part["shift_labels"] = None
+    return part
+
+
+PARTS = {
+    "shard": lambda sequence, batch: sequence.shard(batch),
+    "no labels": without_labels,
+    "batches": lambda sequence, batch: next(iter(sequence.batches([batch]))),
+    "copied": lambda sequence, batch: {
+        name: value.clone() for name, value in sequence.shard(batch).items()
+    },
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_parts_of_batches_in_evaluation(kind: str) -> None:
+    models = [seeded(llama) for _ in range(2)]
+    match = "in eval.. was given a part of a batch .* in_evaluation=True"
+    refused(match, 2, evaluate_parts, models, PARTS[kind], False)
+
+
+def test_parts_of_batches_where_evaluation_reads_them() -> None:
+    models = [seeded(llama) for _ in range(2)]
+    expected = seeded(llama)(**BATCH).loss.detach()
+    for loss in run_ranks(2, evaluate_parts, models, PARTS["batches"], True):
+        torch.testing.assert_close(loss, expected)
+
+
 # ---- sizes ----
 
 
@@ -234,7 +276,7 @@ def sized(rank: int, sizes: list[int | None]) -> None:
     [
         ([3], "sequence_parallel_size = 3 does not divide 2 ranks; choose a divisor"),
         ([None], "called without a size, and this job is not sequence parallel"),
-        ([2, 1], "in a job whose ranks are sequence parallel in groups of 2"),
+        ([2, 1], "are sequence parallel in groups of 2; the size stays .*start new ones"),
     ],
 )
 def test_sizes_that_cannot_be(sizes: list[int | None], match: str) -> None:

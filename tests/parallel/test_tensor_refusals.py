@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import transformers
 
 import hf_zero
 from hf_zero.errors import ConfigError, PartitionError
@@ -78,3 +79,8 @@ def test_blocks_that_each_rank_leaves_out_by_itself(section: dict[str, Any]) -> 
     with pytest.raises(RankFailed, match=r"parallel ranks compute each block together") as raised:
         run_ranks(2, run)
     assert isinstance(raised.value.__cause__, ConfigError)
+
+
+def test_a_class_in_place_of_a_model() -> None:
+    with pytest.raises(ConfigError, match=r"got LlamaForCausalLM, .* pass the model itself"):
+        hf_zero.tensor_parallel(transformers.LlamaForCausalLM, 2)  # type: ignore[arg-type]

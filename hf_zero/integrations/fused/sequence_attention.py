@@ -27,6 +27,7 @@ from hf_zero.integrations.fused.replacement import Replacement
 from hf_zero.logs import log_rank0
 from hf_zero.ops.sparse_attention.layouts import HeadsOf
 from hf_zero.parallel.sequence.attention import KEY, attend, check_heads
+from hf_zero.parallel.sequence.batches import is_part
 from hf_zero.parallel.sequence.documents import Documents
 from hf_zero.parallel.sequence.exchange import all_gather
 from hf_zero.parallel.sequence.sequence_parallel import SequenceParallel
@@ -168,9 +169,17 @@ class _Forward:
     def begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         depth = self._depth.__dict__.setdefault("value", 0)
         self._depth.value = depth + 1
-        if depth or not (module.training or self._sequence.in_evaluation):
+        if depth:
             return
         name, sequence = type(module).__name__, self._sequence
+        if not (module.training or sequence.in_evaluation):
+            if is_part(kwargs):
+                raise ConfigError(
+                    f"{name} in eval() was given a part of a batch under {KEY}, where it evaluates "
+                    "whole sequences and would attend within the part alone; give it the whole "
+                    "batch, or pass in_evaluation=True to hf_zero.sequence_parallel"
+                )
+            return
         if module.config._attn_implementation != self._name:
             raise ConfigError(
                 f"the attention of {name} was {self._name} at initialize and is "

@@ -15,12 +15,12 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, PipelineError
 from hf_zero.integrations.transformers.loading import read_later
 from hf_zero.loading import make_pending, make_real, read_pending
 from hf_zero.parallel.pipeline.layers import training_numel
@@ -172,6 +172,8 @@ class CausalLMStages(StagedModule):
         for name, child in model.named_children():
             self.add_module(name, child)
         self.__dict__["hf_model"] = model  # no child: its children are
+        if self.num_stages > 1:
+            model.register_forward_pre_hook(_refuse_forward)  # generate() comes by it, too
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -246,6 +248,15 @@ class CausalLMStages(StagedModule):
             logits=output, labels=labels, vocab_size=self.hf_model.config.vocab_size
         )
         return loss
+
+
+def _refuse_forward(model: nn.Module, inputs: Any) -> NoReturn:
+    raise PipelineError(
+        f"{type(model).__name__} was called or asked to generate() after pipeline_stages(): this "
+        "rank has a part of it; only train_batch() and eval_batch() of the engine run it. To "
+        "generate, write it by save_checkpoint(), make model files of that by "
+        "hf-zero convert-checkpoint, and load those in one process"
+    )
 
 
 def pipeline_stages(

@@ -37,7 +37,8 @@ def expert_dims(size: int, asked: str) -> ParallelDims | None:
     if dims.expert not in (1, size):
         raise ConfigError(
             f"{asked} = {size} was asked for in a job whose experts are spread over {dims.expert} "
-            "ranks; one job has one size"
+            "ranks; the size stays for the life of the processes, after engine.destroy() too: "
+            "start new ones for another"
         )
     if dims.batches % size:
         raise ConfigError(

@@ -143,6 +143,7 @@ def _make_parallel(topology: ProcessTopology) -> None:
         )
     else:
         raise ConfigError(
-            f"the job is parallel as {held.dims}, and the pipeline's topology is {topology}; make "
-            f"it so before anything is split: init_parallel({dims})"
+            f"the job is parallel as {held.dims}, and the pipeline's topology is {topology}; the "
+            "number of stages stays for the life of the processes, after engine.destroy() too: "
+            "start new ones for another, and split layers (hf_zero.tensor_parallel) before stages"
         )

@@ -23,6 +23,7 @@ from hf_zero.parallel.sequence.attention import KEY
 from hf_zero.parallel.sequence.exchange import all_gather
 
 IGNORED = -100  # what losses of transformers ignore
+_PART = "_hf_zero_part"  # an attribute of the position_ids of parts
 # Said by position_ids already, or of no use without a mask.
 _DROPPED = (
     "attention_mask",
@@ -88,12 +89,24 @@ def cut(batch: Any, part: int, parts: int) -> dict[str, Any]:
                 f"{KEY} would attend to each other, as masks are dropped; set them to {IGNORED} "
                 f"(labels[attention_mask == 0] = {IGNORED}), as data collators do"
             )
-    return {
+    return _marked({
         name: value.chunk(parts, dim=1)[part].contiguous()
         if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == length
         else value
         for name, value in batch.items()
-    }
+    })  # fmt: skip
+
+
+def is_part(inputs: Mapping[str, Any]) -> bool:
+    """Whether ``inputs`` of a forward are a part that :func:`cut` made: by their position_ids, and
+    where a script has copied those, by ``shift_labels``.
+    """
+    return inputs.get("shift_labels") is not None or hasattr(inputs.get("position_ids"), _PART)
+
+
+def _marked(part: dict[str, Any]) -> dict[str, Any]:
+    setattr(part["position_ids"], _PART, True)
+    return part
 
 
 def _check_mask(mask: Any) -> None:
@@ -152,12 +165,12 @@ class SequenceBatches:
         if self.device is None:
             return batch
         device = torch.device(self.device)
-        return {
+        return _marked({
             name: pinned.for_copy(value, device).to(device, non_blocking=True)
             if isinstance(value, torch.Tensor)
             else value
             for name, value in batch.items()
-        }
+        })  # fmt: skip
 
     def over(self, loader: Any, skip: int = 0) -> SequenceBatches:
         """The same of another ``loader``, without the first ``skip`` batches in the next

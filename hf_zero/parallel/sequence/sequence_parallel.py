@@ -75,7 +75,8 @@ def sequence_parallel(
     if held is not None and held.dims.sequence not in (1, size):
         raise ConfigError(
             f"{KEY} = {size} was asked for in a job whose ranks are sequence parallel in groups of "
-            f"{held.dims.sequence}; one job has one size"
+            f"{held.dims.sequence}; the size stays for the life of the processes, after "
+            "engine.destroy() too: start new ones for another"
         )
     dims = ParallelDims.over(ranks, sequence=size, **others)
     return SequenceParallel(init_parallel(dims), attention, in_evaluation)

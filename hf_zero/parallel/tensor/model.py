@@ -80,6 +80,12 @@ def tensor_parallel(
             cannot run.
         NotBuiltError: a style that is not built.
     """
+    if not isinstance(model, nn.Module):
+        what = model.__name__ if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ConfigError(
+            f"tensor_parallel() got {what}, which is not a module; pass the model itself, as "
+            "AutoModelForCausalLM.from_pretrained(path)"
+        )
     check_size(size, TENSOR_SIZE)
     world = process_group.get_world_size()
     if world % size:
