@@ -40,6 +40,7 @@ def clip_grad_norm_(
         return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
     gradients = [parameter.grad for parameter in given if parameter.grad is not None]
     norm = nn.utils.get_total_norm(gradients, norm_type) / process_group.get_world_size()
+    norm = norm.to(process_group.default_device())  # of no gradient it is a number on the CPU
     all_reduce(norm)
     nn.utils.clip_grads_with_norm_(given, max_norm, norm)
     return norm
