@@ -16,7 +16,7 @@ from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError, NotBuiltError, RankMismatchError
 from hf_zero.parallel.tensor import agreement, axis
 from hf_zero.parameters.sharding import sharding_of
-from tests.helpers.models import seeded
+from tests.helpers.models import seeded, tokens
 from tests.helpers.oracle import compare_tensors
 from tests.helpers.ranks import RankFailed, run_ranks
 from tests.helpers.tensor_parallel import (
@@ -248,3 +248,27 @@ def test_values_are_those_of_rank_0() -> None:
 def test_no_cuda_graph_records_collectives(name: str) -> None:
     operator = getattr(torch.ops.hf_zero, name).default
     assert torch.Tag.cudagraph_unsafe in operator.tags
+
+
+@pytest.mark.parametrize("tied", (False, True))
+@pytest.mark.parametrize("layer", ("q_proj", "o_proj", "embed_tokens", "lm_head"))
+def test_adapters_that_are_merged(layer: str, tied: bool) -> None:
+    """Of each layer this rank's part: as merged whole."""
+    from peft import LoraConfig, get_peft_model
+
+    def make() -> Any:
+        settings = LoraConfig(r=4, target_modules=[layer], init_lora_weights=False)
+        return seeded(lambda: get_peft_model(llama(key_value_heads=2, tied=tied), settings)).eval()
+
+    models, ids = [make() for _ in range(2)], tokens(0, 0, 0)
+    merged = make().merge_and_unload()
+    expected = merged(input_ids=ids).logits.detach()
+
+    def run(rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model = hf_zero.tensor_parallel(models[rank], 2).merge_and_unload()
+        return model(input_ids=ids).logits.detach(), model.state_dict()
+
+    for logits, state in run_ranks(2, run):
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-4)
+        for name, value in merged.state_dict().items():
+            torch.testing.assert_close(state[name], value, msg=name)

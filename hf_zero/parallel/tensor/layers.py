@@ -19,6 +19,8 @@ from hf_zero.parallel.cutting import HoldsParts
 from hf_zero.parallel.tensor.axis import TensorAxis, copy_to, gather, split, sum_over
 from hf_zero.parallel.tensor.dropout import OwnRandomNumbers
 from hf_zero.parallel.tensor.shared_inputs import SharedInputs
+from hf_zero.parameters.sharding import sharding_of
+from hf_zero.units.cut_parameters import own_part
 
 ATTRIBUTE = "_hf_zero_tensor_part"
 
@@ -197,6 +199,17 @@ class PartDropout(Sharded):
         y = super().forward(x)  # type: ignore[misc]
         self._end_parts()
         return y  # type: ignore[no-any-return]
+
+
+class AdapterOfPart(Sharded):
+    """PEFT's LoRA around an embedding that is cut, which is whole itself: a merge adds the rows of
+    the part. (Those of linear layers are cut with them, and merge as they are.)
+    """
+
+    def get_delta_weight(self, adapter: str) -> torch.Tensor:
+        delta = super().get_delta_weight(adapter)  # type: ignore[misc]
+        weight = self.get_base_layer().weight  # type: ignore[operator]
+        return own_part(sharding_of(weight), delta)
 
 
 _made: dict[tuple[type, type], type[nn.Module]] = {}

@@ -234,6 +234,8 @@ def _adapted(
             f"the adapter of {name} was made for this rank's part of it; add adapters before "
             "hf_zero.tensor_parallel"
         )
+    if held["lora_embedding_A"] and style.cuts:
+        yield name, module, LayerStyle(layers.AdapterOfPart, takes="any"), True
     inputs = style.cuts == "inputs"
     for kind, wanted in (("lora_A", inputs), ("lora_B", not inputs)):
         for key, layer in held[kind].items():
