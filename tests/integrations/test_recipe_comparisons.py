@@ -17,7 +17,6 @@ from huggingface_hub import ModelCard
 
 from hf_zero.config import ZeroConfig
 from tests.helpers import launched
-from tests.helpers.cells import fast
 from tests.integrations.test_recipes import module_of
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -188,6 +187,7 @@ def test_lamb_large_batch(tmp_path: Path) -> None:
         assert curve[-1]["loss"] < curve[0]["loss"] == rows[0]["loss"]
 
 
+@pytest.mark.long
 def test_curriculum_sampling(tmp_path: Path) -> None:
     """In one process: two ranks draw the same (tests/ranks/test_data_sampling.py)."""
     command = [launched.python(), "run_curriculum_sampling.py", "--output_dir", str(tmp_path)]
@@ -208,15 +208,13 @@ def test_curriculum_sampling(tmp_path: Path) -> None:
     assert random[0]["loss"] == rarity[0]["loss"] and random[1]["loss"] != rarity[1]["loss"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recipe", "plain", "technique", "sizes"),
-    fast(
-        [
-            (DROP, "all_layers", "layer_drop", ["--num_layers", "4", "--tokens", "12288"]),
-            (TOKENS, "all_tokens", "random_ltd", ["--num_layers", "8", "--tokens", "49152"]),
-        ],
-        lambda recipe, *_: recipe is DROP,
-    ),
+    [
+        (DROP, "all_layers", "layer_drop", ["--num_layers", "4", "--tokens", "12288"]),
+        (TOKENS, "all_tokens", "random_ltd", ["--num_layers", "8", "--tokens", "49152"]),
+    ],
     ids=["layer-drop", "random-ltd"],
 )
 def test_what_is_left_out(

@@ -77,6 +77,7 @@ KINDS = {
         "--checkpoint_every",
         "--log_every",
         lambda folder: ("--load_checkpoint_dir", str(folder)),
+        long=True,
     ),
     "gpt2": Kind(
         DEEPSPEED,

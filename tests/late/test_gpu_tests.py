@@ -12,16 +12,8 @@ import pytest
 from tests.late import launch
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "host_memory",
-        pytest.param("engine", marks=pytest.mark.long),
-        pytest.param("offload", marks=pytest.mark.long),
-        pytest.param("activations", marks=pytest.mark.long),
-        pytest.param("lightning", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["host_memory", "engine", "offload", "activations", "lightning"])
 def test_they_pass(name: str, tmp_path: Path) -> None:
     launch.needs_the_device()
     own = launch.environment(

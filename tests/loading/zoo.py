@@ -93,7 +93,6 @@ ZOO: dict[str, Animal] = {
     # encoders
     "bert": Animal("BertForMaskedLM", "BertConfig", TEXT),
     "roberta": Animal("RobertaForSequenceClassification", "RobertaConfig", TEXT),
-    "albert": Animal("AlbertForMaskedLM", "AlbertConfig", {**TEXT, "embedding_size": 16}),
     # decoders
     "gpt2": Animal(
         "GPT2LMHeadModel", "GPT2Config", {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4}
@@ -116,11 +115,6 @@ ZOO: dict[str, Animal] = {
         }
         | {"num_key_value_heads": 4, "first_k_dense_replace": 1},
     ),
-    "gpt_oss": Animal(
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        {**GQA, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
     # encoder-decoder
     "t5": Animal(
         "T5ForConditionalGeneration",
@@ -128,7 +122,6 @@ ZOO: dict[str, Animal] = {
         {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
     ),
     # images
-    "vit": Animal("ViTForImageClassification", "ViTConfig", IMAGE),
     "resnet": Animal(
         "ResNetForImageClassification",
         "ResNetConfig",
@@ -142,15 +135,6 @@ ZOO: dict[str, Animal] = {
         "CLIPConfig",
         {"text_config": TEXT, "vision_config": IMAGE, "projection_dim": 16},
     ),
-    "llava": Animal(
-        "LlavaForConditionalGeneration",
-        "LlavaConfig",
-        {
-            "text_config": {**GQA, "model_type": "llama"},
-            "vision_config": {**IMAGE, "model_type": "clip_vision_model"},
-        }
-        | {"image_token_index": 98},
-    ),
     # state spaces
     "mamba": Animal(
         "MambaForCausalLM",
@@ -160,6 +144,22 @@ ZOO: dict[str, Animal] = {
 }
 
 MORE: dict[str, Animal] = {
+    "albert": Animal("AlbertForMaskedLM", "AlbertConfig", {**TEXT, "embedding_size": 16}),
+    "gpt_oss": Animal(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {**GQA, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "vit": Animal("ViTForImageClassification", "ViTConfig", IMAGE),
+    "llava": Animal(
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {
+            "text_config": {**GQA, "model_type": "llama"},
+            "vision_config": {**IMAGE, "model_type": "clip_vision_model"},
+        }
+        | {"image_token_index": 98},
+    ),
     "modernbert": Animal(
         "ModernBertForMaskedLM",
         "ModernBertConfig",

@@ -294,7 +294,7 @@ def test_what_is_refused() -> None:
     linear = torch.nn.Linear(2, 2)
     assert "names no experts" in refused(lambda: hf_zero.expert_parallel(linear, 2))
     moe = MoE(4, torch.nn.Linear(4, 4), 3, 3)
-    assert "one job has one size" in refused(
+    assert "the size stays for the life of the processes" in refused(
         lambda: (hf_zero.expert_parallel(model, 2), start(moe, None, config_of(0)))
     )
     small = transformers.MixtralForCausalLM(

@@ -13,7 +13,7 @@ from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.parallel import cutting
-from hf_zero.parallel.tensor import axis, shared_inputs, styles
+from hf_zero.parallel.tensor import agreement, axis, shared_inputs, styles
 from tests.helpers.engines import STAGES, config_of, start
 from tests.helpers.models import ROWS, seeded, tokens
 from tests.helpers.oracle import FP32_TOLERANCE, compare, compare_mixed, kept, mixed
@@ -130,8 +130,13 @@ def test_bytes_of_each_axis() -> None:
     ),
     ids=("llama", "dropout", "experts"),
 )
-def test_a_steady_step_reads_nothing_back(make: Any, section: Any, wanted: Any) -> None:
-    """The third step of two micro-batches: between the forwards that compare batches."""
+def test_a_steady_step_reads_nothing_back(
+    make: Any, section: Any, wanted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third step of two micro-batches: between the forwards that compare batches, and the
+    generators, of which threads have one for all.
+    """
+    monkeypatch.setattr(agreement, "due", lambda forwards: False)
     models = [seeded(make) for _ in range(4)]
     plan = Plan(accumulation=2, clip=1.0)
     config = config_of(3, plan, tensor_parallel={"autotp_size": 2}, **section)
