@@ -17,12 +17,12 @@ import torch
 
 from hf_zero.checkpoint.records import MASTER, RNG, SHARD, Adapter, Export, strip_wrappers
 from hf_zero.core.consolidate import belongs, written
-from hf_zero.core.whole_names import WholeNames
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
 from hf_zero.logs import listed
 from hf_zero.parameters.layout import FlatLayout
 from hf_zero.parameters.sharding import sharding_of
+from hf_zero.units.whole_names import WholeNames
 
 if TYPE_CHECKING:
     from hf_zero.core.engine import TrainingEngine

@@ -30,8 +30,8 @@ from hf_zero.checkpoint.records import (
 )
 from hf_zero.checkpoint.storage import AnyPath
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, hash_of, plan_file
-from hf_zero.core.whole_names import WholeNames
 from hf_zero.parameters.layout import FlatLayout
+from hf_zero.units.whole_names import WholeNames
 
 if TYPE_CHECKING:
     from hf_zero.core.engine import TrainingEngine

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.whole_names import WholeNames
 from hf_zero.parameters.layout import Slot
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.unit import Unit
+from hf_zero.units.whole_names import WholeNames
 
 
 def _gathered(engine: Any, unit: Unit) -> Iterator[tuple[FlatBuffer, Slot, torch.Tensor]]:

@@ -34,7 +34,19 @@ from hf_zero.units.precision import Fp16LossScaler
 _guarding: list[Any] = []  # the one process-wide hook on optimizer steps
 
 
-class EngineParts(nn.Module):
+class AroundModel(nn.Module):
+    """What has the attributes of its ``module`` beside its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" or "module" not in self._modules:
+                raise
+            return getattr(self.module, name)
+
+
+class EngineParts(AroundModel):
     """The parts of the engine of ``model``, put on it when this is made and taken off by
     :meth:`destroy`. Every rank must make them together.
     """
@@ -216,14 +228,6 @@ class EngineParts(nn.Module):
 
     state_bytes = state_bytes
     bytes_by_tier = bytes_by_tier
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module" or "module" not in self._modules:
-                raise
-            return getattr(self.module, name)
 
     @property
     def destroyed(self) -> bool:

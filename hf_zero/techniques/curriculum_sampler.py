@@ -119,4 +119,5 @@ class CurriculumLoader(DataLoader[Any]):
     """
 
     def __iter__(self) -> Any:
-        return map(self.batch_sampler.batches.sampler.finish, super().__iter__())  # type: ignore[union-attr]
+        sampler: Any = self.batch_sampler
+        return map(sampler.batches.sampler.finish, super().__iter__())

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from hf_zero.optim import OneBitAdam
-from tests.helpers.compressed import Recorder, flat_of
+from tests.helpers.compressed import Recorder, flat_of, window
 from tests.helpers.engines import config_of, start
-from tests.helpers.stacks import squared
-from tests.helpers.training import At, Plan
+from tests.helpers.training import Plan
 
 BLOCK = 64
 
@@ -156,15 +155,6 @@ def config(plan: Plan | None = None, stage: int = 1, **more: Any) -> dict[str, A
     return config_of(stage, plan, compressed_communication={"block_size": BLOCK, **more})
 
 
-def _window(engine: Any, rank: int, number: int, plan: Plan, record: Recorder) -> None:
-    record.micro.clear()
-    for micro in range(plan.accumulation):
-        record.begin()
-        engine.backward(squared(engine, At(number, micro, rank), plan.dtype))
-        if micro + 1 < plan.accumulation:
-            engine.step()
-
-
 def state_of(engine: Any) -> dict[str, Any]:
     """What this rank has of each flat buffer that travels in one bit."""
     momenta = {each.flat.key: each for each in engine.optimizer_step.one_bit._momenta}
@@ -188,7 +178,7 @@ def trained(rank: int, model: Any, plan: Plan, stage: int = 1) -> list[Any]:
     engine = start(model, optimizer, config(plan, stage))
     record, seen = Recorder(model), []
     for number in range(STEPS):
-        _window(engine, rank, number, plan, record)
+        window(engine, rank, number, plan, record)
         scale = engine.loss_scale()
         engine.step()
         assert engine.was_step_applied()

@@ -17,7 +17,7 @@ from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.one_bit.local_steps import LocalMomentum
 from hf_zero.ops.sign_blocks_reference import powers
 from hf_zero.optim import ZeroOneAdam
-from tests.helpers.compressed import Recorder, flat_of
+from tests.helpers.compressed import Recorder, flat_of, window
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.one_bit import ADAM, C, WholeLocal, config, local_state
 from tests.helpers.stacks import on_ranks, squared
@@ -60,12 +60,7 @@ def recorded(rank: int, model: Any, plan: Plan) -> list[Any]:
     engine.module.register_forward_pre_hook(look)
     model.blocks[0].register_forward_pre_hook(look)
     for number in range(STEPS):
-        record.micro.clear()
-        for micro in range(plan.accumulation):
-            record.begin()
-            engine.backward(squared(engine, At(number, micro, rank), plan.dtype))
-            if micro + 1 < plan.accumulation:
-                engine.step()
+        window(engine, rank, number, plan, record)
         used = computed[NAME].clone()
         scale = engine.loss_scale()
         engine.step()

@@ -16,6 +16,7 @@ import torch
 from pydantic import Field, field_validator
 from torch import nn
 
+from hf_zero.core.engine_parts import AroundModel
 from hf_zero.distributed import init
 from hf_zero.distributed.process_group import default_device
 from hf_zero.errors import ConfigError
@@ -123,7 +124,7 @@ _INSTEAD = {
 }
 
 
-class InferenceEngine(nn.Module):
+class InferenceEngine(AroundModel):
     """``module``, ready to compute; whatever else is asked of it, ``generate`` and ``config``, is
     the module's. Collective over all ranks where layers are cut: the ranks of a group must read the
     same inputs.
@@ -151,14 +152,6 @@ class InferenceEngine(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.module(*inputs, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module" or "module" not in self._modules:
-                raise
-            return getattr(self.module, name)
 
 
 def init_inference(
