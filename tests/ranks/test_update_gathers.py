@@ -81,18 +81,36 @@ def test_all_ranks_issue_their_collectives_in_one_order(
     assert len(gathers) >= 3 * STEPS
 
 
-def test_the_order_is_a_clocks_where_gathers_leave_as_units_are_updated(
+def test_ranks_differ_where_gathers_leave_as_units_are_updated(
     issued: dict[int, list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    """What the test above would see."""
-    add = UpdateGathers.add
+    """What the test above would see: rank 0 sums up its norm after a gather, rank 1 before all."""
+    add, launch, run, units = UpdateGathers.add, MeshDim._launching, Update.run, 3
 
     def at_once(gathers: UpdateGathers, *args: Any) -> Any:
         gathers._allowed += 1
         return add(gathers, *args)
 
+    def ahead() -> int:
+        """Gathers that this rank has issued since the step of its last norm."""
+        order = issued[dist.get_rank()]
+        gathers, norms = (sum(what in each for each in order) for what in (" updated ", " norm"))
+        return gathers - units * norms
+
+    def after_a_gather(axis: MeshDim, pending: Any) -> Any:
+        while dist.get_rank() == 0 and " norm" in pending.what and ahead() <= 0:
+            time.sleep(0.001)
+        return launch(axis, pending)
+
+    def after_the_norm(update: Update, *args: Any) -> None:
+        while dist.get_rank() == 1 and ahead() >= 0:
+            time.sleep(0.001)
+        run(update, *args)
+
     monkeypatch.setattr(UpdateGathers, "add", at_once)
     monkeypatch.setattr(UpdateGathers, "issue_all", lambda gathers: None)
+    monkeypatch.setattr(MeshDim, "_launching", after_a_gather)
+    monkeypatch.setattr(Update, "run", after_the_norm)
     more = {"update_in_backward": True}
     run_ranks(2, _steps, [LLAMA.build() for _ in range(2)], 2, tmp_path, more)
     assert issued[0] != issued[1] and sorted(issued[0]) == sorted(issued[1])
