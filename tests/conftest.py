@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import logging
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +56,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also run the long matrices")
 
 
-# Folders whose tests start several processes.
+TESTS = Path(__file__).parent
+# Folders whose tests start several processes, and what others import to start some.
 LAUNCHING = ("late", "gloo", "matrix", "loading")
+STARTERS = ("tests.helpers.launched", "tests.helpers.processes", "import launched")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in off_turn(items):
         item.add_marker(pytest.mark.long)
-    places = _places(list(dict.fromkeys(item.path for item in items)))
-    items.sort(key=lambda item: places[item.path])
+    # begun last they would run alone
+    items.sort(key=lambda item: not _launches(item.path))
     if config.getoption("--long") or "long" in (config.getoption("markexpr") or ""):
         return
     chosen, put_off = [], []
@@ -75,31 +77,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = chosen
 
 
+@cache
 def _launches(path: Path) -> bool:
-    return path.relative_to(Path(__file__).parent).parts[0] in LAUNCHING
+    if path.relative_to(TESTS).parts[0] in LAUNCHING:
+        return True
+    return any(name in path.read_text() for name in STARTERS)
 
 
-def _places(files: list[Path]) -> dict[Path, float]:
-    """Those that start processes come evenly among the first nine tenths of the others: where they
-    meet they wait for each other, and begun last one would run alone.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """``--dist loadfile``, with all files that start processes in one worker: beside each other
+    they would be slower than in turn, and each worker that meets one imports torch and
+    transformers anew, for the processes that it forks.
     """
-    alone, launching = ([f for f in files if _launches(f) is kind] for kind in (False, True))
-    apart = 0.9 * len(alone) / max(1, len(launching))
-    places = {file: float(at) for at, file in enumerate(alone)}
-    return places | {file: at * apart - 0.5 for at, file in enumerate(launching)}
+    from xdist.scheduler import LoadFileScheduling
 
+    class LaunchingInOne(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = str(super()._split_scope(nodeid))
+            return "launching" if _launches(config.rootpath / file) else file
 
-@pytest.fixture(autouse=True, scope="module")
-def launches_one_at_a_time(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
-    """Two files of tests that start processes would be slower beside each other than in turn."""
-    if not _launches(request.path) or "PYTEST_XDIST_WORKER" not in os.environ:
-        yield
-        return
-    with (tmp_path_factory.getbasetemp().parent / "launching").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
-        yield
+    return LaunchingInOne(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(wrapper=True)

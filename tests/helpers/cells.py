@@ -23,7 +23,8 @@ def fast(cells: Iterable[Any], often: Callable[..., bool]) -> list[Any]:
 def off_turn(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """Which of ``items`` the long suite alone runs, by the mark ``turns``: of the product of a
     test's parametrizations the fast suite runs the cells in which values of the same place meet,
-    the shorter ones beginning again; of ``stage=3``, where parameters move, those of the others.
+    the shorter ones beginning again; all those with ``stage=3``, where parameters move, and one
+    with each other stage.
     """
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -35,13 +36,15 @@ def off_turn(items: Iterable[pytest.Item]) -> set[pytest.Item]:
 def _off_turn(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     cells = [_axes(item) for item in items]
     axes = [list(dict.fromkeys(cell[at] for cell in cells)) for at in range(len(cells[0]))]
+    stages = [at for at, values in enumerate(axes) if _are_stages(items, values)]
+    others = [at for at in range(len(axes)) if at not in stages]
     for item, cell in zip(items, cells):
         place = [values.index(value) for values, value in zip(axes, cell)]
-        if _meet(place, axes):
-            continue
-        others = [at for at, values in enumerate(axes) if not _are_stages(item, values)]
-        moves = item.callspec.params.get("stage") == 3  # type: ignore[attr-defined]
-        if not (moves and _meet([place[at] for at in others], [axes[at] for at in others])):
+        if stages and item.callspec.params["stage"] != 3:  # type: ignore[attr-defined]
+            turns: Iterable[int] = [place[at] for at in stages]
+        else:
+            turns = range(max((len(axes[at]) for at in others), default=1))
+        if not any(all(place[at] == turn % len(axes[at]) for at in others) for turn in turns):
             yield item
 
 
@@ -56,12 +59,7 @@ def _axes(item: Any) -> list[tuple[int, ...]]:
     return found + [(id(value),) for value in values.values()]  # of fixtures
 
 
-def _are_stages(item: Any, values: list[tuple[int, ...]]) -> bool:
-    return (id(item.callspec.params.get("stage", item)),) in values
-
-
-def _meet(place: list[int], axes: list[list[Any]]) -> bool:
-    return any(
-        all(at == turn % len(values) for at, values in zip(place, axes))
-        for turn in range(max(map(len, axes), default=1))
-    )
+def _are_stages(items: list[Any], values: list[tuple[int, ...]]) -> bool:
+    """Whether ``values`` are stages, and 3 is one of them."""
+    stages = {item.callspec.params.get("stage", "none") for item in items}
+    return 3 in stages and set(values) == {(id(stage),) for stage in stages}

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.core import gathered
+from hf_zero.parameters.parameter import name_of, owner_of
+from hf_zero.units.flat_buffer import FlatBuffer
 from tests.helpers.models import ROWS
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Job, Plan, Session, Trace, merge, train
@@ -73,11 +76,15 @@ def start(
 
 
 def full_grads(engine: Any) -> dict[str, torch.Tensor]:
-    """Whole gradients of the trainable parameters. Collective."""
-    import hf_zero
+    """Whole gradients of the trainable parameters, averaged and unscaled. Collective."""
 
-    named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
-    return {name: hf_zero.safe_get_full_grad(p).detach().float().clone() for name, p in named}
+    def own(flat: FlatBuffer) -> torch.Tensor:
+        engine, own = gathered._reduced_gradient(flat)
+        assert own is not None
+        return own.float() / engine.scaler.scale
+
+    trainable = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    return _wholes(trainable, own)
 
 
 def full_weights(engine: Any) -> dict[str, torch.Tensor]:
@@ -85,16 +92,48 @@ def full_weights(engine: Any) -> dict[str, torch.Tensor]:
 
     Collective.
     """
-    import hf_zero
-
+    named = dict(engine.module.named_parameters())
+    trained = _wholes({name: p for name, p in named.items() if p.requires_grad}, _masters)
     weights = {}
-    for name, p in engine.module.named_parameters():
-        if p.requires_grad:
-            weights[name] = hf_zero.safe_get_full_fp32_param(p).detach().float().clone()
+    for name, p in named.items():
+        if name in trained:
+            weights[name] = trained[name]
         else:
-            with hf_zero.GatheredParameters([p]):
+            with gathered.GatheredParameters([p]):
                 weights[name] = p.detach().float().clone()
     return weights
+
+
+def _masters(flat: FlatBuffer) -> torch.Tensor:
+    flat.unit.take_user_writes()
+    master = flat.optimizer_shard.master
+    assert master is not None
+    return master.float()
+
+
+@torch.no_grad()
+def _wholes(
+    parameters: dict[str, nn.Parameter], own_of: Callable[[FlatBuffer], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """As ``hf_zero.safe_get_full_*`` of each of ``parameters``, with one all-reduce a flat buffer:
+    in most tests on threads a collective is what costs. Collective.
+    """
+    members: dict[FlatBuffer, dict[str, nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        flat = owner_of(parameter)
+        assert flat is not None, f"{name} belongs to no engine"
+        members.setdefault(flat, {})[name] = parameter
+    found: dict[str, torch.Tensor] = {}
+    for flat, named in members.items():
+        own, sizes = own_of(flat), [p.numel() for p in named.values()]
+        joined = torch.zeros(sum(sizes), device=flat.full.device)
+        for (name, parameter), whole in zip(named.items(), joined.split(sizes)):
+            first, start, stop = flat.spec.own_range(name_of(parameter))
+            whole[first : first + stop - start] = own[start:stop]
+            found[name] = whole.view(parameter.shape)
+        if flat.layout.shards > 1:
+            flat.axis.all_reduce(joined, f"whole {flat.key}").wait()
+    return {name: found[name] for name in parameters}
 
 
 Opener = Callable[[nn.Module, torch.optim.Optimizer, Plan], Session]

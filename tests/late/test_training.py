@@ -31,6 +31,12 @@ SELDOM = {
     "stage 3, Adafactor",
     "stage 1, gradients in 4 bits",
     "stage 2, in 4 bits, optimizer on the host",
+    # what another job does with more beside it
+    "stage 2, units that share messages",
+    "stage 3, gathers of the backward in the node",
+    "stage 2, both ways in 4 bits",
+    "stage 3, weights in 8 bits, gradients in 4",
+    "stage 1, local steps in 1 bit",
 }
 ALL = [*training.JOBS, *training.BY_MATRICES, *training.IN_FEW_BITS]
 

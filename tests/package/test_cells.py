@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.cells import off_turn
 
 MARKS = [pytest.mark.parametrize("stage", range(4)), pytest.mark.parametrize("way, size", [])]
-WAYS = [("a", 1), ("a", 2), ("b", 1)]
+WAYS = [("a", 1), ("a", 2), ("b", 1), ("b", 2), ("c", 1)]
 
 
 class Cell(SimpleNamespace):
@@ -27,10 +27,11 @@ class Cell(SimpleNamespace):
         return self.marked and name == "turns"
 
     def iter_markers(self, name: str) -> list[Any]:
-        return [mark.mark for mark in MARKS if name == "parametrize"]
+        asked = [mark.mark for mark in MARKS if name == "parametrize"]
+        return [mark for mark in asked if mark.args[0].partition(",")[0] in self.callspec.params]
 
 
-def test_values_take_turns_and_stage_3_meets_all() -> None:
+def test_values_take_turns_at_stage_3_and_each_other_stage_is_met_once() -> None:
     cells: list[Any] = [
         Cell(stage=stage, way=way, size=size, core=core)
         for stage, (way, size), core in itertools.product(range(4), WAYS, ("x", "y"))
@@ -41,10 +42,22 @@ def test_values_take_turns_and_stage_3_meets_all() -> None:
         (0, "a", 1, "x"),
         (1, "a", 2, "y"),
         (2, "b", 1, "x"),
-        (3, "a", 1, "y"),
         (3, "a", 1, "x"),
         (3, "a", 2, "y"),
         (3, "b", 1, "x"),
+        (3, "b", 2, "y"),
+        (3, "c", 1, "x"),
+    }
+
+
+def test_without_stages_all_take_turns() -> None:
+    cells: list[Any] = [
+        Cell(kind=kind, way=way, size=size)
+        for kind, (way, size) in itertools.product(("x", "y"), WAYS)
+    ]
+    ran = [cell.callspec.params for cell in cells if cell not in off_turn(cells)]
+    assert {(each["kind"], each["way"], each["size"]) for each in ran} == {
+        (kind, *way) for kind, way in zip("xyxyx", WAYS)
     }
 
 
