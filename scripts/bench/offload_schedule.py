@@ -323,9 +323,9 @@ class Recorder:
                 if engine.updater.units:
                     engine.updater.finish()
             finally:
-                self._on = False
-                if engine.updater.units:
+                if engine.updater.units:  # the end of its last job is to be recorded, too
                     engine.updater._queue._worker.shutdown()
+                self._on = False
 
     def mark(self) -> None:
         self.add(Op("mark"))

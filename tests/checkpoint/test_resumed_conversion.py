@@ -10,9 +10,7 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,7 @@ from hf_zero.checkpoint.convert import files, outputs
 from hf_zero.errors import CheckpointError, ConfigError
 from tests.checkpoint.jobs import Job, small
 from tests.checkpoint.test_export import saved
+from tests.helpers.commands import completed
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -208,10 +207,17 @@ def test_one_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, cut_often):
 
 
 SCRIPT = """
-import sys
+import os, signal, sys
 from hf_zero.checkpoint import convert_checkpoint
 from hf_zero.checkpoint.convert import files
 files.WINDOW = files.NOTED = 1 << 15
+note, noted = files.Journal.note, []
+def killed_at_the_fourth(*args):
+    note(*args)
+    noted.append(args)
+    if len(noted) == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+files.Journal.note = killed_at_the_fourth
 convert_checkpoint(*sys.argv[1:], workers=2)
 """
 
@@ -220,16 +226,8 @@ def test_a_process_that_is_killed(tmp_path):
     saved(tmp_path / "run", lambda: torch.nn.Linear(1024, 1024), Job(2, 3))
     convert_checkpoint(tmp_path / "run", tmp_path / "whole")
     out = tmp_path / "out"
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path / "run"), str(out)])
-    notes = out / files.JOURNAL
-    deadline = time.monotonic() + 60
-    try:
-        while not (notes.exists() and len(notes.read_bytes().splitlines()) > 3):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.001)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), str(out)]
+    assert completed(command).returncode == -signal.SIGKILL
     done = convert_checkpoint(tmp_path / "run", out)
     assert 0 < done.kept < done.nbytes
     assert content(out) == content(tmp_path / "whole")

@@ -55,7 +55,7 @@ def model(tmp_path: Path) -> str:
 
 def test_the_installed_command_is_this_app() -> None:
     command = Path(sys.executable).with_name("hf-zero")
-    result = completed([command, "--help"], timeout=120, check=True)
+    result = completed([command, "--help"], timeout=300, check=True)
     assert all(name in result.stdout for name in COMMANDS)
 
 

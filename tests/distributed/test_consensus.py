@@ -16,6 +16,7 @@ import torch.distributed as dist
 from hf_zero.distributed import shard_fetches, store_wait
 from hf_zero.distributed.consensus import Consensus
 from hf_zero.distributed.step_events import STOP
+from hf_zero.distributed.store_wait import StoreWait
 from hf_zero.errors import RankMismatchError
 
 
@@ -26,7 +27,7 @@ def say(wish: tuple[int, int]) -> str:
 def together(
     world: int,
     fn: Callable[[Consensus, int], Any],
-    timeout: float = 30.0,
+    timeout: float = 60.0,
     absent: tuple[int, ...] = (),
 ) -> list[Any]:
     """``fn(agreement, rank)`` on a thread each, in rank order; what a rank raises is its answer."""
@@ -46,7 +47,7 @@ def together(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=120)
         assert not thread.is_alive(), "a rank hangs"
     return answers
 
@@ -116,7 +117,14 @@ def test_different_passes_raise_on_all_ranks_and_name_each(world: int, odd: int)
         assert "same parts of the model in the same order" in str(error)
 
 
-def test_ranks_that_never_come_are_named_at_the_timeout() -> None:
+def test_ranks_that_never_come_are_named_at_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    come, poll = threading.Barrier(2), StoreWait._poll
+
+    def together_with_the_other(waits: StoreWait, *args: Any) -> None:
+        come.wait(60)  # the timeout begins when both are there
+        poll(waits, *args)
+
+    monkeypatch.setattr(StoreWait, "_poll", together_with_the_other)
     answers = together(
         4,
         lambda consensus, rank: consensus.gathers.agree("forward 'f'", (1, 6), say),
@@ -198,7 +206,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def trio(quick: None) -> Iterator[tuple[list[Consensus], list[Chunks], Any]]:
     """Three ranks that serve 37 bytes a unit: three parts, the last one short."""
     store = dist.HashStore()
-    agreements = [Consensus(store, rank, range(3), 20.0) for rank in range(3)]
+    agreements = [Consensus(store, rank, range(3), 60.0) for rank in range(3)]
     chunks = [Chunks(rank, 37) for rank in range(3)]
     for consensus, chunk in zip(agreements, chunks):
         consensus.fetches.serve(chunk.of)
@@ -208,7 +216,7 @@ def trio(quick: None) -> Iterator[tuple[list[Consensus], list[Chunks], Any]]:
     agreements.clear()
     for thread in threads:
         assert thread is not None
-        thread.join(timeout=10)
+        thread.join(timeout=60)
         assert not thread.is_alive(), "a serving thread outlives its engine"
 
 
@@ -263,7 +271,7 @@ def test_ranks_fetch_from_each_other_at_the_same_time(trio: Any) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=60)
     for rank in range(3):
         assert got[rank] == [
             {peer: chunks[peer].of(unit) for peer in range(3) if peer != rank} for unit in (rank, 7)
@@ -307,7 +315,7 @@ def test_a_chunk_is_served_at_the_step_it_was_asked_for(trio: Any) -> None:
     for chunk, consensus in zip(chunks[1:], agreements[1:]):
         chunk.rank += 1
         stepped(consensus)
-    ahead.join(timeout=30)
+    ahead.join(timeout=60)
     assert got == [{1: Chunks(2, 37).of(4), 2: Chunks(3, 37).of(4)}]
     del chunk, consensus
     assert [each.steps.end_step() for each in agreements] == [True] * 3
@@ -355,7 +363,7 @@ def test_an_event_comes_to_all_ranks_after_the_same_step_and_once(trio: Any) -> 
     for thread in threads[1:]:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=60)
         assert not thread.is_alive()
     del consensus
     assert seen == [[3], [3], [3]], "the step at which the rank was that is ahead"
@@ -379,7 +387,7 @@ def test_a_request_that_must_wait_keeps_no_other_one_waiting(trio: Any) -> None:
     }
     assert ahead.is_alive()
     assert not stepped(agreements[1]) and not stepped(agreements[2])
-    ahead.join(timeout=30)
+    ahead.join(timeout=60)
     assert not ahead.is_alive()
     assert [consensus.steps.end_step() for consensus in agreements] == [True] * 3
 
@@ -392,7 +400,7 @@ def test_a_chunk_that_cannot_be_read_is_an_error_of_the_rank_that_asks(
             raise ValueError("no such shard")
 
     store, broken = dist.HashStore(), Broken()
-    serving, asking = Consensus(store, 1, range(2), 20.0), Consensus(store, 0, range(2), 20.0)
+    serving, asking = Consensus(store, 1, range(2), 60.0), Consensus(store, 0, range(2), 60.0)
     serving.fetches.serve(broken.of)
     for _ in range(2):  # the thread lives on
         with pytest.raises(
@@ -402,7 +410,7 @@ def test_a_chunk_that_cannot_be_read_is_an_error_of_the_rank_that_asks(
             asking.fetches.fetch(3, "layer.3", [1], 4)
     serving.close()
     assert serving.fetches._thread is not None
-    serving.fetches._thread.join(timeout=10)
+    serving.fetches._thread.join(timeout=60)
     assert not serving.fetches._thread.is_alive()
 
 
@@ -425,7 +433,7 @@ def test_nobody_is_served_in_the_middle_of_a_write_or_before_it(trio: Any) -> No
             assert got == []
             chunk.rank += 5
     del consensus, chunk
-    asking.join(timeout=30)
+    asking.join(timeout=60)
     assert got == [{1: Chunks(6, 37).of(4), 2: Chunks(7, 37).of(4)}]
 
 
@@ -454,7 +462,7 @@ def test_those_who_have_heard_of_a_fetch_that_failed_are_told(
             raise ValueError("no such shard")
 
     store, whole, broken = dist.HashStore(), Chunks(2, 4), Broken()
-    asking, breaking, listening = (Consensus(store, rank, range(3), 20.0) for rank in range(3))
+    asking, breaking, listening = (Consensus(store, rank, range(3), 60.0) for rank in range(3))
     listening.fetches.serve(whole.of)
     breaking.fetches.serve(broken.of)
     with pytest.raises(RankMismatchError, match="rank 1 could not serve"):
@@ -476,16 +484,25 @@ def test_serving_twice_starts_one_thread(trio: Any) -> None:
     assert agreements[0].fetches._thread is before and before.daemon
 
 
-def test_a_peer_that_does_not_serve_is_named_at_the_timeout(quick: None) -> None:
+def test_a_peer_that_does_not_serve_is_named_at_the_timeout(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poll = StoreWait._poll
+
+    def long_for_who_serves(waits: StoreWait, key: str, arrivals: Any, what: str) -> None:
+        waits._timeout = 60.0 if 1 in arrivals else 0.2
+        poll(waits, key, arrivals, what)
+
+    monkeypatch.setattr(StoreWait, "_poll", long_for_who_serves)
     store = dist.HashStore()
     chunks = Chunks(1, 4)
-    serving = Consensus(store, 1, range(3), 20.0)
+    serving = Consensus(store, 1, range(3), 60.0)
     serving.fetches.serve(chunks.of)
     with pytest.raises(
         RankMismatchError,
         match=r"rank 0 has waited .* for ranks 2 to serve layer\.9; they never came",
     ):
-        Consensus(store, 0, range(3), 0.2).fetches.fetch(9, "layer.9", [1, 2], 4)
+        Consensus(store, 0, range(3), 60.0).fetches.fetch(9, "layer.9", [1, 2], 4)
 
 
 def test_serving_ends_with_what_is_served(quick: None) -> None:
@@ -495,7 +512,7 @@ def test_serving_ends_with_what_is_served(quick: None) -> None:
     thread, gone = consensus.fetches._thread, weakref.ref(chunks)
     assert thread is not None
     del chunks
-    thread.join(timeout=10)
+    thread.join(timeout=60)
     assert not thread.is_alive() and gone() is None
 
 
@@ -514,5 +531,5 @@ def test_serving_ends_quietly_when_the_store_is_gone(
     consensus, chunks = Consensus(Gone(), 0, range(2), 5.0), Chunks(0, 4)
     consensus.fetches.serve(chunks.of)
     assert consensus.fetches._thread is not None
-    consensus.fetches._thread.join(timeout=10)
+    consensus.fetches._thread.join(timeout=60)
     assert not consensus.fetches._thread.is_alive() and failed == []

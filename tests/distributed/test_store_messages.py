@@ -13,7 +13,7 @@ from hf_zero.errors import RankMismatchError
 
 def test_each_word_replaces_the_last_and_is_told_by_its_number() -> None:
     store = dist.HashStore()
-    here, there = (StoreMessages(store, rank, 10.0, lambda rank: None) for rank in range(2))
+    here, there = (StoreMessages(store, rank, 60.0, lambda rank: None) for rank in range(2))
     there.send("wrote", 1, "a|b")
     assert here.receive("wrote", 1, 1) == "a|b"
     timer = threading.Timer(0.1, there.send, ("wrote", 2, "second"))
@@ -27,18 +27,18 @@ def test_each_word_replaces_the_last_and_is_told_by_its_number() -> None:
 def test_a_rank_that_is_gone_is_looked_for_once_more() -> None:
     """What it said last may have come between the look and the news of its end."""
     store = dist.HashStore()
-    leaving = StoreMessages(store, 1, 10.0, lambda rank: None)
+    leaving = StoreMessages(store, 1, 60.0, lambda rank: None)
 
     def gone(rank: int) -> str:
         leaving.send("wrote", 1, "done")
         return "rank 1 has ended"
 
-    assert StoreMessages(store, 0, 10.0, gone).receive("wrote", 1, 1) == "done"
+    assert StoreMessages(store, 0, 60.0, gone).receive("wrote", 1, 1) == "done"
     with pytest.raises(
         RankMismatchError,
         match="rank 1 did not say what came of it: rank 1 has ended; its own output says more",
     ):
-        StoreMessages(store, 0, 10.0, lambda rank: "rank 1 has ended").receive("wrote", 2, 1)
+        StoreMessages(store, 0, 60.0, lambda rank: "rank 1 has ended").receive("wrote", 2, 1)
 
 
 def test_a_word_that_never_comes_is_an_error_at_the_timeout() -> None:
@@ -59,4 +59,4 @@ class Lost:
 
 def test_a_store_that_is_gone_is_told() -> None:
     with pytest.raises(RuntimeError, match="Connection reset"):
-        StoreMessages(Lost(), 0, 10.0, lambda rank: None).receive("wrote", 1, 1)
+        StoreMessages(Lost(), 0, 60.0, lambda rank: None).receive("wrote", 1, 1)

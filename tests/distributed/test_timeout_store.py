@@ -12,7 +12,7 @@ from hf_zero.distributed.store import TimeoutStore
 
 
 def test_it_answers_as_the_store_does() -> None:
-    store = TimeoutStore(dist.HashStore())
+    store = TimeoutStore(dist.HashStore(), 60.0)
     store.set("a", "x")
     assert (store.get("a"), store.check(["a"]), store.check(["a", "b"])) == (b"x", True, False)
     assert (store.add("n", 2), store.add("n", 1)) == (2, 3)
@@ -46,16 +46,16 @@ class Broken:
 
 
 def test_errors_of_the_store_are_passed_on() -> None:
-    store = TimeoutStore(Broken())
+    store = TimeoutStore(Broken(), 60.0)
     with pytest.raises(RuntimeError, match="connection reset"):
         store.get("a")
 
 
 def test_its_thread_ends_with_it() -> None:
-    store = TimeoutStore(dist.HashStore())
+    store = TimeoutStore(dist.HashStore(), 60.0)
     store.set("a", "x")
     thread = store._thread
     assert thread is not None
     del store
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()

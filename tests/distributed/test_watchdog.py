@@ -114,9 +114,9 @@ def test_a_shorter_limit_is_looked_at_more_often(clock: Clock, heard: list[str])
 
 def test_a_watch_that_is_off_starts_no_thread() -> None:
     watchdog = Watchdog(enabled=False)
-    before = threading.active_count()
+    before = set(threading.enumerate())  # of other tests, which may end meanwhile
     with watchdog.watching(PendingCollective("nothing")):
-        assert threading.active_count() == before and watchdog._thread is None
+        assert set(threading.enumerate()) <= before and watchdog._thread is None
 
 
 def test_one_thread_serves_all_waits_and_ends_when_closed() -> None:
@@ -127,7 +127,7 @@ def test_one_thread_serves_all_waits_and_ends_when_closed() -> None:
     with watchdog.watching(PendingCollective("two")):
         assert watchdog._thread is thread and thread is not None and thread.daemon
     watchdog.close()
-    thread.join(timeout=10)
+    thread.join(timeout=60)
     assert not thread.is_alive()
 
 

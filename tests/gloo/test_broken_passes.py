@@ -58,7 +58,7 @@ def go_on(rank: int, cases: list[tuple[str, int, str]]) -> list[tuple[list[float
     "cases", fast([FAST, ALL], lambda cases: cases is FAST), ids=["some", "all"]
 )
 def test_a_script_that_goes_on_after_an_exception(cases):
-    answers = run_processes(2, go_on, cases, timeout=200)
+    answers = run_processes(2, go_on, cases, timeout=400)
     wanted = None
     for number, case in enumerate(cases):
         (norms, first), (others, second) = (each[number] for each in answers)

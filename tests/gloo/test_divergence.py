@@ -216,7 +216,7 @@ FAST = [
 
 
 def test_some_ranks_that_part():
-    check(2, FAST, timeout=200)
+    check(2, FAST, timeout=400)
 
 
 BEFORE_THE_FIRST_STEP = [
@@ -269,5 +269,5 @@ def slow(rank: int, folder: str) -> list[float]:
 
 @pytest.mark.long
 def test_slow_ranks_are_no_error(tmp_path):
-    one, other = run_processes(2, slow, str(tmp_path), timeout=200)
+    one, other = run_processes(2, slow, str(tmp_path), timeout=400)
     assert one == other and len(one) == 3

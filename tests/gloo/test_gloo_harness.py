@@ -34,12 +34,12 @@ def one_waits(rank: int) -> None:
 
 
 def test_processes_answer_in_order():
-    assert run_processes(2, point_to_point, 1, timeout=120) == [[2.0] * 3, [1.0] * 3]
+    assert run_processes(2, point_to_point, 1, timeout=300) == [[2.0] * 3, [1.0] * 3]
 
 
 def test_a_failure_in_a_process_is_raised_with_its_rank():
     with pytest.raises(RankFailed, match=r"rank 1 of 2 failed:[\s\S]*bad shard"):
-        run_processes(2, one_fails, timeout=120)
+        run_processes(2, one_fails, timeout=300)
 
 
 @pytest.mark.long

@@ -53,7 +53,7 @@ def test_experts_on_two_processes() -> None:
             *(("flat", name, 3) for name in patterns),
             ("layered", patterns[0], 2),
         ],
-        timeout=120,
+        timeout=300,
     )
 
 

@@ -96,7 +96,7 @@ def some_cells() -> list[Cell]:
 
 
 def test_architectures_and_some_ways_on_two_processes():
-    check(2, some_cells(), timeout=200)
+    check(2, some_cells(), timeout=400)
 
 
 @pytest.mark.long

@@ -122,7 +122,7 @@ def kill_again_and_again(
     plan = Plan(tmp_path / "killed", stage, steps, **how)
     reached = inside = 0
     resumed_from = set()
-    for _ in range(6 * kills):
+    for _ in range(20 * kills):
         running = Running(plan, expected)
         running.until("saving", draw.randint(1, 2))
         time.sleep(draw.uniform(0, 1.3 * seconds))

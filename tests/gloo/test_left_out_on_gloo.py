@@ -66,7 +66,7 @@ def cases_on(backend: str) -> list[Case]:
 
 def test_two_processes():
     more: Case = (PLAIN, 3, 3, "random", None, {})
-    check(2, [*cases_on("gloo")[3:], *cases_on(PLAIN)[2:3], more], timeout=200)
+    check(2, [*cases_on("gloo")[3:], *cases_on(PLAIN)[2:3], more], timeout=400)
 
 
 @pytest.mark.long

@@ -28,7 +28,7 @@ def _file() -> IO[str]:
 
 def completed(
     command: Sequence[str | Path],
-    timeout: float = 120.0,
+    timeout: float = 300.0,
     *,
     input: str = "",
     env: Mapping[str, str] | None = None,

@@ -149,7 +149,7 @@ def train_on_rank(
     return trace
 
 
-def train_on_threads(job: Job, plan: Plan, opener: Opener, timeout: float = 60.0) -> Trace:
+def train_on_threads(job: Job, plan: Plan, opener: Opener, timeout: float = 240.0) -> Trace:
     """Train on ``plan.ranks`` threads and merge what they record."""
     models = [job.build() for _ in range(plan.ranks)]
     return merge(run_ranks(plan.ranks, train_on_rank, models, job, plan, opener, timeout=timeout))

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from tests.helpers.meeting import Meetings
 
-LINGER = 20.0  # seconds the others may still run once the first rank has returned
+LINGER = 60.0  # seconds the others may still run once the first rank has returned
 
 
 class RankFailed(AssertionError):
@@ -60,6 +60,7 @@ class _Rank(threading.Thread):
             args,
         )
         self.meetings = meetings
+        self.abandoned = False
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -76,7 +77,7 @@ class _Rank(threading.Thread):
             try:
                 self.result = self.fn(self.rank, *self.args)
             finally:
-                if dist.is_initialized():
+                if dist.is_initialized() and not self.abandoned:  # it may be another run's by now
                     dist.destroy_process_group()
         except SystemExit as ended:  # how a rank ends that waits for one that has failed
             self.error = ended
@@ -97,12 +98,13 @@ class _Rank(threading.Thread):
         the next run.
         """
         if self.ident is not None and self.is_alive():
+            self.abandoned = True
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self.ident), ctypes.py_object(SystemExit)
             )
 
 
-def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
     """Run ``fn(rank, *args)`` on ``world`` threads that share a process group; return the results
     in rank order.
 

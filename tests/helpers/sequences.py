@@ -187,9 +187,7 @@ def train_on_threads(
         more["tensor_parallel"] = {"autotp_size": ranks.tensor}
         more["sequence_parallel_size"] = ranks.sequence
     config = config_of(stage, plan, **more)
-    results = run_ranks(
-        ranks.world, on_rank, models, job, plan, ranks, config, opens, timeout=120.0
-    )
+    results = run_ranks(ranks.world, on_rank, models, job, plan, ranks, config, opens)
     return merge(joined(results, ranks.tensor)), [stats for _, stats, _ in results]
 
 

@@ -190,7 +190,7 @@ def train_tensor_parallel(
     stage: int,
     prepare: Callable[[nn.Module], None] = lambda model: None,
     observe: Observer = lambda engine: None,
-    timeout: float = 60.0,
+    timeout: float = 240.0,
     **config: Any,
 ) -> Trace:
     """Train on ``plan.ranks`` groups of ``size`` tensor-parallel threads, and put together what

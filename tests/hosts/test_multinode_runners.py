@@ -99,7 +99,7 @@ def test_pdsh_starts_the_part_of_each_host(tmp_path: Path, monkeypatch: pytest.M
     echo = "import os, sys; print([os.environ['NAME'], os.getcwd(), *sys.argv[1:]])"
     line = line.replace("-u -m deepspeed.launcher.runner", f"-c {shlex.quote(echo)}")
     said = eval(
-        subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=120).stdout
+        subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=300).stdout
     )
     assert said[:2] == [ODD, str(tmp_path)] and said[-3:] == ["train.py", "--text", "I'm here"]
     plans: list[LaunchPlan] = []

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def in_fresh_process(code: str, *flags: str, **environment: str) -> Any:
     run = completed(
         [sys.executable, *flags, "-c", code],
-        timeout=120,
+        timeout=300,
         env={**os.environ, **environment},
         cwd="/",
     )

@@ -146,8 +146,13 @@ def test_many_in_flight_from_several_threads(queue: FileQueue, tmp_path: Path) -
     assert wrong == []
 
 
-def fill(value: int) -> torch.Tensor:
-    return torch.full((BLOCK,), value, dtype=torch.uint8)
+def fill(value: int, blocks: int = 1) -> torch.Tensor:
+    return torch.full((blocks * BLOCK,), value, dtype=torch.uint8)
+
+
+LONG = 200  # blocks, each of which takes 50 ms while writes are SLOW: nobody comes too late
+SLOW, AT_ONCE = parse_faults("write:1+:slow=50"), parse_faults("")
+LAST = slice((LONG - 1) * BLOCK, LONG * BLOCK)
 
 
 @pytest.mark.parametrize(
@@ -161,17 +166,17 @@ def fill(value: int) -> torch.Tensor:
 def test_what_is_urgent_goes_first(
     one_at_a_time: FileQueue, tmp_path: Path, first: Priority, second: Priority
 ) -> None:
-    # Both write the same bytes, so what is there in the end tells which of them came last.
+    # Both write the last block, so what is there in the end tells which of them came last.
     file = open_file(tmp_path)
-    one_at_a_time.inject(parse_faults("write:1:slow=250"))
-    tickets = [one_at_a_time.write(file, BLOCK, fill(0), Priority.NEEDED)]
-    tickets += [
-        one_at_a_time.write(file, 0, fill(1), first),
-        one_at_a_time.write(file, 0, fill(2), second),
+    one_at_a_time.inject(SLOW)
+    tickets = [
+        one_at_a_time.write(file, 0, fill(1, LONG), first),
+        one_at_a_time.write(file, LAST.start, fill(2), second),
     ]
+    one_at_a_time.inject(AT_ONCE)
     one_at_a_time.close()
     assert all(ticket.done() for ticket in tickets)
-    assert (tmp_path / "file").read_bytes()[:BLOCK] == bytes([1]) * BLOCK
+    assert (tmp_path / "file").read_bytes()[LAST] == bytes([1]) * BLOCK
 
 
 def test_equally_urgent_ones_keep_their_order(one_at_a_time: FileQueue, tmp_path: Path) -> None:
@@ -187,27 +192,28 @@ def test_what_somebody_waits_for_becomes_urgent(
     one_at_a_time: FileQueue, tmp_path: Path, how: str
 ) -> None:
     file = open_file(tmp_path)
-    one_at_a_time.inject(parse_faults("write:1:slow=250"))
-    one_at_a_time.write(file, BLOCK, fill(0), Priority.NEEDED)
-    one_at_a_time.write(file, 0, fill(1), Priority.AHEAD)
-    late = one_at_a_time.write(file, 0, fill(2), Priority.BEHIND)
+    one_at_a_time.inject(SLOW)
+    one_at_a_time.write(file, 0, fill(1, LONG), Priority.AHEAD)
+    late = one_at_a_time.write(file, LAST.start, fill(2), Priority.BEHIND)
     if how == "promote":
         late.promote(Priority.NEEDED)
-    late.wait()
+    else:
+        late.wait()
+    one_at_a_time.inject(AT_ONCE)
     one_at_a_time.close()
-    assert (tmp_path / "file").read_bytes()[:BLOCK] == bytes([1]) * BLOCK
+    assert (tmp_path / "file").read_bytes()[LAST] == bytes([1]) * BLOCK
 
 
 def test_an_urgent_read_overtakes_the_rest_of_a_long_write(
     one_at_a_time: FileQueue, tmp_path: Path
 ) -> None:
     file = open_file(tmp_path)
-    long = torch.ones(40 * BLOCK, dtype=torch.uint8)
-    one_at_a_time.write(file, 0, torch.zeros_like(long)).wait()
-    one_at_a_time.inject(parse_faults("write:1:slow=250"))
-    writing = one_at_a_time.write(file, 0, long, Priority.BEHIND)
+    one_at_a_time.write(file, 0, fill(0, LONG)).wait()
+    one_at_a_time.inject(SLOW)
+    writing = one_at_a_time.write(file, 0, fill(1, LONG), Priority.BEHIND)
     out = fill(7)
-    one_at_a_time.read(file, 39 * BLOCK, out, Priority.NEEDED).wait()
+    one_at_a_time.read(file, LAST.start, out, Priority.NEEDED).wait()
+    one_at_a_time.inject(AT_ONCE)
     assert int(out.max()) == 0, "the read came after the last block of the write"
     writing.wait()
 
@@ -228,27 +234,29 @@ def test_one_after_the_other_whatever_the_priorities(
 
 def test_memory_lives_as_long_as_its_transfer(one_at_a_time: FileQueue, tmp_path: Path) -> None:
     file = open_file(tmp_path)
-    one_at_a_time.inject(parse_faults("write:1:slow=150"))
-    data = fill(5)
+    one_at_a_time.inject(SLOW)
+    data = fill(5, LONG)
     seen = weakref.ref(data)
     # else the next, which is waited for, may overtake it
     one_at_a_time.write(file, 0, data, Priority.NEEDED)
     del data
     gc.collect()
     assert seen() is not None
-    one_at_a_time.write(file, BLOCK, fill(6)).wait()
-    one_at_a_time.write(file, BLOCK, fill(6)).wait()
+    one_at_a_time.inject(AT_ONCE)
+    one_at_a_time.write(file, LAST.stop, fill(6)).wait()
+    one_at_a_time.write(file, LAST.stop, fill(6)).wait()
     assert seen() is None
-    assert (tmp_path / "file").read_bytes()[:BLOCK] == bytes([5]) * BLOCK
+    assert (tmp_path / "file").read_bytes()[LAST] == bytes([5]) * BLOCK
 
 
 def test_a_file_is_closed_with_its_last_transfer(one_at_a_time: FileQueue, tmp_path: Path) -> None:
     file = open_file(tmp_path)
     descriptor = file.descriptor
-    one_at_a_time.inject(parse_faults("write:1:slow=150"))
-    ticket = one_at_a_time.write(file, 0, fill(1))
+    one_at_a_time.inject(SLOW)
+    ticket = one_at_a_time.write(file, 0, fill(1, LONG))
     del file
     os.fstat(descriptor)
+    one_at_a_time.inject(AT_ONCE)
     ticket.wait()
     one_at_a_time.close()
     gc.collect()
@@ -271,14 +279,13 @@ def test_closing_finishes_what_was_asked_for_and_refuses_more(
 
 def test_cancelling_drops_what_has_not_begun(one_at_a_time: FileQueue, tmp_path: Path) -> None:
     file = open_file(tmp_path)
-    one_at_a_time.inject(parse_faults("write:1:slow=200"))
+    one_at_a_time.inject(SLOW)
     tickets = [
-        one_at_a_time.write(file, BLOCK * index, fill(index + 1), Priority.NEEDED)
-        for index in range(4)
+        one_at_a_time.write(file, BLOCK * index, fill(1), Priority.NEEDED) for index in range(LONG)
     ]
     one_at_a_time.close(cancel=True)
     with pytest.raises(OSError) as caught:
-        tickets[3].wait()
+        tickets[-1].wait()
     assert caught.value.errno == errno.ECANCELED
     assert all(ticket.done() for ticket in tickets)
 
@@ -368,7 +375,7 @@ for forgets in (False, True):
 
 def test_forked_children_are_refused_and_end(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", CHILD, str(tmp_path / "file"), *BACKENDS]
-    done = completed(command, timeout=120)
+    done = completed(command, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
@@ -386,7 +393,7 @@ for queue in queues:
 
 def test_a_process_ends_with_transfers_under_way(tmp_path: Path) -> None:
     command = [sys.executable, "-c", EXIT, str(tmp_path / "file"), *BACKENDS]
-    done = completed(command, timeout=120)
+    done = completed(command, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
 
@@ -415,7 +422,7 @@ except ConfigError as error:
 def test_threads_do_it_where_the_kernel_refuses_io_uring(core: str) -> None:
     environment = {**os.environ, "HF_ZERO_LOG_LEVEL": "INFO"}
     environment.pop("HF_ZERO_IO", None)
-    done = completed([sys.executable, "-c", SECCOMP], timeout=120, env=environment)
+    done = completed([sys.executable, "-c", SECCOMP], timeout=300, env=environment)
     assert done.stdout.splitlines()[0] == "threads", done.stderr
     assert "the kernel refuses (io_uring_setup: Operation not permitted)" in done.stdout
     assert "the kernel refuses io_uring (io_uring_setup: Operation not permitted)" in done.stderr

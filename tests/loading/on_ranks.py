@@ -19,7 +19,7 @@ def run_cases(
     world: int,
     cases: Mapping[str, Case],
     folder: Path,
-    timeout: float = 240.0,
+    timeout: float = 400.0,
     start: str = "forkserver",
 ) -> dict[str, str]:
     """Run each case on every rank: its traceback, or "" where it passed.

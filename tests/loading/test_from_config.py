@@ -102,8 +102,8 @@ def test_shards_hold_what_the_models_own_rule_gives_on_any_number_of_ranks() -> 
     import transformers
 
     names = list(configurations())
-    first, second = run_processes(2, make, names, timeout=120)
-    others = run_processes(3, make, names[:3], timeout=120)
+    first, second = run_processes(2, make, names, timeout=300)
+    others = run_processes(3, make, names[:3], timeout=300)
     for name in names:
         assert all(first[name]["released"]), name
         assert first[name]["digest"] == second[name]["digest"], name

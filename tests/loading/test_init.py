@@ -191,11 +191,11 @@ def work(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two() -> list[dict[str, Any]]:
-    return run_processes(2, work, timeout=120)
+    return run_processes(2, work, timeout=300)
 
 
 def test_models_built_inside_come_in_shards_and_train(two: list[dict[str, Any]]) -> None:
-    three = run_processes(3, work, timeout=120)
+    three = run_processes(3, work, timeout=300)
     for name in ("plain", "transformers", "parts", "module", "meta"):
         for ranks in (two, three):
             for when in ("before", "after"):

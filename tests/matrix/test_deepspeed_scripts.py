@@ -122,7 +122,7 @@ def test_the_script_in_the_checkpoint_folder_gives_whole_weights(
     folder = run[1] / "checkpoints"
     assert (folder / "latest").read_text() == "final" and (folder / f"global_step{HALF}").is_dir()
     command = [sys.executable, "zero_to_fp32.py", ".", str(tmp_path / "model")]
-    completed(command, cwd=folder, env=environment(), check=True, timeout=120)
+    completed(command, cwd=folder, env=environment(), check=True, timeout=300)
     weights = load_file(tmp_path / "model" / "model.safetensors")
     assert weights.keys() == plain["resumed"]["weights"].keys()
     for name, weight in plain["resumed"]["weights"].items():

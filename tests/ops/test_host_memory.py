@@ -183,7 +183,7 @@ sys.exit(code or int(tensor.sum() != 3 << 26))
 
 @pytest.mark.long
 def test_forked_children_do_not_get_it() -> None:
-    done = completed([sys.executable, "-W", "ignore", "-c", FORKED], timeout=120)
+    done = completed([sys.executable, "-W", "ignore", "-c", FORKED], timeout=300)
     assert done.returncode == 0, done.stderr
 
 

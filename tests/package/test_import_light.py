@@ -33,7 +33,7 @@ HEAVY = [
 
 
 def in_fresh_process(code: str) -> Any:
-    result = completed([sys.executable, "-c", code], timeout=120, check=True)
+    result = completed([sys.executable, "-c", code], timeout=300, check=True)
     return json.loads(result.stdout.splitlines()[-1])
 
 

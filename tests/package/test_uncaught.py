@@ -112,7 +112,7 @@ def launched(tmp_path: Path, how: str) -> tuple[int, list[str]]:
         str(script),
         how,
     ]
-    done = completed(command, env=environment(), timeout=120)
+    done = completed(command, env=environment(), timeout=300)
     lines = [
         line
         for line in done.stderr.splitlines()

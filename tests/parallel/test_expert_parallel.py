@@ -144,7 +144,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 def test_with_other_keys(more: dict[str, Any]) -> None:
     plan = Plan(ranks=4, steps=2, accumulation=2, clip=more.get("gradient_clipping", 0.0))
     oracle.compare(
-        train_on_threads(Routed("mixtral"), plan, spread(3, 2, **more), timeout=120),
+        train_on_threads(Routed("mixtral"), plan, spread(3, 2, **more)),
         oracle.kept(Routed("mixtral"), plan),
         weight_floor=oracle.ROUNDING,
     )

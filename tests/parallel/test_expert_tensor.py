@@ -40,7 +40,7 @@ class Shared(Routed):
 def both(name: str, stage: int, accumulation: int = 1, ranks: int = 2, **more: Any) -> None:
     clip = more.get("gradient_clipping", 0.0)
     plan = Plan(ranks=ranks, steps=2, accumulation=accumulation, clip=clip)
-    got = train_tensor_parallel(Shared(name), plan, 2, stage, timeout=120, **keys(2), **more)
+    got = train_tensor_parallel(Shared(name), plan, 2, stage, **keys(2), **more)
     oracle.compare(got, oracle.kept(Shared(name), plan), weight_floor=oracle.ROUNDING)
 
 

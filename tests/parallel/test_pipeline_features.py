@@ -373,7 +373,7 @@ def every_case(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 def one_rank(folder: str) -> Launch:
-    return cache(lambda name: (run_ranks(1, one_case, 1, folder, name, timeout=120.0), 1))
+    return cache(lambda name: (run_ranks(1, one_case, 1, folder, name), 1))
 
 
 def four_ranks(folder: str) -> Launch:

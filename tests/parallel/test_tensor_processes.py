@@ -104,7 +104,7 @@ def each(rank: int, folder: str) -> Any:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder: Path = tmp_path_factory.mktemp("llama")
     seeded(llama).save_pretrained(folder)
-    return run_processes(2, each, str(folder), timeout=240.0)
+    return run_processes(2, each, str(folder), timeout=400.0)
 
 
 @pytest.mark.parametrize("checkpointed", (False, True))

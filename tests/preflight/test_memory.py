@@ -124,7 +124,7 @@ def test_ulimits_bound_each_process_by_itself(limit: str, name: str) -> None:
         f"(one,) = [bound for bound in host.bounds() if bound.why.startswith({name!r})]\n"
         "print(one.nbytes, one.shared, host.free_ram(ranks=1).nbytes <= one.nbytes)"
     )
-    done = completed([sys.executable, "-c", code], timeout=120, check=True)
+    done = completed([sys.executable, "-c", code], timeout=300, check=True)
     nbytes, shared, bounds = done.stdout.split()
     assert (2 << 30) * 0.9 < int(nbytes) <= 2 << 30 and (shared, bounds) == ("False", "True")
 

@@ -260,7 +260,7 @@ def grown(
 
     def look() -> None:
         """Threads look at their engine at least once a second, and one that updates holds it."""
-        for _ in range(100):
+        for _ in range(1200):
             gc.collect()
             if not working() - others:
                 break
@@ -276,7 +276,8 @@ def grown(
                 squared(engine, At(0, 0, rank))
             train(engine, rank, range(2))
             assert bool(held_files(folder)) == (folder.name == "files")
-            updating = any(each.name.startswith("hf-zero update") for each in working())
+            mine = working() - others
+            updating = any(each.name.startswith("hf-zero update") for each in mine)
             assert updating == ("offload_optimizer" in section)
             end(engine)
             del engine

@@ -4,6 +4,8 @@ undisturbed.
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,7 +33,7 @@ def test_a_failure_names_the_rank_and_stops_the_others():
         total(rank, 0)
 
     with pytest.raises(RankFailed, match="rank 2 of 4 raised") as caught:
-        run_ranks(4, fails, timeout=20)
+        run_ranks(4, fails, timeout=60)
     assert isinstance(caught.value.__cause__, KeyError)
     assert run_ranks(4, total, 0) == [6.0] * 4
 
@@ -39,28 +41,37 @@ def test_a_failure_names_the_rank_and_stops_the_others():
 def test_a_missing_collective_is_shown_not_waited_for(monkeypatch):
     monkeypatch.setattr(harness, "LINGER", 0.5)
 
+    come = threading.Barrier(3)
+
+    def waits(rank: int) -> None:
+        come.wait(60)
+        total(rank, 0)
+
     def hangs(rank: int) -> None:
-        if rank != 1:
-            total(rank, 0)
+        come.wait(60) if rank == 1 else waits(rank)
 
     with pytest.raises(RanksHung) as caught:
-        run_ranks(3, hangs, timeout=20)
+        run_ranks(3, hangs, timeout=60)
     assert "rank 1: returned" in str(caught.value)
     assert "rank 0: still running" in str(caught.value)
-    assert "in total" in str(caught.value)
+    assert "in waits" in str(caught.value)
     assert run_ranks(3, total, 0) == [3.0] * 3
 
 
 def test_a_rank_that_waits_on_the_store_is_abandoned(monkeypatch):
     monkeypatch.setattr(harness, "LINGER", 0.3)
 
+    stores: list[dist.Store] = []
+
     def waits(rank: int) -> None:
         if rank == 0:
-            dist.distributed_c10d._get_default_store().get("never set")
+            stores.append(dist.distributed_c10d._get_default_store())
+            stores[0].get("late")
 
     with pytest.raises(RanksHung, match="rank 0: still running"):
-        run_ranks(2, waits, timeout=20)
+        run_ranks(2, waits, timeout=60)
     assert run_ranks(2, total, 0) == [1.0] * 2
+    stores[0].set("late", "")  # its thread ends
 
 
 def test_no_group_is_left_behind():
@@ -111,4 +122,4 @@ def test_a_mismatch_is_an_error(size):
             dist.broadcast(torch.zeros(size), 0)
 
     with pytest.raises(RankFailed, match="ranks meet in different collectives"):
-        run_ranks(2, run, timeout=20)
+        run_ranks(2, run, timeout=60)

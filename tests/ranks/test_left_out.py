@@ -97,7 +97,7 @@ def test_an_optional_keyword_is_given_on_one_rank_only(absent, since):
     plan = Plan(ranks=2, steps=4, accumulation=1)
     job = _MaskOnSomeRanks(absent, since)
     oracle.compare(
-        train_on_threads(job, plan, engine_opener(3), timeout=20.0),
+        train_on_threads(job, plan, engine_opener(3)),
         oracle.run(job, plan),
         weight_floor=oracle.ROUNDING,
     )

@@ -137,11 +137,12 @@ def test_a_write_asked_for_after_a_read_does_not_reach_it(files: NvmeFiles) -> N
 
 
 def test_a_read_elsewhere_overtakes_writes(files: NvmeFiles) -> None:
-    extent = files.allocate("r", 40 * BLOCK)
-    inject(files, "write:1+:slow=10")
-    writing = extent.write(0, bytes_of(30 * BLOCK))
-    extent.read(30 * BLOCK, torch.empty(BLOCK, dtype=torch.uint8), Priority.NEEDED).wait()
+    extent = files.allocate("r", 201 * BLOCK)
+    inject(files, "write:1+:slow=50")  # ten seconds
+    writing = extent.write(0, bytes_of(200 * BLOCK))
+    extent.read(200 * BLOCK, torch.empty(BLOCK, dtype=torch.uint8), Priority.NEEDED).wait()
     assert not writing.done()
+    inject(files, "")
 
 
 def test_what_a_failed_write_should_have_replaced_is_not_read(files: NvmeFiles) -> None:
@@ -340,9 +341,9 @@ def test_the_disk_is_given_back(backend: str, tmp_path: Path, how: str) -> None:
 
 def test_what_is_queued_is_dropped_at_the_end(tmp_path: Path) -> None:
     files = NvmeFiles([tmp_path], block_size=BLOCK, queue_depth=1)
-    extent = files.allocate("r", 100 * BLOCK)
+    extent = files.allocate("r", 200 * BLOCK)
     inject(files, "write:1+:slow=50")
-    ticket = extent.write(0, bytes_of(100 * BLOCK))
+    ticket = extent.write(0, bytes_of(200 * BLOCK))
     files.close()
     assert ticket.done() and ticket.failed()
 

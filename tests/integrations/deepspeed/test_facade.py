@@ -108,7 +108,7 @@ def test_names_are_imported_when_they_are_used() -> None:
         "print(json.dumps([early, 'torch' in sys.modules]))\n"
     )
     run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
     )
     assert json.loads(run.stdout) == [False, True]
 
