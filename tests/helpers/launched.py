@@ -158,7 +158,7 @@ def accelerate_command(
             **keys,
         },
         "main_process_ip": HOST,
-        "main_process_port": 0,
+        "main_process_port": free_port(),
         "mixed_precision": "no",
         "num_machines": 1,
         "num_processes": ranks,

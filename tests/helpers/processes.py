@@ -27,7 +27,7 @@ from hf_zero.parameters import wrap
 from tests.helpers.ranks import RankFailed, RanksHung
 
 HOST = "127.0.0.1"
-GRACE = 5.0  # seconds the others get to report once one process has failed
+GRACE = 30.0  # seconds the others get to report once one process has failed
 
 
 _log: Any = None
@@ -70,6 +70,8 @@ def _child(
             dist.init_process_group(
                 "gloo", rank=rank, world_size=world, store=store, timeout=timedelta(seconds=timeout)
             )
+            # gloo connects to no rank that has left the group already: none does before all are in
+            dist.barrier()
             answer = ("ok", fn(rank, *args))
             dist.destroy_process_group()
         except BaseException:  # whatever it is belongs to the parent, which raises it

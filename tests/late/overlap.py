@@ -5,6 +5,7 @@ tests.late.overlap``, one line of JSON a case.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from unittest import mock
 from tests.late import device, timeline, training
 
 import hf_zero  # isort: skip
-from hf_zero.core import update  # isort: skip
+from hf_zero.core import update, update_gathers  # isort: skip
 from hf_zero.optim import sub_group_update  # isort: skip
 
 # A block computes for about twenty times as long as its gather, its copies or its update take. The
@@ -87,13 +88,15 @@ def update_on_its_own_lane(waits: bool) -> Iterator[None]:
         return apply(self, flat, *args, **kwargs)
 
     with ExitStack() as stack:
-        for owner, name, function in (
+        for owner, name, value in (
             (update.Updater, "_submit", submit_at),
             (update.Updater, "_run", run_on_lane),
             (update.Updater, "finish", finish_at),
             (sub_group_update.Update, "run", apply_at),
+            # the forward alone issues gathers, also where the machine lets it come late
+            (update_gathers, "GRACE_SECONDS", math.inf),
         ):
-            stack.enter_context(mock.patch.object(owner, name, function))
+            stack.enter_context(mock.patch.object(owner, name, value))
         yield
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
 
 from hf_zero.errors import ConfigError
+from hf_zero.hosts.reaching import free_port
 from hf_zero.integrations.accelerate.sampling import skip_what_was_trained
 from hf_zero.techniques.curriculum_sampler import CurriculumSampler
 from tests.helpers import launched, sampled
@@ -185,7 +186,7 @@ def test_two_ranks_under_accelerate_launch(tmp_path: Path) -> None:
                 "distributed_type": "DEEPSPEED",
                 "deepspeed_config": {"deepspeed_config_file": str(tmp_path / "zero.json")},
                 "machine_rank": 0,
-                "main_process_port": 0,
+                "main_process_port": free_port(),
                 "num_machines": 1,
                 "num_processes": 2,
                 "use_cpu": True,
