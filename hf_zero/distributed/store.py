@@ -18,6 +18,7 @@ from typing import Any
 from hf_zero.errors import RankMismatchError
 
 TIMEOUT_SECONDS = 5.0
+SLICES = 20  # of such a wait
 FIRST_PAUSE, LAST_PAUSE = 0.002, 0.25  # seconds between looks
 STORE_SECONDS = 60.0  # after which a store that does not answer counts as gone
 
@@ -64,7 +65,9 @@ class TimeoutStore:
                 self._thread.start()
         call = _Call(name, args)
         self._calls.put(call)
-        if not call.done.wait(self._seconds):
+        # In slices: where another thread has kept the interpreter's lock for longer than that, or
+        # the process stood still, one of them is over at once, and the rest of them wait.
+        if not any(call.done.wait(self._seconds / SLICES) for _ in range(SLICES)):
             self._lost = True
             raise RuntimeError(f"the ranks' store has not answered for {self._seconds:g} s")
         if call.error is not None:

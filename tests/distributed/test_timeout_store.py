@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from typing import Any
 
@@ -38,6 +39,19 @@ def test_a_store_that_does_not_answer_is_given_up_once() -> None:
         with pytest.raises(RuntimeError, match="does not answer"):
             call()
     silent.watching.set()
+
+
+class Locking:
+    """It keeps the interpreter's lock for longer than an answer may take."""
+
+    def check(self, keys: list[str]) -> bool:
+        ctypes.PyDLL(None).usleep(600_000)
+        return True
+
+
+def test_a_process_that_stood_still_has_not_lost_its_store() -> None:
+    store = TimeoutStore(Locking(), 0.5)
+    assert store.check(["a"]) and store.check(["a"])
 
 
 class Broken:
