@@ -42,7 +42,7 @@ def test_keywords() -> None:
         prefetch_bucket_size=1e7,
         elementwise_optimizers=["Sophia"],
         communication_data_type=torch.float32,
-        timeout=300,
+        timeout=60,
     )
     assert config.stage == 3
     assert config.precision == "bf16"
