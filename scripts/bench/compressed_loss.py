@@ -83,40 +83,43 @@ def rate_of(step: int, steps: int) -> float:
 
 class Paper:
     """1-bit Adam of arXiv:2102.02888, whole on every rank: one scale a tensor, its mean square's
-    root.
+    root. All tensors travel in one message.
     """
 
     def __init__(self, model: torch.nn.Module, freeze: int):
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.freeze, self.made = freeze, 0
-        self.state = [[torch.zeros_like(p) for _ in range(4)] for p in self.parameters]
+        self.sizes = [p.numel() for p in self.parameters]
+        flats = torch.zeros(4, sum(self.sizes)).unbind()
+        self.mean, self.square, self.error, self.left = flats
 
     def step(self, lr: float) -> None:
         self.made += 1
         world, (b1, b2) = dist.get_world_size(), BETAS
-        for parameter, (mean, square, error, left) in zip(self.parameters, self.state):
-            gradient = parameter.grad
-            if self.made <= self.freeze:
-                dist.all_reduce(gradient.div_(world))
-                mean.lerp_(gradient, 1 - b1)
-                square.mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
-            else:
-                wanted = error.add_(mean, alpha=b1).add_(gradient, alpha=1 - b1)
-                sent = compressed(wanted)
-                error.sub_(sent)
-                dist.all_reduce(sent.div_(world))
-                left.add_(sent)
-                mean.copy_(compressed(left))
-                left.sub_(mean)
-            corrected = square / (1 - b2 ** min(self.made, self.freeze))
-            parameter.data.addcdiv_(
-                mean, corrected.sqrt_().add_(EPS), value=-lr / (1 - b1**self.made)
-            )
+        gradient = torch.cat([p.grad.view(-1) for p in self.parameters])
+        if self.made <= self.freeze:
+            dist.all_reduce(gradient.div_(world))
+            self.mean.lerp_(gradient, 1 - b1)
+            self.square.mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
+        else:
+            wanted = self.error.add_(self.mean, alpha=b1).add_(gradient, alpha=1 - b1)
+            sent = self.compressed(wanted)
+            self.error.sub_(sent)
+            dist.all_reduce(sent.div_(world))
+            self.left.add_(sent)
+            self.mean.copy_(self.compressed(self.left))
+            self.left.sub_(self.mean)
+        corrected = self.square / (1 - b2 ** min(self.made, self.freeze))
+        update = (self.mean / corrected.sqrt_().add_(EPS)).split(self.sizes)
+        for parameter, part in zip(self.parameters, update):
+            parameter.data.sub_(part.view_as(parameter), alpha=lr / (1 - b1**self.made))
             parameter.grad = None
 
-
-def compressed(values: torch.Tensor) -> torch.Tensor:
-    return torch.where(values >= 0, 1.0, -1.0) * values.square().mean().sqrt()
+    def compressed(self, values: torch.Tensor) -> torch.Tensor:
+        scales = torch.stack([each.square().mean().sqrt() for each in values.split(self.sizes)])
+        return torch.where(values >= 0, 1.0, -1.0) * scales.repeat_interleave(
+            torch.tensor(self.sizes)
+        )
 
 
 def losses(kind: str, name: str, seed: int, steps: int, data: torch.Tensor) -> list[float]:
