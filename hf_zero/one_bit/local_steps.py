@@ -19,8 +19,8 @@ those of the paper the units of u_i. The two are the same while L is. Weights ar
 synchronisations alone: what is read or written outside forwards and backwards, and what is saved,
 is x.
 
-A block of m_i counts in u_i with OUTGROWN times what LIMIT allows at most: gradients that one rank
-alone has are larger than their mean, and those that outgrow D move no weight out of reach.
+A block of m_i counts in u_i with LIMIT at most, so that gradients which outgrow D move no weight
+out of reach; one of m with LIMIT_OF_MEANS, as what one rank alone has is larger than a mean.
 
 A parameter that no rank has used since the last synchronisation stays as it is. Tensors too small
 for blocks take part in fp32 (flat_dense.py), their variance frozen with the first local step.
@@ -37,12 +37,14 @@ from torch import Tensor
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.one_bit.flat_dense import FlatDense
-from hf_zero.one_bit.flat_momentum import OUTGROWN, FlatMomentum
+from hf_zero.one_bit.flat_momentum import FlatMomentum
 from hf_zero.ops.sign_blocks_reference import powers
 from hf_zero.optim.one_bit import OneBit
 from hf_zero.units.compression import FLOATS
 from hf_zero.units.computing import ComputedValues
 from hf_zero.units.flat_buffer import FlatBuffer
+
+LIMIT_OF_MEANS = 1.0
 
 
 class LocalMomentum:
@@ -68,6 +70,7 @@ class LocalMomentum:
         if not self.pending:
             self.forget()
             self._loads = self._bound.numbers.loads
+            momentum.limit = LIMIT_OF_MEANS
             self._own = momentum.values().clone()
             self._own[flat.layout.numel :] = 0.0
             self._moved = torch.zeros_like(self._own)
@@ -88,7 +91,7 @@ class LocalMomentum:
     def _bounded(self, made: int) -> Tensor:
         """m_i as it counts in u_i: [padded]."""
         assert self._own is not None
-        most, block = self.momentum.largest(made) * OUTGROWN, self.momentum.blocks.block
+        most, block = self.momentum.largest(made), self.momentum.blocks.block
         rows = self._own.view(most.shape[0], -1)
         chunk = rows.shape[1]
         parts = torch.nn.functional.pad(rows.abs(), (0, -chunk % block)).unflatten(1, (-1, block))

@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.logs import logger
 from hf_zero.one_bit.flat_lamb import FlatLamb
-from hf_zero.one_bit.flat_momentum import LIMIT, FlatMomentum
+from hf_zero.one_bit.flat_momentum import FlatMomentum
 from hf_zero.one_bit.local_steps import LocalSteps
 from hf_zero.one_bit.rank_norm import RankNorm, note
 from hf_zero.optim.one_bit import OneBit
@@ -379,7 +379,7 @@ class OneBitSteps:
                 "early: give a larger freeze_step, or take compressed_communication.bits: 4",
                 self._made,
                 self._frozen_at,
-                LIMIT,
+                self._momenta[0].limit,
             )
 
     @property

@@ -1,8 +1,10 @@
 """Momenta in one bit an element and one scale a block, as the 1-bit optimizers send them (Tang et
 al. 2021, arXiv:2102.02888), with error feedback.
 
-C(z) of a block is s * sign(z), s the mean of |z|; the sign of zero is positive. So |z - C(z)| is at
-most |z| in every block. Elements from ``numel`` on are padding: zero, in no scale, never changed.
+C(z) of a block is s * sign(z); the sign of zero is positive. s is the root mean square of z as in
+the paper, but twice the mean of |z| at most: so |z - C(z)| is at most |z| in every block, also
+where few elements are large. Elements from ``numel`` on are padding: zero, in no scale, never
+changed.
 
 A message is a row of bytes for one rank's chunk: bits (element 8 j + k is bit k of byte j, 1 where
 it is not negative), then scales (fp32), both at multiples of 16 bytes.

@@ -118,10 +118,13 @@ def _encode(out: Tensor, wanted: Tensor, block: int, scales_at: int, numel: int)
     chunk = parts.shape[1]
     blocks = -(-chunk // block)
     lacking = blocks * block - chunk
-    sums = _sums(torch.nn.functional.pad(parts.abs(), (0, lacking)).view(rows, blocks, -1, LANES))
+    padded = torch.nn.functional.pad(parts, (0, lacking)).view(rows, blocks, -1, LANES)
+    sums, squares = _sums(padded.abs()), _sums(padded.square())
     places = torch.arange(rows * chunk, device=wanted.device).view(rows, chunk) < numel
     inside = torch.nn.functional.pad(places.float(), (0, lacking)).view(rows, blocks, block).sum(2)
-    scales = sums / inside.clamp(min=1.0)
+    count = inside.clamp(min=1.0)
+    root = (squares / count).double().sqrt().float()  # in fp32, torch's is not the nearest
+    scales = torch.minimum(root, 2.0 * (sums / count))
     bits = torch.nn.functional.pad((parts >= 0).to(torch.uint8), (0, -chunk % 8))
     packed = (bits.view(rows, -1, 8) << _places(out)).sum(2, dtype=torch.uint8)
     out.zero_()

@@ -1,4 +1,5 @@
-// Sign blocks: a bit an element and the mean magnitude of each block, as the 1-bit optimizers send momenta. Included after tiles.h.
+// Sign blocks: a bit an element and the root mean square of each block, at most twice its mean magnitude, as the 1-bit optimizers send
+// momenta. Included after tiles.h.
 //
 // A range begins at a multiple of the block, or, in sign_apply, anywhere. Elements from `valid` on are padding: zero, and in no scale.
 #pragma once
@@ -27,14 +28,24 @@ HFZ_INLINE void signs(float* to, const Quantised& from, int64_t at, int n, float
 
 // The message of `wanted`, n elements at `at`, of which `inside` are no padding; what it says into `said`.
 HFZ_INLINE void send_signs(const Quantised& out, const float* wanted, float* said, int64_t at, int n, int inside) {
-    float lanes[kSumLanes] = {};  // element i into sum i % 32, added up pair by pair at the end: every set has the same rounding
+    // element i into sum i % 32, added up pair by pair at the end: every set has the same rounding
+    float lanes[kSumLanes] = {}, squares[kSumLanes] = {};
+    const auto add = [&](int j, float value) {
+        lanes[j] += __builtin_fabsf(value);
+        squares[j] += value * value;
+    };
     int i = 0;
     for (; i + kSumLanes <= inside; i += kSumLanes)
-        for (int j = 0; j < kSumLanes; ++j) lanes[j] += __builtin_fabsf(wanted[i + j]);
-    for (int j = 0; i + j < inside; ++j) lanes[j] += __builtin_fabsf(wanted[i + j]);
+        for (int j = 0; j < kSumLanes; ++j) add(j, wanted[i + j]);
+    for (int j = 0; i + j < inside; ++j) add(j, wanted[i + j]);
     for (int width = kSumLanes / 2; width > 0; width /= 2)
-        for (int j = 0; j < width; ++j) lanes[j] += lanes[j + width];
-    const float scale = lanes[0] / static_cast<float>(inside > 0 ? inside : 1);
+        for (int j = 0; j < width; ++j) {
+            lanes[j] += lanes[j + width];
+            squares[j] += squares[j + width];
+        }
+    const float count = static_cast<float>(inside > 0 ? inside : 1);
+    const float root = __builtin_sqrtf(squares[0] / count), most = 2.0f * (lanes[0] / count);
+    const float scale = root < most ? root : most;
     scale_of(out, at / out.block) = scale;
     uint8_t* bits = out.codes + at / 8;
     for (i = 0; i < n; i += 8) {

@@ -28,8 +28,9 @@ def _signs(bits, scales, at, inside, BLOCK: tl.constexpr):
 # Stores the message of ``wanted`` [blocks, elements]; what it says.
 @triton.jit
 def _send(bits, scales, wanted, at, here, inside, chunk, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    count = tl.sum(inside.to(tl.float32), 1)
-    scale = tl.div_rn(tl.sum(tl.abs(wanted), 1), tl.maximum(count, 1.0))
+    count = tl.maximum(tl.sum(inside.to(tl.float32), 1), 1.0)
+    root = tl.sqrt_rn(tl.div_rn(tl.sum(wanted * wanted, 1), count))
+    scale = tl.minimum(root, 2.0 * tl.div_rn(tl.sum(tl.abs(wanted), 1), count))
     block = tl.min(at, 1) // BLOCK
     tl.store(scales + block, scale, mask=block * BLOCK < chunk)
     positive = (wanted >= 0.0).to(tl.int32)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,11 +19,11 @@ from tests.helpers.training import Plan
 BLOCK = 64
 
 
-def mean_magnitude(part: Tensor) -> Tensor:
+def mean(part: Tensor) -> Tensor:
     """In the order of the kernels: 32 sums, element i into sum i % 32, added up in pairs."""
     lanes = torch.zeros(32)
     for at in range(0, part.numel(), 32):
-        some = part[at : at + 32].abs()
+        some = part[at : at + 32]
         lanes[: some.numel()] += some
     while lanes.numel() > 1:
         lanes = lanes[: lanes.numel() // 2] + lanes[lanes.numel() // 2 :]
@@ -37,14 +37,16 @@ def C(z: Tensor, owners: int, numel: int, block: int = BLOCK) -> Tensor:
         end = min(first + chunk, numel)
         for at in range(first, end, block):
             part = z[at : min(at + block, end)]
-            scale = mean_magnitude(part)
+            scale = torch.minimum(
+                mean(part.square()).double().sqrt().float(), 2.0 * mean(part.abs())
+            )
             out[at : at + part.numel()] = torch.where(part >= 0, scale, -scale)
     return out
 
 
 def inverses(variance: Tensor, layout: Any, beta2: float, eps: float, step: int) -> Tensor:
-    """1 / D in three significant bits; D = max(sqrt(v_hat) + eps, a tenth of its root mean square
-    in its tensor), where v is zero that mean.
+    """1 / D in three significant bits; D = max(sqrt(v_hat) + eps, 0.03 of its root mean square in
+    its tensor), where v is zero that mean.
     """
     found = torch.zeros(layout.padded)
     for slot in layout.slots:
@@ -52,7 +54,7 @@ def inverses(variance: Tensor, layout: Any, beta2: float, eps: float, step: int)
         varies = part > 0
         part = part.div(1.0 - beta2**step).sqrt().add(eps)
         mean = part[varies].double().square().mean().sqrt().float()
-        least = torch.where(varies, mean * 0.1, mean)
+        least = torch.where(varies, mean * 0.03, mean)
         significand, exponent = torch.frexp(1.0 / torch.maximum(part, least))
         nearest = (significand * 8.0 + 0.5).floor() / 8.0
         found[slot.offset : slot.end] = torch.ldexp(nearest, exponent)
@@ -62,6 +64,8 @@ def inverses(variance: Tensor, layout: Any, beta2: float, eps: float, step: int)
 @dataclass
 class Whole:
     """The state of one flat buffer on all ranks; ``errors`` one for each."""
+
+    limit: ClassVar[float] = 4.0
 
     layout: Any
     weights: Tensor
@@ -94,8 +98,8 @@ class Whole:
         self.weights = self.weights * keep - size * self.inverses
 
     def bounded(self, number: int) -> Tensor:
-        """The momentum, of which no block makes updates of more than the learning rate, root mean
-        square.
+        """The momentum, of which no block makes updates of more than ``limit`` learning rates, root
+        mean square.
         """
         held, chunk = self.momentum.clone(), self.momentum.numel() // self.layout.shards
         for first in range(0, self.layout.numel, chunk):
@@ -103,7 +107,7 @@ class Whole:
             for at in range(first, end, BLOCK):
                 part = slice(at, min(at + BLOCK, end))
                 usual = self.inverses[part].double().square().mean().sqrt()
-                most = (1.0 / usual).float() * (1.0 - self.beta**number)
+                most = self.limit * (1.0 / usual).float() * (1.0 - self.beta**number)
                 held[part] = held[part].clamp(-most, most)
         return held
 
@@ -135,7 +139,7 @@ class WholeLamb(Whole):
             part = slice(slot.offset, slot.end)
             x, u = weights[part], update[part]
             frozen = self.variance[part].sqrt() + self.eps
-            floor = 0.1 * frozen.double().square().mean().sqrt().float()
+            floor = 0.03 * frozen.double().square().mean().sqrt().float()
             quotient = frozen / (self.fresh[part].sqrt() + self.eps).clamp(min=float(floor))
             k = min(1.0, float(u.norm() / (u + self.decay * x).norm()))
             f = float(quotient.max()) * k + 1 - k if self.decay else float(quotient.max())
@@ -252,6 +256,8 @@ class WholeLocal(Whole):
     """0/1 Adam's local steps (arXiv:2202.06009): what each rank has done by itself, and ``keep``
     and ``size``, what is left of the weights and the sum of the step sizes. ``bits``: what travels.
     """
+
+    limit: ClassVar[float] = 1.0
 
     bits: bool = True
 

@@ -4,6 +4,7 @@ Triton kernels do as the reference does.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -126,9 +127,21 @@ def test_signs(every_body) -> None:
     error, none = z.clone(), form.empty(1, 8, z.device)
     message = form.compress(error, torch.zeros(8), none, 0.0, torch.ones(()), 8)
     assert int(message[0, 0]) == 0b10101011
-    assert said(form, message, 8).tolist() == [1, 1, -1, 1, -1, 1, -1, 1]
+    size = math.sqrt(20 / 8)
+    expected = torch.tensor([size, size, -size, size, -size, size, -size, size])
+    torch.testing.assert_close(said(form, message, 8), expected, rtol=1e-6, atol=0.0)
     zeros = form.compress(torch.zeros(8), torch.zeros(8), none, 0.0, torch.ones(()), 8)
     assert not said(form, zeros, 8).any()
+
+
+def test_few_large_elements_do_not_make_the_scale(every_body) -> None:
+    """It is twice the mean magnitude at most: else more would be lost than there is."""
+    form, z = SignBlocks(32), torch.zeros(32)
+    z[5] = 3.0
+    error, none = z.clone(), form.empty(1, 32, z.device)
+    message = form.compress(error, torch.zeros(32), none, 0.0, torch.ones(()), 32)
+    assert said(form, message, 32).tolist() == [2 * 3.0 / 32] * 32
+    assert float(error.norm()) <= 3.0
 
 
 def test_padding_is_in_no_scale(every_body) -> None:

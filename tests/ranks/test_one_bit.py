@@ -418,7 +418,7 @@ def test_zero_one_adam_moves_as_far_in_each_step():
         return on_rows(engine, rank, range(40))
 
     for moves in on_ranks(2, run, build=lambda: seeded(Rows)):
-        assert max(moves) < 30 * LR
+        assert max(moves) < 50 * LR
 
 
 def test_the_variance_of_constant_gradients_is_corrected():
@@ -448,7 +448,7 @@ def test_the_variance_of_constant_gradients_is_corrected():
 
 
 def test_gradients_that_outgrow_the_frozen_variance_do_not_make_huge_steps(caplog):
-    """A block moves by the learning rate, root mean square, and rank 0 says why, once."""
+    """A block moves by four learning rates at most, root mean square; rank 0 says why, once."""
 
     def run(rank, model, growth):
         optimizer = OneBitAdam(model.parameters(), lr=LR, weight_decay=0.0, freeze_step=5)
@@ -463,9 +463,9 @@ def test_gradients_that_outgrow_the_frozen_variance_do_not_make_huge_steps(caplo
     def build():
         return torch.nn.Linear(32, 32, bias=False)
 
-    assert max(on_ranks(2, run, 1.5, build=build)) < 1.001
+    assert max(on_ranks(2, run, 1.5, build=build)) < 1.5
     assert "outgrown" not in caplog.text
-    assert max(on_ranks(2, run, 1000.0, build=build)) < 1.001
+    assert 3.9 < max(on_ranks(2, run, 1000.0, build=build)) < 4.001
     assert caplog.text.count("step 10: momenta have outgrown the variance that step 5 froze") == 1
     assert caplog.text.count("give a larger freeze_step") == 1
 
