@@ -24,8 +24,10 @@ import torch
 
 from tests.helpers.cells import off_turn
 
-# how long an example takes depends on what else runs on the machine
-hypothesis.settings.register_profile("any machine", deadline=None)
+# how long an example takes, and to draw it, depends on what else runs on the machine
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("any machine")
 torch.set_num_threads(1)
 # before triton is imported: kernels run in its interpreter, which helpers/checked_triton.py watches

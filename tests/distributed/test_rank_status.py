@@ -165,7 +165,7 @@ class Rank:
         pending = self.log.issue(what)
         try:
             with self.watchdog.watching(pending):
-                assert self.broken.wait(30), "nobody breaks it off"
+                assert self.broken.wait(120), "nobody breaks it off"
                 raise RuntimeError("connection closed")
         except RuntimeError as error:
             raise self.watchdog.explain_failure(pending, error) from error
@@ -198,7 +198,7 @@ def test_both_ranks_of_a_divergence_raise(pair: Any, heard: list[str]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert len(texts) == 2 and all(
         "gather of x" in text and "gather of y" in text for text in texts
     )

@@ -83,14 +83,14 @@ def go_on(script: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> list[
         status, board = RankStatus(store, rank, 2), RecoveryBoard(store, rank)
         watchdog = Watchdog(rank_status=status, poll=board.answer_statements)
         logs = {
-            name: status.register(CollectiveLog(name, (0, 1), 20.0))
+            name: status.register(CollectiveLog(name, (0, 1), 60.0))
             for name in ("agreements", "gathers", "reductions")
         }
-        passes = PassTracker("engine", rank, range(2), logs, watchdog, 20.0, board)
+        passes = PassTracker("engine", rank, range(2), logs, watchdog, 60.0, board)
         try:
             script(rank, passes, logs)
             ended[rank].set()
-            limit = time.monotonic() + 20
+            limit = time.monotonic() + 60
             with watchdog.watching(PendingCollective("the other rank")):
                 while not ended[1 - rank].wait(0.01) and time.monotonic() < limit:
                     watchdog.check()
@@ -105,7 +105,7 @@ def go_on(script: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> list[
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     return answers
 
 

@@ -18,7 +18,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     opened.set()
 
     def held(update: Update, *args: Any) -> None:
-        assert opened.wait(30), "nobody has opened the gate"
+        assert opened.wait(120), "nobody has opened the gate"
         run(update, *args)
 
     monkeypatch.setattr(Update, "run", held)

@@ -175,7 +175,7 @@ def test_workers_of_a_data_loader_are_forked_beside_an_update(
     run_update = Update.run
 
     def slow(self: Update, *args: Any) -> None:
-        forked.wait(20.0)
+        forked.wait(60.0)
         run_update(self, *args)
 
     def run(rank: int, model: torch.nn.Module, beside: bool) -> Values:

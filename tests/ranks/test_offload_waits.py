@@ -36,7 +36,7 @@ def test_step_returns_while_units_are_updated_and_a_forward_waits_unit_by_unit(
 
     def held_up(update, shard, place, placed):
         if unit_of[shard] is engine.updater._order[-1]:
-            assert last.wait(30)
+            assert last.wait(120)
         run(update, shard, place, placed)
         order.append(unit_of[shard])
 
@@ -80,7 +80,7 @@ def test_a_thread_that_reads_for_other_ranks_waits_by_itself(way, gate, tmp_path
     reader.join(0.05)
     assert not answers
     gate.set()
-    reader.join(30)
+    reader.join(120)
     assert "reader" not in finished and unit in engine.updater.pending
     own = b"".join(flat.shard.detach().view(torch.uint8).numpy().tobytes() for flat in unit.sharded)
     assert answers == [own] and own != before

@@ -198,14 +198,14 @@ def test_of_several_that_convert_one_writes(
 
     def counted(*args: Any) -> Any:
         calls.append(args)
-        inside.wait(timeout=30)  # the other has come, too
+        inside.wait(timeout=120)  # the other has come, too
         return convert(*args)
 
     monkeypatch.setattr(fp32_files, "_convert", counted)
     out = tmp_path / "out"
 
     def second() -> None:
-        inside.wait(timeout=30)
+        inside.wait(timeout=120)
         fp32_files.convert_zero_checkpoint_to_fp32_state_dict(run, out)
 
     other = threading.Thread(target=second)
