@@ -30,6 +30,9 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("any machine")
 torch.set_num_threads(1)
+if not torch.accelerator.is_available():
+    # Of each seed torch would keep the stack of the call for three kinds of device that may come.
+    torch.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
 # before triton is imported: kernels run in its interpreter, which helpers/checked_triton.py watches
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -137,11 +140,15 @@ def environment_is_left_as_it_was() -> Iterator[None]:
     """What a launcher, a Trainer or an engine of one rank has put there is no rank's place in
     the next test.
     """
-    before = dict(os.environ)
+    variables: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]  # not decoded
+    before = dict(variables)
     yield
-    if os.environ != before:
-        os.environ.clear()
-        os.environ.update(before)
+    for name in {name for name, _ in variables.items() ^ before.items()}:
+        if name == b"PYTEST_CURRENT_TEST":  # tells of the phase
+            continue
+        os.environ.pop(os.fsdecode(name), None)
+        if name in before:
+            os.environ[os.fsdecode(name)] = os.fsdecode(before[name])
 
 
 @pytest.fixture(autouse=True)

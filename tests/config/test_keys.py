@@ -18,6 +18,7 @@ from hf_zero.config.quantization import AWARE
 from hf_zero.config.rows import Key, Status
 from hf_zero.config.training_phases import PHASE_LIST, RAMPUP
 from hf_zero.errors import ConfigError, NotBuiltError
+from tests.helpers.cells import in_one_item
 from tests.helpers.commands import completed
 
 # One acceptable value for each kind, by the words with which the kind describes itself.
@@ -125,10 +126,14 @@ def nested_values(config: ZeroConfig) -> dict[str, Any]:
 
 
 def rows(status: Status) -> list[Any]:
-    return [pytest.param(key, id=path) for path, key in KEYS.items() if key.status is status]
+    return [key for key in KEYS.values() if key.status is status]
 
 
-@pytest.mark.parametrize("key", rows(Status.ACTIVE) + rows(Status.INERT))
+def path_of(key: Key) -> str:
+    return key.path
+
+
+@in_one_item(rows(Status.ACTIVE) + rows(Status.INERT), named=path_of)
 def test_a_key_that_is_built_or_inert_is_accepted_and_explained(key: Key) -> None:
     config = ZeroConfig.from_dict(complete(key, SAMPLES[key.kind.expected]))
     if key.path in ("fp16.type", *(former.path for former in FORMER)):  # spellings of other keys
@@ -142,12 +147,12 @@ def test_a_key_that_is_built_or_inert_is_accepted_and_explained(key: Key) -> Non
     )
 
 
-@pytest.mark.parametrize("key", rows(Status.INERT))
+@in_one_item(rows(Status.INERT), named=path_of)
 def test_an_inert_key_says_why(key: Key) -> None:
     assert len(key.note) > 10
 
 
-@pytest.mark.parametrize("key", rows(Status.NOT_BUILT))
+@in_one_item(rows(Status.NOT_BUILT), named=path_of)
 def test_a_key_that_is_not_built_raises_by_name_when_it_asks_for_the_feature(key: Key) -> None:
     asking = ASKING.get(
         key.path, {"enabled": True} if key.kind.expected.startswith("a section") else True
@@ -160,7 +165,7 @@ def test_a_key_that_is_not_built_raises_by_name_when_it_asks_for_the_feature(key
     assert f"or write {key.off}" in message or f"remove the key or write {key.off}" in message
 
 
-@pytest.mark.parametrize("key", rows(Status.NOT_BUILT))
+@in_one_item(rows(Status.NOT_BUILT), named=path_of)
 def test_what_such_an_error_advises_is_accepted(key: Key) -> None:
     import json
 
@@ -170,7 +175,7 @@ def test_what_such_an_error_advises_is_accepted(key: Key) -> None:
         ZeroConfig.from_dict(nested(key.path, None))
 
 
-@pytest.mark.parametrize("key", [pytest.param(key, id=path) for path, key in KEYS.items()])
+@in_one_item(KEYS.values(), named=path_of)
 def test_a_wrong_type_names_key_value_and_expectation(key: Key) -> None:
     class Odd:
         def __repr__(self) -> str:

@@ -15,6 +15,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.files import load_file
 from hf_zero.config.keys import KEYS
 from hf_zero.config.schema import json_schema
+from tests.helpers.cells import in_one_item
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(
@@ -64,7 +65,7 @@ def held(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
     return properties
 
 
-@pytest.mark.parametrize("path", [pytest.param(p, id=f"{p.parent.name}/{p.name}") for p in CONFIGS])
+@in_one_item(CONFIGS)
 def test_the_recipes_name_the_schema_and_it_has_their_keys(path: Path) -> None:
     root = json_schema()
     config = load_file(path)

@@ -20,6 +20,29 @@ def fast(cells: Iterable[Any], often: Callable[..., bool]) -> list[Any]:
     return chosen
 
 
+def in_one_item(
+    values: Iterable[Any], named: Callable[[Any], object] = repr
+) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+    """Makes a test of one argument, which takes less than an item of pytest does, one item over
+    all ``values``. Each that fails is told by its name.
+    """
+
+    def decorate(test: Callable[[Any], None]) -> Callable[[], None]:
+        def over_all() -> None:
+            failed = []
+            for value in values:
+                try:
+                    test(value)
+                except (Exception, pytest.fail.Exception) as error:
+                    failed.append(f"{named(value)}: {type(error).__name__}: {error}")
+            assert not failed, "\n".join(failed)
+
+        over_all.__name__, over_all.__doc__ = test.__name__, test.__doc__
+        return over_all
+
+    return decorate
+
+
 def off_turn(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """Which of ``items`` the long suite alone runs, by the mark ``turns``: of the product of a
     test's parametrizations the fast suite runs the cells in which values of the same place meet,

@@ -18,20 +18,21 @@ from packaging.specifiers import SpecifierSet
 
 from hf_zero.integrations import hooks, seams
 from hf_zero.integrations.seams import Seam
+from tests.helpers.cells import in_one_item
 
 
-@pytest.mark.parametrize("seam", seams.SEAMS, ids=lambda seam: seam.target)
+@in_one_item(seams.SEAMS, named=lambda seam: seam.target)
 def test_the_signature_is_the_one_that_was_read(seam: Seam) -> None:
     _, _, found = seam.locate(importlib.import_module(seam.module))
     assert seams.describe(inspect.unwrap(getattr(found, "__func__", found))) == seam.signature
 
 
-@pytest.mark.parametrize("seam", seams.SEAMS, ids=lambda seam: seam.target)
+@in_one_item(seams.SEAMS, named=lambda seam: seam.target)
 def test_the_installed_release_is_supported(seam: Seam) -> None:
     assert importlib.metadata.version(seam.package) in SpecifierSet(seam.versions)
 
 
-@pytest.mark.parametrize("seam", seams.SEAMS, ids=lambda seam: seam.target)
+@in_one_item(seams.SEAMS, named=lambda seam: seam.target)
 def test_the_seam_is_in(seam: Seam) -> None:
     _, _, found = seam.locate(importlib.import_module(seam.module))
     assert getattr(getattr(found, "__func__", found), seams.MARK) == seam.target

@@ -12,6 +12,7 @@ import pytest
 
 from hf_zero.integrations.deepspeed.api import API
 from hf_zero.integrations.deepspeed.rows import Provided
+from tests.helpers.cells import in_one_item
 from tests.helpers.house import imports, module_name
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,7 +199,7 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+@in_one_item(SOURCES, named=lambda path: path.relative_to(ROOT))
 def test_imports_go_down(path: Path) -> None:
     assert not violations(path.read_text(), module_name(path, ROOT), path.name == "__init__.py")
 

@@ -96,10 +96,10 @@ def expected_of_the_engine(precision: str, offload: str) -> dict[str, int]:
             if (stage > 0 or not offload) and (stage == 3 or offload != "all")
         ],
         lambda family, stage, precision, offload: (
-            (family == "bert" and not offload and precision != "bf16")
-            or (family == "mixtral" and stage in (0, 3) and not offload and precision == "fp32")
-            or (family == "llama" and precision == "bf16")
-            or (family in ("gpt2", "t5") and (stage, precision) == (2, "fp32"))
+            (family == "bert" and not offload and precision == "fp16")
+            or (family == "mixtral" and stage == 3 and not offload and precision == "fp32")
+            or (family == "llama" and precision == "bf16" and (offload or stage == 0))
+            or (family in ("gpt2", "t5") and (stage, precision, offload) == (2, "fp32", ""))
         ),
     ),
 )

@@ -1,6 +1,6 @@
 """The oracle matrix: stage × ranks × accumulation × precision × architecture.
 
-The fast suite runs three steps of a covering choice: every stage meets every other setting; the
+The fast suite runs two steps of a covering choice: every stage meets every other setting; the
 long one five of the product.
 """
 
@@ -60,7 +60,7 @@ def check(steps: int, stage: int, ranks: int, accumulation: int, precision: str,
 
 @pytest.mark.parametrize("stage, ranks, accumulation, precision, name", covering())
 def test_against_the_oracle(stage, ranks, accumulation, precision, name):
-    check(3, stage, ranks, accumulation, precision, name)
+    check(2, stage, ranks, accumulation, precision, name)
 
 
 @pytest.mark.long

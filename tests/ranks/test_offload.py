@@ -61,11 +61,11 @@ def covering() -> list[tuple]:
 
 def check(way, stage, precision, ranks, accumulation, clip, name, folder: Path, **more) -> None:
     job = ArchitectureJob(ARCHITECTURES[name])
-    plan = Plan(ranks=ranks, steps=4, accumulation=accumulation, precision=precision, clip=clip)
+    plan = Plan(ranks=ranks, steps=3, accumulation=accumulation, precision=precision, clip=clip)
     got = train_on_threads(
         job, plan, engine_opener(stage, zero_optimization=offload(way, stage, folder, **more))
     )
-    exact = oracle.kept(job, Plan(ranks=ranks, steps=4, accumulation=accumulation, clip=clip))
+    exact = oracle.kept(job, Plan(ranks=ranks, steps=3, accumulation=accumulation, clip=clip))
     if precision == "fp32":
         oracle.compare(got, exact)
     else:

@@ -105,7 +105,11 @@ def chosen(threshold: int, ranks: int, steps: int, precision: str, way: str) -> 
         threshold != NONE
         and ranks == 1 + (turn + (threshold == ALL) + len(precision)) % 3
         and steps == 1 + (turn + (precision == "bf16")) % 2
-        and (precision != "fp16" or way == "all on cpu")
+        and (
+            way == "all on cpu"
+            if precision == "fp16"
+            else (precision == "bf16") == (threshold == SMALL)
+        )
     )
 
 

@@ -165,6 +165,7 @@ def check(answers: list[Any], wanted: tuple[dict[str, torch.Tensor], list[float]
         assert math.isclose(mean, loss, rel_tol=1e-5), step
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 2), (2, 1), (4, 2)])
 def test_trains_as_the_plain_loop(stage, ranks, accumulation):

@@ -30,6 +30,7 @@ from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.integrations.deepspeed import facade
 from hf_zero.integrations.deepspeed.api import API
 from hf_zero.parameters.parameter import ZeroParamStatus
+from tests.helpers.cells import in_one_item
 
 USED = """
 initialize DeepSpeedEngine init_distributed add_config_arguments init_inference tp_model_init
@@ -71,12 +72,12 @@ def test_nobody_is_misled_about_whose_it_is() -> None:
     assert facade.is_ours(deepspeed)
 
 
-@pytest.mark.parametrize("name", USED.split())
+@in_one_item(USED.split())
 def test_the_name_is_there(name: str) -> None:
     assert reach(name) is not None
 
 
-@pytest.mark.parametrize("path", API)
+@in_one_item(API)
 def test_each_module_imports_by_its_name(path: str) -> None:
     assert importlib.util.find_spec(path) is not None
     module = importlib.import_module(path)

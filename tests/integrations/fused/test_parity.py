@@ -12,7 +12,10 @@ from torch import nn
 import hf_zero
 from hf_zero.integrations.fused import report
 from hf_zero.ops import philox
+from tests.helpers.cells import fast
 from tests.integrations.fused.animals import ANIMALS, BLOCKS, build, error, inputs, on_every, step
+
+IN_BF16 = ("llama", "gemma2", "bert", "gpt2", "t5", "vit")  # kinds of blocks, in the fast suite
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +65,7 @@ def test_evaluation_is_that_of_the_model(name: str) -> None:
     torch.testing.assert_close(out.logits, right.logits, rtol=1e-4, atol=1e-4)
 
 
-@on_every
+@pytest.mark.parametrize("name", fast(ANIMALS, lambda name: name in IN_BF16))
 def test_the_error_of_bf16_is_no_larger(name: str) -> None:
     """Squared errors of all gradients against fp32, over weights and batches: of a single one, a
     tenth either way is chance.
