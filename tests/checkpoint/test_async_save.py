@@ -32,6 +32,7 @@ from hf_zero.errors import CheckpointError, HostMemoryError
 from hf_zero.logs import logger
 from tests.checkpoint.test_engine import Setup, second_half, train
 from tests.checkpoint.test_offloaded import Away, described
+from tests.helpers.cells import fast
 from tests.helpers.engines import full_weights, start
 from tests.helpers.ranks import run_ranks
 
@@ -110,7 +111,9 @@ def saved_behind(
     return after, weights
 
 
-@pytest.mark.parametrize("setup", WAYS, ids=described)
+@pytest.mark.parametrize(
+    "setup", fast(WAYS, lambda setup: WAYS.index(setup) not in (0, 3, 6)), ids=described
+)
 def test_training_goes_on_and_what_is_saved_is_of_the_call(
     setup: Away, tmp_path: Path, held: threading.Lock
 ) -> None:

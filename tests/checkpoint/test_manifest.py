@@ -252,7 +252,7 @@ def places(data, at=()):
         yield from places(value, (*at, key))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_no_mutation_gets_past_the_checks(written, data):
     """Either refused by a CheckpointError, or as consistent as what was written: never another

@@ -21,6 +21,7 @@ from hf_zero.errors import CheckpointError
 from tests.checkpoint.jobs import Job, good, run, small, train_some
 from tests.checkpoint.test_engine import Setup
 from tests.checkpoint.test_failures import RANK1, TWO, errors, load, refused, same, saved, weights
+from tests.helpers.cells import fast
 from tests.helpers.ranks import run_ranks
 
 ONE = Job(1, 3, units=("first",))
@@ -199,7 +200,11 @@ def test_a_run_behind_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "tag", ["ünï 漢字", "a  b", "x" * 230, "é" * 115, "100%", "-rf", "a\\b", "'\""]
+    "tag",
+    fast(
+        ["ünï 漢字", "a  b", "x" * 230, "é" * 115, "100%", "-rf", "a\\b", "'\""],
+        lambda tag: tag[0] in "üé-a",
+    ),
 )
 def test_tags_of_all_kinds(tmp_path: Path, tag: str) -> None:
     for steps in (1, 2):
@@ -247,7 +252,10 @@ def test_latest_does_not_depend_on_the_locale(
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\n", b"../x", b"/etc", b".hf-zero-saving-a", b"a\0", b"\xff\xfe", b"a\nb/c"],
+    fast(
+        [b"", b"\n", b"../x", b"/etc", b".hf-zero-saving-a", b"a\0", b"\xff\xfe", b"a\nb/c"],
+        lambda content: content in (b"", b"../x", b"a\0", b"\xff\xfe"),
+    ),
     ids=repr,
 )
 def test_a_latest_that_names_no_tag(tmp_path: Path, content: bytes) -> None:

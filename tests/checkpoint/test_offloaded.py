@@ -18,6 +18,7 @@ from hf_zero import checkpoint, safe_get_full_fp32_param, safe_get_full_optimize
 from hf_zero.checkpoint import convert_checkpoint
 from tests.checkpoint.test_engine import Setup, first_half, global_losses, second_half, train
 from tests.checkpoint.test_memory import grows
+from tests.helpers.cells import fast
 from tests.helpers.engines import full_weights, start
 from tests.helpers.offloads import offload
 from tests.helpers.ranks import run_ranks
@@ -84,7 +85,7 @@ def check_same(setup: Away, tmp_path: Path) -> None:
         assert all(torch.equal(weights[name], weights_after[name]) for name in weights)
 
 
-@pytest.mark.parametrize("setup", SAME, ids=described)
+@pytest.mark.parametrize("setup", fast(SAME, lambda setup: setup not in SAME[::6]), ids=described)
 def test_resume_is_exact(setup: Away, tmp_path: Path) -> None:
     """Saved right after a step, while its update is under way."""
     check_same(setup, tmp_path)
@@ -127,7 +128,11 @@ def check_moved(before: Away, after: Away, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("before, after", MOVES, ids=lambda setup: described(setup))
+@pytest.mark.parametrize(
+    "before, after",
+    fast(MOVES, lambda *move: move not in (MOVES[0], MOVES[3])),
+    ids=lambda setup: described(setup),
+)
 def test_another_place_goes_on_from_there(before: Away, after: Away, tmp_path: Path) -> None:
     check_moved(before, after, tmp_path)
 

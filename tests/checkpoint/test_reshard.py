@@ -31,7 +31,7 @@ def stored(names, sizes, cuts, shards):
     return manifest
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_every_element_comes_from_its_place(data):
     names = [f"p{index}" for index in range(data.draw(st.integers(1, 7)))]

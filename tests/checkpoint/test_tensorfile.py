@@ -221,7 +221,7 @@ def test_damage_is_an_error_that_names_the_file(tmp_path, kind):
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.data())
 def test_no_mutation_gets_past_the_checks(tmp_path, data):

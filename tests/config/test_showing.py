@@ -138,7 +138,7 @@ CONFIGS = (
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(CONFIGS)
 def test_what_is_written_reads_back_the_same(mapping: dict[str, Any]) -> None:
     config = ZeroConfig.from_dict(mapping)
@@ -165,7 +165,7 @@ def test_every_written_key_has_a_source_and_a_row(mapping: dict[str, Any]) -> No
             assert rows[path].key in config.describe()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(sorted(KEYS)),
     st.recursive(

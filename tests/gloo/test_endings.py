@@ -190,7 +190,7 @@ def test_a_port_in_use_is_named_with_the_remedy():
         code = f"import hf_zero; hf_zero.init_distributed(timeout=20, port={port})"
         place = {"MASTER_ADDR": HOST, "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
         done = completed(
-            [sys.executable, "-c", code],
+            [python(), "-c", code],
             env={**environment(), **place},
             timeout=LIMIT,
         )

@@ -2,11 +2,11 @@
 command that it is sent: scripts of tests start in milliseconds instead of three seconds each.
 
 ``server(environment)`` starts one and gives ``python``, a command that takes the place of
-``sys.executable``: options ``-u`` and ``-m``, a script, its arguments, the environment, the working
-folder, standard streams, signals and the exit code are those of a process of its own. A launcher
-under it starts its ranks by it, too (``PYTHON_EXEC``). What a variable changes while a library is
-imported is not seen: a command that sets one needs a Python of its own, or a function that each
-process calls first (``begin``).
+``sys.executable``: options ``-u``, ``-c`` and ``-m``, a script, its arguments, the environment, the
+working folder, standard streams, signals and the exit code are those of a process of its own. A
+launcher under it starts its ranks by it, too (``PYTHON_EXEC``). What a variable changes while a
+library is imported is not seen: a command that sets one needs a Python of its own, or a function
+that each process calls first (``begin``).
 
 The server runs this file as a script, the command is ``python_client.py``.
 """
@@ -184,7 +184,7 @@ def become(request: Any, begin: str) -> None:
 
 def run(arguments: list[str]) -> None:
     """As ``python *arguments``; returns where that ends without an exception."""
-    while arguments[0].startswith("-") and arguments[0] != "-m":
+    while arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
         option = arguments.pop(0)
         if option != "-u":
             raise SystemExit(f"the server of Python knows no option {option}")
@@ -197,14 +197,18 @@ def run(arguments: list[str]) -> None:
         sys.argv[:] = ["-m", *arguments[2:]]
         runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
         return
-    script = arguments[0]
-    sys.argv[:] = arguments
-    sys.path[0] = os.path.dirname(os.path.realpath(script))
     main = types.ModuleType("__main__")
-    main.__file__ = script
     main.__builtins__ = __builtins__  # type: ignore[attr-defined]
-    with open(script, "rb") as file:
-        code = compile(file.read(), script, "exec")
+    if arguments[0] == "-c":
+        sys.argv[:] = ["-c", *arguments[2:]]
+        sys.path[0] = ""
+        code = compile(arguments[1], "<string>", "exec")
+    else:
+        main.__file__ = script = arguments[0]
+        sys.argv[:] = arguments
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+        with open(script, "rb") as file:
+            code = compile(file.read(), script, "exec")
     sys.modules["__main__"] = main
     exec(code, main.__dict__)
 

@@ -19,6 +19,7 @@ import torch
 from hf_zero.errors import ConfigError, OffloadError
 from hf_zero.ops import files
 from hf_zero.ops.files import ALIGNMENT, FileQueue, OpenFile, Priority, parse_faults
+from tests.helpers import launched
 from tests.helpers.commands import completed
 from tests.helpers.file_backends import BACKENDS, NATIVE
 
@@ -374,7 +375,7 @@ for forgets in (False, True):
 
 
 def test_forked_children_are_refused_and_end(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", CHILD, str(tmp_path / "file"), *BACKENDS]
+    command = [launched.python(), "-c", CHILD, str(tmp_path / "file"), *BACKENDS]
     done = completed(command, timeout=300)
     assert done.returncode == 0, done.stderr
 

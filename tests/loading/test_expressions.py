@@ -108,7 +108,7 @@ def test_views_read_by_runs_and_gathered(
 @given(
     data=st.data(), run_bytes=st.sampled_from([1, 8, 4096]), block=st.sampled_from([1, 3, 1 << 20])
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_nested_expressions(
     stored: list[Pair], data: st.DataObject, run_bytes: int, block: int
 ) -> None:

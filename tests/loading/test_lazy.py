@@ -152,7 +152,7 @@ def a_computation(tensor: torch.Tensor, data: st.DataObject) -> Step:
 
 
 @given(data=st.data(), run_bytes=st.sampled_from([1, 8, 4096]))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_any_chain_of_operations(stored: list[Both], data: st.DataObject, run_bytes: int) -> None:
     lazy, real = data.draw(st.sampled_from(stored))
     kept, expressions.RUN_BYTES = expressions.RUN_BYTES, run_bytes
@@ -170,7 +170,7 @@ def test_any_chain_of_operations(stored: list[Both], data: st.DataObject, run_by
 
 
 @given(data=st.data(), run_bytes=st.sampled_from([1, 8, 32]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_what_says_sliceable_reads_no_more_than_the_range(
     stored: list[Both], data: st.DataObject, run_bytes: int
 ) -> None:

@@ -95,7 +95,7 @@ def test_without_offload_it_is_the_stage_table(
     assert (own.ram_bytes, own.pinned, own.disk_bytes, own.files) == (0, 0, 0, ())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(groups, plans, st.sampled_from(["fp32", "bf16", "int8"]))
 def test_the_optimizer_on_the_cpu(
     model: list[FlatParameters], plan: MemoryPlan, moments: Any
