@@ -88,12 +88,14 @@ def full_grads(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def full_weights(engine: Any) -> dict[str, torch.Tensor]:
-    """Whole weights: the fp32 master of what is trained, the parameter itself where it is frozen.
+    """Whole weights: the fp32 master of what is trained, the parameter itself where it is frozen or
+    its engine has given it back.
 
     Collective.
     """
     named = dict(engine.module.named_parameters())
-    trained = _wholes({name: p for name, p in named.items() if p.requires_grad}, _masters)
+    owned = {name: p for name, p in named.items() if p.requires_grad and owner_of(p) is not None}
+    trained = _wholes(owned, _masters)
     weights = {}
     for name, p in named.items():
         if name in trained:
