@@ -28,11 +28,11 @@ from tests.helpers.cells import off_turn
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
-hypothesis.settings.load_profile("any machine")
+# what fails must not have been drawn by chance from what a change has nothing to do with
+hypothesis.settings.register_profile(
+    "fast", parent=hypothesis.settings.get_profile("any machine"), derandomize=True
+)
 torch.set_num_threads(1)
-if not torch.accelerator.is_available():
-    # Of each seed torch would keep the stack of the call for three kinds of device that may come.
-    torch.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
 # before triton is imported: kernels run in its interpreter, which helpers/checked_triton.py watches
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -59,6 +59,10 @@ def small_parameters_are_sharded() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also run the long matrices")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile("any machine" if config.getoption("--long") else "fast")
 
 
 TESTS = Path(__file__).parent
@@ -140,15 +144,14 @@ def environment_is_left_as_it_was() -> Iterator[None]:
     """What a launcher, a Trainer or an engine of one rank has put there is no rank's place in
     the next test.
     """
-    variables: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]  # not decoded
-    before = dict(variables)
+    before = dict(os.environ)
     yield
-    for name in {name for name, _ in variables.items() ^ before.items()}:
-        if name == b"PYTEST_CURRENT_TEST":  # tells of the phase
+    for name, _ in os.environ.items() ^ before.items():
+        if name == "PYTEST_CURRENT_TEST":  # tells of the phase
             continue
-        os.environ.pop(os.fsdecode(name), None)
+        os.environ.pop(name, None)
         if name in before:
-            os.environ[os.fsdecode(name)] = os.fsdecode(before[name])
+            os.environ[name] = before[name]
 
 
 @pytest.fixture(autouse=True)
