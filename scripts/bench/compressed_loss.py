@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-LENGTH, ROWS, LAST, RATE = 64, 2, 50, 1.5e-3
+LENGTH, ROWS, LAST = 64, 2, 50
 BETAS, EPS, MASK = (0.9, 0.99), 1e-8, 127
 KINDS = ("dense", "4 bits", "1 bit", "1 bit, the paper's", "0/1", "0/1, local steps")
 
@@ -74,11 +74,11 @@ def batch(name: str, data: torch.Tensor, generator: torch.Generator) -> dict[str
     return {"input_ids": ids.masked_fill(hidden, MASK), "labels": ids.masked_fill(~hidden, -100)}
 
 
-def rate_of(step: int, steps: int) -> float:
+def rate_of(step: int, steps: int, rate: float) -> float:
     warm = steps // 10
     if step < warm:
-        return RATE * (step + 1) / warm
-    return RATE * (0.55 + 0.45 * math.cos(math.pi * (step - warm) / (steps - warm)))
+        return rate * (step + 1) / warm
+    return rate * (0.55 + 0.45 * math.cos(math.pi * (step - warm) / (steps - warm)))
 
 
 class Paper:
@@ -122,16 +122,24 @@ class Paper:
         )
 
 
-def losses(kind: str, name: str, seed: int, steps: int, data: torch.Tensor) -> list[float]:
+def losses(
+    kind: str, name: str, seed: int, options: argparse.Namespace, data: torch.Tensor
+) -> list[float]:
     """The mean over the ranks, for each step."""
     import hf_zero
     from hf_zero.optim import OneBitAdam, ZeroOneAdam
 
-    model, rank, freeze = model_of(name, seed).train(), dist.get_rank(), steps // 5
+    model, rank, steps = model_of(name, seed).train(), dist.get_rank(), options.steps
+    freeze = round(steps * options.freeze)
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     engine: Any = None
     if kind != KINDS[3]:
-        settings: dict[str, Any] = {"lr": RATE, "betas": BETAS, "eps": EPS, "weight_decay": 0.0}
+        settings: dict[str, Any] = {
+            "lr": options.rate,
+            "betas": BETAS,
+            "eps": EPS,
+            "weight_decay": 0.0,
+        }
         adam, more = torch.optim.AdamW, dict[str, int]()
         if kind == "1 bit":
             adam, more = OneBitAdam, {"freeze_step": freeze}
@@ -148,7 +156,7 @@ def losses(kind: str, name: str, seed: int, steps: int, data: torch.Tensor) -> l
         engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
     paper, seen = Paper(model, freeze), []
     for step in range(steps):
-        lr, given = rate_of(step, steps), batch(name, data, generator)
+        lr, given = rate_of(step, steps, options.rate), batch(name, data, generator)
         if engine is None:
             loss = model(**given).loss
             loss.backward()
@@ -186,7 +194,7 @@ def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
                 if (name, world, seed, kind) in done:
                     continue
                 began = time.monotonic()
-                found = losses(kind, name, seed, options.steps, data)
+                found = losses(kind, name, seed, options, data)
                 if rank == 0:
                     row = {"model": name, "ranks": world, "seed": seed, "kind": kind}
                     row["loss"] = sum(found[-LAST:]) / LAST
@@ -260,6 +268,8 @@ def main() -> None:
     parser.add_argument("--models", default="gpt2,bert")
     parser.add_argument("--kinds", default=";".join(KINDS), help="separated by semicolons")
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--rate", type=float, default=1.5e-3, help="the largest learning rate")
+    parser.add_argument("--freeze", type=float, default=0.2, help="after which part of the steps")
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--report", type=Path, help="only print the table of these rows")
     options = parser.parse_args()
@@ -272,6 +282,8 @@ def main() -> None:
             facts = {
                 "versions": {**found, "python": platform.python_version()},
                 "steps": options.steps,
+                "rate": options.rate,
+                "freeze": options.freeze,
             }
             options.report.write_text(f"{json.dumps(facts)}\n")
         for world in map(int, options.ranks.split(",")):
