@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hf_zero.one_bit.flat_momentum import AVERAGE, FlatMomentum
+from hf_zero.one_bit.flat_momentum import AVERAGE, LIMIT, FlatMomentum
 from hf_zero.ops.sign_blocks_reference import powers
 
 
@@ -34,7 +34,9 @@ class FlatDense(FlatMomentum):
         torch.sum(came, 0, out=average)
         return average.div_(came.shape[0]).clone()
 
-    def apply(self, made: int, settings: Callable[[int], tuple[float, float]]) -> None:
+    def apply(
+        self, made: int, settings: Callable[[int], tuple[float, float]], limit: float = LIMIT
+    ) -> None:
         assert self.weights is not None and self.exponents is not None
         values = self.values()
         for index, start, stop in self.runs:

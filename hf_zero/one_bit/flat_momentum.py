@@ -65,7 +65,6 @@ class FlatMomentum:
         self.weights: Tensor | None = None  # fp32 [padded]
         self._largest: Tensor | None = None  # fp32 [ranks, blocks]: scales of an update of LIMIT
         self.outgrown: Tensor | None = None  # bool, 0-dim: a step has met LIMIT
-        self.limit = LIMIT
         self._state: dict[str, Tensor] = {}
 
     # ---- state of the optimizer ----
@@ -222,13 +221,15 @@ class FlatMomentum:
         own = self.momentum[rank : rank + 1]
         return self.blocks.combine(came, self.state(AVERAGE), own, beta, self._inside)
 
-    def apply(self, made: int, settings: Callable[[int], tuple[float, float]]) -> None:
+    def apply(
+        self, made: int, settings: Callable[[int], tuple[float, float]], limit: float = LIMIT
+    ) -> None:
         """Update the weights by the momentum that has come, in step number ``made``: ``settings``
-        of a group are what its weights are kept by, and the step size.
+        of a group are what its weights are kept by, and the step size; ``limit``: see the note.
         """
         assert self.momentum is not None and self.weights is not None
         assert self.exponents is not None
-        momentum = self._bounded(made) if self.BOUNDED else self.momentum
+        momentum = self._bounded(made, limit) if self.BOUNDED else self.momentum
         for index, start, stop in self.runs:
             keep, size = settings(index)
             self.blocks.apply(self.weights, momentum, self.exponents, keep, size, start, stop)
@@ -246,14 +247,14 @@ class FlatMomentum:
         # groups have the same betas
         return self._largest * (1.0 - float(self._bound.groups[0]["betas"][0]) ** made)
 
-    def _bounded(self, made: int) -> Tensor:
-        """The momentum as step number ``made`` takes it: see ``limit`` in the note."""
+    def _bounded(self, made: int, limit: float) -> Tensor:
+        """The momentum as step number ``made`` takes it."""
         assert self.momentum is not None
         largest, held = self.largest(made), self.momentum.clone()
         assert self.outgrown is not None
         scales = self.blocks.scales(held, self.flat.layout.chunk)
         self.outgrown.logical_or_((scales > largest).any())
-        torch.minimum(scales, largest * (self.limit / LIMIT), out=scales)
+        torch.minimum(scales, largest * (limit / LIMIT), out=scales)
         return held
 
     def values(self) -> Tensor:

@@ -70,7 +70,6 @@ class LocalMomentum:
         if not self.pending:
             self.forget()
             self._loads = self._bound.numbers.loads
-            momentum.limit = LIMIT_OF_MEANS
             self._own = momentum.values().clone()
             self._own[flat.layout.numel :] = 0.0
             self._moved = torch.zeros_like(self._own)

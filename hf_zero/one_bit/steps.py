@@ -15,8 +15,8 @@ from torch import Tensor
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.logs import logger
 from hf_zero.one_bit.flat_lamb import FlatLamb
-from hf_zero.one_bit.flat_momentum import FlatMomentum
-from hf_zero.one_bit.local_steps import LocalSteps
+from hf_zero.one_bit.flat_momentum import LIMIT, FlatMomentum
+from hf_zero.one_bit.local_steps import LIMIT_OF_MEANS, LocalSteps
 from hf_zero.one_bit.rank_norm import RankNorm, note
 from hf_zero.optim.one_bit import OneBit
 from hf_zero.spans import span
@@ -324,7 +324,8 @@ class OneBitSteps:
         ``unused`` is said, by means of local steps instead (collective).
         """
         axis, beta = self._mesh.shard, self._beta
-        past = beta if unused is None else 0.0  # local steps began with it
+        # local steps began with the momentum
+        past, limit = (beta, LIMIT) if unused is None else (0.0, LIMIT_OF_MEANS)
         sent = []
         for each, gradient in messages:
             restore = each.unused(each.flat.gradient.unused if unused is None else unused[each])
@@ -345,10 +346,11 @@ class OneBitSteps:
             self._scale_updates()
         for each, restore, _ in gathers:
             one_step = partial(each.settings, made=self._made, frozen=self._frozen_at)
-            each.apply(self._made, one_step if unused is None else self._local.of(each).settings)
+            settings = one_step if unused is None else self._local.of(each).settings
+            each.apply(self._made, settings, limit)
             restore()
             each.publish()
-        self._warn_of_outgrown()
+        self._warn_of_outgrown(limit)
 
     def synchronise(self) -> None:
         """End the local steps that are under way: all ranks have the same weights (collective)."""
@@ -366,7 +368,7 @@ class OneBitSteps:
         self._update([(each, local.of(each).mean()) for each in self._momenta], one, unused)
         local.forget()
 
-    def _warn_of_outgrown(self) -> None:
+    def _warn_of_outgrown(self, limit: float) -> None:
         """Once, on rank 0: all ranks have the same messages."""
         if self._warned or self._mesh.rank or self._made % OUTGROWN_EVERY:
             return
@@ -379,7 +381,7 @@ class OneBitSteps:
                 "early: give a larger freeze_step, or take compressed_communication.bits: 4",
                 self._made,
                 self._frozen_at,
-                self._momenta[0].limit,
+                limit,
             )
 
     @property

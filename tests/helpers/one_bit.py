@@ -19,7 +19,7 @@ from tests.helpers.training import Plan
 BLOCK = 64
 
 
-def mean(part: Tensor) -> Tensor:
+def mean_of(part: Tensor) -> Tensor:
     """In the order of the kernels: 32 sums, element i into sum i % 32, added up in pairs."""
     lanes = torch.zeros(32)
     for at in range(0, part.numel(), 32):
@@ -37,9 +37,8 @@ def C(z: Tensor, owners: int, numel: int, block: int = BLOCK) -> Tensor:
         end = min(first + chunk, numel)
         for at in range(first, end, block):
             part = z[at : min(at + block, end)]
-            scale = torch.minimum(
-                mean(part.square()).double().sqrt().float(), 2.0 * mean(part.abs())
-            )
+            root = mean_of(part.square()).double().sqrt().float()
+            scale = torch.minimum(root, 2.0 * mean_of(part.abs()))
             out[at : at + part.numel()] = torch.where(part >= 0, scale, -scale)
     return out
 
