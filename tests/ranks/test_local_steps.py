@@ -282,6 +282,25 @@ def test_its_checkpoints_go_on_anywhere(other, tmp_path):
             assert 0.0 < moved < 60 * lr, (name, moved / lr)
 
 
+def test_an_engine_that_made_local_steps_goes_back(tmp_path):
+    """To a checkpoint of before them, and on as an engine that has made none."""
+
+    def run(rank, model, fresh):
+        engine = started(model)
+        if not fresh:
+            train(engine, rank, range(3))
+            engine.save_checkpoint(tmp_path)
+            train(engine, rank, range(3, 10))
+        engine.load_checkpoint(tmp_path)
+        train(engine, rank, range(3, 4))
+        assert not engine.optimizer_step.one_bit._local.pending
+        return full_weights(engine)
+
+    again = on_ranks(2, run, False)
+    for found, wanted in zip(again, on_ranks(2, run, True)):
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
 def test_what_is_wanted_is_sent_sooner_or_later(monkeypatch, tmp_path):
     """The telescoping sum over synchronisations, a skipped step, saves and other numbers of ranks:
     b1 a + mean e changes by mean_i (u_i / L) - b1 m - (1 - b1) m', m' the momentum that comes
