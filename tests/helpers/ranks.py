@@ -21,9 +21,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import _ops
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from tests.helpers.meeting import Meetings
+
+_MAKING = threading.RLock()
+
+
+def _make_one_at_a_time(kind: type) -> None:
+    """Torch makes the Python object of an operator when it is first asked for, and its dispatcher
+    keeps a pointer to it that is no reference. Of two threads that make one at the same time,
+    under a dispatch mode, the second puts its own in the first one's place: the pointer is to
+    freed memory.
+    """
+    make = kind.__getattr__  # type: ignore[attr-defined]
+
+    def made(parent: Any, name: str) -> Any:
+        with _MAKING:
+            return vars(parent)[name] if name in vars(parent) else make(parent, name)
+
+    kind.__getattr__ = made  # type: ignore[attr-defined]
+
+
+_make_one_at_a_time(_ops._OpNamespace)
+_make_one_at_a_time(_ops.OpOverloadPacket)
 
 LINGER = 60.0  # seconds the others may still run once the first rank has returned
 

@@ -5,10 +5,13 @@ undisturbed.
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
+
+from torch import _ops
 
 from tests.helpers import ranks as harness
 from tests.helpers.ranks import RankFailed, RanksHung, run_ranks
@@ -123,3 +126,31 @@ def test_a_mismatch_is_an_error(size):
 
     with pytest.raises(RankFailed, match="ranks meet in different collectives"):
         run_ranks(2, run, timeout=60)
+
+
+def test_an_operator_is_made_once(monkeypatch):
+    """Two ranks that first use it at the same time get one object: torch's dispatcher keeps a
+    pointer to it, not a reference.
+    """
+    made = []
+
+    def slow(make):
+        def of_one(*args):
+            made.append(args)
+            time.sleep(0.05)  # for the other rank to come
+            return make(*args)
+
+        return of_one
+
+    for name in ("OpOverloadPacket", "OpOverload"):
+        monkeypatch.setattr(_ops, name, slow(getattr(_ops, name)))
+    with torch.library._scoped_library("hf_zero_tests", "FRAGMENT") as library:
+        library.define("made_once(Tensor x) -> Tensor")
+        come = threading.Barrier(2)
+
+        def first_use(rank: int) -> object:
+            come.wait(60)
+            return torch.ops.hf_zero_tests.made_once.default
+
+        first, second = run_ranks(2, first_use)
+    assert first is second and len(made) == 2
