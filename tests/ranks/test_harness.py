@@ -10,7 +10,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-
 from torch import _ops
 
 from tests.helpers import ranks as harness
