@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hf_zero.config.training_phases import PHASES
-from hf_zero.errors import ConfigError, NotBuiltError, PartitionError
+from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.sampling import follow_engines
 from hf_zero.parameters.parameter import owner_of
@@ -44,7 +44,6 @@ def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args)
         _refuse_optimizer_alone(args)
         _refuse_pipelines(args)
-        _refuse_ring_attention(self.parallelism_config)
         with _batch_size_left_open(self.deepspeed_plugin.deepspeed_config, args):
             result = original(self, *args)
         from hf_zero.engine import Engine
@@ -60,15 +59,6 @@ def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return _prepare_deepspeed
-
-
-def _refuse_ring_attention(parallelism: Any) -> None:
-    if parallelism is not None and parallelism.cp_size > 1:
-        raise NotBuiltError(
-            f"ParallelismConfig(cp_size={parallelism.cp_size}) asks for ring attention, which is "
-            "not built: each rank would train on its own tokens alone; write "
-            f"sp_size={parallelism.cp_size}, sp_backend='deepspeed'"
-        )
 
 
 def _refuse_pipelines(args: Sequence[Any]) -> None:

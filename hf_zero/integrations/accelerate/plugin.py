@@ -15,6 +15,7 @@ from hf_zero.config.provenance import SourcedDict
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.config_sources import mapping_of, remember_launch
 from hf_zero.integrations.accelerate.launch import written_keys
+from hf_zero.integrations.accelerate.shared_batches import name_the_size
 
 
 def read_strictly(original: Callable[..., None]) -> Callable[..., None]:
@@ -23,7 +24,11 @@ def read_strictly(original: Callable[..., None]) -> Callable[..., None]:
     """
 
     def __init__(self: Any, config_file_or_dict: Any) -> None:
-        original(self, mapping_of(config_file_or_dict) if finder.chosen() else config_file_or_dict)
+        if not finder.chosen():
+            original(self, config_file_or_dict)
+            return
+        original(self, mapping_of(config_file_or_dict))
+        name_the_size(self.config)
 
     return __init__
 
@@ -44,6 +49,7 @@ def add_written_keys(original: Callable[[Any], None]) -> Callable[[Any], None]:
             return
         if from_launcher:
             self.deepspeed_config.update(written_keys())
+            name_the_size(self.deepspeed_config)
             remember_launch(self.deepspeed_config)
         elif not hasattr(given, "config"):
             # otherwise the Trainer's, which says itself who fills it in

@@ -12,7 +12,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from hf_zero.errors import RankMismatchError
+from hf_zero.config.tensor_parallel import TENSOR_SIZE
+from hf_zero.errors import ConfigError, NotBuiltError, RankMismatchError
 from hf_zero.integrations import finder, hooks
 from hf_zero.integrations.accelerate.launch import cpu_forced, launched, zero_asked_for
 
@@ -66,6 +67,7 @@ def shard_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
         if not (first and zero_asked_for() and finder.chosen()):
             original(self, mixed_precision, cpu, *plugins, _from_accelerator, **kwargs)
             return
+        _refuse_other_parallelism(parallelism_config)
         hooks.apply_late()
         if PartialState._shared_state != {} and PartialState().backend is None and launched():
             PartialState._reset_state()  # made before ZeRO was asked for: it believes to be alone
@@ -105,6 +107,24 @@ def _start_on_cpu(**kwargs: Any) -> None:
         os.environ["ACCELERATE_USE_CPU"] = "true"
         init.init_distributed("gloo", timeout=kwargs.get("timeout"))
     PartialState(cpu=True, **kwargs)
+
+
+def _refuse_other_parallelism(parallelism: Any) -> None:
+    if parallelism is None:
+        return
+    if parallelism.cp_size > 1:
+        raise NotBuiltError(
+            f"ParallelismConfig(cp_size={parallelism.cp_size}) asks for ring attention, which is "
+            "not built: each rank would train on its own tokens alone; write "
+            f"sp_size={parallelism.cp_size}, sp_backend='deepspeed'"
+        )
+    if parallelism.tp_size > 1:
+        raise ConfigError(
+            f"ParallelismConfig(tp_size={parallelism.tp_size}) is Accelerate's tensor parallelism "
+            "for models that transformers has split, and under ZeRO the engine splits them; leave "
+            f"it out, load the model whole, and write {TENSOR_SIZE} = {parallelism.tp_size} in the "
+            "ZeRO configuration"
+        )
 
 
 def _join_group(state: Any, timeout: Any) -> None:

@@ -157,6 +157,14 @@ SEAMS: tuple[Seam, ...] = (
         why="does nothing for engines of stages 2 and 3, whose backward inside would be a step",
     ),
     Seam(
+        target="accelerate.accelerator:Accelerator.gather_for_metrics",
+        signature="(self, input_data, use_gather_object=False)",
+        wrapper="hf_zero.integrations.accelerate.shared_batches:count_samples_once",
+        versions=ACCELERATE,
+        why="gathers what tensor-parallel ranks have of the same samples from each of them, and "
+        "cuts a last batch off in the middle of that",
+    ),
+    Seam(
         target="accelerate.accelerator:Accelerator.get_state_dict",
         signature="(self, model, unwrap=True)",
         wrapper="hf_zero.integrations.accelerate.accelerator:empty_elsewhere",

@@ -238,6 +238,14 @@ SEAMS: tuple[Seam, ...] = (
         )
     ),
     Seam(
+        target="transformers.trainer:Trainer.get_tp_size",
+        signature="(self)",
+        wrapper="hf_zero.integrations.transformers.trainer:know_the_tensor_ranks",
+        versions=TRANSFORMERS,
+        why="divides by autotp_size: 0, and counts tensor-parallel ranks as readers where the "
+        "configuration comes by accelerate launch or a callback",
+    ),
+    Seam(
         target="transformers.trainer:Trainer._get_grad_norm",
         signature="(self, model, grad_norm=None)",
         wrapper="hf_zero.integrations.transformers.trainer:leave_norm_on_device",

@@ -19,9 +19,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from hf_zero.config.tensor_parallel import TENSOR_SIZE
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.transformers.trainer_checkpoints import whole_to_resume
+from hf_zero.integrations.transformers.trainer_config import value_at
 from hf_zero.integrations.transformers.trainer_route import (
     CALLBACK,
     engine_environment,
@@ -145,6 +147,20 @@ def leave_norm_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return _get_grad_norm
+
+
+def know_the_tensor_ranks(original: Callable[[Any], int]) -> Callable[[Any], int]:
+    """Wraps ``Trainer.get_tp_size``: the size in the configuration, by whichever route it came; at
+    least 1.
+    """
+
+    def get_tp_size(self: Any) -> int:
+        if not under_zero(self):
+            return original(self)
+        written = value_at(self.accelerator.state.deepspeed_plugin.deepspeed_config, TENSOR_SIZE)
+        return max(original(self), written or 1)
+
+    return get_tp_size
 
 
 def _keep_given_optimizer(trainer: Any) -> None:

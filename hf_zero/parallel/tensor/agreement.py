@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from hf_zero.config.tensor_parallel import TENSOR_SIZE
 from hf_zero.core.guards import Attached
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group
@@ -59,7 +60,8 @@ class Agreement:
             raise RankMismatchError(
                 f"tensor-parallel ranks {ranks} were given different batches; data is parallel "
                 f"over groups of {size} ranks: read it as rank // {size} of ranks // {size} "
-                f"(DistributedSampler(data, world_size // {size}, rank // {size}))"
+                f"(DistributedSampler(data, world_size // {size}, rank // {size})); the Trainer "
+                f"and Accelerate do so by {TENSOR_SIZE} = {size} in the configuration"
             )
         if drawn != -least:
             raise RankMismatchError(

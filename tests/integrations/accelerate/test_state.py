@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 
 from hf_zero.distributed import process_group
-from hf_zero.errors import RankMismatchError
+from hf_zero.errors import ConfigError, NotBuiltError, RankMismatchError
 from hf_zero.hosts.reaching import free_port
 from hf_zero.integrations import finder
 from tests.helpers.accelerators import play_accelerator
@@ -158,3 +158,17 @@ def test_an_accelerator_without_zero_is_left_alone() -> None:
     accelerator = Accelerator(cpu=True)
     assert accelerator.distributed_type == DistributedType.NO
     assert not process_group.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "sizes, error, said",
+    [
+        ({"cp_size": 2}, NotBuiltError, r"cp_size=2.*ring attention.*write sp_size=2"),
+        ({"tp_size": 2}, ConfigError, r"tp_size=2.*write tensor_parallel\.autotp_size = 2"),
+    ],
+)
+def test_parallelism_of_accelerates_own_is_refused(
+    sizes: dict[str, int], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        Accelerator(deepspeed_plugin=plugin(), parallelism_config=ParallelismConfig(**sizes))

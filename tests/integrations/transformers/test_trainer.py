@@ -220,6 +220,15 @@ def test_two_optimizers(tmp_path: Path) -> None:
         run.train()
 
 
+@pytest.mark.parametrize("route", ROUTES)
+def test_tensor_parallelism_that_is_off(route: str, tmp_path: Path) -> None:
+    """0 is DeepSpeed's default; the Trainer divides the ranks by it."""
+    off = {"tensor_parallel": {"autotp_size": 0}}
+    run = routed(route, 1, tmp_path, "gpt2", config=off, max_steps=1)
+    run.train()
+    assert run.get_tp_size() == 1
+
+
 def test_a_wrapped_model_is_refused(tmp_path: Path) -> None:
     class Wrapped(transformers.Trainer):
         def _wrap_model(

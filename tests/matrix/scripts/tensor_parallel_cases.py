@@ -13,6 +13,7 @@ import accelerate
 import torch
 import transformers
 
+import hf_zero
 from tests.helpers.models import seeded
 from tests.helpers.tensor_parallel import VOCAB, gpt2, llama
 from tests.helpers.trainers import options
@@ -52,8 +53,9 @@ def by_trainer(out, stage, start):
         warmup_steps=0,
         save_strategy="no",
         seed=5,
-        **({} if stage is None else {"deepspeed": config(stage)}),
+        **({} if stage in (None, 1) else {"deepspeed": config(stage)}),
     )
+    by_callback = config(1) | {"tensor_parallel": {"tp": {"tp_size": 2}}}
     arguments = transformers.TrainingArguments(**chosen)
     if stage == 3:  # under the configuration, from files: each rank reads its part
         model = transformers.LlamaForCausalLM.from_pretrained(start).train()
@@ -61,12 +63,16 @@ def by_trainer(out, stage, start):
         model = seeded(llama)
     trainer = transformers.Trainer(
         model=model, args=arguments, train_dataset=rows(), eval_dataset=rows(8),
-        data_collator=together,
+        data_collator=together, callbacks=[hf_zero.ZeroCallback(by_callback)] if stage == 1 else [],
     )  # fmt: skip
     trainer.train()
     evaluated = trainer.evaluate()
     trainer.save_model(str(out / "saved"))
+    predicted = trainer.predict(rows(7))
     return {
+        "total": trainer.get_total_train_batch_size(arguments),
+        "predicted": predicted.predictions.argmax(-1).tolist(),
+        "labels": predicted.label_ids.tolist(),
         "log": [
             {key: entry[key] for key in ("loss", "grad_norm") if key in entry}
             for entry in trainer.state.log_history
@@ -92,11 +98,17 @@ def by_accelerate(out, stage, start):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+    seen, named = [], []
+    for batch in accelerator.prepare(
+        torch.utils.data.DataLoader(rows(7), batch_size=4 // GROUPS, collate_fn=together)
+    ):
+        seen += accelerator.gather_for_metrics(batch["labels"]).tolist()
+        named += accelerator.gather_for_metrics([str(row) for row in batch["labels"].tolist()])
     state = accelerator.get_state_dict(model)
     sizes = {} if state is None else {
         name: float(value.double().norm()) for name, value in state.items()
     }  # fmt: skip
-    return {"losses": losses, "sizes": sizes}
+    return {"losses": losses, "sizes": sizes, "seen": seen, "named": named}
 
 
 CASES = {"trainer": by_trainer, "accelerate": by_accelerate}
