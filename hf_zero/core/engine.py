@@ -39,11 +39,17 @@ class TrainingEngine(EngineParts):
                 (args, kwargs), lambda t: t.half() if t.is_floating_point() else t
             )
         with self.step_times.timed("fwd"):
-            if not self.config.torch_autocast.enabled:
-                return self.module(*args, **kwargs)
-            dtype = DTYPES[self.config.torch_autocast.dtype]
-            with torch.autocast(self.device.type, dtype):
-                return self.module(*args, **kwargs)
+            try:
+                if not self.config.torch_autocast.enabled:
+                    return self.module(*args, **kwargs)
+                dtype = DTYPES[self.config.torch_autocast.dtype]
+                with torch.autocast(self.device.type, dtype):
+                    return self.module(*args, **kwargs)
+            except (KeyboardInterrupt, SystemExit):
+                # They pass by the hooks on leaving, whose graph would keep the engine: Python's
+                # collector sees no cycle through a graph.
+                self.backward_pass.hooks.reset()
+                raise
 
     def prepare_batch(self, batch: Any) -> Any:
         """``batch``, a mapping, as training techniques change it for the step that is being

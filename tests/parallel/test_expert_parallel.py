@@ -30,13 +30,9 @@ from tests.helpers.engines import config_of, start, train_on_threads
 from tests.helpers.models import tokens
 from tests.helpers.ranks import RankFailed, run_ranks
 from tests.helpers.training import Plan, plain_sgd
-from tests.loading.zoo import GQA
 from tests.parallel.expert_cases import keys, spread
 from tests.ranks import test_moe
-from tests.ranks.test_moe import EXPERTS, ROUTED, Routed
-
-# Beside the models of the tests without expert parallelism.
-test_moe.MODELS["olmoe"] = ("Olmoe", "OlmoeSparseMoeBlock", {**GQA, **ROUTED, **EXPERTS})
+from tests.ranks.test_moe import Routed
 
 
 @pytest.mark.turns

@@ -36,6 +36,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3MoeSparseMoeBlock",
         {**GQA, **ROUTED, **EXPERTS, "head_dim": 8},
     ),
+    "olmoe": ("Olmoe", "OlmoeSparseMoeBlock", {**GQA, **ROUTED, **EXPERTS}),
     "deepseek_v3": (
         "DeepseekV3",
         "DeepseekV3MoE",
