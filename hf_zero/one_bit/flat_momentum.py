@@ -300,6 +300,7 @@ class FlatMomentum:
     def forget(self) -> None:
         """The state is another: nothing is left of what was to be sent."""
         self.error = None
+        self._state = {}  # a parameter that was used later has none now, and gets it elsewhere
 
     def take_errors(self, mean: Tensor, beta: float) -> None:
         """The errors of all ranks, whose ``mean`` [owned] is this, come by the average from now

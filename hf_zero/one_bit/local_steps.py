@@ -125,6 +125,8 @@ class LocalMomentum:
         assert self._moved is not None
         for name, view in views.items():
             slot, index = momentum.flat.layout.by_name[name], self._bound.group_of[name]
+            if not slot.numel:  # in no run
+                continue
             place, here = slice(slot.offset, slot.end), view.view(-1)
             weights = momentum.weights[place]
             if momentum.has_copy:  # a script may have written to those in 16 bits

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.gradients.norm import sums_of_squares
-
-NORM_RATIO = "norm_ratio"  # kept in the optimizer's groups
+from hf_zero.optim.hyperparameters import NORM_RATIO
 
 
 class RankNorm:

@@ -390,7 +390,7 @@ class BoundOptimizer:
         """Write ``saved`` into the live group dicts; a schedule goes on from there."""
         self._same_groups(saved, "hyperparameters")
         for group, values in zip(self.groups, saved):
-            hyperparameters.restore(group, values)
+            hyperparameters.load(group, values)
 
     def packed(self, packed: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's own state dict ``packed``, over the segments of this rank, with where

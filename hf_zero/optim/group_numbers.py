@@ -51,6 +51,7 @@ class GroupNumbers:
         """State with these numbers, alike on all ranks, has taken the place of what there was."""
         each = [*scalars, *(numbers for group in apart for numbers in group.values())]
         self.loads += 1
+        self._table.rest(frozenset())  # what rests has state, which what was loaded may lack
         self.loaded_steps = int(max((numbers.get("step", 0) for numbers in each), default=0))
 
     def load(

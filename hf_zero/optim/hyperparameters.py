@@ -16,6 +16,8 @@ from torch import Tensor
 
 _NOT_KEPT = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 _MISSING = object()
+# what steps in one bit note in groups: of which step the variances are, and the ratio of norms
+FROZEN_AT, ALL_FROZEN_AT, NORM_RATIO = NOTES = ("frozen_at", "all_frozen_at", "norm_ratio")
 
 
 def current(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,6 +53,13 @@ def plain(group: Mapping[str, Any]) -> dict[str, Any]:
     """
     values = {name: _plain_value(value) for name, value in group.items() if name not in _NOT_KEPT}
     return {name: value for name, value in values.items() if value is not _MISSING}
+
+
+def load(group: MutableMapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Make the settings of ``group`` those of a checkpoint; what was noted of other state goes."""
+    for name in NOTES:
+        group.pop(name, None)
+    restore(group, saved)
 
 
 def restore(group: MutableMapping[str, Any], saved: Mapping[str, Any]) -> None:

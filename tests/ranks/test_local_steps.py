@@ -283,9 +283,13 @@ def test_its_checkpoints_go_on_anywhere(other, tmp_path):
 
 
 def test_an_engine_that_made_local_steps_goes_back(tmp_path):
-    """To a checkpoint of before them, and on as an engine that has made none."""
+    """To a checkpoint of before them, and on as an engine that has made none: tiny variances of
+    what is under a block are raised anew.
+    """
 
     def run(rank, model, fresh):
+        tiny = torch.ones(model.enter.bias.shape).index_fill(0, torch.tensor([1]), 1e-4)
+        model.enter.bias.register_hook(lambda gradient: gradient * tiny)
         engine = started(model)
         if not fresh:
             train(engine, rank, range(3))
@@ -294,6 +298,7 @@ def test_an_engine_that_made_local_steps_goes_back(tmp_path):
         engine.load_checkpoint(tmp_path)
         train(engine, rank, range(3, 4))
         assert not engine.optimizer_step.one_bit._local.pending
+        train(engine, rank, range(4, 7))
         return full_weights(engine)
 
     again = on_ranks(2, run, False)
@@ -407,6 +412,26 @@ def test_unused_parameters_stay():
 
     one, other = on_ranks(2, run)
     assert torch.equal(one, other)
+
+
+def test_a_parameter_without_elements_goes_along():
+    """In a group of its own, of which there are no sums."""
+
+    def run(rank, model):
+        model.none = torch.nn.Embedding(0, 8)
+        ours = [p for p in model.parameters() if p.numel()]
+        groups = [{"params": ours}, {"params": [model.none.weight], "lr": 1.0}]
+        engine = start(model, ZeroOneAdam(groups, **{**ADAM, **RARE}), config())
+        train(engine, rank, range(8))
+        return full_weights(engine)
+
+    def without(rank, model):
+        engine = started(model)
+        train(engine, rank, range(8))
+        return full_weights(engine)
+
+    found, wanted = on_ranks(2, run)[0], on_ranks(2, without)[0]
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
