@@ -14,6 +14,7 @@ from tests.helpers.launched import beside, torchrun
 from tests.helpers.models import seeded
 from tests.helpers.tensor_parallel import llama
 
+CASE = ("--cases", "sequences")
 SCRIPT = Path(__file__).parent / "scripts" / "tensor_parallel_cases.py"
 
 
@@ -35,7 +36,7 @@ def _compare(out: Path, ranks: int, stages: tuple[int, ...]) -> None:
         for name, value in files.items():
             assert (saved[name] - value).norm() <= 1e-4 * value.norm(), name
         got = [report[f"accelerate {stage}"] for report in reports]
-        for key in ("losses", "sizes", "seen", "named"):
+        for key in ("losses", "rates", "sizes", "seen", "named"):
             _nearly(got[0][key], want["accelerate None"][key])
 
 
@@ -61,3 +62,9 @@ def test_two_ranks_share_the_layers(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_two_groups_of_two(tmp_path: Path) -> None:
     _compare(tmp_path, 4, (2, 3))
+
+
+def test_two_ranks_share_the_layers_and_two_the_sequences(tmp_path: Path) -> None:
+    with beside(SCRIPT, tmp_path / "alone", *CASE) as alone:
+        reports = torchrun(SCRIPT, tmp_path / "ranks", *CASE, "--stages", "2", ranks=4, timeout=400)
+        _nearly(reports[0]["sequences 2"], alone()["sequences None"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import peft
 import pytest
 import transformers
 
@@ -77,6 +78,29 @@ def test_blocks_that_each_rank_leaves_out_by_itself(section: dict[str, Any]) -> 
         start(models[rank], plain_sgd(models[rank]), config)
 
     with pytest.raises(RankFailed, match=r"parallel ranks compute each block together") as raised:
+        run_ranks(2, run)
+    assert isinstance(raised.value.__cause__, ConfigError)
+
+
+@pytest.mark.parametrize("before", (False, True), ids=("cut first", "adapted first"))
+@pytest.mark.parametrize(
+    "section, said",
+    ((TP, r"leave the layer out of .*target_parameters"), (keys(2), r"experts out of target_para")),
+    ids=("tensor", "expert"),
+)
+def test_adapters_of_the_parameters_of_experts(
+    section: dict[str, Any], said: str, before: bool
+) -> None:
+    models = [seeded(mixtral) for _ in range(2)]
+    cut = hf_zero.tensor_parallel if section is TP else hf_zero.expert_parallel
+    lora = peft.LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"], target_modules=[])
+
+    def run(rank: int) -> None:
+        model: Any = models[rank] if before else cut(models[rank], 2)
+        adapted = peft.get_peft_model(model, lora)  # type: ignore[arg-type]
+        start(adapted, plain_sgd(adapted), config_of(1, **section if before else {}))
+
+    with pytest.raises(RankFailed, match=said) as raised:
         run_ranks(2, run)
     assert isinstance(raised.value.__cause__, ConfigError)
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from hf_zero.config.tensor_parallel import TENSOR
 from hf_zero.config.training_phases import PHASES
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations import finder
@@ -44,7 +45,10 @@ def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args)
         _refuse_optimizer_alone(args)
         _refuse_pipelines(args)
-        with _batch_size_left_open(self.deepspeed_plugin.deepspeed_config, args):
+        config = self.deepspeed_plugin.deepspeed_config
+        if self.parallelism_config is not None and self.parallelism_config.sp_size > 1:
+            _split_layers_first(config, args)
+        with _batch_size_left_open(config, args):
             result = original(self, *args)
         from hf_zero.engine import Engine
         from hf_zero.integrations.accelerate.multiple_models import register_engines
@@ -59,6 +63,17 @@ def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return _prepare_deepspeed
+
+
+def _split_layers_first(config: dict[str, Any], args: Sequence[Any]) -> None:
+    """Cut models for tensor parallelism before Accelerate makes the groups of ranks that share
+    sequences, which follow from it.
+    """
+    from hf_zero.parallel.tensor import tensor_parallel
+
+    size = (config.get(TENSOR) or {}).get("autotp_size") or 1
+    for model in (each for each in args if isinstance(each, nn.Module)):
+        tensor_parallel(model, size)
 
 
 def _refuse_pipelines(args: Sequence[Any]) -> None:

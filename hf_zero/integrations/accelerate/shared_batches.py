@@ -1,11 +1,12 @@
-"""Tensor-parallel ranks read the same batches: their size where Accelerate looks for it, and
-metrics that count each sample once.
+"""Ranks that train on the same batches: their size where Accelerate looks for it, metrics that
+count each sample once, and schedulers that count each batch once.
 
 Imported in the middle of ``import accelerate``.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -36,7 +37,7 @@ def count_samples_once(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-        size = _ranks_of_a_batch(self)
+        size = _ranks_of_a_batch(self.state)
         if size == 1:
             return original(self, input_data, use_gather_object)
         if use_gather_object or not _all_tensors(input_data):
@@ -47,9 +48,36 @@ def count_samples_once(original: Callable[..., Any]) -> Callable[..., Any]:
     return gather_for_metrics
 
 
-def _ranks_of_a_batch(accelerator: Any) -> int:
+def count_batches_once(original: Callable[..., None]) -> Callable[..., None]:
+    """Wraps ``AcceleratedScheduler.step``, which steps once for each process: of those that train
+    on the same batch, also on parts of its sequences, one counts.
+    """
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        from accelerate.state import AcceleratorState
+
+        state, inner = AcceleratorState(), self.scheduler
+        size = _ranks_of_a_batch(state)
+        if finder.chosen() and state.parallelism_config is not None:
+            size *= state.parallelism_config.sp_size
+        if size == 1 or self.split_batches or not self.step_with_optimizer:
+            original(self, *args, **kwargs)
+            return
+        inner_step, held, calls = inner.step, {**vars(inner)}, itertools.count()
+        inner.step = lambda *a, **k: None if next(calls) % size else inner_step(*a, **k)
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            del inner.step  # a state dict has all that a scheduler has
+            if "step" in held:
+                inner.step = inner_step
+
+    return step
+
+
+def _ranks_of_a_batch(state: Any) -> int:
     """As the loaders are shared out that ``prepare`` has made."""
-    mesh = getattr(accelerator.state, "ds_device_mesh", None) if finder.chosen() else None
+    mesh = getattr(state, "ds_device_mesh", None) if finder.chosen() else None
     return 1 if mesh is None else int(mesh["tp"].size())
 
 

@@ -177,7 +177,8 @@ class _Forward:
                 raise ConfigError(
                     f"{name} in eval() was given a part of a batch under {KEY}, where it evaluates "
                     "whole sequences and would attend within the part alone; give it the whole "
-                    "batch, or pass in_evaluation=True to hf_zero.sequence_parallel"
+                    "batch (in Accelerate prepare its loader in a call without the model), or pass "
+                    "in_evaluation=True to hf_zero.sequence_parallel"
                 )
             return
         if module.config._attn_implementation != self._name:

@@ -165,6 +165,14 @@ SEAMS: tuple[Seam, ...] = (
         "cuts a last batch off in the middle of that",
     ),
     Seam(
+        target="accelerate.scheduler:AcceleratedScheduler.step",
+        signature="(self, *args, **kwargs)",
+        wrapper="hf_zero.integrations.accelerate.shared_batches:count_batches_once",
+        versions=ACCELERATE,
+        why="steps as many times as there are processes, as if each had a batch of its own: a "
+        "schedule would run faster by the size of tensor and sequence parallelism",
+    ),
+    Seam(
         target="accelerate.accelerator:Accelerator.get_state_dict",
         signature="(self, model, unwrap=True)",
         wrapper="hf_zero.integrations.accelerate.accelerator:empty_elsewhere",

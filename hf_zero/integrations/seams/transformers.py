@@ -246,6 +246,13 @@ SEAMS: tuple[Seam, ...] = (
         "configuration comes by accelerate launch or a callback",
     ),
     Seam(
+        target="transformers.trainer:Trainer._track_num_input_tokens",
+        signature="(self, inputs)",
+        wrapper="hf_zero.integrations.transformers.trainer:count_tokens_once",
+        versions=TRANSFORMERS,
+        why="adds up the tokens of all ranks, also of those that read the same batches",
+    ),
+    Seam(
         target="transformers.trainer:Trainer._get_grad_norm",
         signature="(self, model, grad_norm=None)",
         wrapper="hf_zero.integrations.transformers.trainer:leave_norm_on_device",

@@ -163,6 +163,19 @@ def know_the_tensor_ranks(original: Callable[[Any], int]) -> Callable[[Any], int
     return get_tp_size
 
 
+def count_tokens_once(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Wraps ``Trainer._track_num_input_tokens``: of ranks that share layers one's tokens count."""
+
+    def _track_num_input_tokens(self: Any, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        original(self, inputs)
+        if under_zero(self):
+            added = self.state.num_input_tokens_seen - before
+            self.state.num_input_tokens_seen = before + added // self.get_tp_size()
+
+    return _track_num_input_tokens
+
+
 def _keep_given_optimizer(trainer: Any) -> None:
     import torch
 

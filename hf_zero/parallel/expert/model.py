@@ -28,6 +28,7 @@ from hf_zero.parameters.sharding import Sharding, set_sharding, sharding_of
 # what plans of transformers say of the parameters that hold one expert after another
 STACKED = "grouped_gemm"
 RECORD = "_hf_zero_experts"
+_WRAPPED = ".base_layer"  # in the path of what PEFT has put adapters around
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,17 @@ def expert_parallel(model: nn.Module, size: int) -> nn.Module:
         ``model``.
 
     Raises:
-        ConfigError: a size that does not divide, a model without such a plan, a second size.
+        ConfigError: a size that does not divide, a model without such a plan, a second size,
+            adapters of experts.
     """
     dims = expert_dims(size, AUTOEP_SIZE)
+    for path, module, _ in _stacked(model):
+        if _WRAPPED in f".{path}" and (dims is not None or RECORD in module.__dict__):
+            raise ConfigError(
+                f"{path} has adapters (PEFT's target_parameters), which each rank would hold for "
+                "all experts, or for its own alone; leave the experts out of target_parameters, or "
+                "remove the section expert_parallel"
+            )
     if dims is None:
         return model
     rank = dims.coordinate(process_group.get_rank(), AXIS)
@@ -201,10 +210,11 @@ def _stacked(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
             if style == STACKED
         ]
         for path, module in inner.named_modules(prefix=at):
+            plain = path.replace(_WRAPPED, "")
             names = [
                 name
                 for name, parameter in module._parameters.items()
-                if parameter is not None and any(p.fullmatch(f"{path}.{name}") for p in patterns)
+                if parameter is not None and any(p.fullmatch(f"{plain}.{name}") for p in patterns)
             ]
             if names:
                 yield path, module, names

@@ -216,13 +216,14 @@ def _adapted(
         for key, _ in module.named_parameters()
         if key.split(".")[0] not in (*_LOW_RANK, "base_layer")
     }
-    if others or not plain:
+    weight = getattr(base, "weight", None)  # experts have others, which LoRA may be added to
+    if others or not plain or weight is None:
         raise ConfigError(
             f"{name} has an adapter ({type(module).__name__}) that is not built under tensor "
-            "parallelism; use LoRA without DoRA, leave the layer out of target_modules, or remove "
-            "tensor_parallel.autotp_size"
+            "parallelism; use LoRA without DoRA, leave the layer out of target_modules and "
+            "target_parameters, or remove tensor_parallel.autotp_size"
         )
-    cut = sharding_of(base.weight).box if isinstance(base.weight, nn.Parameter) else None
+    cut = sharding_of(weight).box if isinstance(weight, nn.Parameter) else None
     sizes = {
         layer.weight.shape[dim]
         for kind, dim in (("lora_A", 1), ("lora_B", 0))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import accelerate
 import torch
+import torch.distributed.nn.functional
 import transformers
 
 import hf_zero
@@ -22,9 +23,12 @@ WORLD = int(os.environ.get("WORLD_SIZE", 1))
 GROUPS = max(WORLD // 2, 1)
 
 
+KEPT = ("loss", "grad_norm", "num_input_tokens_seen")
+
+
 def rows(count=16):
     generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(3, VOCAB, (count, 9), generator=generator)
+    ids = torch.randint(3, VOCAB, (count, 10), generator=generator)
     return [{"input_ids": row, "labels": row.clone()} for row in ids]
 
 
@@ -53,6 +57,7 @@ def by_trainer(out, stage, start):
         warmup_steps=0,
         save_strategy="no",
         seed=5,
+        include_num_input_tokens_seen="all",
         **({} if stage in (None, 1) else {"deepspeed": config(stage)}),
     )
     by_callback = config(1) | {"tensor_parallel": {"tp": {"tp_size": 2}}}
@@ -74,33 +79,56 @@ def by_trainer(out, stage, start):
         "predicted": predicted.predictions.argmax(-1).tolist(),
         "labels": predicted.label_ids.tolist(),
         "log": [
-            {key: entry[key] for key in ("loss", "grad_norm") if key in entry}
+            {key: entry[key] for key in KEPT if key in entry}
             for entry in trainer.state.log_history
         ],
         "eval_loss": evaluated["eval_loss"],
     }
 
 
-def by_accelerate(out, stage, start):
-    plugin = None
+def by_accelerate(out, stage, start, sequences=1):
+    plugin = parallelism = None
+    groups = max(GROUPS // sequences, 1)  # of ranks that train on one batch
     if stage is not None:
         written = config(stage) | {"gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
         plugin = accelerate.utils.DeepSpeedPlugin(hf_ds_config=written)
-    accelerator = accelerate.Accelerator(cpu=True, deepspeed_plugin=plugin)
-    model = seeded(gpt2)
+        parallelism = accelerate.ParallelismConfig(sp_size=sequences)
+    accelerator = accelerate.Accelerator(
+        cpu=True, deepspeed_plugin=plugin, parallelism_config=parallelism if sequences > 1 else None
+    )
+    model = seeded(gpt2 if sequences == 1 else llama)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
-    loader = torch.utils.data.DataLoader(rows(), batch_size=4 // GROUPS, collate_fn=together)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    losses = []
+    # Accelerate steps a schedule once for each batch that is trained on
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step // groups))
+    loader = torch.utils.data.DataLoader(rows(), batch_size=4 // groups, collate_fn=together)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    losses, rates = [], []
     for batch in loader:
-        loss = model(**batch).loss
+        output = model(**batch)
+        loss = output.loss
+        if loss is None:  # of parts of sequences, each with as many labels
+            labels = batch["shift_labels"]
+            own = accelerator.unwrap_model(model).loss_function(
+                output.logits, None, vocab_size=VOCAB, shift_labels=labels
+            )
+            counts = (labels != -100).sum()
+            from deepspeed.utils import groups as of_ranks
+
+            group = of_ranks._get_sequence_parallel_group()
+            own, counts = (
+                torch.distributed.nn.functional.all_gather(each, group=group)
+                for each in (own, counts)
+            )
+            loss = sum(each * count for each, count in zip(own, counts)) / sum(counts)
         accelerator.backward(loss)
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
         losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        rates += schedule.get_last_lr()
     seen, named = [], []
     for batch in accelerator.prepare(
-        torch.utils.data.DataLoader(rows(7), batch_size=4 // GROUPS, collate_fn=together)
+        torch.utils.data.DataLoader(rows(7), batch_size=4 // groups, collate_fn=together)
     ):
         seen += accelerator.gather_for_metrics(batch["labels"]).tolist()
         named += accelerator.gather_for_metrics([str(row) for row in batch["labels"].tolist()])
@@ -108,23 +136,27 @@ def by_accelerate(out, stage, start):
     sizes = {} if state is None else {
         name: float(value.double().norm()) for name, value in state.items()
     }  # fmt: skip
-    return {"losses": losses, "sizes": sizes, "seen": seen, "named": named}
+    return {"losses": losses, "rates": rates, "sizes": sizes, "seen": seen, "named": named}
 
 
-CASES = {"trainer": by_trainer, "accelerate": by_accelerate}
+def by_sequences(out, stage, start):
+    return by_accelerate(out, stage, start, sequences=2)
+
+
+CASES = {"trainer": by_trainer, "accelerate": by_accelerate, "sequences": by_sequences}
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--cases", nargs="*", default=list(CASES))
+    parser.add_argument("--cases", nargs="*", default=["trainer", "accelerate"])
     parser.add_argument("--stages", nargs="*", type=int, default=[None])
     args = parser.parse_args()
     report = {}
     for stage in args.stages:
         for name in args.cases:
-            if name == "accelerate":
+            if name != "trainer":
                 accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
             report[f"{name} {stage}"] = CASES[name](args.out / f"{name}-{stage}", stage, args.model)
     rank = os.environ.get("RANK", 0)
