@@ -79,8 +79,7 @@ def by_trainer(out, stage, start):
         "predicted": predicted.predictions.argmax(-1).tolist(),
         "labels": predicted.label_ids.tolist(),
         "log": [
-            {key: entry[key] for key in KEPT if key in entry}
-            for entry in trainer.state.log_history
+            {key: entry[key] for key in KEPT if key in entry} for entry in trainer.state.log_history
         ],
         "eval_loss": evaluated["eval_loss"],
     }
