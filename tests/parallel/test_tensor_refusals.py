@@ -6,7 +6,9 @@ from typing import Any
 
 import peft
 import pytest
+import torch
 import transformers
+from trl.trainer.utils import add_fused_lm_head
 
 import hf_zero
 from hf_zero.errors import ConfigError, PartitionError
@@ -103,6 +105,38 @@ def test_adapters_of_the_parameters_of_experts(
     with pytest.raises(RankFailed, match=said) as raised:
         run_ranks(2, run)
     assert isinstance(raised.value.__cause__, ConfigError)
+
+
+@pytest.mark.parametrize("tied", (False, True))
+def test_a_head_whose_weight_trl_reads(tied: bool) -> None:
+    models = [seeded(lambda: llama(tied=tied)) for _ in range(3)]
+    ids = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
+
+    def loss_of(model: Any) -> torch.Tensor:
+        return model(input_ids=ids, labels=ids, fused_lm_head=True).loss  # type: ignore[no-any-return]
+
+    for model in models:
+        add_fused_lm_head(model)
+    whole: Any = models[2]
+    loss_of(whole).backward()
+
+    def run(rank: int) -> None:
+        model: Any = hf_zero.tensor_parallel(models[rank], 2)
+        loss = loss_of(model)
+        loss.backward()
+        torch.testing.assert_close(loss, loss_of(whole))
+        torch.testing.assert_close(model.lm_head.weight.grad, whole.lm_head.weight.grad)
+
+    run_ranks(2, run)
+
+    def run_late(rank: int) -> None:
+        model: Any = hf_zero.tensor_parallel(late[rank], 2)
+        add_fused_lm_head(model)
+        start(model, plain_sgd(model), config_of(1, **TP))
+
+    late = [seeded(lambda: llama(tied=tied)) for _ in range(2)]
+    with pytest.raises(RankFailed, match=r"make the trainer from the whole model"):
+        run_ranks(2, run_late)
 
 
 def test_a_class_in_place_of_a_model() -> None:

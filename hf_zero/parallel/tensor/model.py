@@ -109,6 +109,8 @@ def tensor_parallel(
     plan = plan if record is None else record.plan
     unwrap(inner, rank, size)
     found = targets(path, inner, plan_of(inner, plan), is_of_family(inner))
+    if _multiplies_itself(inner):
+        found = _without_the_head(inner, found)
     modules = dict(model.named_modules(remove_duplicate=False))
     for target in found:
         if not is_sharded(target.module):
@@ -147,6 +149,30 @@ def _dims(size: int) -> ParallelDims:
         )
     others = {axis: held.dims.size(axis) for axis in ("sequence", "expert", "pipeline")}
     return ParallelDims.over(world, tensor=size, **others)
+
+
+def _multiplies_itself(model: nn.Module) -> bool:
+    """Whether TRL has replaced the forward of ``model`` by one that multiplies with the weight of
+    the head itself, where it would take a part of the vocabulary for all of it.
+    """
+    code = getattr(getattr(model.__dict__.get("forward"), "__func__", None), "__code__", None)
+    return code is not None and "fused_lm_head" in code.co_varnames
+
+
+def _without_the_head(model: Any, found: list[Target]) -> list[Target]:
+    """The head, and embeddings that share its weight, stay whole.
+
+    Raises ConfigError where they are cut already.
+    """
+    weight = model.get_output_embeddings().weight
+    heads = [each for each in found if getattr(each.module, "weight", None) is weight]
+    if any(is_sharded(each.module) for each in heads):
+        raise ConfigError(
+            f"TRL computes log-probabilities with the weight of {heads[0].name}, of which each "
+            "tensor-parallel rank has a part; make the trainer from the whole model, and write "
+            f"{TENSOR_SIZE} into its configuration"
+        )
+    return [each for each in found if each not in heads]
 
 
 def _rotary_width(model: nn.Module) -> int:
