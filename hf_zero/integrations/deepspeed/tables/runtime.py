@@ -12,7 +12,6 @@ from hf_zero.integrations.deepspeed.rows import (
 )
 from hf_zero.integrations.deepspeed.schedule_names import CONSTANTS
 from hf_zero.integrations.deepspeed.tables.remedies import (
-    ADAMW,
     BY_CONFIG,
     CONSTANT,
     FILES,
@@ -62,7 +61,10 @@ ACTIVATION_CHECKPOINTING: tuple[Row, ...] = (
 OPTIMIZERS = names("torch.optim", "Optimizer as DeepSpeedOptimizer", "Optimizer as ZeROOptimizer")
 ANY_RANKS = "every checkpoint of hf-zero resumes on any number of ranks and at any stage as it is"
 ONE_BIT = classes_not_built(
-    ADAMW, "OnebitAdam OnebitLamb ZeroOneAdam", base="torch.optim:Optimizer"
+    "name it in the configuration, optimizer.type: OneBitAdam, OneBitLamb or ZeroOneAdam, or take "
+    "the class of that name in hf_zero.optim",
+    "OnebitAdam OnebitLamb ZeroOneAdam",
+    base="torch.optim:Optimizer",
 )
 
 RUNTIME = (
