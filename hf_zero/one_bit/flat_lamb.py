@@ -18,6 +18,7 @@ from hf_zero.one_bit.flat_momentum import (
     squares_of,
 )
 from hf_zero.ops.sign_blocks_reference import powers
+from hf_zero.optim.hyperparameters import FROZEN_AT
 from hf_zero.optim.lamb import step_size
 from hf_zero.optim.one_bit_lamb import FACTOR, FRESH, RATIO, next_factor
 from hf_zero.units.flat_buffer import FlatBuffer
@@ -29,8 +30,6 @@ class FlatLamb(FlatMomentum):
     """
 
     VARIANCES = (VARIANCE, FRESH)
-
-    BOUNDED = False  # the trust ratio measures the update
 
     def __init__(self, flat: FlatBuffer, bound: Any) -> None:
         super().__init__(flat, bound)
@@ -90,6 +89,12 @@ class FlatLamb(FlatMomentum):
                 held[slot.name][FACTOR] = self._scales[1, index : index + 1].clone()
 
     # ---- a step ----
+
+    def largest(self, made: int) -> Tensor:
+        # of denominators that are not corrected, whether or not the step is
+        group = self._bound.groups[0]
+        correction = super()._correction(group, int(group[FROZEN_AT]))
+        return super().largest(made) / correction**0.5
 
     def combine(self, came: Tensor, beta: float) -> Tensor:
         before = self.state(AVERAGE).clone()

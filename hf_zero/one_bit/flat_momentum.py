@@ -49,7 +49,6 @@ class FlatMomentum:
     """
 
     VARIANCES: tuple[str, ...] = (VARIANCE,)
-    BOUNDED = True
 
     def __init__(self, flat: FlatBuffer, bound: Any) -> None:
         self.flat = flat
@@ -229,7 +228,7 @@ class FlatMomentum:
         """
         assert self.momentum is not None and self.weights is not None
         assert self.exponents is not None
-        momentum = self._bounded(made, limit) if self.BOUNDED else self.momentum
+        momentum = self._bounded(made, limit)
         for index, start, stop in self.runs:
             keep, size = settings(index)
             self.blocks.apply(self.weights, momentum, self.exponents, keep, size, start, stop)

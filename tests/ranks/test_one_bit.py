@@ -474,11 +474,26 @@ def test_the_variance_of_constant_gradients_is_corrected():
             assert max(moves) < 1.13, cls
 
 
-def test_gradients_that_outgrow_the_frozen_variance_do_not_make_huge_steps(caplog):
-    """A block moves by four learning rates at most, root mean square; rank 0 says why, once."""
+@pytest.mark.parametrize(
+    ("cls", "more", "least"),
+    [
+        (OneBitAdam, {}, 3.9),
+        (OneBitLamb, {"min_coeff": 1.0, "max_coeff": 1.0}, 2.0),  # its factor is from 0.5 to 1
+        (OneBitLamb, {"min_coeff": 1.0, "max_coeff": 1.0, "bias_correction": False}, 1.5),
+    ],
+    ids=["Adam", "LAMB", "LAMB, not corrected"],
+)
+def test_gradients_that_outgrow_the_frozen_variance_do_not_make_huge_steps(
+    cls, more, least, caplog
+):
+    """A block moves by four learning rates at most, root mean square (of LAMB times its trust
+    ratio and the correction that it leaves out); rank 0 says why, once.
+    """
+    usual = 1.0 if more.get("bias_correction", True) else (1.0 - 0.999**5) ** -0.5
 
     def run(rank, model, growth):
-        optimizer = OneBitAdam(model.parameters(), lr=LR, weight_decay=0.0, freeze_step=5)
+        settings = {"lr": LR / usual, "weight_decay": 0.0, "freeze_step": 5, **more}
+        optimizer = cls(model.parameters(), **settings)
         engine, moves = start(model, optimizer, config()), []
         for number in range(25):
             before = model.weight.detach().clone()
@@ -492,7 +507,7 @@ def test_gradients_that_outgrow_the_frozen_variance_do_not_make_huge_steps(caplo
 
     assert max(on_ranks(2, run, 1.5, build=build)) < 1.5
     assert "outgrown" not in caplog.text
-    assert 3.9 < max(on_ranks(2, run, 1000.0, build=build)) < 4.001
+    assert least < max(on_ranks(2, run, 1000.0, build=build)) < 4.001
     assert caplog.text.count("step 10: momenta have outgrown the variance that step 5 froze") == 1
     assert caplog.text.count("give a larger freeze_step") == 1
 
