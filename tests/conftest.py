@@ -95,16 +95,18 @@ def _launches(path: Path) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """``--dist loadfile``, with all files that start processes in one worker: beside each other
-    they would be slower than in turn, and each worker that meets one imports torch and
-    transformers anew, for the processes that it forks.
+    """``--dist loadfile``, in the fast suite with all files that start processes in one worker:
+    beside each other they would be slower than in turn, and each worker that meets one imports
+    torch and transformers anew, for the processes that it forks.
     """
     from xdist.scheduler import LoadFileScheduling
+
+    long = config.getoption("--long")  # as many again, which would take one worker hours
 
     class LaunchingInOne(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = str(super()._split_scope(nodeid))
-            return "launching" if _launches(config.rootpath / file) else file
+            return "launching" if not long and _launches(config.rootpath / file) else file
 
     return LaunchingInOne(config, log) if config.getvalue("dist") == "loadfile" else None
 
