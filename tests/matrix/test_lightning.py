@@ -486,8 +486,8 @@ def test_the_package_pytorch_lightning(tmp_path: Path, plain: Run) -> None:
 
 
 @pytest.mark.long
-def test_four_ranks_go_on_where_two_were(tmp_path: Path, sharded: Run, plain: Run) -> None:
-    source = sharded.folder / "zero_stage_2-checkpoints" / "first.ckpt"
+def test_four_ranks_go_on_where_two_were(tmp_path: Path, below: Run, plain: Run) -> None:
+    source = below.folder / "zero_stage_2-checkpoints" / "first.ckpt"
     run = cases(
         tmp_path,
         "--strategies",
