@@ -270,10 +270,10 @@ class _Load:
             if self.optimizer and flat.trainable:
                 self._load_states(flat, found)
         self._load_buffers()
-        if self.optimizer:
-            self._load_groups()
         if self.scheduler is not None:
             self.engine.lr_scheduler.load_state_dict(self.scheduler)
+        if self.optimizer:  # after the schedule: what a script had written to the groups counts
+            self._load_groups()
         if not module_only:
             for field in fields(self.engine.counters):
                 if field.name in self.manifest.counters:

@@ -212,7 +212,8 @@ class FlatBuffer:
         ``master`` [owned] is the memory for the first, None where the shard is the master weights;
         ``grad`` [owned], in zeros, the one for the second, None where whole gradients are kept.
         """
-        self.optimizer_shard.move_to_device(master, self.shard)
+        own = master is not None or self.is_away
+        self.optimizer_shard.move_to_device(master, self.shard, own)
         self.gradient.move_to_device(grad)
 
     def own_part(self, name: str) -> torch.Tensor:

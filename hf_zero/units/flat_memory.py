@@ -101,12 +101,14 @@ class FlatMemory:
         shard, whole = (buffer, None) if self._policy.shards_gradients else (None, buffer)
         if offloads:
             state = self._placement.optimizer_state(self._specs[flat], self._sub_groups[flat])
-            flat.optimizer_shard.keep_in(state)
+            flat.optimizer_shard.keep_in(state, own_master=True)
             flat.optimizer_shard.store_master(own)
             shard = self._placement.take_pinned(flat.spec.owned_numel, self._sums[flat])
         else:
-            master = next(self._masters).copy_(own) if _needs_master(flat) else flat.shard
-            flat.optimizer_shard.keep_in(DeviceStorage({MASTER: master}))
+            needs = _needs_master(flat)
+            # of a shard that is away this is a copy
+            master = next(self._masters).copy_(own) if needs else flat.shard
+            flat.optimizer_shard.keep_in(DeviceStorage({MASTER: master}), needs or flat.is_away)
         # kept in 16 bits as long as nothing is added
         upcasts = self._dtypes.accumulate is None and self._sums[flat].itemsize == 2
         flat.gradient.allocate(shard, whole, upcasts, offloads)

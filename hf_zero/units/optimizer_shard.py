@@ -38,6 +38,8 @@ class OptimizerShard:
         self.gradient = gradient
         # where master weights live, and moments that are offloaded; torch makes the others
         self.storage: Storage = DeviceStorage({})
+        # whether the master weights are others than the parameter shard
+        self.has_own_master = False
         # waits for the update that is under way; None: there is none
         self.finish_update: Callable[[], None] | None = None
         # done when that update is, with the event of its last copy to the device
@@ -50,23 +52,25 @@ class OptimizerShard:
 
     # ---- master weights ----
 
-    def keep_in(self, storage: Storage) -> None:
+    def keep_in(self, storage: Storage, own_master: bool) -> None:
         """Keep master weights in ``storage``, under the name ``MASTER``; where it is offloaded,
-        moments as well. On the device they may be the parameter shard itself.
+        moments as well. Unless ``own_master``, they are the memory of the parameter shard.
         """
-        self.storage = storage
+        self.storage, self.has_own_master = storage, own_master
 
-    def move_to_device(self, master: torch.Tensor | None, shard: torch.Tensor) -> None:
+    def move_to_device(
+        self, master: torch.Tensor | None, shard: torch.Tensor, own_master: bool
+    ) -> None:
         """End the offload of master weights; the caller takes the moments first.
 
-        ``master`` [owned] is their memory on the device; None where ``shard``, the parameter shard,
-        is the master weights.
+        ``master`` [owned] is their memory on the device; None where it is that of ``shard``: the
+        parameter shard, or a copy of one that is elsewhere (``own_master``).
         """
         values = self.master
         assert values is not None
         kept = shard if master is None else master.copy_(values)
         self.storage.close()
-        self.storage = DeviceStorage({MASTER: kept})
+        self.keep_in(DeviceStorage({MASTER: kept}), own_master)
 
     @property
     def master(self) -> torch.Tensor | None:
@@ -87,18 +91,10 @@ class OptimizerShard:
         """Whether these parameters train, and so have master weights."""
         return MASTER in self.storage.names()
 
-    @property
-    def has_own_master(self) -> bool:
-        """Whether the master weights are others than the parameter shard."""
-        apart = self.has_master and (
-            self.storage.dtype(MASTER) != self.spec.dtype or self.spec.sends_differences
-        )
-        return self.offloaded or apart
-
     def free(self) -> None:
         """Let go of the memory."""
         self.storage.close()
-        self.storage = DeviceStorage({})
+        self.keep_in(DeviceStorage({}), False)
 
     # ---- the update under way ----
 

@@ -45,10 +45,14 @@ def test_whole_inside_and_released_after(stage):
 
 
 @pytest.mark.turns
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*STAGES, "3, in host memory"])
 @pytest.mark.parametrize("writer", [0, 1])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_one_rank_writes_reaches_all_and_the_master(stage, writer, precision):
+    zero = {"stage": stage}
+    if stage not in STAGES:
+        zero = {"stage": 3, "offload_param": {"device": "cpu"}}
+
     def change(model):
         with torch.no_grad():
             model.blocks[0].down.weight.mul_(0.5)
@@ -63,7 +67,7 @@ def test_what_one_rank_writes_reaches_all_and_the_master(stage, writer, precisio
 
     def run(rank, model):
         plan = Plan(precision=precision)
-        engine = start(model, plain_sgd(model), config_of(stage, plan))
+        engine = start(model, plain_sgd(model), config_of(0, plan, zero_optimization=zero))
         with hf_zero.GatheredParameters(
             [model.blocks[0].down.weight, model.head.bias], modifier_rank=writer
         ):
