@@ -259,9 +259,15 @@ class StretchedPeriods:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if len(state.get("layers", ())) == len(self._precisions):
-            self._precisions = [Precision(*each) for each in state["layers"]]
-            self._measured = list(state["eigenvalues"])
+        """Take what was saved; what is begun with where a run without it, or of other layers, has
+        saved.
+        """
+        layers, measured = state.get("layers", ()), state.get("eigenvalues", ())
+        if len(layers) != len(self._precisions):
+            begin = self._begin
+            layers, measured = [(begin.bits, begin.until, begin.since)] * len(self._precisions), ()
+        self._precisions = [Precision(*each) for each in layers]
+        self._measured = list(measured)
 
     def remove(self) -> None:
         if self._eigenvalues is not None:

@@ -49,9 +49,10 @@ class PreparesBatches(Protocol):
 TECHNIQUES: Mapping[str, Callable[[ZeroConfig], Technique | None]] = {
     LEGACY: curriculum.of_config,
     SAMPLING: data_sampling.of_config,
+    PHASES: training_phases.of_config,
+    # its eigenvalues are those of batches that were cut
     "quantize_training": quantize_training,
     "weight_quantization": weight_quantization,
-    PHASES: training_phases.of_config,
     LAYER_DROP: LayerDrop.of,
     TOKEN_DROP: TokenDrop.of,
     TILED_MLP: TiledMlps.of,

@@ -150,11 +150,13 @@ class WeightsInBits:
         return stretched or fall.begin().at(self.step, fall.target)
 
     def _begin(self) -> None:
-        """Let modules compute with rounded weights, if it is time."""
-        if self._engine is None or self._began or self.step < 0:
+        """Let modules compute with rounded weights from the offset on, and with weights as they are
+        before it: a load may go back there.
+        """
+        if self._engine is None or self._began == (self.step >= 0):
             return
-        self._began = True
-        self._engine.schedule.computed.change(self._flats, self._round)
+        self._began = not self._began
+        self._engine.schedule.computed.change(self._flats, self._round if self._began else None)
 
     def _round(self, values: Mapping[str, torch.Tensor]) -> None:
         if self._stretched is not None and self._stretched.measuring:
@@ -258,12 +260,21 @@ def weight_quantization(config: ZeroConfig) -> WeightsInBits | None:
 def _first(
     groups: Sequence[tuple[Fall, Sequence[re.Pattern[str]]]], model: nn.Module
 ) -> dict[str, Fall]:
-    """The first of ``groups`` with a pattern for the module of each parameter."""
+    """The first of ``groups`` with a pattern for a module of each parameter; tied ones have
+    several.
+    """
+    names = {parameter: [name] for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
     return {
-        name: next(fall for fall, patterns in groups if _named(name, patterns))
-        for name, _ in model.named_parameters()
-        if any(_named(name, patterns) for _, patterns in groups)
+        every[0]: next(fall for fall, patterns in groups if _any_named(every, patterns))
+        for every in names.values()
+        if any(_any_named(every, patterns) for _, patterns in groups)
     }
+
+
+def _any_named(parameters: Sequence[str], patterns: Sequence[re.Pattern[str]]) -> bool:
+    return any(_named(name, patterns) for name in parameters)
 
 
 def _named(parameter: str, patterns: Sequence[re.Pattern[str]]) -> bool:

@@ -258,8 +258,9 @@ def _sequence_dimensions(name: Any, value: Any, rows: int, whole: int) -> tuple[
     shape = tuple(value.shape)
     if name in POSITIONS:
         return (len(shape) - 1,) if shape and shape[-1] == whole else ()
-    if shape[-2:] == (whole, whole) and len(shape) > 2:
-        return (len(shape) - 2, len(shape) - 1)
     if name in LABELS and len(shape) == 2 and value.is_floating_point():
         return ()  # a number for each class
+    by_token = name in (*TOKENS, *DECODER_TOKENS, *LABELS)  # whose width may be that number, too
+    if shape[-2:] == (whole, whole) and len(shape) > 2 and not by_token:
+        return (len(shape) - 2, len(shape) - 1)
     return (1,) if shape[:2] == (rows, whole) else ()

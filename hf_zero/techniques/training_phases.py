@@ -136,6 +136,7 @@ class TrainingPhases:
         )
         self._counters = Counters()
         self._sizes = (1, 1)  # the batch and the micro-batch of the configuration
+        self._set: tuple[int, int] | None = None  # samples and number of micro-batches, by a phase
         self._engine: weakref.ref[Any] | None = None
         self._told = False  # that the learning rate stays at 0
 
@@ -231,9 +232,17 @@ class TrainingPhases:
         micro = phase.train_micro_batch_size_per_gpu or self._sizes[1]
         steps = self.batch_size(step) // (micro * engine.world_size)
         now = (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps())
-        if now != (micro, steps):
-            engine.set_batches(micro, steps)
-            _set_rows(engine.training_dataloader, micro)
+        if self.changes_batches or self.changes_micro_batches:
+            if self._set not in (None, now):
+                raise ConfigError(
+                    f"the script has set {now[1]} micro-batches of {now[0]} samples for a step, "
+                    f"and {PHASES} says how many each step has; leave set_train_batch_size() out, "
+                    "or the batches of the phases"
+                )
+            self._set = micro, steps
+            if now != self._set:
+                engine.set_batches(micro, steps)
+                _set_rows(engine.training_dataloader, micro)
         engine.optimizer_step.lr_scale = self.lr_scale(step)
 
     def _tell_of_nothing(self, engine: Any) -> None:

@@ -257,6 +257,15 @@ def batch_of(**more: Any) -> dict[str, Any]:
     return {"input_ids": ids, **more}
 
 
+def test_a_width_that_is_the_length_of_the_sequence():
+    made = technique(LEGACY, Words())
+    wide = torch.randn(2, LENGTH, LENGTH)
+    cut = made.prepare_batch({"inputs_embeds": wide, "attention_mask": torch.ones(2, LENGTH)})
+    assert torch.equal(cut["inputs_embeds"], wide[:, :3])
+    masked = made.prepare_batch(batch_of(attention_mask=torch.ones(2, LENGTH, LENGTH)))
+    assert masked["attention_mask"].shape == (2, 3, 3)
+
+
 def test_what_stays_whole():
     made = technique(LEGACY, Words())
     whole = batch_of(

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.eigenvalue import direction_of
 from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.models import Stack, features, seeded
+from tests.helpers.models import ARCHITECTURES, Stack, features, seeded
 from tests.helpers.stacks import on_ranks
 from tests.helpers.training import Plan, plain_sgd
 
@@ -222,3 +222,26 @@ def test_a_model_that_returns_no_loss_is_refused():
         for step in range(2):
             engine.backward(engine(features(step, 0, 0)).pow(2).mean())
             engine.step()
+
+
+def test_batches_that_phases_have_cut(tmp_path):
+    """Measured on what was trained on; a checkpoint of a run without bits has none of them."""
+    model = ARCHITECTURES["gpt2"].build()
+    config = config_of(0, training_phases={"phases": [{"sequence_length": 4}]})
+    start(model, plain_sgd(model), config).save_checkpoint(str(tmp_path))
+    section = {
+        **SECTION,
+        "eigenvalue": {**EIGENVALUE, "layer_name": "transformer.h", "layer_num": 2, "max_iter": 2},
+    }
+    model = ARCHITECTURES["gpt2"].build()
+    engine = start(model, plain_sgd(model), {**config, "quantize_training": section})
+    technique = engine.techniques.by_key["quantize_training"]
+    begin = technique.state_dict()
+    for step in range(3):
+        engine.backward(engine(**ARCHITECTURES["gpt2"].batch(step, 0, 0)).loss)
+        engine.step()
+    assert technique._stretched._eigenvalues._call[1]["input_ids"].shape[1] == 4
+    assert technique.state_dict() != begin
+    engine.load_checkpoint(str(tmp_path))
+    assert technique.state_dict() == begin
+    engine.destroy()

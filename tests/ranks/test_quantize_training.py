@@ -222,6 +222,30 @@ def test_goes_on_from_a_checkpoint(stage, ranks, later, rounding, tmp_path):
     check([(found, losses[:3] + rest) for found, rest in answers], (weights, losses))
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_goes_back_to_before_the_offset(stage, tmp_path):
+    """A checkpoint loaded into the engine that wrote it: weights as they are until the offset."""
+
+    def run(rank, model):
+        engine = start(model, sgd(model), config_of(stage, quantize_training=SECTION))
+        engine.save_checkpoint(str(tmp_path / str(stage)))
+        runs = []
+        for _ in range(2):
+            losses = []
+            for step in range(STEPS):
+                loss = squared(engine, At(step, 0, rank))
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            runs.append(losses)
+            engine.load_checkpoint(str(tmp_path / str(stage)))
+            assert engine.techniques.by_key["quantize_training"].bits() == {}
+        return runs
+
+    for first, again in on_ranks(2, run):
+        assert first == again
+
+
 def test_small_weights_that_stay_whole_at_stage_3():
     """Some blocks' weights are persistent, others sharded."""
     zero = {"stage": 3, "stage3_param_persistence_threshold": 2048}
@@ -403,6 +427,16 @@ def test_groups_of_modules(stage):
 
     wanted = by_hand(stack, squared, SECTION, 2, chosen=chosen)
     check(on_ranks(2, trained, config, squared), wanted)
+
+
+def test_a_tied_weight_is_named_by_any_of_its_modules():
+    params = {"start_bits": 8, "target_bits": 3}
+    section = groups(one={"params": params, "modules": ["lm_head"]})
+    section["weight_quantization"]["shared_parameters"]["schedule_offset"] = 0
+    model = seeded(gpt2)
+    engine = start(model, sgd(model), config_of(0, compression_training=section))
+    assert engine.techniques.by_key["weight_quantization"].bits() == {"transformer.wte.weight": 8}
+    engine.destroy()
 
 
 def test_bits_in_the_forward():

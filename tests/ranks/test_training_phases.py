@@ -314,6 +314,25 @@ def test_what_cannot_be_changed():
     run_ranks(1, run)
 
 
+def test_a_batch_that_the_script_sets():
+    """It stays where phases change none, and is refused where they do."""
+    model = ARCHITECTURE.build()
+    engine = start(
+        model, adamw(model), config_of(0, training_phases={"phases": [{"warmup_steps": 3}]})
+    )
+    engine.set_train_batch_size(2 * ROWS)
+    micros: list[int] = []
+    trained(engine, 0, range(3), micros, [])
+    assert micros == [2, 2, 2]
+    engine.destroy()
+    model = ARCHITECTURE.build()
+    engine = start(model, adamw(model), config_of(0, training_phases=phases(1)))
+    engine.set_train_batch_size(2 * ROWS)
+    with pytest.raises(ConfigError, match=r"script has set 2 micro-batches .* leave set_train"):
+        trained(engine, 0, range(1), [], [])
+    engine.destroy()
+
+
 def test_two_lengths_at_once():
     curriculum = {
         "enabled": True,
