@@ -168,9 +168,10 @@ class _Laid:
 
     def state_on_device(self, plan: MemoryPlan) -> int:
         """Where the update runs on the device, 32-bit parameters are their own masters, unless
-        steps send differences.
+        they are elsewhere or steps send differences.
         """
-        apart = self.group.dtype in SIXTEEN_BITS or (plan.differences and plan.shards > 1)
+        away = plan.param.on and not self.group.whole
+        apart = away or self.group.dtype in SIXTEEN_BITS or (plan.differences and plan.shards > 1)
         master = MASTER_BYTES if apart else 0
         return (master + moment_bytes("fp32", plan.moments, 1)) * self.stays
 

@@ -10,6 +10,7 @@ Class-level state is shared between threads too.
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import sys
 import threading
@@ -46,6 +47,17 @@ def _make_one_at_a_time(kind: type) -> None:
 
 _make_one_at_a_time(_ops._OpNamespace)
 _make_one_at_a_time(_ops.OpOverloadPacket)
+
+
+def _parsing_one_at_a_time(*args: Any, **kwargs: Any) -> ast.AST:
+    """In Python 3.11 threads share the depth that a tree has while it is built, which
+    ``numpy.load`` does for each header: "AST constructor recursion depth mismatch".
+    """
+    with _MAKING:
+        return _parse(*args, **kwargs)
+
+
+_parse, ast.parse = ast.parse, _parsing_one_at_a_time  # type: ignore[assignment]
 
 LINGER = 60.0  # seconds the others may still run once the first rank has returned
 
@@ -185,8 +197,8 @@ def _wait(ranks: list[_Rank], timeout: float, meetings: Meetings) -> str:
     """
     start = time.monotonic()
     first_end: float | None = None
-    while any(thread.is_alive() for thread in ranks):
-        next(thread for thread in ranks if thread.is_alive()).join(0.05)
+    while alive := [thread for thread in ranks if thread.is_alive()]:
+        alive[0].join(0.05)
         now = time.monotonic()
         if first_end is None and any(not thread.is_alive() for thread in ranks):
             first_end = now
