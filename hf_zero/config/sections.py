@@ -37,7 +37,10 @@ class ZeroSection:
         unit="elements",
     )
     gather_16bit_weights_on_model_save: bool = key(
-        BOOLEAN, False, "save whole weights", name="stage3_gather_16bit_weights_on_model_save"
+        BOOLEAN,
+        False,
+        "whole weights in checkpoints of the Trainer, too; a save that a script asks for has them",
+        name="stage3_gather_16bit_weights_on_model_save",
     )
     max_live_parameters: int | None = key(
         SIZE,

@@ -240,13 +240,15 @@ def test_what_is_pushed_is_whole(strategy: str, gate: Gate, hub: Path, tmp_path:
 
 
 @pytest.mark.parametrize("pushed", [False, True])
-def test_what_save_model_writes_instead_of_weights_is_there(
+def test_a_save_that_is_asked_for_gathers_and_checkpoints_follow_the_key(
     pushed: bool,
     gate: Gate,
     hub: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """Without stage3_gather_16bit_weights_on_model_save a model folder holds a checkpoint."""
+    """Whatever stage3_gather_16bit_weights_on_model_save says, save_model and push_to_hub write
+    weights; with false a checkpoint of the Trainer holds its shards alone.
+    """
     gate.open.set()
     gate.seconds = 0.3
     stage = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}}
@@ -257,14 +259,23 @@ def test_what_save_model_writes_instead_of_weights_is_there(
         config={**BESIDE, **stage},
         push_to_hub=pushed,
         hub_model_id="someone/tiny",
+        save_strategy="steps",
+        save_steps=4,
     )
     run.train()
+    checkpoints = [*(tmp_path / "run").glob("checkpoint-*")]
+    assert checkpoints
+    for folder in checkpoints:
+        assert engine_checkpoint_error(folder) == ""
+        assert not [*folder.glob("model*.safetensors")]
     if pushed:
         run.push_to_hub()
-        assert engine_checkpoint_error(hub) == ""
     else:
         run.save_model(str(tmp_path / "model"))
-        assert engine_checkpoint_error(tmp_path / "model") == ""
+    saved = hub if pushed else tmp_path / "model"
+    loaded = transformers.AutoModelForMaskedLM.from_pretrained(saved)
+    trained = weights(run)
+    assert all(torch.equal(value, trained[name]) for name, value in loaded.state_dict().items())
 
 
 def test_the_limit_of_accelerate_waits_for_the_new_one(

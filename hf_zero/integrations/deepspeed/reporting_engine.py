@@ -33,6 +33,8 @@ class ReportingEngine(Engine):
     training_data: Any = None
     collate_fn: Any = None
     mpu: Any = None
+    # a Trainer is writing one of its checkpoints
+    saving_in_checkpoint = False
 
     @property
     def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
@@ -139,11 +141,15 @@ class ReportingEngine(Engine):
     get_model_parallel_rank = get_tensor_parallel_rank
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether a save of the model makes it whole: below stage 3 it is asked where ranks share
-        layers alone, and then a model is saved as it is there.
+        """Whether a save of the model gathers whole weights: always where a script asks for it. The
+        key decides for checkpoints of a Trainer at stage 3, which write the model beside the shards
+        (:attr:`saving_in_checkpoint`).
         """
-        below = self.config.stage < 3 and self.config.tensor_parallel.size > 1
-        return below or bool(self.config.zero.gather_16bit_weights_on_model_save)
+        return (
+            not self.saving_in_checkpoint
+            or self.config.stage < 3
+            or self.config.zero.gather_16bit_weights_on_model_save
+        )
 
     def checkpoint_tag_validation_fail(self) -> bool:
         return str(self.checkpoint_tag_validation_enabled()).lower() == "fail"

@@ -250,15 +250,23 @@ def evaluate_raw(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def save_untrained(original: Callable[..., None]) -> Callable[..., None]:
     """Wraps ``Trainer.save_model``: saves a model that was never trained, and returns when the
-    files of a running save are complete.
+    files of a running save are complete. Checkpoints of the Trainer hold whole weights as
+    stage3_gather_16bit_weights_on_model_save says.
     """
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if not under_zero(self) or self.deepspeed is not None:
+        if not under_zero(self):
             original(self, output_dir, _internal_call)
-            # without stage3_gather_16bit_weights_on_model_save it is a checkpoint
-            if under_zero(self):
-                self.deepspeed.wait_for_checkpoint(below=output_dir or self.args.output_dir)
+            return
+        engine = self.deepspeed
+        if engine is not None:
+            # push_to_hub, the other internal caller, passes no folder
+            engine.saving_in_checkpoint = _internal_call and output_dir is not None
+            try:
+                original(self, output_dir, _internal_call)
+            finally:
+                engine.saving_in_checkpoint = False
+            engine.wait_for_checkpoint(below=output_dir or self.args.output_dir)
             return
         with _as_if_plain(self):
             original(self, output_dir, _internal_call)

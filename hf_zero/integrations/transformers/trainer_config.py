@@ -80,8 +80,8 @@ def open_left_out(config: dict[str, Any]) -> list[str]:
                 open_key(params, f"{name}.params.{key}")
     zero = config.get("zero_optimization")
     if isinstance(zero, dict) and zero.get("stage") == 3:
-        # save_model is expected to leave weights behind; a config that says false gets the sharded
-        # checkpoint alone
+        # checkpoints of a Trainer hold weights that from_pretrained loads; with false they hold
+        # the shards alone
         open_key(zero, f"zero_optimization.{SAVE_WEIGHTS}", True)
     return opened
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoModel, BertConfig, BertForSequenceClassification, BertModel
@@ -116,6 +117,26 @@ def test_optimizer_and_schedule_of_the_script() -> None:
     )
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / (1 + STEPS))
     assert not optimizer.step_was_skipped
+
+
+@pytest.mark.parametrize("written", [{}, {"stage3_gather_16bit_weights_on_model_save": False}])
+def test_a_save_of_the_model_gathers_it_whatever_the_key_says(
+    written: dict[str, Any], tmp_path: Path
+) -> None:
+    """accelerate's YAML writes false for a stage without zero3_save_16bit_model."""
+    model = small()
+    accelerator = accelerator_with({"zero_optimization": {"stage": 3, **written}})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, data = accelerator.prepare(model, optimizer, loader())
+    train(accelerator, model, data, optimizer)
+    expected = model._zero3_consolidated_16bit_state_dict()
+    accelerator.save_model(model, str(tmp_path / "model"))
+    unwrapped, state = accelerator.unwrap_model(model), accelerator.get_state_dict(model)
+    unwrapped.save_pretrained(tmp_path / "pretrained", state_dict=state)
+    for folder in ("model", "pretrained"):
+        saved = load_file(tmp_path / folder / "model.safetensors")
+        assert saved.keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in saved.items())
 
 
 def test_optimizer_and_schedule_of_the_configuration() -> None:
