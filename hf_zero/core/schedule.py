@@ -6,8 +6,9 @@ Gathers happen in passes: a forward from the outermost module called, a backward
 to its end. Each kind of pass (see :meth:`Schedule.begin`) has a plan, the order of its gathers, and
 all ranks issue exactly that order, units that this rank happens not to use included. The first pass
 of a kind is recorded: before every gather the ranks agree, so that a block used on one rank only
-enters the plan of every rank. A gather that is not in the rest of a plan is a fetch: see the note
-in consensus.py.
+enters the plan of every rank. A gather that is not in the rest of a plan is a fetch (the note in
+consensus.py) where other ranks hold shards of the unit, and sends nothing where this rank holds all
+of it.
 
 A pass may leave units out that no rank uses in it, as all ranks know when it begins: they keep
 their places in its plan, and are passed over there. One that is needed all the same is a fetch.
@@ -342,6 +343,8 @@ class Schedule:
             self._ahead = []
             self.issue_through(plan.index(unit, under_way.cursor))
             under_way.cursor += 1
+            unit.launch_gather(backward=under_way.backward)
+        elif under_way is not None and plan is not None and unit.needs_no_peer:
             unit.launch_gather(backward=under_way.backward)
         elif plan is not None and self._mesh.consensus is not None:
             self.shards.fetch(unit)

@@ -165,6 +165,11 @@ class Unit:
         """Bytes of the gathered flats."""
         return sum(flat.layout.padded * flat.dtype.itemsize for flat in self.sharded)
 
+    @cached_property
+    def needs_no_peer(self) -> bool:
+        """Whether a gather sends nothing: this rank holds all elements of the unit."""
+        return all(flat.axis.size == 1 for flat in self.sharded)
+
     @property
     def offloaded(self) -> list[FlatBuffer]:
         """The flats whose states are offloaded."""

@@ -11,7 +11,7 @@ from torch import nn
 from tests.helpers import oracle
 from tests.helpers.cells import fast
 from tests.helpers.engines import config_of, engine_opener, start, train_on_threads
-from tests.helpers.left_out import Dropping, LeftOut, at_random, on_one
+from tests.helpers.left_out import Dropping, LeftOut, at_random, first_used, on_one
 from tests.helpers.models import features, floats, seeded
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import At, Driver, Plan, adamw
@@ -56,6 +56,21 @@ def test_each_rank_leaves_out_its_own_at_random(ranks, accumulation, checkpoints
 
 def test_over_replicas():
     check(LeftOut(12, at_random(12, 0.5)), 4, 1, 3, replicate_size=2)
+
+
+SHARD_AXES = {
+    "2 of 2": (2, {}),
+    "1 of 2": (2, {"replicate_size": 2}),
+    "1 of 2, MiCS": (2, {"zero_optimization": {"stage": 3, "mics_shard_size": 1}}),
+    "2 of 4": (4, {"replicate_size": 2}),
+}
+
+
+@pytest.mark.parametrize("axis", SHARD_AXES)
+def test_blocks_that_the_first_pass_leaves_out_are_used_later(axis):
+    """Whatever the length of the shard axis is: 1 on several ranks, too."""
+    ranks, config = SHARD_AXES[axis]
+    check(LeftOut(6, first_used(1, 2, 3)), ranks, 1, 3, timeout=60, **config)
 
 
 def test_compiled_blocks():
