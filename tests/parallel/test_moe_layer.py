@@ -225,6 +225,20 @@ def test_gates_compute_in_fp32_and_change_in_training_alone() -> None:
     assert gate(tokens)[1].shape == (8, EXPERTS, 8)
 
 
+@pytest.mark.parametrize("policy", ("Jitter", "RSample"))
+def test_noise_of_a_gate_is_drawn_in_training_alone(policy: str) -> None:
+    gate = TopKGate(HIDDEN, EXPERTS, 1, 100.0, 100.0, 0, policy, use_rts=False)
+    tokens = torch.randn(32, HIDDEN)
+
+    def drawn() -> set[tuple[float, ...]]:
+        return {tuple(gate.route(tokens).weights.flatten().tolist()) for _ in range(4)}
+
+    assert len(drawn()) == 4
+    gate.eval()
+    best = (tokens @ gate.wg.weight.T).argmax(1)
+    assert len(drawn()) == 1 and torch.equal(gate.route(tokens).experts[:, 0], best)
+
+
 def test_parts_of_dimension_one_without_sizes() -> None:
     experts = Experts(nn.Linear(HIDDEN, HIDDEN), 2, "ep_size_1")
     experts.deepspeed_experts[1].weight.data.zero_()

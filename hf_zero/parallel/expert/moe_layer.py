@@ -38,8 +38,8 @@ class TopKGate(nn.Module):
     Args:
         capacity_factor, eval_capacity_factor, min_capacity, drop_tokens: what an expert takes, in
             training and in evaluation.
-        noisy_gate_policy: "RSample" draws the expert of a top-1 gate by the gates, "Jitter"
-            multiplies what a gate reads by noise in training.
+        noisy_gate_policy: in training, "RSample" draws the expert of a top-1 gate by the gates,
+            "Jitter" multiplies what a gate reads by noise.
         use_rts: an expert of a top-1 gate that gets too many tokens selects among them at random.
         top2_2nd_expert_sampling: the second expert is drawn.
         ep_group: without effect: nothing has to be alike on all ranks.
@@ -86,7 +86,7 @@ class TopKGate(nn.Module):
             tokens = routing.jittered(tokens.float())
         logits = self.wg(tokens)
         if self.k == 1:
-            noisy = self.noisy_gate_policy == "RSample"
+            noisy = self.noisy_gate_policy == "RSample" and self.training
             return routing.top1(logits, capacity, used, noisy, self.use_rts)
         return routing.top2(logits, capacity, self.top2_2nd_expert_sampling)
 
