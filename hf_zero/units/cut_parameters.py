@@ -4,11 +4,15 @@ this rank's part of a whole one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 
+from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.parallel_groups import ParallelGroups, get_parallel, groups_along
 from hf_zero.errors import PartitionError
-from hf_zero.parameters.sharding import Sharding
+from hf_zero.parameters.box import Box
+from hf_zero.parameters.sharding import Sharding, sharding_of
 
 
 def join_parts(sharding: Sharding, part: torch.Tensor, name: str) -> torch.Tensor:
@@ -26,7 +30,7 @@ def join_parts(sharding: Sharding, part: torch.Tensor, name: str) -> torch.Tenso
         )
     # axes and dimensions go in the same order: experts are the first dimension
     for axis, (dim, ranges) in reversed(list(zip(axes, sharding.box.cuts, strict=True))):
-        size = sharding.box.whole[dim] // sum(end - start for start, end in ranges)
+        size = _parts(sharding.box, dim, ranges)
         cut = groups_along(axis, size)
         if cut is None:
             raise PartitionError(
@@ -56,6 +60,27 @@ def of_ranks(groups: ParallelGroups, axis: str, own: torch.Tensor, key: str) -> 
     every = sent.new_empty(ranks.size * sent.numel())
     ranks.all_gather([(every, sent.view(-1))], key).wait()
     return every.view(ranks.size, *own.shape).to(own.device)
+
+
+def _parts(box: Box, dim: int, ranges: Sequence[tuple[int, int]]) -> int:
+    """How many ranks share what ``box`` cuts into ``ranges`` of dimension ``dim``."""
+    return box.whole[dim] // sum(end - start for start, end in ranges)
+
+
+def dims_of_parts(tensors: Iterable[torch.Tensor]) -> list[MeshDim]:
+    """The dimensions of ranks along which ``tensors`` are cut: a forward with them meets the other
+    ranks there.
+    """
+    found: dict[tuple[str, int], MeshDim] = {}
+    for sharding in {sharding_of(tensor) for tensor in tensors}:
+        named, box = sharding.axes[:1] if sharding.names else (), sharding.box
+        cuts = zip(sharding.axes[len(named) :], box.cuts) if box is not None else ()
+        sizes = {axis: _parts(box, *cut) for axis, cut in cuts if box is not None}
+        for axis in sharding.axes:
+            groups = groups_along(axis, sizes[axis]) if axis in sizes else get_parallel()
+            if groups is not None and groups.along(axis).size > 1:
+                found[axis, groups.along(axis).size] = groups.along(axis)
+    return [found[key] for key in sorted(found)]
 
 
 def own_part(sharding: Sharding, given: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Generation at stage 3: the tokens of one process, and what is gathered for them."""
+"""Generation on several ranks: the tokens of one process, and what is gathered for them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import hf_zero
 from hf_zero.errors import ReleasedParameterError
 from hf_zero.integrations.transformers import generation
 from tests.helpers import oracle
+from tests.helpers import tensor_parallel as split
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES
+from tests.helpers.ranks import run_ranks
 from tests.helpers.training import adamw, plain_sgd
+from tests.parallel import expert_cases
 from tests.ranks.test_gathered import At, by_hand, on_ranks, squared
 
 RANKS = 2
@@ -236,3 +239,37 @@ def test_an_error_inside_keeps_nothing():
         assert torch.equal(full_weights(engine)["head.weight"], before["head.weight"])
 
     on_ranks(RANKS, run)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@pytest.mark.parametrize("shared", ("experts", "layers"))
+def test_ranks_of_shared_layers_keep_together_until_the_last_has_ended(shared, stage):
+    """Two groups of two ranks; one group generates once more than the other, where nothing else
+    makes them wait for each other.
+    """
+    build, keys = {
+        "experts": (split.mixtral, expert_cases.keys(2)),
+        "layers": (split.llama, {"tensor_parallel": {"autotp_size": 2}}),
+    }[shared]
+    lengths = (1, 6, 3, 2)
+    plain, models = [[build().eval() for _ in lengths] for _ in range(2)]
+    for model in (*plain, *models):
+        model.load_state_dict(plain[0].state_dict())
+    prompts = [rank if shared == "experts" else rank // 2 for rank in range(len(lengths))]
+    row = [asked(prompt % RANKS) for prompt in prompts]
+    want = [
+        model.generate(**each, max_new_tokens=length)
+        for model, each, length in zip(plain, row, lengths)
+    ]
+
+    def run(rank):
+        engine = start(models[rank], plain_sgd(models[rank]), config_of(stage, **keys))
+        for again in range(2 if rank < 2 or stage == 3 else 1):
+            more = {"synced_gpus": False} if again and stage < 3 else {}
+            made = engine.generate(**row[rank], max_new_tokens=lengths[rank], **more)
+            assert torch.equal(made, want[rank])
+        assert "_has_unfinished_sequences" not in vars(models[rank])
+        engine.destroy()
+
+    run_ranks(len(lengths), run)

@@ -114,8 +114,8 @@ SEAMS: tuple[Seam, ...] = (
         ),
         wrapper="hf_zero.integrations.transformers.generation:gather_for_generate",
         versions=TRANSFORMERS,
-        why="a sharded model is gathered once for all tokens where it fits; else ranks must keep "
-        "together until the last one is done",
+        why="a sharded model is gathered once for all tokens where it fits; else ranks, and those "
+        "that hold parts of its layers or other experts, keep together until the last one is done",
     ),
     Seam(
         target="transformers.training_args:TrainingArguments.__post_init__",

@@ -1,49 +1,84 @@
-"""Generation at stage 3: how often a model is gathered for it.
+"""Generation on several ranks: how often a sharded model is gathered for it, and which ranks keep
+together.
 
-Every token is a forward, and every forward gathers each unit once. Where the whole model fits next
-to what is there already, ``generate`` gathers it once for all tokens; ranks then end when their own
-sequences do. Else they keep together (``synced_gpus``), whatever configuration is alive in
-transformers.
+Every token is a forward, and every forward at stage 3 gathers each unit once. Where the whole model
+fits next to what is there already, ``generate`` gathers it once for all tokens; ranks then end when
+their own sequences do. Else they keep together (``synced_gpus``), whatever configuration is alive
+in transformers. At every stage, ranks that hold parts of the layers or other experts keep together:
+each forward of one needs the others.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_zero.core.gathered import summon_full_params
+from hf_zero.distributed.collectives import MeshDim
 from hf_zero.engine import Engine
 from hf_zero.memory import free_bytes
 from hf_zero.parameters.parameter import owner_of
+from hf_zero.units.cut_parameters import dims_of_parts
 
 # of the free memory that the gathered model may take: caches and activations need the rest
 FREE_SHARE = 0.5
 
 
 def gather_for_generate(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``GenerationMixin.generate``: gathers the model once where memory allows, else keeps
-    the ranks in step until the last has ended.
+    """Wrap ``GenerationMixin.generate``: gather the model once where memory allows, else keep the
+    ranks in step until the last has ended; do so as well with those that the forwards meet.
     """
     signature = inspect.signature(original)
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        engine = _sharding_engine(self)
-        if engine is None:
+        engine, dims = _sharding_engine(self), dims_of_parts(self.parameters())
+        if engine is None and not dims:
             return original(self, *args, **kwargs)
         given = signature.bind(self, *args, **kwargs)
         assistant = given.arguments.get("assistant_model")
         models = nn.ModuleList([self, assistant] if isinstance(assistant, nn.Module) else [self])
-        whole = _fits(models, engine)
-        if given.arguments.get("synced_gpus") is None:
+        whole = engine is not None and _fits(models, engine)
+        if engine is not None and given.arguments.get("synced_gpus") is None:
             given.arguments["synced_gpus"] = not whole and engine.world_size > 1
-        with summon_full_params(models) if whole else nullcontext():
+        with ExitStack() as left:
+            if whole:
+                left.enter_context(summon_full_params(models))
+            if dims and not given.arguments.get("synced_gpus"):
+                given.arguments["synced_gpus"] = True
+                left.enter_context(_kept_together(self, dims))
             return original(*given.args, **given.kwargs)
 
     return generate
+
+
+@contextmanager
+def _kept_together(model: Any, dims: Sequence[MeshDim]) -> Iterator[None]:
+    """Let ``synced_gpus`` in ``model.generate`` keep the ranks along ``dims`` together, and no
+    others.
+    """
+
+    def has_unfinished_sequences(
+        this_peer_finished: bool, synced_gpus: bool, device: torch.device
+    ) -> bool:
+        unfinished = torch.tensor([float(not this_peer_finished)], device=device)
+        for dim in dims:
+            dim.all_reduce(unfinished, "ranks that still generate").wait()
+        return bool(unfinished.item())
+
+    name = "_has_unfinished_sequences"
+    before = model.__dict__.get(name)
+    model.__dict__[name] = has_unfinished_sequences
+    try:
+        yield
+    finally:
+        model.__dict__.pop(name)
+        if before is not None:
+            model.__dict__[name] = before
 
 
 def _sharding_engine(model: nn.Module) -> Engine | None:
