@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.device import kinds
+from hf_zero.distributed import rank_hosts
 from hf_zero.distributed.codec import Codec
 from hf_zero.distributed.collective_handle import Handle
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
@@ -38,6 +39,7 @@ from hf_zero.spans import span
 
 CPU = torch.device("cpu")
 DEFAULT_TIMEOUT = 1800.0
+MARGIN_SECONDS = 30.0  # between our timeout, which names ranks, and the backend's
 SMALL_NUMEL = 6  # sums of so few numbers travel with a code of what they are
 BREAK_TAG = 0x7FFFFFFF
 # backends whose works are completed when a wait for them returns
@@ -106,7 +108,7 @@ class MeshDim:
         logs = []
         for kind, each in (("gathers", groups.gather), ("reductions", groups.reduce)):
             off = partial(abort, each, backend, self.size, self.rank, device)
-            title = f"{kind} of {name} over ranks {self.ranks[0]}-{self.ranks[-1]}"
+            title = f"{kind} of {name} over ranks {rank_hosts.numbers(self.ranks)}"
             log = CollectiveLog(title, self.ranks, timeout, off, native=self._follows is None)
             logs.append(
                 log
@@ -386,6 +388,13 @@ class MeshDim:
             tensor.copy_(message[: tensor.numel()].view(tensor.shape))
 
         return Handle([work], self._watchdog, pending, [tensor], finish=finish)
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Let a wait for its collectives be an error after ``seconds``."""
+        self.gathers.timeout = self.reductions.timeout = seconds
+        for group in (self._group, self._reduce_group):
+            if group is not None and self._watchdog.rank_status is not None:
+                group.set_timeout(timedelta(seconds=seconds + MARGIN_SECONDS))
 
     def close(self) -> None:
         """Give the communicators and spare buffers back."""

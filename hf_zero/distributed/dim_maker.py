@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from hf_zero.device import kinds
 from hf_zero.distributed.collective_log import CollectiveStats, PendingCollective
-from hf_zero.distributed.collectives import DimGroups, MeshDim
-from hf_zero.distributed.init import MARGIN_SECONDS
+from hf_zero.distributed.collectives import MARGIN_SECONDS, DimGroups, MeshDim
 from hf_zero.distributed.watchdog import Watchdog
 
 

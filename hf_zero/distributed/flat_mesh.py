@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats
-from hf_zero.distributed.collectives import DimGroups, MeshDim
+from hf_zero.distributed.collectives import MARGIN_SECONDS, DimGroups, MeshDim
 from hf_zero.distributed.dim_maker import DimMaker
-from hf_zero.distributed.init import MARGIN_SECONDS
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.rank_group import RankGroup
 from hf_zero.distributed.two_hops import TwoHops

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
 from hf_zero.distributed.collective_log import PendingCollective
-from hf_zero.distributed.collectives import DEFAULT_TIMEOUT
+from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MARGIN_SECONDS
 from hf_zero.distributed.network_interface import choose_interface
 from hf_zero.distributed.process_group import (
     backends_for,
@@ -27,8 +27,6 @@ from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import ConfigError
 from hf_zero.logs import log_rank0
-
-MARGIN_SECONDS = 30.0  # between our timeout, which names ranks, and the backend's
 
 
 def init_distributed(

@@ -51,6 +51,8 @@ class Mesh:
         self.world = len(self.ranks)
         self.stats = CollectiveStats()
         self.device, self.timeout = device, timeout
+        if parallel is not None:
+            parallel.wait_at_most(timeout)
         self.watchdog = Watchdog(enabled=False)
         self.consensus: Consensus | None = None
         self.name = "engine"

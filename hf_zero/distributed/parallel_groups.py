@@ -62,6 +62,13 @@ class ParallelGroups:
                 for log in (made.gathers, made.reductions):
                     log.issue_deferred = get_world_group().deferred.issue
 
+    def wait_at_most(self, seconds: float) -> None:
+        """Let a wait along each axis be an error after ``seconds``: the ``timeout`` of an engine,
+        whose configuration may be known only after these were made.
+        """
+        for made in self._axes.values():
+            made.wait_at_most(seconds)
+
     @property
     def logs(self) -> dict[str, CollectiveLog]:
         """The communicators, by what they are for."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hf_zero.distributed.network_interface import own_address
@@ -35,6 +35,18 @@ def own_host() -> str:
     name = next((os.environ[each] for each in NAMES if os.environ.get(each)), socket.gethostname())
     address = own_address(os.environ.get("MASTER_ADDR"))
     return f"{name} ({address})" if address and address != name else name
+
+
+def numbers(ranks: Sequence[int]) -> str:
+    """``0-3`` for ranks 0 to 3, ``0, 2`` for ranks 0 and 2: each range of three or more once."""
+    ranges: list[list[int]] = []
+    for rank in sorted(ranks):
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1].append(rank)
+        else:
+            ranges.append([rank])
+    parts = [[f"{each[0]}-{each[-1]}"] if len(each) > 2 else map(str, each) for each in ranges]
+    return ", ".join(text for part in parts for text in part)
 
 
 def of(ranks: Iterable[int]) -> str:

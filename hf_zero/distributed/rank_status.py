@@ -159,14 +159,16 @@ class RankStatus:
         return diagnose_hang(self.rank, self.post(pending), posts, stuck_in)
 
     def missing_ranks(self, pending: PendingCollective) -> list[int]:
-        """The ranks that ``pending`` needs and that had not issued it at their last post."""
-        posts = self._posts
+        """The ranks that ``pending`` needs and that are not known to have issued it: who waits in
+        it, too, has posted that.
+        """
+        posts, log = self._posts, pending.log
         return [
             rank
             for rank in pending.needs
-            if rank in posts
-            and pending.log
-            and sequence_number(posts[rank], pending.log.name) <= pending.number
+            if rank != self.rank
+            and log is not None
+            and (rank not in posts or sequence_number(posts[rank], log.name) <= pending.number)
         ]
 
     def _without_store(self) -> str:

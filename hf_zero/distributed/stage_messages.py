@@ -19,9 +19,8 @@ import torch.distributed as dist
 
 from hf_zero.device import kinds
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
-from hf_zero.distributed.collectives import CPU, DEFAULT_TIMEOUT, MeshDim, abort
+from hf_zero.distributed.collectives import CPU, MARGIN_SECONDS, MeshDim, abort
 from hf_zero.distributed.dim_maker import DimMaker, connect
-from hf_zero.distributed.init import MARGIN_SECONDS
 from hf_zero.distributed.parallel_groups import ParallelGroups
 from hf_zero.distributed.process_group import backend_serving, group_backend
 from hf_zero.distributed.watchdog import Watchdog
@@ -250,7 +249,9 @@ def _memory(
     return tuple(found), tuple(grads), single
 
 
-def dim_of_stages(groups: ParallelGroups, stages: Sequence[int], name: str) -> MeshDim:
+def dim_of_stages(
+    groups: ParallelGroups, stages: Sequence[int], name: str, timeout: float
+) -> MeshDim:
     """The ranks of this rank's pipeline at ``stages``, if it is one of them; else itself alone
     (collective over all ranks).
     """
@@ -266,5 +267,5 @@ def dim_of_stages(groups: ParallelGroups, stages: Sequence[int], name: str) -> M
     ]
     watchdog = get_world_group().watchdog
     backend = group_backend(groups.device)
-    maker = DimMaker(groups.rank, groups.device, backend, watchdog, DEFAULT_TIMEOUT)
+    maker = DimMaker(groups.rank, groups.device, backend, watchdog, timeout)
     return maker.make(sets, name, groups.stats["pipeline"], 2)

@@ -277,11 +277,13 @@ class Watchdog:
                     likely.text,
                 )
         if verdict is None and log is not None and waited >= log.timeout:
-            others = rank_hosts.of(rank for rank in pending.needs if rank != rank_status.rank)
+            late = rank_status.missing_ranks(pending)
+            needed = late or [rank for rank in pending.needs if rank != rank_status.rank]
             text = (
                 f"rank {rank_status.rank} has waited {waited:.0f} s, which is the timeout, for "
-                f"{pending}; it needs {others}, of which one has not "
-                "come. See where it stands (py-spy dump), or set a longer timeout in the config"
+                f"{pending}; {rank_hosts.of(needed)} {'has' if len(needed) == 1 else 'have'} not "
+                "come there. See where such a rank stands (py-spy dump), or set a longer timeout "
+                "in the config"
             )
             verdict = HangDiagnosis(text, text)
         if verdict is not None and (self._current or self._oldest_followed()) is current:

@@ -68,3 +68,9 @@ def test_a_collective_that_breaks_names_the_peers_and_their_hosts(hosts: list[st
         r"closed.*rank 1 on b \(10.0.0.2\)",
     ):
         handle.wait()
+
+
+def test_numbers_of_ranks_name_those_alone() -> None:
+    groups = ([0, 1, 2, 3], [0, 2], [4, 5], [0, 1, 2, 8, 10, 9], [7])
+    said = ["0-3", "0, 2", "4, 5", "0-2, 8-10", "7"]
+    assert [rank_hosts.numbers(ranks) for ranks in groups] == said

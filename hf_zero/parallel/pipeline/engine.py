@@ -33,7 +33,7 @@ class PipelineTraining(TrainingEngine):
     def _build(self, mesh: Mesh, precision: str | None, installed: ExitStack) -> None:
         groups = get_parallel()
         assert groups is not None
-        self._tied = TiedParameters(self.module, groups)
+        self._tied = TiedParameters(self.module, groups, mesh.timeout)
         super()._build(mesh, precision, installed)
         self._tied.check(self.flats)
         installed.callback(self._tied.close)

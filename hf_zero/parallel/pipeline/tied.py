@@ -27,7 +27,7 @@ class TiedParameters:
     is made, before its engine (collective over all ranks).
     """
 
-    def __init__(self, module: StagedModule, groups: ParallelGroups):
+    def __init__(self, module: StagedModule, groups: ParallelGroups, timeout: float):
         self._along: dict[tuple[int, ...], MeshDim] = {}
         self._device = groups.device
         self.elsewhere: frozenset[str] = frozenset()  # names of what other stages hold
@@ -54,7 +54,7 @@ class TiedParameters:
                 )
         for stages in sorted({tuple(sorted(held)) for held in tied.values()}):
             name = f"weights tied over stages {', '.join(map(str, stages))}"
-            self._along[stages] = dim_of_stages(groups, stages, name)
+            self._along[stages] = dim_of_stages(groups, stages, name, timeout)
         for name in sorted(set(tied) & set(own)):
             stages = tuple(sorted(tied[name]))
             set_sharding(own[name], replace(sharding_of(own[name]), stages=stages))
