@@ -1,34 +1,46 @@
-"""Two pipeline stages x two data-parallel x two tensor-parallel ranks, on eight gloo processes."""
+"""Two pipeline stages x two tensor-parallel ranks, tied over the stages, on four gloo processes; on
+eight with two data-parallel ranks.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import hf_zero
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
+from tests.helpers.cells import fast
 from tests.helpers.processes import run_processes, say
 from tests.parallel.causal import batches_of, model_of
-from tests.parallel.pipelines import CLIP, config, plain, sgd
+from tests.parallel.pipelines import CLIP, LR, config, plain
 
-pytestmark = pytest.mark.long
-RANKS, MICRO = 8, 2
+MICRO = 2
+MODELS = {4: "llama", 8: "qwen3"}  # by ranks; the first is tied over the stages
+
+
+def grouped(parameters: Any) -> torch.optim.Optimizer:
+    """Matrices, which decay, and vectors, in groups of their own."""
+    given = list(parameters)
+    groups = [{"params": [p for p in given if (p.dim() > 1) == decays]} for decays in (True, False)]
+    return torch.optim.SGD([{**groups[0], "weight_decay": 0.1}, groups[1]], lr=LR)
 
 
 def _rank(rank: int) -> list[Any]:
-    found = []
+    found, ranks = [], dist.get_world_size()
     for zero in (0, 1):
         say(f"stage {zero}")
-        init_parallel(ParallelDims.over(RANKS, tensor=2))
-        cut = hf_zero.tensor_parallel(model_of("qwen3"), 2)
+        init_parallel(ParallelDims.over(ranks, tensor=2))
+        cut = hf_zero.tensor_parallel(model_of(MODELS[ranks]), 2)
         stages = hf_zero.pipeline_stages(cut, 2, partition_method="uniform")
         written = config(MICRO, zero, kernels="off")
-        engine, _, _, _ = hf_zero.initialize(model=stages, config=written, optimizer=sgd)
-        reader = rank % 4 // 2  # tensor-parallel ranks, and the stages, read the same
-        data = iter(batches_of(4 * MICRO)[reader::2])
+        engine, _, _, _ = hf_zero.initialize(model=stages, config=written, optimizer=grouped)
+        readers = ranks // 4
+        reader = rank // 2 % readers  # tensor-parallel ranks, and the stages, read the same
+        data = iter(batches_of(2 * readers * MICRO)[reader::readers])
         told = [(float(engine.train_batch(data)), engine.get_global_grad_norm()) for _ in range(2)]
         found.append(told)
         engine.destroy()
@@ -36,14 +48,17 @@ def _rank(rank: int) -> list[Any]:
     return found
 
 
-def test_three_ways_at_once() -> None:
-    data = batches_of(4 * MICRO)
+@pytest.mark.parametrize("ranks", fast(MODELS, lambda ranks: ranks == 4))
+def test_three_ways_at_once(ranks: int) -> None:
+    data = batches_of(ranks // 2 * MICRO)
+    half = len(data) // 2
     expected, _ = plain(
-        model_of("qwen3"),
-        [data[: 2 * MICRO], data[2 * MICRO :]],
+        model_of(MODELS[ranks]),
+        [data[:half], data[half:]],
         lambda model, batch: model(**batch, use_cache=False).loss,
+        grouped,
     )
-    answers = run_processes(RANKS, _rank)
+    answers = run_processes(ranks, _rank)
     assert all(answer == answers[0] for answer in answers)  # to the bit, on all ranks
     for told in answers[0]:
         for (loss, norm), (want, of) in zip(told, expected):

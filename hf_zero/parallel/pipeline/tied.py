@@ -7,6 +7,7 @@ the first stage that holds one, so that the copies stay alike to the bit.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -30,6 +31,8 @@ class TiedParameters:
     def __init__(self, module: StagedModule, groups: ParallelGroups, timeout: float):
         self._along: dict[tuple[int, ...], MeshDim] = {}
         self._device = groups.device
+        along = (groups.dims.ranks_along(rank, "pipeline") for rank in range(groups.dims.world))
+        self._columns = set(along)  # ranks of each pipeline
         self.elsewhere: frozenset[str] = frozenset()  # names of what other stages hold
         if groups.dims.pipeline == 1:
             return
@@ -70,8 +73,9 @@ class TiedParameters:
         parameter.copy_(value)
 
     def check(self, flats: Sequence[FlatBuffer]) -> None:
-        """Raise PartitionError, on all ranks, unless all stages hold tied parameters in the same
-        flat buffers (collective over all ranks).
+        """Raise PartitionError, on all ranks, unless the stages of each pipeline hold tied
+        parameters in the same flat buffers (collective over all ranks). Those of another pipeline
+        may be another part of the parameters.
         """
         if not self._along:
             return
@@ -80,8 +84,8 @@ class TiedParameters:
             for stages, of_stages in self._flats(flats).items()
         }
         every = get_world_group().all_gather_object(own, "tied parameters")
-        for stages in self._along:
-            found = [held[stages] for held in every if held.get(stages)]
+        for stages, column in itertools.product(self._along, self._columns):
+            found = [every[rank][stages] for rank in column if every[rank].get(stages)]
             if any(each != found[0] for each in found):
                 raise PartitionError(
                     f"the parameters tied over stages {list(stages)} of the pipeline lie in "
