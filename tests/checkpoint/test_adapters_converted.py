@@ -21,7 +21,7 @@ from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.integrations.peft import adapter_files
 from tests.checkpoint.jobs import Engine, Job, good, run, train_some
 from tests.helpers.adapters import KINDS, llama
-from tests.helpers.engines import full_weights, start
+from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.ranks import run_ranks
 
 
@@ -364,3 +364,36 @@ def test_a_base_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "huggingface_hub.try_to_load_from_cache", lambda name, file: str(tmp_path / file)
     )
     assert adapter_files._base_configuration("some/model") == {"vocab_size": 5}
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@pytest.mark.parametrize("kind", ["LoRA", "LoRA and a module saved whole", "LoRA on the embedding"])
+def test_ranks_that_share_layers_write_whole_adapters(
+    tmp_path: Path, base: Path, kind: str, stage: int
+) -> None:
+    """Rank 0 alone finds out what PEFT would write, and must ask nobody for a part."""
+    models = [adapted(base, KINDS[kind]()) for _ in range(3)]
+    tokens = torch.randint(3, 32, (2, 8), generator=torch.Generator().manual_seed(1))
+
+    def train(rank: int) -> None:
+        trained = [each for each in models[rank].parameters() if each.requires_grad]
+        keys = {"tensor_parallel": {"autotp_size": 2}}
+        engine = start(models[rank], torch.optim.SGD(trained, 0.1), config_of(stage, **keys))
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+        engine.save_checkpoint(tmp_path / "run")
+        engine.destroy()
+
+    run_ranks(2, train)
+    plain = models[2]
+    plain(input_ids=tokens, labels=tokens).loss.backward()
+    torch.optim.SGD([each for each in plain.parameters() if each.requires_grad], 0.1).step()
+    convert_checkpoint(tmp_path / "run", tmp_path / "out")
+    plain.save_pretrained(tmp_path / "peft")
+    got, want = (
+        load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("out", "peft")
+    )
+    assert set(got) == set(want)
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6)

@@ -100,7 +100,9 @@ def leave_files_to_rank_0(original: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def whole_copies(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
-    """Sharded modules that PEFT asks while it saves are copies with values of ``state`` inside."""
+    """Modules that PEFT asks while it saves, and that other ranks hold shards or parts of, are
+    copies with values of ``state`` inside.
+    """
     replaced: list[tuple[nn.ModuleDict, str, nn.Module]] = []
     try:
         for prefix, module in model.named_modules():
@@ -110,7 +112,7 @@ def whole_copies(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
                     path = ".".join(filter(None, (prefix, attribute, name)))
                     if (
                         isinstance(held, nn.ModuleDict)
-                        and _is_sharded(asked)
+                        and _needs_other_ranks(asked)
                         and _is_in(asked, path, state)
                     ):
                         replaced.append((held, name, asked))
@@ -121,10 +123,14 @@ def whole_copies(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
             held[name] = asked
 
 
-def _is_sharded(module: nn.Module) -> bool:
+def _needs_other_ranks(module: nn.Module) -> bool:
+    """Whether the state dict of ``module`` takes what other ranks hold."""
     from hf_zero.parameters.parameter import owner_of
+    from hf_zero.parameters.sharding import sharding_of
 
-    return any(flat is not None and flat.sharded for flat in map(owner_of, module.parameters()))
+    own = list(module.parameters())
+    sharded = any(flat is not None and flat.sharded for flat in map(owner_of, own))
+    return sharded or any(sharding_of(each).axes for each in own)
 
 
 def _is_in(module: nn.Module, path: str, state: Mapping[str, Any]) -> bool:
