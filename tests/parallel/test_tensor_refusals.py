@@ -1,7 +1,8 @@
-"""What does not go with layers that ranks share, and says so."""
+"""What does not go with layers that ranks share, and says so; heads whose weight others read."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -129,14 +130,50 @@ def test_a_head_whose_weight_trl_reads(tied: bool) -> None:
 
     run_ranks(2, run)
 
-    def run_late(rank: int) -> None:
-        model: Any = hf_zero.tensor_parallel(late[rank], 2)
-        add_fused_lm_head(model)
-        start(model, plain_sgd(model), config_of(1, **TP))
 
-    late = [seeded(lambda: llama(tied=tied)) for _ in range(2)]
-    with pytest.raises(RankFailed, match=r"make the trainer from the whole model"):
-        run_ranks(2, run_late)
+@pytest.mark.turns
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@pytest.mark.parametrize("tied", (False, True))
+def test_a_head_that_was_cut_before_trl_reads_its_weight(tied: bool, stage: int) -> None:
+    """As TRL's reference model, which it loads under the configuration; here it trains, too."""
+    models = [seeded(lambda: llama(tied=tied)) for _ in range(3)]
+    draw = torch.Generator().manual_seed(1)
+    batches = [torch.randint(3, VOCAB, (2, 9), generator=draw) for _ in range(3)]
+
+    def losses(model: Any, train: Callable[[Any], None]) -> list[float]:
+        found = []
+        for ids in batches:
+            given = {"input_ids": ids, "labels": ids}
+            for more in ({"fused_lm_head": True}, {}):
+                loss = model(**given, **more).loss
+                found.append(float(loss.detach()))
+                train(loss)
+        return found
+
+    plain: Any = models[2]
+    add_fused_lm_head(plain)
+    optimizer = plain_sgd(plain)
+
+    def train(loss: Any) -> None:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    want = losses(plain, train)
+
+    def run(rank: int) -> list[float]:
+        model: Any = hf_zero.tensor_parallel(models[rank], 2)
+        add_fused_lm_head(model)
+        engine = start(model, plain_sgd(model), config_of(stage, **TP))
+
+        def train(loss: Any) -> None:
+            engine.backward(loss)
+            engine.step()
+
+        return losses(engine, train)
+
+    for found in run_ranks(2, run):
+        assert found == pytest.approx(want, rel=1e-5)
 
 
 def test_a_class_in_place_of_a_model() -> None:

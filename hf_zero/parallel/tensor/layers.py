@@ -15,10 +15,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from hf_zero.core.gathered import GatheredParameters
 from hf_zero.parallel.cutting import HoldsParts
 from hf_zero.parallel.tensor.axis import TensorAxis, copy_to, gather, split, sum_over
 from hf_zero.parallel.tensor.dropout import OwnRandomNumbers
 from hf_zero.parallel.tensor.shared_inputs import SharedInputs
+from hf_zero.parameters.parameter import ZeroParamStatus
 from hf_zero.parameters.sharding import sharding_of
 from hf_zero.units.cut_parameters import own_part
 
@@ -94,6 +96,30 @@ class KeyValueHeads(Sharded):
         y = super().forward(self._enter(x), *args, **kwargs)  # type: ignore[misc]
         self._begin_parts()
         return y.narrow(-1, self._part.start, self._part.width)
+
+
+class JoinedWhenRead(Sharded):
+    """A linear layer of which each rank has parts of the outputs, and whose weight and bias are
+    whole for whoever reads them, its own forward among them.
+    """
+
+    @property
+    def weight(self) -> Any:
+        return self._joined("weight")
+
+    @property
+    def bias(self) -> Any:
+        return self._joined("bias")
+
+    def _joined(self, name: str) -> torch.Tensor | None:
+        parameter, part = self._parameters[name], self._part
+        if parameter is None:
+            return None
+        with GatheredParameters([parameter]):
+            joined = gather(parameter.movedim(0, -1), part.axis, f"{part.name}.{name} (whole)")
+        whole = joined.movedim(-1, 0)
+        whole.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+        return whole
 
 
 class Rowwise(Sharded):

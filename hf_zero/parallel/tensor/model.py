@@ -160,19 +160,15 @@ def _multiplies_itself(model: nn.Module) -> bool:
 
 
 def _without_the_head(model: Any, found: list[Target]) -> list[Target]:
-    """The head, and embeddings that share its weight, stay whole.
-
-    Raises ConfigError where they are cut already.
+    """The head, and embeddings that share its weight, stay whole; a head that was cut before, as
+    that of a model loaded in shards, joins its parts where it is read.
     """
-    weight = model.get_output_embeddings().weight
-    heads = [each for each in found if getattr(each.module, "weight", None) is weight]
-    if any(is_sharded(each.module) for each in heads):
-        raise ConfigError(
-            f"TRL computes log-probabilities with the weight of {heads[0].name}, of which each "
-            "tensor-parallel rank has a part; make the trainer from the whole model, and write "
-            f"{TENSOR_SIZE} into its configuration"
-        )
-    return [each for each in found if each not in heads]
+    head = model.get_output_embeddings()
+    weight = head._parameters["weight"]
+    if is_sharded(head) and not isinstance(head, layers.JoinedWhenRead):
+        _, part = layers.take_off(head)
+        put_on(head, layers.JoinedWhenRead, part)
+    return [each for each in found if each.module._parameters.get("weight") is not weight]
 
 
 def _rotary_width(model: nn.Module) -> int:
