@@ -66,3 +66,11 @@ def flattened(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 def is_written(source: str) -> bool:
     """Whether a value of this source was written, or computed from what was."""
     return not source.startswith(DEFAULT)
+
+
+def value_at(config: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path, None if there is none."""
+    node: Any = config
+    for key in path.split("."):
+        node = node.get(key) if isinstance(node, Mapping) else None
+    return node

@@ -13,11 +13,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from hf_zero.config.tensor_parallel import TENSOR
 from hf_zero.config.training_phases import PHASES
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.sampling import follow_engines
+from hf_zero.integrations.accelerate.shared_batches import (
+    data_parallel_rank,
+    sequence_ranks,
+    tensor_ranks,
+)
 from hf_zero.parameters.parameter import owner_of
 
 AUTO = "auto"
@@ -45,10 +49,10 @@ def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args)
         _refuse_optimizer_alone(args)
         _refuse_pipelines(args)
+        if sequence_ranks(self.state) > 1:
+            _split_layers_first(tensor_ranks(self.state), args)
         config = self.deepspeed_plugin.deepspeed_config
-        if self.parallelism_config is not None and self.parallelism_config.sp_size > 1:
-            _split_layers_first(config, args)
-        with _batch_size_left_open(config, args):
+        with _batch_size_left_open(config, args), _counting_data_parallel_ranks(self, args):
             result = original(self, *args)
         from hf_zero.engine import Engine
         from hf_zero.integrations.accelerate.multiple_models import register_engines
@@ -65,13 +69,12 @@ def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
     return _prepare_deepspeed
 
 
-def _split_layers_first(config: dict[str, Any], args: Sequence[Any]) -> None:
+def _split_layers_first(size: int, args: Sequence[Any]) -> None:
     """Cut models for tensor parallelism before Accelerate makes the groups of ranks that share
     sequences, which follow from it.
     """
     from hf_zero.parallel.tensor import tensor_parallel
 
-    size = (config.get(TENSOR) or {}).get("autotp_size") or 1
     for model in (each for each in args if isinstance(each, nn.Module)):
         tensor_parallel(model, size)
 
@@ -169,6 +172,35 @@ def _batch_size_left_open(config: dict[str, Any], args: tuple[Any, ...]) -> Iter
         # the model is still to come, perhaps with a data loader
         if not any(isinstance(each, nn.Module) for each in args):
             config.update(taken)
+
+
+@contextmanager
+def _counting_data_parallel_ranks(accelerator: Any, args: tuple[Any, ...]) -> Iterator[None]:
+    """Divide by data-parallel ranks what Accelerate divides by processes for the configuration: the
+    batches that ``split_batches`` splits, and the steps of a DummyScheduler without it.
+    """
+    from accelerate.utils import DummyScheduler
+
+    state, plugin = accelerator.state, accelerator.deepspeed_plugin
+    config, size = plugin.deepspeed_config, tensor_ranks(state)
+    scaled: list[Any] = []
+    if not accelerator.split_batches:
+        size *= sequence_ranks(state)
+        dummies = (each for each in args if isinstance(each, DummyScheduler))
+        scaled = [each for each in dummies if each.total_num_steps]
+    elif size > 1 and config.get(MICRO) == AUTO:
+        loaders = [each for each in args if isinstance(each, DataLoader)]
+        sizes = [each.batch_size for each in loaders if each.batch_size]
+        if sizes and len(sizes) == len(loaders):
+            chosen = min(sizes) if plugin.is_train_batch_min else max(sizes)
+            config[MICRO] = chosen // data_parallel_rank(state)[0]
+    for each in scaled:
+        each.total_num_steps *= size
+    try:
+        yield
+    finally:
+        for each in scaled:
+            each.total_num_steps //= size
 
 
 def _refuse_optimizer_alone(args: tuple[Any, ...]) -> None:

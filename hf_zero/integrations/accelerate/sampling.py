@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 from hf_zero.config import ZeroConfig
 from hf_zero.config.curriculum import EFFICIENCY
 from hf_zero.integrations import finder
+from hf_zero.integrations.accelerate.shared_batches import data_parallel_rank
 
 STEPS = "gradient_accumulation_steps"
 
@@ -34,7 +35,7 @@ def draw_by_difficulty(original: Callable[..., Any]) -> Callable[..., Any]:
             from hf_zero.techniques.curriculum_sampler import CurriculumSampler
 
             batches = data_loader.batch_sampler
-            ranks = 1 if self.split_batches else self.num_processes
+            ranks = 1 if self.split_batches else data_parallel_rank(self.state)[0]
             written = self.deepspeed_plugin.deepspeed_config.get(STEPS)
             steps = written if isinstance(written, int) else self.gradient_accumulation_steps
             prepared.set_sampler(
@@ -72,6 +73,11 @@ def skip_what_was_trained(original: Callable[..., Any]) -> Callable[..., Any]:
             whole, rest = divmod(num_batches, dataloader.dim.size)
             return dataloader.over(skip_first_batches(dataloader.loader, whole), rest)
         skipping = original(dataloader, num_batches)
+        from accelerate.data_loader import DataLoaderDispatcher
+
+        if finder.chosen() and type(skipping) is DataLoaderDispatcher:
+            # it is made anew without these
+            skipping.state, skipping.slice_fn = dataloader.state, dataloader.slice_fn
         from hf_zero.techniques.curriculum_sampler import CurriculumSampler
 
         sampler = _sampler_of(dataloader)

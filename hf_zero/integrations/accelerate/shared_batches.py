@@ -1,11 +1,20 @@
-"""Ranks that train on the same batches: their size where Accelerate looks for it, metrics that
-count each sample once, and schedulers that count each batch once.
+"""Ranks that train on the same batches: how many they are, loaders that give each of them the
+batches of its data-parallel rank, metrics that count each sample once, and schedulers that count
+each batch once.
+
+[Note: one data-parallel rank]
+Neighbouring tensor-parallel ranks are one data-parallel rank: rank r of n reads as rank r // size
+of n // size. Accelerate shares out batches by the two numbers that ``prepare_data_loader`` gets,
+which :func:`share_out` divides. A loader that dispatches takes them from the process state instead:
+rank 0 reads for all, and every rank cuts its part out of what it is sent, so it gets a state that
+counts data-parallel ranks, and cuts by its own data-parallel rank.
 
 Imported in the middle of ``import accelerate``.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +22,7 @@ from typing import Any
 
 import torch
 
+from hf_zero.config.provenance import value_at
 from hf_zero.config.tensor_parallel import ALIASES, TENSOR, TENSOR_SIZE
 from hf_zero.integrations import finder
 
@@ -31,13 +41,108 @@ def name_the_size(config: Any) -> None:
             config[TENSOR] = {**rest, **({inner: left} if left else {}), size: other[name]}
 
 
+def tensor_ranks(state: Any) -> int:
+    """Ranks that share each layer, by the configuration of ``state``, an AcceleratorState."""
+    plugin = getattr(state, "deepspeed_plugin", None) if finder.chosen() else None
+    written = None if plugin is None else value_at(plugin.deepspeed_config, TENSOR_SIZE)
+    return written or 1
+
+
+def sequence_ranks(state: Any) -> int:
+    """Ranks that share each sequence, by Accelerate's ParallelismConfig."""
+    parallelism = getattr(state, "parallelism_config", None) if finder.chosen() else None
+    return 1 if parallelism is None else parallelism.sp_size
+
+
+def data_parallel_rank(state: Any) -> tuple[int, int]:
+    """The number of data-parallel ranks that loaders are shared out among, and the one that this
+    rank is.
+    """
+    size = tensor_ranks(state)
+    return state.num_processes // size, state.process_index // size
+
+
+def share_out(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``prepare_data_loader``: a rank reads the batches of its data-parallel rank, see [Note:
+    one data-parallel rank].
+    """
+
+    def prepare_data_loader(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        from accelerate.data_loader import DataLoaderDispatcher
+        from accelerate.state import AcceleratorState
+
+        state = AcceleratorState()
+        if tensor_ranks(state) == 1:
+            return original(dataloader, *args, **kwargs)
+        ranks, rank = data_parallel_rank(state)
+        kwargs |= {"num_processes": ranks, "process_index": rank, "torch_device_mesh": None}
+        prepared = original(dataloader, *args, **kwargs)
+        if type(prepared) is DataLoaderDispatcher:
+            prepared.state = _DataParallelState(prepared.state, ranks)
+            prepared.slice_fn = functools.partial(_own_part, prepared.slice_fn, rank)
+        return prepared
+
+    return prepare_data_loader
+
+
+class _DataParallelState:
+    """The process state of a dispatching loader, counting ``num_processes`` data-parallel ranks."""
+
+    def __init__(self, state: Any, ranks: int):
+        self._state, self.num_processes = state, ranks
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_state":  # of a copy under way
+            raise AttributeError(name)
+        return getattr(self._state, name)
+
+
+def _own_part(
+    cut: Callable[..., Any],
+    rank: int,
+    data: Any,
+    part: slice,
+    process_index: int | None = None,
+    num_processes: int | None = None,
+) -> Any:
+    """What ``cut`` gives to data-parallel ``rank``; ``part`` is counted by ``process_index``, or
+    begins at 0 for all.
+    """
+    if part.start:
+        width = part.stop - part.start
+        part = slice(rank * width, (rank + 1) * width)
+    return cut(data, part, process_index=rank, num_processes=num_processes)
+
+
+def rewind_what_was_fetched(original: Callable[..., None]) -> Callable[..., None]:
+    """Wraps ``DataLoaderAdapter.adjust_state_dict_for_prefetch``: a dispatching loader has read one
+    batch for each data-parallel rank ahead, not one for each process.
+    """
+
+    def adjust_state_dict_for_prefetch(self: Any) -> None:
+        state = self.__dict__.get("state")
+        if not isinstance(state, _DataParallelState):
+            original(self)
+            return
+        saved, ahead = self.dl_state_dict, state.num_processes - 1
+        for counters, name, each in (
+            (saved, "_sampler_iter_yielded", 1),
+            (saved, "_num_yielded", 1),
+            (saved.get("_index_sampler_state") or {}, "samples_yielded", self.batch_size),
+        ):
+            if counters.get(name, 0) > 0:
+                counters[name] -= each * ahead
+
+    return adjust_state_dict_for_prefetch
+
+
 def count_samples_once(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``Accelerator.gather_for_metrics``: of ranks that read the same batches the first one's
     results are taken.
     """
 
     def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-        size = _ranks_of_a_batch(self.state)
+        size = tensor_ranks(self.state)
         if size == 1:
             return original(self, input_data, use_gather_object)
         if use_gather_object or not _all_tensors(input_data):
@@ -57,9 +162,7 @@ def count_batches_once(original: Callable[..., None]) -> Callable[..., None]:
         from accelerate.state import AcceleratorState
 
         state, inner = AcceleratorState(), self.scheduler
-        size = _ranks_of_a_batch(state)
-        if finder.chosen() and state.parallelism_config is not None:
-            size *= state.parallelism_config.sp_size
+        size = tensor_ranks(state) * sequence_ranks(state)
         if size == 1 or self.split_batches or not self.step_with_optimizer:
             original(self, *args, **kwargs)
             return
@@ -73,12 +176,6 @@ def count_batches_once(original: Callable[..., None]) -> Callable[..., None]:
                 inner.step = inner_step
 
     return step
-
-
-def _ranks_of_a_batch(state: Any) -> int:
-    """As the loaders are shared out that ``prepare`` has made."""
-    mesh = getattr(state, "ds_device_mesh", None) if finder.chosen() else None
-    return 1 if mesh is None else int(mesh["tp"].size())
 
 
 def _all_tensors(data: Any) -> bool:

@@ -32,6 +32,7 @@ from hf_zero.integrations.deepspeed.zero_init import Init
 from hf_zero.integrations.engine_teardown import destroy_and_restore
 from hf_zero.integrations.lightning.settings import read, resolve
 from hf_zero.integrations.transformers.loading import made_under
+from hf_zero.parallel.tensor.configured import readers
 from hf_zero.parameters.parameter import owner_of
 from hf_zero.techniques.curriculum_sampler import CurriculumSampler, RankBatches, RankSamples
 from hf_zero.techniques.data_sampling import sampled_metrics
@@ -251,6 +252,12 @@ class StrategyMethods:
 
     # ---- data ----
 
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Ranks that share layers read the same samples."""
+        ranks, rank = readers()
+        return {"num_replicas": ranks, "rank": rank}
+
     def process_dataloader(self, dataloader: Any) -> Any:
         """A loader for training that shuffles draws by difficulty, where the configuration says
         so.
@@ -270,11 +277,11 @@ class StrategyMethods:
         if type(batches) is BatchSampler and (
             shuffles or isinstance(dataloader.sampler, RandomSampler)
         ):
-            micro, ranks = batches.batch_size, this.world_size
+            micro, (ranks, rank) = batches.batch_size, readers()
             samples = micro * ranks * trainer.accumulate_grad_batches
             sampler = CurriculumSampler(dataloader.dataset, samples, batches.drop_last)
             follow(engine.techniques, sampler)
-            shares = RankSamples(RankBatches(sampler, micro, ranks, this.global_rank))
+            shares = RankSamples(RankBatches(sampler, micro, ranks, rank))
             dataloader = self._library("utilities.data")._update_dataloader(dataloader, shares)
         return super().process_dataloader(dataloader)  # type: ignore[misc]
 

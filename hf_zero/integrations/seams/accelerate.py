@@ -119,6 +119,26 @@ SEAMS: tuple[Seam, ...] = (
         "draw by difficulty where the configuration says so",
     ),
     Seam(
+        target="accelerate.accelerator:prepare_data_loader",
+        signature="(dataloader, device=None, num_processes=None, process_index=None, "
+        "split_batches=False, put_on_device=False, rng_types=None, dispatch_batches=None, "
+        "even_batches=True, slice_fn_for_dispatch=None, use_seedable_sampler=False, "
+        "data_seed=None, non_blocking=False, use_stateful_dataloader=False, "
+        "torch_device_mesh=None)",
+        wrapper="hf_zero.integrations.accelerate.shared_batches:share_out",
+        versions=ACCELERATE,
+        why="a loader that dispatches gives all tensor-parallel groups the same batches, and once "
+        "some were skipped each rank others",
+    ),
+    Seam(
+        target="accelerate.data_loader:DataLoaderAdapter.adjust_state_dict_for_prefetch",
+        signature="(self)",
+        wrapper="hf_zero.integrations.accelerate.shared_batches:rewind_what_was_fetched",
+        versions=ACCELERATE,
+        why="takes back one batch a process from the state of a loader that dispatches, which has "
+        "fetched one a data-parallel rank",
+    ),
+    Seam(
         target="accelerate.data_loader:skip_first_batches",
         signature="(dataloader, num_batches=0)",
         wrapper="hf_zero.integrations.accelerate.sampling:skip_what_was_trained",

@@ -22,8 +22,8 @@ from typing import Any
 from hf_zero.config.tensor_parallel import TENSOR_SIZE
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
+from hf_zero.integrations.accelerate.shared_batches import tensor_ranks
 from hf_zero.integrations.transformers.trainer_checkpoints import whole_to_resume
-from hf_zero.integrations.transformers.trainer_config import value_at
 from hf_zero.integrations.transformers.trainer_route import (
     CALLBACK,
     engine_environment,
@@ -67,8 +67,23 @@ def route_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None]:
             original(self)
         if expected or under_zero(self):
             verify(self)
+            _refuse_shared_completions(self)
 
     return create_accelerator_and_postprocess
+
+
+def _refuse_shared_completions(trainer: Any) -> None:
+    """Raise ConfigError for a trainer that compares several completions of a prompt, which TRL
+    shares out among all ranks, under tensor parallelism.
+    """
+    size = tensor_ranks(trainer.accelerator.state)
+    if size > 1 and hasattr(trainer.args, "num_generations"):
+        raise ConfigError(
+            f"{type(trainer).__name__} compares the completions of a prompt that all ranks have "
+            f"sampled, and by {TENSOR_SIZE} = {size} ranks {', '.join(map(str, range(size)))} "
+            "sample the same ones, which it would count as different; leave the key out, and "
+            "write zero_optimization.stage = 3 for a model that one rank has no room for"
+        )
 
 
 def train_anew(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,8 +172,7 @@ def know_the_tensor_ranks(original: Callable[[Any], int]) -> Callable[[Any], int
     def get_tp_size(self: Any) -> int:
         if not under_zero(self):
             return original(self)
-        written = value_at(self.accelerator.state.deepspeed_plugin.deepspeed_config, TENSOR_SIZE)
-        return max(original(self), written or 1)
+        return max(original(self), tensor_ranks(self.accelerator.state))
 
     return get_tp_size
 

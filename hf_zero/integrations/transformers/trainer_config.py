@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.provenance import DICT, SourcedDict
+from hf_zero.config.provenance import DICT, SourcedDict, value_at
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.logs import log_rank0
@@ -156,11 +156,3 @@ def refuse_contradictions(live: Any) -> None:
             f"zero_config contradicts the training arguments:\n{listed}\nchange one of the two, or "
             "leave it out of zero_config"
         )
-
-
-def value_at(config: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path, None if there is none."""
-    node: Any = config
-    for key in path.split("."):
-        node = node.get(key) if isinstance(node, Mapping) else None
-    return node

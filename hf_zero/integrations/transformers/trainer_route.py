@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from hf_zero.config.provenance import value_at
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
-from hf_zero.integrations.transformers.trainer_config import refuse_contradictions, value_at
+from hf_zero.integrations.transformers.trainer_config import refuse_contradictions
 from hf_zero.logs import logger
 
 SWITCH = "ACCELERATE_USE_DEEPSPEED"

@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin, DistributedType
+from accelerate.utils import DeepSpeedPlugin, DistributedType, DummyScheduler
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from hf_zero.errors import PartitionError
-from hf_zero.integrations.accelerate.accelerator import refuse_optimizer_apart
+from hf_zero.integrations import finder
+from hf_zero.integrations.accelerate.accelerator import (
+    _counting_data_parallel_ranks,
+    refuse_optimizer_apart,
+)
 from tests.helpers.models import features
 from tests.helpers.stacks import stack
 
@@ -59,6 +63,26 @@ def test_a_batch_size_that_comes_later_is_used() -> None:
         model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(ROWS, batch_size=2)
     )  # type: ignore[arg-type]
     assert engine.train_micro_batch_size_per_gpu() == 2
+
+
+@pytest.mark.parametrize(
+    ("split", "micro", "steps"), [(True, 4, 12), (False, "auto", 24)], ids=["split", "whole"]
+)
+def test_what_is_counted_by_data_parallel_ranks(split: bool, micro: Any, steps: int) -> None:
+    """Four processes are two of them."""
+    finder.choose()
+    config = {"train_micro_batch_size_per_gpu": "auto", "tensor_parallel": {"autotp_size": 2}}
+    plugin = SimpleNamespace(deepspeed_config=config, is_train_batch_min=True)
+    state = SimpleNamespace(
+        deepspeed_plugin=plugin, parallelism_config=None, num_processes=4, process_index=3
+    )
+    ours = SimpleNamespace(state=state, deepspeed_plugin=plugin, split_batches=split)
+    schedule = DummyScheduler(None, total_num_steps=12)
+    loaders = DataLoader(ROWS, batch_size=12), DataLoader(ROWS, batch_size=8)  # type: ignore[arg-type]
+    with _counting_data_parallel_ranks(ours, (*loaders, schedule)):
+        assert config["train_micro_batch_size_per_gpu"] == micro
+        assert schedule.total_num_steps == steps
+    assert schedule.total_num_steps == 12
 
 
 def test_an_optimizer_after_its_model_is_refused() -> None:

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from hf_zero.errors import ConfigError
 from hf_zero.hosts.reaching import free_port
 from hf_zero.integrations.accelerate.sampling import skip_what_was_trained
+from hf_zero.integrations.accelerate.shared_batches import _DataParallelState
 from hf_zero.techniques.curriculum_sampler import CurriculumSampler
 from tests.helpers import launched, sampled
 from tests.helpers.sampled import BATCH, ROWS, index_in, metric, section
@@ -205,3 +206,20 @@ def test_two_ranks_under_accelerate_launch(tmp_path: Path) -> None:
             for step in zip(*ranks)
         ]
         assert got[first:] == expected[first:]
+
+
+def test_a_stateful_loader_takes_back_what_it_fetched_for_data_parallel_ranks() -> None:
+    """Three of them have read one batch each ahead of what the script has seen."""
+    made = accelerate.data_loader.DataLoaderDispatcher(sampled.data(), batch_size=2)
+    made.state = _DataParallelState(made.state, 3)
+    made.dl_state_dict = {
+        "_num_yielded": 8,
+        "_sampler_iter_yielded": 8,
+        "_index_sampler_state": {"samples_yielded": 16},
+    }
+    made.adjust_state_dict_for_prefetch()
+    assert made.dl_state_dict == {
+        "_num_yielded": 6,
+        "_sampler_iter_yielded": 6,
+        "_index_sampler_state": {"samples_yielded": 12},
+    }

@@ -9,9 +9,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import hf_zero
 from hf_zero.errors import ConfigError
 from tests.helpers import sampled
+from tests.helpers.models import seeded
+from tests.helpers.ranks import run_ranks
 from tests.helpers.sampled import BATCH, index_in, metric, section
+from tests.helpers.tensor_parallel import llama
 
 pl = pytest.importorskip("lightning.pytorch")
 pytestmark = pytest.mark.usefixtures("plain_process")
@@ -72,3 +76,20 @@ def test_what_is_refused(tmp_path: Path) -> None:
     grows = pl.callbacks.GradientAccumulationScheduler({4: 2})
     with pytest.raises(ConfigError, match="Scheduler changes how many samples a step has"):
         fit(tmp_path, 1, callbacks=[grows])
+
+
+def test_ranks_that_share_layers_read_the_same_samples() -> None:
+    """By the sampler that Lightning puts into loaders."""
+    from hf_zero.integrations.lightning import ZeroStrategy
+
+    models = [seeded(llama) for _ in range(4)]
+
+    def rank(rank: int) -> list[dict[str, int]]:
+        strategy = ZeroStrategy()
+        before = strategy.distributed_sampler_kwargs
+        hf_zero.tensor_parallel(models[rank], 2)
+        return [before, strategy.distributed_sampler_kwargs]
+
+    for place, (before, split) in enumerate(run_ranks(4, rank)):
+        assert before == {"num_replicas": 4, "rank": place}
+        assert split == {"num_replicas": 2, "rank": place // 2}

@@ -19,6 +19,7 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     PreTrainedTokenizerFast,
+    Trainer,
 )
 
 import hf_zero
@@ -119,3 +120,15 @@ def test_an_evaluation_in_another_precision(kind: str) -> None:
     )
     refuse_full_eval({}, SimpleNamespace(**arguments | {f"{kind}_full_eval": True, kind: True}))
     refuse_full_eval({}, SimpleNamespace(**arguments))
+
+
+@pytest.mark.usefixtures("plain_process")
+@pytest.mark.parametrize("kind", ["GRPOConfig", "RLOOConfig"])
+def test_completions_of_ranks_that_share_layers_are_not_compared(kind: str, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    written = {"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}}
+    args = getattr(trl, kind)(
+        str(tmp_path), deepspeed=written, use_cpu=True, bf16=False, report_to=[], num_generations=2
+    )
+    with pytest.raises(ConfigError, match=r"autotp_size = 2 ranks 0, 1 sample the same ones"):
+        Trainer(bert(), args)
