@@ -5,9 +5,11 @@ forwards.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
+
+from hf_zero.distributed.collectives import MeshDim
 
 EVERY = 256  # calls from one comparison to the next; the first ones are nearer
 
@@ -17,6 +19,38 @@ def due(count: int) -> bool:
     then each :data:`EVERY`.
     """
     return count % EVERY == 0 or (count < EVERY and count & (count - 1) == 0)
+
+
+class Calls:
+    """The calls of a model, counted from each change between training and evaluation."""
+
+    def __init__(self) -> None:
+        self._training: bool | None = None
+        self._count = 0
+
+    def restart(self) -> None:
+        self._count = 0
+
+    def due(self, training: bool) -> bool:
+        """Count one more; whether it is :func:`due`."""
+        if training is not self._training:
+            self._training, self._count = training, 0
+        self._count += 1
+        return due(self._count)
+
+
+def differing(
+    dims: Sequence[MeshDim], codes: Sequence[int | None], device: torch.device, name: str
+) -> list[bool]:
+    """Which of ``codes`` differ between ranks along ``dims`` (collective); None on a rank that does
+    not know it.
+    """
+    unknown = -torch.inf
+    given = [sign * code if code is not None else unknown for code in codes for sign in (1, -1)]
+    most = torch.tensor(given, dtype=torch.float64, device=device)
+    for dim in dims:
+        dim.all_reduce(most, name, maximum=True).wait()
+    return [highest != -lowest for highest, lowest in most.view(-1, 2).tolist()]
 
 
 def hash_of(tensors: Iterable[torch.Tensor]) -> int:

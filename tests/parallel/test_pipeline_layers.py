@@ -322,6 +322,27 @@ def test_one_rank_trains_as_a_plain_loop(stages: int, schedule: str | None) -> N
     assert len(logits) == 4
 
 
+@pytest.mark.parametrize("evaluates", (False, True))
+@pytest.mark.parametrize("differs", ("inputs", "labels"))
+def test_stages_that_read_different_batches_are_told(differs: str, evaluates: bool) -> None:
+    """Before a micro-batch begins."""
+    whole = batches(2)
+    other = [
+        (ids + 1, labels) if differs == "inputs" else (ids, labels.flip(0)) for ids, labels in whole
+    ]
+
+    def rank(rank: int) -> None:
+        engine, _, _, _ = hf_zero.initialize(
+            model=pipeline(2, 2), config=config(2, 0), optimizer=sgd
+        )
+        given = other if engine.is_last_stage() else whole
+        with pytest.raises(RankMismatchError, match=f"given different {differs} of the same"):
+            engine.eval_batch(given) if evaluates else engine.train_batch(iter(given))
+        engine.destroy()
+
+    run_ranks(2, rank)
+
+
 def test_what_the_engine_of_a_pipeline_refuses() -> None:
     def rank(_: int) -> None:
         engine, _, _, _ = hf_zero.initialize(

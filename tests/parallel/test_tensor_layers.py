@@ -5,6 +5,7 @@ is sent.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -144,14 +145,41 @@ def test_adapters_are_cut_with_their_layers() -> None:
     compare_tensors("gradient", got, gradients, floor=1e-6)
 
 
-def test_ranks_that_read_different_batches_are_told() -> None:
-    models = [seeded(llama) for _ in range(2)]
+def _generate(model: Any, ids: torch.Tensor) -> None:
+    with hf_zero.summon_full_params(model):
+        model.generate(ids, max_new_tokens=2, do_sample=False)
+
+
+# the calls that each rank makes with its own batch, after some with the same
+_WAYS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "training": lambda model, alike, own: model(**own),
+    "evaluation": lambda model, alike, own: model.eval()(**own),
+    "evaluation after training": lambda model, alike, own: (
+        [model(**alike) for _ in range(3)] and model.eval()(**own)
+    ),
+    "training after an evaluation": lambda model, alike, own: (
+        model(**alike) and [model.eval()(**alike) for _ in range(3)] and model.train()(**own)
+    ),
+    "one prompt a rank": lambda model, alike, own: _generate(model, own["input_ids"]),
+    "one prompt a rank after a generation": lambda model, alike, own: (
+        _generate(model, alike["input_ids"]), _generate(model, own["input_ids"])
+    ),
+    "a loop that draws tokens apart": lambda model, alike, own: [
+        model.eval()(torch.cat([alike["input_ids"], own["input_ids"][:, :end]], 1))
+        for end in range(2)
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", _WAYS)
+def test_ranks_that_read_different_batches_are_told(way: str) -> None:
+    models, batch = [seeded(llama) for _ in range(2)], MODELS["llama"].batch
 
     def differ(rank: int) -> None:
-        model = hf_zero.tensor_parallel(models[rank], 2)
-        model(**MODELS["llama"].batch(0, 0, rank))
+        model = hf_zero.tensor_parallel(models[rank].train(), 2)
+        _WAYS[way](model, batch(0, 0, 0), batch(0, 0, rank))
 
-    with pytest.raises(RankFailed, match="given different batches") as raised:
+    with pytest.raises(RankFailed, match=r"given different batches; .* and prompts, as") as raised:
         run_ranks(2, differ)
     assert isinstance(raised.value.__cause__, RankMismatchError)
 

@@ -25,6 +25,7 @@ from tests.helpers.tensor_parallel import (
     boxes_of,
     gpt2,
     llama,
+    mixtral,
     put_together,
 )
 
@@ -64,14 +65,38 @@ def _dropped(checkpointed: bool) -> Any:
     return loss, gradients, boxes_of(model), masks[:7], torch.rand(2)
 
 
-def seeded_apart(rank: int) -> str:
-    torch.manual_seed(rank)
-    model = hf_zero.tensor_parallel(_model(), 2)
-    try:
-        _run(model)
-    except RankMismatchError as error:
-        return str(error)
-    return ""
+def jittered() -> Any:
+    """Draws, and has no dropout."""
+    model = seeded(mixtral)
+    for module in model.modules():
+        if hasattr(module, "jitter_noise"):
+            module.jitter_noise = 0.1
+    return model
+
+
+def seeded_apart(rank: int) -> list[str]:
+    """What models are told whose ranks have generators of their own."""
+    told = []
+    for make in (_model, jittered, lambda: seeded(llama)):
+        model = hf_zero.tensor_parallel(make(), 2)
+        torch.manual_seed(rank)
+        try:
+            _run(model)
+            told.append("")
+        except RankMismatchError as error:
+            told.append(str(error))
+    return told
+
+
+PROMPT = {"max_new_tokens": 8, "do_sample": True}
+
+
+def sampled(rank: int) -> Any:
+    """Tokens that ranks with generators of their own draw, and what they would draw next."""
+    model = hf_zero.tensor_parallel(seeded(llama), 2)
+    torch.manual_seed(5 + rank)
+    ids = MODELS["llama"].batch(0, 0, 0)["input_ids"]
+    return model.eval().generate(ids, **PROMPT), torch.rand(2)
 
 
 def split_by_transformers(rank: int, folder: str, stage: int) -> Any:
@@ -97,6 +122,7 @@ def each(rank: int, folder: str) -> Any:
         dropped(rank),
         seeded_apart(rank),
         [split_by_transformers(rank, folder, stage) for stage in (1, 3)],
+        sampled(rank),
     )
 
 
@@ -127,8 +153,19 @@ def test_dropout_differs_where_activations_are_parts(ranks: Any, checkpointed: b
     compare_tensors("gradient", got, gradients, floor=1e-6)
 
 
-def test_generators_that_differ_are_told(ranks: Any) -> None:
-    assert all("random generators of tensor-parallel ranks 0-1 differ" in each[1] for each in ranks)
+def test_generators_that_differ_are_told_where_a_forward_draws(ranks: Any) -> None:
+    for _, (drops, jitters, draws_nothing), *_ in ranks:
+        for told in (drops, jitters):
+            assert "random generators of tensor-parallel ranks 0-1 differ" in told
+        assert not draws_nothing
+
+
+def test_sampled_tokens_are_those_of_the_first_rank(ranks: Any) -> None:
+    model = seeded(llama).eval()
+    torch.manual_seed(5)
+    wanted = model.generate(MODELS["llama"].batch(0, 0, 0)["input_ids"], **PROMPT), torch.rand(2)
+    for *_, found in ranks:
+        assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
 
 
 @pytest.mark.parametrize("place", (0, 1))

@@ -5,7 +5,8 @@ Every token is a forward, and every forward at stage 3 gathers each unit once. W
 fits next to what is there already, ``generate`` gathers it once for all tokens; ranks then end when
 their own sequences do. Else they keep together (``synced_gpus``), whatever configuration is alive
 in transformers. At every stage, ranks that hold parts of the layers or other experts keep together:
-each forward of one needs the others.
+each forward of one needs the others. Those that hold parts of the layers must generate the same
+tokens, too, so they draw them from one stream.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from hf_zero.core.gathered import summon_full_params
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.engine import Engine
 from hf_zero.memory import free_bytes
+from hf_zero.parallel.tensor.model import model_record
 from hf_zero.parameters.parameter import owner_of
 from hf_zero.units.cut_parameters import dims_of_parts
 
@@ -32,10 +34,14 @@ FREE_SHARE = 0.5
 def gather_for_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``GenerationMixin.generate``: gather the model once where memory allows, else keep the
     ranks in step until the last has ended; do so as well with those that the forwards meet.
+    Ranks that share layers draw alike.
     """
     signature = inspect.signature(original)
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        split = model_record(self)
+        if split is not None:
+            split.agreement.begin_generation()
         engine, dims = _sharding_engine(self), dims_of_parts(self.parameters())
         if engine is None and not dims:
             return original(self, *args, **kwargs)

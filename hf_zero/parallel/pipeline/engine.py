@@ -8,14 +8,16 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 from hf_zero.core.engine import TrainingEngine
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.distributed.pipeline_stage import PipelineRun, Stage
 from hf_zero.distributed.stage_messages import StageMessages
-from hf_zero.errors import ConfigError, PipelineError
+from hf_zero.errors import ConfigError, PipelineError, RankMismatchError
 from hf_zero.logs import logger
+from hf_zero.parallel.alike import Calls, differing, hash_of
 from hf_zero.parallel.pipeline.grid import PipelineParallelGrid
 from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.parallel.pipeline.tied import TiedParameters
@@ -50,6 +52,7 @@ class PipelineTraining(TrainingEngine):
         self._batches: Iterator[Any] | None = None
         self._batch_function: Callable[[Any], Any] | None = None
         self._window: list[tuple[Any, Any]] = []  # inputs and labels of the micro-batches
+        self._calls = Calls()
 
     # ---- what a step does ----
 
@@ -151,6 +154,8 @@ class PipelineTraining(TrainingEngine):
             return self.module.loss(output, self._window[number][1])
 
         self._window = list(self._load(micro_batches))
+        if self._calls.due(training):
+            self._compare_batches()
         try:
             return self._pipeline.run(micro_batches, loss, training)
         finally:
@@ -182,6 +187,32 @@ class PipelineTraining(TrainingEngine):
                 self.module.split_batch(batch), lambda each: each.to(self.device)
             )
             yield inputs, labels
+
+    def _compare_batches(self) -> None:
+        """Raise RankMismatchError on all ranks of a pipeline where those that read have read
+        different batches (collective).
+
+        Inputs and labels are compared apart: a rank may have only those that it uses.
+        """
+        codes: list[int | None] = []
+        for place in (0, 1):
+            leaves = tree_flatten([batch[place] for batch in self._window])[0]
+            tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
+            codes.append(hash_of(tensors) if tensors else None)
+        groups = get_parallel()
+        assert groups is not None
+        dims = [groups.along("pipeline"), groups.along("tensor")]
+        different = differing(dims, codes, self.device, "hashes of batches")
+        kinds = [kind for kind, differs in zip(("inputs", "labels"), different) if differs]
+        if kinds:
+            ranks = self.grid.data_parallel_size
+            raise RankMismatchError(
+                "the ranks of the first and the last stage were given different "
+                f"{' and '.join(kinds)} of the same micro-batches; let all ranks of a pipeline "
+                "read those of its data-parallel coordinate, in one order "
+                f"(DistributedSampler(data, {ranks}, engine.grid.get_data_parallel_rank()), with "
+                "one seed)"
+            )
 
     def _run_forward(self, stage: int, number: int, inputs: Any) -> Any:
         return super().forward(self._window[number][0] if inputs is None else inputs, stage=stage)

@@ -1,5 +1,5 @@
-"""Whether tensor-parallel ranks go on alike: they must read the same batches, and hold their
-random generators in one state.
+"""Whether tensor-parallel ranks go on alike: they must read the same batches, and where a model
+draws random numbers hold their generators in one state.
 """
 
 from __future__ import annotations
@@ -15,62 +15,97 @@ from hf_zero.core.guards import Attached
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group
 from hf_zero.errors import RankMismatchError
-from hf_zero.parallel.alike import due, hash_of
+from hf_zero.parallel.alike import Calls, differing, hash_of
 from hf_zero.parallel.tensor.axis import TensorAxis
 from hf_zero.parallel.tensor.dropout import OwnRandomNumbers
 
 
 class Agreement:
-    """Compares batches and generators of tensor-parallel ranks before those training forwards of a
-    model that are :func:`hf_zero.parallel.alike.due`.
+    """Compares batches and generators of tensor-parallel ranks before those forwards of a model
+    that are due by :class:`hf_zero.parallel.alike.Calls`, which each generation restarts.
+    Generators may differ until a forward draws from them.
     """
 
     def __init__(self, axis: TensorAxis, random: OwnRandomNumbers | None):
         self._axis, self._random = axis, random
-        self._forwards = 0
+        self._forwards = Calls()
+        self._differing: list[torch.Tensor] = []  # generators before this forward, if they differ
 
     def watch(self, model: nn.Module) -> None:
         model.register_forward_pre_hook(Attached(self._before), with_kwargs=True)
+        model.register_forward_hook(Attached(self._after))
+
+    def begin_generation(self) -> None:
+        """Let the ranks of the group draw the tokens of one generation alike: all go on with the
+        generators of the first (collective), and their next forwards are compared.
+        """
+        self._forwards.restart()
+        device = process_group.default_device()
+        states = _generators(device)
+        own = torch.cat(states).to(device)
+        by_rank = own.new_empty(self._axis.size * own.numel())
+        self._axis.dim.all_gather([(by_rank, own)], "generators of a generation").wait()
+        first = by_rank[: own.numel()].cpu().split([len(state) for state in states])
+        torch.set_rng_state(first[0].clone())
+        if len(first) > 1:
+            kinds.module_of(device).set_rng_state(first[1].clone(), device)
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._random is not None:
             self._random.reset()
-        if not module.training:
-            return
-        self._forwards += 1
-        if due(self._forwards):
+        self._differing = []
+        if self._forwards.due(module.training):
             self.compare(args, kwargs)
 
-    def compare(self, args: Any, kwargs: Any) -> None:
-        """Raise RankMismatchError on all ranks of the group where they differ (collective)."""
-        device = process_group.default_device()
-        batch, random = hash_of(_tensors((args, kwargs))), 0
-        if self._random is not None:
-            states = [torch.get_rng_state()]
-            if not kinds.is_host(device):
-                states.append(kinds.module_of(device).get_rng_state(device))
-            random = hash_of(states)
-        given = [batch, -batch, random, -random]
-        most = torch.tensor(given, dtype=torch.float64, device=device)
-        self._axis.dim.all_reduce(most, "hashes of batches and generators", maximum=True).wait()
-        first, last, drawn, least = most.tolist()
-        ranks = f"{self._axis.dim.ranks[0]}-{self._axis.dim.ranks[-1]}"
-        size = self._axis.size
-        if first != -last:
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        before, self._differing = self._differing, []
+        if not before:
+            return
+        now = _generators(process_group.default_device())
+        if not all(map(torch.equal, before, now)):
             raise RankMismatchError(
-                f"tensor-parallel ranks {ranks} were given different batches; data is parallel "
-                f"over groups of {size} ranks: read it as rank // {size} of ranks // {size} "
-                f"(DistributedSampler(data, world_size // {size}, rank // {size})); the Trainer "
-                f"and Accelerate do so by {TENSOR_SIZE} = {size} in the configuration"
-            )
-        if drawn != -least:
-            raise RankMismatchError(
-                f"the random generators of tensor-parallel ranks {ranks} differ: they would drop "
-                "different elements of the same activations; seed them alike "
-                "(torch.manual_seed with one number for the ranks of a group, "
+                f"the random generators of tensor-parallel ranks {self._ranks} differ: they would "
+                "drop different elements of the same activations, or add other noise to them; "
+                "seed them alike (torch.manual_seed with one number for the ranks of a group, "
                 "set_seed(..., device_specific=False))"
             )
 
+    @property
+    def _ranks(self) -> str:
+        return f"{self._axis.dim.ranks[0]}-{self._axis.dim.ranks[-1]}"
+
+    def compare(self, args: Any, kwargs: Any) -> None:
+        """Raise RankMismatchError on all ranks of the group where their batches differ, and note
+        where their generators do (collective).
+        """
+        device = process_group.default_device()
+        states = _generators(device)
+        codes = [hash_of(_tensors((args, kwargs))), hash_of(states)]
+        name, size = "hashes of batches and generators", self._axis.size
+        batches, generators = differing([self._axis.dim], codes, device, name)
+        if batches:
+            raise RankMismatchError(
+                f"tensor-parallel ranks {self._ranks} were given different batches; data is "
+                f"parallel over groups of {size} ranks, in eval() and generate(), too: read it, "
+                f"and prompts, as rank // {size} of ranks // {size} "
+                f"(DistributedSampler(data, world_size // {size}, rank // {size})); the Trainer "
+                f"and Accelerate do so by {TENSOR_SIZE} = {size} in the configuration"
+            )
+        if generators:
+            self._differing = states
+
+
+def _generators(device: torch.device) -> list[torch.Tensor]:
+    """The states of the generators that a forward on ``device`` may draw from."""
+    states = [torch.get_rng_state()]
+    if not kinds.is_host(device):
+        states.append(kinds.module_of(device).get_rng_state(device))
+    return states
+
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    return [value for value in tree_flatten(values)[0] if isinstance(value, torch.Tensor)]
+    """Those that a forward was given: what is kept in objects, such as caches of keys and values,
+    may be parts.
+    """
+    leaves = tree_flatten(values, is_leaf=lambda each: type(each) not in (tuple, list, dict))[0]
+    return [each for each in leaves if isinstance(each, torch.Tensor)]

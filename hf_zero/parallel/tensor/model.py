@@ -44,6 +44,7 @@ class TensorParallel:
     axis: TensorAxis
     random: OwnRandomNumbers | None
     plan: Mapping[str, str | None] | None
+    agreement: Agreement
     rotary_width: int  # of multi-head latent attention
     inputs: dict[str, SharedInputs] = field(default_factory=dict)  # by the module they are of
     counted: set[str] = field(default_factory=set)  # modules whose numbers of heads are divided
@@ -122,11 +123,11 @@ def tensor_parallel(
         axis = TensorAxis(groups.along("tensor"))
         draws = _draws(model)
         random = OwnRandomNumbers(axis, process_group.default_device()) if draws else None
-        record = TensorParallel(axis, random, plan, _rotary_width(inner))
+        record = TensorParallel(axis, random, plan, Agreement(axis, random), _rotary_width(inner))
     _cut_all(modules, found, cuts, record)
     if RECORD not in inner.__dict__:
         inner.__dict__[RECORD] = record
-        Agreement(record.axis, record.random).watch(inner)
+        record.agreement.watch(inner)
     return model
 
 
