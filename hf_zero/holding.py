@@ -13,6 +13,7 @@ from hf_zero.engine import Engine
 from hf_zero.parallel.expert.model import spread_experts
 from hf_zero.parallel.tensor import tensor_parallel
 from hf_zero.parameters.parameter import owner_of
+from hf_zero.parameters.shared_memory import tie_shared_memory
 from hf_zero.techniques.policy import TrainingTechniques
 
 
@@ -26,6 +27,7 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
     ``config`` wants those of the training. Small parameters are sharded as well: which of them stay
     whole is for the training to say.
     """
+    tie_shared_memory(model)
     if config.tensor_parallel.size > 1:
         tensor_parallel(model, config.tensor_parallel.size)
     spread_experts(model, config)

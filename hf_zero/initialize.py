@@ -41,6 +41,7 @@ from hf_zero.parallel.pipeline.staged import StagedModule, make_parallel_for
 from hf_zero.parallel.sequence import configured
 from hf_zero.parallel.tensor.configured import as_configured, ranks_of_a_stage, readers
 from hf_zero.parameters.leaf_modules import mark_configured
+from hf_zero.parameters.shared_memory import tie_shared_memory, without_tied
 from hf_zero.preflight import check_on_all_ranks
 from hf_zero.techniques.curriculum_sampler import (
     CurriculumLoader,
@@ -161,6 +162,7 @@ def initialize_as(
         )
     if {parameter.is_meta for parameter in model.parameters()} == {True}:
         give_values(model)
+    tied = tie_shared_memory(model)
     settings = as_configured(model, settings)
     spread_experts(model, settings)
     # after what moves the ranks that share a sequence
@@ -176,6 +178,7 @@ def initialize_as(
     _fuse(model, settings, to_be_compiled(model) if choose and settings.compile.blocks else ())
     made = _optimizer(settings, model, optimizer, model_parameters)
     if made is not None:
+        without_tied(made, tied)
         adopt(made)
     one_bit = one_bit_of(settings, made)
     settings = as_sent(settings, one_bit)
