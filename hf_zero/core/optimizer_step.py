@@ -169,7 +169,7 @@ class OptimizerStep:
         """
         assert self.bound is not None
         model = self._model
-        one_bit, stale = self.one_bit, None
+        one_bit, stale = self.one_bit, False
         if one_bit is None:
             (total,) = self.usage.agree(self._squares().view(1), steps)
         else:
@@ -179,8 +179,8 @@ class OptimizerStep:
             if one_bit.is_local and not (may_overflow or self.refuses_infinite):
                 total = self._squares(alone=True)  # nothing is sent
             else:
-                numbers = torch.stack([self._squares(), one_bit.is_stale()])
-                total, stale = self.usage.agree(numbers, steps)
+                stale = one_bit.is_stale()
+                (total,) = self.usage.agree(self._squares().view(1), steps)
         scale, limit = self._scaler.scale, self.max_norm
         self.norm = total.sqrt() / scale
         if (may_overflow or self.refuses_infinite) and not bool(torch.isfinite(total)):

@@ -47,8 +47,12 @@ def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(numel, dtype=dtype, pin_memory=True)
 
 
-def for_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor``, which is in host memory, where a copy of it to ``device`` need not be waited
-    for.
+def upload(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Return ``tensor`` on ``device``; the host does not wait for the copy of one in its memory.
+
+    torch keeps the pinned memory until the copy has been made.
     """
-    return tensor if kinds.is_host(device) else tensor.pin_memory()
+    device = torch.device(device)
+    if not kinds.is_host(device) and tensor.device.type == "cpu" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

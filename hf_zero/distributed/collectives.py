@@ -32,6 +32,7 @@ from hf_zero.distributed import rank_hosts
 from hf_zero.distributed.codec import Codec
 from hf_zero.distributed.collective_handle import Handle
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
+from hf_zero.distributed.process_group import backend_serving
 from hf_zero.distributed.tagged_barrier import tagged_barrier
 from hf_zero.distributed.two_hops import TwoHops
 from hf_zero.distributed.watchdog import Watchdog
@@ -92,6 +93,7 @@ class MeshDim:
         self.ranks = list(ranks)
         self.size = len(self.ranks)
         self.rank = self.ranks.index(rank)
+        self._device = device
         self._group = groups.gather
         # Reductions have a communicator of their own: their order and the order of gathers then
         # need not interleave alike.
@@ -123,6 +125,15 @@ class MeshDim:
         return self._group
 
     @property
+    def host_messages_on(self) -> torch.device:
+        """The device for messages that the host reads: its own memory where the process group has
+        a backend for it, so that nobody waits for what was launched on the device.
+        """
+        if self.size == 1 or kinds.is_host(self._device) or not backend_serving(CPU):
+            return self._device
+        return CPU
+
+    @property
     def peers(self) -> tuple[int, ...]:
         """Global ranks of the others."""
         return tuple(rank for place, rank in enumerate(self.ranks) if place != self.rank)
@@ -147,7 +158,9 @@ class MeshDim:
     ) -> Handle:
         """Gather each ``(full, chunk)``: [size * n] from [n] of each rank.
 
-        The pairs travel as one logical message; ``codecs`` are theirs, none: as they are.
+        The pairs travel as one logical message; ``codecs`` are theirs, none: as they are. Pairs in
+        host memory beside a device (:attr:`host_messages_on`) are exchanged by the hosts: then
+        waiting for the handle blocks the host.
         """
         decodes: list[Callable[[], None]] = []
         if any(codecs) and self.size > 1:
@@ -155,7 +168,8 @@ class MeshDim:
         size = sum(full.nbytes for full, _ in pairs)
         pending = self.gathers.issue(f"all-gather of {key}, {size} bytes")
         works: list[Any] = []
-        if self.hops is not None:
+        beside = self._follows is not None and all(full.device.type == "cpu" for full, _ in pairs)
+        if self.hops is not None and not beside:
             works, pairs = [self.hops.gather(pairs, key)], ()
         elif self.size > 1:
             self._stats.record("all_gather", key, size)
@@ -168,14 +182,16 @@ class MeshDim:
                     continue
                 # not every backend knows every dtype
                 whole, own = full.view(torch.uint8), own.view(torch.uint8)
-                if self._point_to_point and full.device.type == "cpu":
+                if beside or (self._point_to_point and full.device.type == "cpu"):
                     parts = whole.chunk(self.size)
-                    works += self._exchange([own] * self.size, parts, self._group, pending.tag)
+                    group = None if beside else self._group
+                    works += self._exchange([own] * self.size, parts, group, pending.tag)
                     continue
                 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
                 own = own.clone() if self._copies_input else own
                 works.append(gather(whole, own, group=self._group, async_op=True))
-        handle = Handle(works, self._watchdog, pending, follows=self._follows)
+        follows = None if beside else self._follows
+        handle = Handle(works, self._watchdog, pending, follows=follows)
         if decodes:
             handle.finish_with(partial(_call_each, decodes))
         return handle
@@ -342,6 +358,31 @@ class MeshDim:
         with span("all_reduce", key, tensor.nbytes), self._launching(pending):
             work = dist.all_reduce(tensor, operation, self._reduce_group, async_op=True)
         return Handle([work], self._watchdog, pending, [tensor], follows=self._follows)
+
+    def maximum_on_hosts(self, values: Sequence[int], key: str) -> list[int]:
+        """Return the largest of each of ``values`` over the axis (collective). It blocks the host,
+        which waits for other hosts alone where the process group has a backend for their memory.
+        """
+        own = torch.tensor(values, dtype=torch.int64, device=self.host_messages_on)
+        if self._follows is None or own.device.type != "cpu" or self.size == 1:
+            self.all_reduce(own, key, maximum=True).wait()
+            return [int(each) for each in own.tolist()]
+        pending = self.reductions.issue(f"all-reduce of {key}, {own.nbytes} bytes")
+        self._stats.record("all_reduce", key, own.nbytes)
+        for step in (1 << power for power in range((self.size - 1).bit_length())):
+            came, peers = (
+                torch.empty_like(own),
+                [(self.rank + way) % self.size for way in (-step, step)],
+            )
+            source, target = (self.ranks[peer] for peer in peers)
+            with span("all_reduce", key, own.nbytes), self._launching(pending):
+                works = [
+                    dist.irecv(came, source, None, pending.tag),
+                    dist.isend(own, target, None, pending.tag),
+                ]
+            Handle(works, self._watchdog, pending).wait()
+            own = torch.maximum(own, came)
+        return [int(each) for each in own.tolist()]
 
     def allow_small_sums(self, numel: int) -> None:
         """Let sums of up to ``numel`` numbers travel as those of a few: the same on all ranks,

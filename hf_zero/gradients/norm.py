@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.device import pinned
+from hf_zero.device.pinned import upload
 from hf_zero.ops import dispatch, host
 from hf_zero.ops.flat_norm import RUNS, squared_norms
 from hf_zero.units.gradient_buffer import GradientBuffer
@@ -30,9 +30,7 @@ def squared_norm(
     # those in host memory cross together, and the host does not wait
     here = [each for each in here if taken[each].device != device]
     if here:
-        crossed = pinned.for_copy(torch.stack([taken[each] for each in here]), device).to(
-            device, non_blocking=True
-        )
+        crossed = upload(torch.stack([taken[each] for each in here]), device)
         taken.update(zip(here, crossed.unbind()))
     sums = [
         each.grad_sq_norm if each.grad_sq_norm is not None else taken[each]

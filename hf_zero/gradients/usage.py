@@ -18,7 +18,7 @@ from operator import mul
 
 import torch
 
-from hf_zero.device import pinned
+from hf_zero.device.pinned import upload
 from hf_zero.distributed.collective_handle import Handle
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.units.flat_buffer import FlatBuffer
@@ -57,9 +57,7 @@ class Usage:
             sum(map(mul, digits[at : at + length], self._powers))
             for at in range(0, len(digits), length)
         ]
-        return pinned.for_copy(torch.tensor(words, dtype=torch.float64), self._device).to(
-            self._device, non_blocking=True
-        )
+        return upload(torch.tensor(words, dtype=torch.float64), self._device)
 
     def agree(self, numbers: torch.Tensor, step: int) -> torch.Tensor:
         """The sum over all ranks of ``numbers`` (a few, fp64), of which each replica has all; flats

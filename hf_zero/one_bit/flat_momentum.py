@@ -65,6 +65,7 @@ class FlatMomentum:
         self._largest: Tensor | None = None  # fp32 [ranks, blocks]: scales of an update of LIMIT
         self.outgrown: Tensor | None = None  # bool, 0-dim: a step has met LIMIT
         self._state: dict[str, Tensor] = {}
+        self._master_seen: tuple[int, int] | None = None  # its memory, and how often it was written
 
     # ---- state of the optimizer ----
 
@@ -82,14 +83,23 @@ class FlatMomentum:
         """Whether the weights here are others than the parameters, which are in 16 bits."""
         return self.flat.dtype != torch.float32
 
-    def is_stale(self) -> Tensor:
-        """Whether another than the steps here has written to the weights of this rank's chunk:
-        bool, 0-dim.
+    @property
+    def _master_now(self) -> tuple[int, int] | None:
+        master = self.flat.optimizer_shard.master
+        return None if master is None else (master.data_ptr(), master._version)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether another than the steps here has written to the weights of this rank's chunk."""
+        if self.weights is None or not self.has_copy:
+            return False
+        return self._master_now != self._master_seen
+
+    def note_master(self) -> None:
+        """The steps have written to master weights, which share memory and count its writes
+        together: what is written from now on is written by others.
         """
-        master, (start, stop) = self.flat.optimizer_shard.master, self.flat.owned
-        if self.weights is None or master is None or not self.has_copy:
-            return torch.zeros((), dtype=torch.bool, device=self.flat.full.device)
-        return self.weights[start:stop].ne(master).any()
+        self._master_seen = self._master_now
 
     # ---- before steps in one bit ----
 

@@ -193,13 +193,12 @@ class LocalSteps:
     def unused(self, mesh: Mesh) -> dict[FlatMomentum, frozenset[str]]:
         """The parameters that no rank has used since the last synchronisation (collective)."""
         used = [
-            float(each.used >> place & 1)
+            each.used >> place & 1
             for momentum, each in self._of.items()
             for place in range(len(momentum.flat.layout.slots))
         ]
-        counts = torch.tensor(used, dtype=torch.float32, device=mesh.device)
-        mesh.shard.all_reduce(counts, "parameters used since the last synchronisation").wait()
-        at, found = iter(counts.tolist()), {}
+        what = "parameters used since the last synchronisation"
+        at, found = iter(mesh.shard.maximum_on_hosts(used, what)), {}
         for momentum in self._of:
             slots = momentum.flat.layout.slots
             found[momentum] = frozenset(slot.name for slot in slots if not next(at))

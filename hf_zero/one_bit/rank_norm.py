@@ -4,7 +4,8 @@
 In one bit no rank has the average gradient before its momentum is sent, and clipping must come
 before. The norm is that of the ranks' own gradients, root mean square, times the ratio that the two
 had in the last dense steps, in which they are measured. A step that sends nothing goes by this
-rank's own gradient and that ratio.
+rank's own gradient and that ratio. The ratio stays on the device, in the groups of the optimizer;
+a checkpoint keeps it as a number.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class RankNorm:
         """``share`` of the square of the average gradient's norm: fp64, 0-dim."""
         if self._squares is None:
             return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        ratio = self._bound.groups[0].get(NORM_RATIO)
-        return self._squares * ((1.0 if ratio is None else ratio) * share)
+        ratio = self._ratio()
+        return self._squares * (torch.where(ratio < 0.0, 1.0, ratio) * share)
 
     def measure(self, shards: Sequence[Tensor]) -> None:
         """Compare with the average gradient, of which this rank has ``shards`` (collective)."""
@@ -48,19 +49,25 @@ class RankNorm:
         both = torch.stack([self._sum(shards), self._squares])
         self._squares = None
         self._mesh.shard.all_reduce(both, "norms of gradients").wait()
-        mean, local = both.tolist()
-        ratio = mean * self._mesh.shard.size / local if local > 0.0 else float("nan")
-        if not 0.0 <= ratio < float("inf"):
-            return
-        before = self._bound.groups[0].get(NORM_RATIO)
-        note(self._bound, NORM_RATIO, ratio if before is None else 0.9 * before + 0.1 * ratio)
+        mean, local = both.unbind()
+        ratio, before = mean * self._mesh.shard.size / local, self._ratio()
+        mixed = torch.where(before < 0.0, ratio, 0.9 * before + 0.1 * ratio)
+        measured = (ratio >= 0.0) & (ratio < float("inf"))  # not of no gradient, nor of overflow
+        note(self._bound, NORM_RATIO, torch.where(measured, mixed, before))
+
+    def _ratio(self) -> Tensor:
+        """The ratio measured so far, fp64, 0-dim; -1: none."""
+        held = self._bound.groups[0].get(NORM_RATIO, -1.0)
+        if isinstance(held, Tensor):
+            return held
+        return torch.full((), held, dtype=torch.float64, device=self._mesh.device)
 
     def _sum(self, tensors: Sequence[Tensor]) -> Tensor:
         """The sum of squares of ``tensors`` on the device, fp64."""
         return torch.stack(sums_of_squares(tensors, self._kernels)).sum().to(self._mesh.device)
 
 
-def note(bound: Any, key: str, value: float) -> None:
+def note(bound: Any, key: str, value: float | Tensor) -> None:
     """Keep ``value`` in all groups of the optimizer ``bound``, and so in checkpoints."""
     for group in bound.groups:
         group[key] = value

@@ -134,14 +134,15 @@ class OneBitSteps:
             return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         return self._norm.estimated(1.0 if alone else 1.0 / self._mesh.shard.size)
 
-    def is_stale(self) -> Tensor:
-        """How many of this rank's flat buffers, or their state, a script has written to since the
-        last step: fp64, 0-dim.
+    def is_stale(self) -> bool:
+        """Whether a script has written to flat buffers of any rank, or to their state, since the
+        last step (collective where that was in one bit).
         """
         if not self.sends or not self._compressing:
-            return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        stale = torch.stack([each.is_stale() for each in self._momenta]).sum(dtype=torch.float64)
-        return stale + float(self._writes != self._bound.numbers.writes)
+            return False
+        own = self._writes != self._bound.numbers.writes
+        own |= any(each.is_stale for each in self._momenta)
+        return any(self._mesh.shard.maximum_on_hosts([own], "writes to weights and state"))
 
     def measure(self) -> None:
         """The gradients of a dense step are reduced: compare their norm with the ranks' own, where
@@ -153,7 +154,7 @@ class OneBitSteps:
 
     # ---- the step ----
 
-    def step(self, divisor: Tensor | None, stale: Tensor | None) -> list[FlatBuffer]:
+    def step(self, divisor: Tensor | None, stale: bool) -> list[FlatBuffer]:
         """After the optimizer's own step: count it, and make that of the momenta if it is in one
         bit. The gradients are divided by ``divisor``. Returns the flat buffers whose whole
         parameters are up to date (collective).
@@ -163,7 +164,7 @@ class OneBitSteps:
         if not compresses:
             self._compressing = False
             return []
-        if not self._compressing or (stale is not None and bool(stale)):
+        if not self._compressing or stale:
             self._gather_all()
         self._compressing = True
         self._norm.drop()
@@ -258,6 +259,7 @@ class OneBitSteps:
         ]
         self._mesh.shard.all_gather(pairs, "denominators, weights and momenta").wait()
         self._writes = self._bound.numbers.writes
+        self._note_masters()
         if self._lamb:
             for lamb, sums in zip(self._lamb, self._all_sums(self._lamb, denominators)):
                 lamb.keep_least(sums)
@@ -349,15 +351,18 @@ class OneBitSteps:
             each.apply(self._made, settings, limit)
             restore()
             each.publish()
+        self._note_masters()
         self._warn_of_outgrown(limit)
+
+    def _note_masters(self) -> None:
+        for each in self._momenta:
+            each.note_master()
 
     def synchronise(self) -> None:
         """End the local steps that are under way: all ranks have the same weights (collective)."""
         if not self._local.pending:
             return
-        stale = self.is_stale()
-        self._mesh.shard.all_reduce(stale, "writes to weights and state").wait()
-        if bool(stale):
+        if self.is_stale():
             self._gather_all()
         self._synchronise()
 
@@ -399,9 +404,9 @@ class OneBitSteps:
         ]
         for handle in waits:
             handle.wait()
-        parts = zip(sums.cpu().split(self._tensors, 1), largest.cpu().split(self._tensors))
-        for each, (own, most) in zip(self._lamb, parts):
-            each.learn(own, most)
+        numbers = torch.cat([sums, largest[None].double()]).cpu()  # the host waits once
+        for each, own in zip(self._lamb, numbers.split(self._tensors, 1)):
+            each.learn(own[:2], own[2].float())
 
     # ---- checkpoints ----
 

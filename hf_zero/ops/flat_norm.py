@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_zero.device.pinned import upload
 from hf_zero.errors import KernelError
 from hf_zero.ops import flat_norm_reference as reference
 from hf_zero.ops.dispatch import Kernel
-from hf_zero.ops.flat_tiles import PHASE, upload
+from hf_zero.ops.flat_tiles import PHASE
 
 RUN = 16384
 RUN_COLUMNS = 4  # first element, length, whether it is whole and aligned, 0

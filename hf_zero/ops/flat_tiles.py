@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_zero.device import pinned
+from hf_zero.device.pinned import upload
 from hf_zero.errors import KernelError
 
 PHASE = 8  # elements: 16 bytes of the narrowest dtype
@@ -102,12 +102,6 @@ class Tiles:
     def numel(self) -> int:
         """Elements in all tiles; waits for the device."""
         return int(self.table[:, 4].sum())
-
-
-def upload(table: Tensor, device: torch.device | str) -> Tensor:
-    """``table``, which is on the CPU, on ``device``, without waiting for what runs there."""
-    # torch keeps pinned memory until the copy has been made
-    return pinned.for_copy(table, torch.device(device)).to(device, non_blocking=True)
 
 
 def _joined(pieces: Iterable[FlatRun]) -> Sequence[FlatRun]:

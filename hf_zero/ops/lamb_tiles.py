@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hf_zero.ops.flat_tiles import upload
+from hf_zero.device.pinned import upload
 
 TILE = 4096
 # addresses of weights, gradient and two moments; length; the part; whether the tile is whole: TILE

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_zero.device.pinned import upload
 from hf_zero.ops import dispatch
 from hf_zero.ops.flat_optimizers import (
     ADAM,
@@ -29,7 +30,7 @@ from hf_zero.ops.flat_optimizers import (
     lion_,
     settings_table,
 )
-from hf_zero.ops.flat_tiles import PHASE, FlatRun, Tiles, upload
+from hf_zero.ops.flat_tiles import PHASE, FlatRun, Tiles
 from hf_zero.optim.fused_support import KERNELS, is_own, is_plain, is_ready
 from hf_zero.optim.table import MemoryRegion, Segment, SegmentPart
 

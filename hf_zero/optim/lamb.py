@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_zero.device.pinned import upload
 from hf_zero.errors import ConfigError
-from hf_zero.ops.flat_tiles import upload
 from hf_zero.ops.lamb import LambSettings, apply_, measure_
 from hf_zero.optim.whole_tensor import Parts, TensorSumOptimizer
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hf_zero.ops.flat_tiles import upload
+from hf_zero.device.pinned import upload
 from hf_zero.optim.table import Flat, Segment
 from hf_zero.optim.whole_tensor import TensorPlace, Tensors, WholeTensorOptimizer
 

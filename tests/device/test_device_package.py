@@ -74,7 +74,7 @@ def test_the_host_has_no_streams() -> None:
         kinds.set_device(host)
         kinds.synchronize(host)
     tensor = torch.ones(2)
-    assert pinned.for_copy(tensor, host) is tensor and not pinned.registers(host)
+    assert pinned.upload(tensor, host) is tensor and not pinned.registers(host)
 
 
 def test_what_torch_says_is_here(monkeypatch: pytest.MonkeyPatch) -> None:

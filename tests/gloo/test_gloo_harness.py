@@ -8,6 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_zero.distributed.collective_log import CollectiveStats
+from hf_zero.distributed.collectives import DimGroups, MeshDim
+from hf_zero.distributed.watchdog import Watchdog
 from tests.helpers.processes import run_processes, say
 from tests.helpers.ranks import RankFailed, RanksHung
 
@@ -31,6 +34,22 @@ def one_waits(rank: int) -> None:
     say(f"rank {rank} is here")
     if rank == 0:
         time.sleep(1000)
+
+
+def between_hosts(rank: int) -> tuple[torch.Tensor, list[int]]:
+    """What ranks of a device tell each other by their hosts: numbers gathered, and the largest."""
+    groups = DimGroups(None, None, "nccl", torch.device("cpu"))
+    axis = MeshDim(range(3), rank, groups, CollectiveStats(), Watchdog(enabled=False))
+    axis._follows = axis._device = torch.device("cuda")  # whose messages no backend here takes
+    assert axis.host_messages_on == torch.device("cpu")
+    whole = torch.empty(3, 2, dtype=torch.int64)
+    axis.all_gather([(whole.view(-1), torch.tensor([rank, 7 * rank]))], "numbers").wait()
+    return whole, axis.maximum_on_hosts([rank, -rank, int(rank == 1)], "numbers")
+
+
+def test_hosts_tell_each_other_numbers_beside_a_device() -> None:
+    for whole, largest in run_processes(3, between_hosts, timeout=300):
+        assert whole.tolist() == [[0, 0], [1, 7], [2, 14]] and largest == [2, 0, 1]
 
 
 def test_processes_answer_in_order():

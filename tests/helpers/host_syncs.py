@@ -3,16 +3,21 @@ counted by where they are called.
 
 On a CPU nothing waits, but the same operations run: a mode of the dispatcher sees them in the
 thread that trains. The threads of an engine that work in the background are outside of it, as what
-they wait for keeps nobody else waiting.
+they wait for keeps nobody else waiting. On another device two kinds more are counted: copies to it
+from memory that is not pinned, or that are not asked to be asynchronous; and waits for events,
+streams and the whole device that were not over when they began.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -30,6 +35,8 @@ READ_BACK = frozenset(
 INDEXED = frozenset(("aten.index", "aten.index_put", "aten.index_put_", "aten._index_put_impl_"))
 # of a tensor on a CPU these reach no dispatcher
 TO_HOST = frozenset(("cpu", "tolist", "numpy", "__array__"))
+# made on the host, and then copied in an operation that reaches no dispatcher
+MADE = frozenset(("tensor", "as_tensor", "asarray", "new_tensor"))
 
 
 class HostSyncs(TorchDispatchMode):
@@ -42,11 +49,30 @@ class HostSyncs(TorchDispatchMode):
         self.kind = torch.device(device).type
         self.found: Counter[tuple[str, str, str]] = Counter()
         self._calls = _Calls(self)
+        self._waits_seen = ExitStack()
+        self._thread = threading.get_ident()
 
     def __enter__(self) -> HostSyncs:
+        self._thread = threading.get_ident()
+        if self.kind != "cpu":
+            module = torch.get_device_module(self.kind)
+            for owner in (module.Event, module.Stream, module):
+                seen = self._noting(owner.synchronize, "" if owner is module else "query")
+                self._waits_seen.enter_context(mock.patch.object(owner, "synchronize", seen))
         self._calls.__enter__()
         super().__enter__()
         return self
+
+    def _noting(self, wait: Any, query: str) -> Any:
+        """``wait``, a function or method, noted where it is not over by what ``query`` says."""
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            over = query and getattr(args[0], query)()
+            if threading.get_ident() == self._thread and not over:
+                self.note("synchronize")
+            return wait(*args, **kwargs)
+
+        return noting
 
     def __exit__(
         self,
@@ -56,6 +82,7 @@ class HostSyncs(TorchDispatchMode):
     ) -> None:
         super().__exit__(kind, error, trace)
         self._calls.__exit__(kind, error, trace)
+        self._waits_seen.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -96,20 +123,21 @@ class HostSyncs(TorchDispatchMode):
             return False
         if name == "aten.copy_":
             to, source, *more = args
-            return (
-                self.on_device([source])
-                and to.device.type == "cpu"
-                and not (more[0] if more else kwargs.get("non_blocking"))
-            )
+            return _blocks(source, to.device, more[0] if more else kwargs.get("non_blocking"))
         if name == "aten._to_copy":
             to = kwargs.get("device")
-            return (
-                self.on_device(args)
-                and to is not None
-                and torch.device(to).type == "cpu"
-                and not kwargs.get("non_blocking")
-            )
+            return to is not None and _blocks(args[0], torch.device(to), kwargs.get("non_blocking"))
         return False
+
+
+def _blocks(source: torch.Tensor, to: torch.device, non_blocking: Any) -> bool:
+    """Whether the host waits for a copy of ``source``."""
+    here = source.device.type
+    if here == to.type or not source.numel():
+        return False
+    if here == "cpu":
+        return not (non_blocking and source.is_pinned())
+    return to.type == "cpu" and not non_blocking
 
 
 class _Calls(TorchFunctionMode):
@@ -126,7 +154,15 @@ class _Calls(TorchFunctionMode):
             and self.syncs.on_device(args[:1])
         ):
             self.syncs.note(func.__name__)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if (
+            self.syncs.kind != "cpu"
+            and getattr(func, "__name__", "") in MADE
+            and self.syncs.on_device([result])
+            and not any(isinstance(each, torch.Tensor) for each in args[-1:])
+        ):
+            self.syncs.note("tensor of numbers")
+        return result
 
 
 def _caller() -> tuple[str, str]:

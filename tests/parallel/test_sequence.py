@@ -114,7 +114,7 @@ def test_a_fault_is_seen(fault: str) -> None:
 
 def test_bytes_along_the_sequence() -> None:
     """Of a step, in each layer: queries, keys and values there, the output back, and as much in
-    the backward; positions, their sizes and losses beside them.
+    the backward; sizes and codes of batches and losses beside them.
     """
     ranks, rows, layers, heads, shared, width, tokens = SP2, 2, 2, 4, 2, 8, 16 // 2
     stats = check("llama", ranks, 3, 1)
@@ -122,6 +122,6 @@ def test_bytes_along_the_sequence() -> None:
     for found in stats:
         assert found.counts["all_to_all"] == 2 * layers * 2 * 2  # steps, passes, there and back
         assert found.bytes["all_to_all"] == 2 * layers * 2 * each
-        position_ids, losses, compared = 2 * rows * tokens * 8, 2 * 2 * 8, 2 * 3 * 8
-        assert found.bytes["all_gather"] == 2 * (position_ids + losses + compared)
+        losses, compared = 2 * 2 * 8, 2 * 4 * 8
+        assert found.bytes["all_gather"] == 2 * (losses + compared)
         assert set(found.counts) == {"all_to_all", "all_gather"}

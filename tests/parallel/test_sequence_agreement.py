@@ -75,6 +75,18 @@ def test_other_batches_later_and_after_others_were_cut() -> None:
     )
 
 
+def test_other_documents_are_told_in_the_same_forward() -> None:
+    """Also in the third one, before which no hashes of batches are compared."""
+
+    def given(sequence: Any, rank: int, step: int) -> Any:
+        first = 5 + 2 * (rank == 1 and step == 2)
+        places = torch.cat([torch.arange(first), torch.arange(TOKENS - first)])
+        return sequence.shard(plain(At(0, 0, 0)) | {"position_ids": places.expand(2, -1)})
+
+    assert not due(3)
+    refused("different batches", given, SP2, 3)
+
+
 def test_parts_of_other_sizes() -> None:
     def uneven(sequence: Any, rank: int, step: int) -> Any:
         batch = plain(At(0, 0, 0)) | {"position_ids": torch.arange(TOKENS).expand(2, -1)}

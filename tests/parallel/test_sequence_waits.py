@@ -50,6 +50,7 @@ class Repeats:
     """An axis whose other ranks send what this one does."""
 
     size = 4
+    host_messages_on = torch.device("cpu")
 
     def all_gather(self, pairs: Any, key: str) -> Any:
         for whole, own in pairs:
@@ -66,3 +67,18 @@ def test_batches_of_all_ranks_come_with_two_waits() -> None:
     found = syncs.of("hf_zero")
     found.pop("batches.py: numpy")  # of what is in host memory by then
     assert found == {"batches.py: tolist": 1, "batches.py: cpu": 1}
+
+
+def test_documents_of_a_part_are_known_without_its_values() -> None:
+    """Of positions on the meta device, which cannot be read; a part that was changed is not known,
+    nor is one of which the script gives other rows.
+    """
+    ids = torch.zeros(2, 16, dtype=torch.int64, device="meta")
+    positions = batches.cut({"input_ids": ids}, 1, 2)["position_ids"]
+    assert batches.documents_of(positions) == Documents.one_a_row(16)
+    places = torch.cat([torch.arange(length) for length in (5, 4, 7)]).expand(2, -1)
+    packed = batches.cut({"input_ids": places, "position_ids": places}, 1, 2)["position_ids"]
+    assert batches.documents_of(packed) == Documents.of(0, places)
+    assert batches.documents_of(packed[:1]) is None
+    packed += 1
+    assert batches.documents_of(packed) is None

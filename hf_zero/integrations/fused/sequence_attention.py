@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,6 @@ from hf_zero.ops.sparse_attention.layouts import HeadsOf
 from hf_zero.parallel.sequence.attention import KEY, attend, check_heads
 from hf_zero.parallel.sequence.batches import is_part
 from hf_zero.parallel.sequence.documents import Documents
-from hf_zero.parallel.sequence.exchange import all_gather
 from hf_zero.parallel.sequence.sequence_parallel import SequenceParallel
 
 PREFIX = "hf_zero_sequence_"
@@ -201,15 +201,14 @@ class _Forward:
                 "sequence, as hf_zero.sequence_parallel().shard(batch) makes them, and call "
                 "model.eval() for whole sequences"
             )
-        sequence.agreement.compare(sequence.dim, positions, _named(args, kwargs))
-        parts = all_gather(sequence.dim, "position_ids", positions)
-        whole = parts.transpose(0, 1).flatten(1)
-        if sequence.length not in (None, whole.shape[1]):
+        inputs = _named(args, kwargs)
+        documents = sequence.agreement.compare(sequence.dim, positions, inputs)
+        if sequence.length not in (None, documents.length):
             raise ConfigError(
-                f"{name} was given sequences of {whole.shape[1]} tokens, and sp_seq_length is "
+                f"{name} was given sequences of {documents.length} tokens, and sp_seq_length is "
                 f"{sequence.length}; set sp_seq_length_is_variable, or pad them to that"
             )
-        _under_way.documents = Documents.of(sequence.number, whole)
+        _under_way.documents = replace(documents, number=sequence.number)
         _under_way.read = False
 
     def end(self, module: Any, args: Any, output: Any) -> None:

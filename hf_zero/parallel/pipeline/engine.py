@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from hf_zero.core.engine import TrainingEngine
+from hf_zero.device.pinned import upload
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.distributed.pipeline_stage import PipelineRun, Stage
@@ -184,7 +185,7 @@ class PipelineTraining(TrainingEngine):
             if self._batch_function is not None:
                 batch = self._batch_function(batch)
             inputs, labels = map_tensors(
-                self.module.split_batch(batch), lambda each: each.to(self.device)
+                self.module.split_batch(batch), lambda each: upload(each, self.device)
             )
             yield inputs, labels
 

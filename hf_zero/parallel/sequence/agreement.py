@@ -1,4 +1,7 @@
-"""Whether the ranks that share sequences read parts of the same ones."""
+"""Whether the ranks that share sequences read parts of the same ones, and which documents these
+hold. The numbers travel between hosts where the process group has a backend for it: so a forward
+does not wait for the device.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from hf_zero.distributed.collectives import MeshDim
 from hf_zero.errors import RankMismatchError
 from hf_zero.parallel.alike import due, hash_of
 from hf_zero.parallel.sequence.attention import KEY
+from hf_zero.parallel.sequence.batches import documents_of
+from hf_zero.parallel.sequence.documents import Documents
 from hf_zero.parallel.sequence.exchange import all_gather
 
 KEPT = 64  # hashes of batches that were cut and not read yet
@@ -54,15 +59,22 @@ class SameBatches:
         while len(self._known) > KEPT:
             self._known.popitem(last=False)
 
-    def compare(self, dim: MeshDim, positions: torch.Tensor, inputs: Mapping[str, Any]) -> None:
-        """Before a forward over ``inputs`` with ``positions`` [rows, tokens]. Collective along
-        ``dim``; all its ranks raise RankMismatchError where their batches differ.
+    def compare(
+        self, dim: MeshDim, positions: torch.Tensor, inputs: Mapping[str, Any]
+    ) -> Documents:
+        """Return the documents of the batch that a forward over ``inputs`` with ``positions``
+        [rows, tokens] reads a part of. Collective along ``dim``; all its ranks raise
+        RankMismatchError where their batches differ.
+
+        Positions that a script has made or changed are gathered and read, for which the host waits.
         """
+        documents = documents_of(positions)
         whole = _UNKNOWN
         if self._known:
             whole = self._known.pop(_hash_of_part(inputs) or _UNKNOWN, _UNKNOWN)
-        own = torch.tensor([*positions.shape, whole], device=positions.device)
-        *sizes, batches = all_gather(dim, "sizes of batches", own).T.tolist()
+        code = _UNKNOWN if documents is None else documents.code
+        own = torch.tensor([*positions.shape, whole, code], device=dim.host_messages_on)
+        *sizes, batches, codes = all_gather(dim, "sizes of batches", own).T.tolist()
         shapes = [list(shape) for shape in zip(*sizes)]
         ranks, count = dim.ranks, dim.size
         these = (
@@ -74,7 +86,7 @@ class SameBatches:
                 f"{these} {shapes} tokens; let each have as many of the same batch, as "
                 "hf_zero.sequence_parallel().shard(batch) cuts them"
             )
-        if len({*batches} - {_UNKNOWN}) > 1:
+        if any(len({*each} - {_UNKNOWN}) > 1 for each in (batches, codes)):
             alike = count * (ranks[1] - ranks[0])  # with those that share layers
             raise RankMismatchError(
                 f"{these} different batches; read data as rank // {alike} of ranks // {alike} "
@@ -82,6 +94,10 @@ class SameBatches:
                 "rank read its own and iterate hf_zero.sequence_parallel().batches(loader), which "
                 "cuts those of all of them in turn"
             )
+        if documents is None or _UNKNOWN in codes:
+            parts = all_gather(dim, "position_ids", positions)
+            return Documents.of(0, parts.transpose(0, 1).flatten(1))
+        return documents
 
 
 _by_axis: weakref.WeakKeyDictionary[MeshDim, SameBatches] = weakref.WeakKeyDictionary()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from hf_zero.device.pinned import upload
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.sequence.documents import Documents
@@ -98,7 +99,7 @@ def _by_document(
     return whole.view(rows, tokens, *out.shape[1:])
 
 
-@functools.lru_cache(maxsize=4)  # all blocks of a forward ask: the host waits for one copy
+@functools.lru_cache(maxsize=4)  # all blocks of a forward ask
 def _places(
     documents: Documents, rows: int, device: torch.device
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -110,6 +111,6 @@ def _places(
             torch.tensor(starts)[:, None] + torch.arange(length)
             for length, starts in documents.by_length(rows).items()
         ]
-        whole = torch.cat([place.flatten() for place in found]).to(device)
+        whole = upload(torch.cat([place.flatten() for place in found]), device)
         parts = whole.split([place.numel() for place in found])
         return whole, tuple(part.view_as(place) for part, place in zip(parts, found))

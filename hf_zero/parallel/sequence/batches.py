@@ -15,15 +15,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hf_zero.device import pinned
+from hf_zero.device.pinned import upload
 from hf_zero.distributed.collectives import MeshDim
-from hf_zero.distributed.process_group import default_device
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.sequence.attention import KEY
+from hf_zero.parallel.sequence.documents import Documents
 from hf_zero.parallel.sequence.exchange import all_gather
 
 IGNORED = -100  # what losses of transformers ignore
-_PART = "_hf_zero_part"  # an attribute of the position_ids of parts
+# an attribute of the position_ids of parts: the documents of the whole batch, and the version of
+# the tensor then
+_PART = "_hf_zero_part"
 # Said by position_ids already, or of no use without a mask.
 _DROPPED = (
     "attention_mask",
@@ -71,13 +73,17 @@ def cut(batch: Any, part: int, parts: int) -> dict[str, Any]:
     for name in _DROPPED:
         batch.pop(name, None)
     positions = batch.get("position_ids")
+    documents = None
     if positions is None:
         positions = torch.arange(length, device=whole.device)[None]
+        documents = Documents.one_a_row(length)
     if positions.dim() != 2 or positions.shape[1] != length:
         raise ConfigError(
             f"position_ids of shape {list(positions.shape)} beside {length} tokens cannot be cut "
             f"for {KEY}; pass [rows, {length}]"
         )
+    if documents is None:
+        documents = Documents.of(0, positions)
     batch["position_ids"] = positions.expand(rows, -1)
     if batch.get("shift_labels") is None and batch.get("labels") is not None:
         batch["shift_labels"] = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
@@ -89,12 +95,13 @@ def cut(batch: Any, part: int, parts: int) -> dict[str, Any]:
                 f"{KEY} would attend to each other, as masks are dropped; set them to {IGNORED} "
                 f"(labels[attention_mask == 0] = {IGNORED}), as data collators do"
             )
-    return _marked({
+    cuts = {
         name: value.chunk(parts, dim=1)[part].contiguous()
         if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == length
         else value
         for name, value in batch.items()
-    })  # fmt: skip
+    }
+    return _marked(cuts, documents)
 
 
 def is_part(inputs: Mapping[str, Any]) -> bool:
@@ -104,8 +111,17 @@ def is_part(inputs: Mapping[str, Any]) -> bool:
     return inputs.get("shift_labels") is not None or hasattr(inputs.get("position_ids"), _PART)
 
 
-def _marked(part: dict[str, Any]) -> dict[str, Any]:
-    setattr(part["position_ids"], _PART, True)
+def documents_of(positions: torch.Tensor) -> Documents | None:
+    """The documents of the batch that ``positions`` is a part of, where the tensor is the one that
+    :func:`cut` made, with the values it had then; None: its values have to be read.
+    """
+    documents, version = getattr(positions, _PART, (None, 0))
+    return documents if version == positions._version else None
+
+
+def _marked(part: dict[str, Any], documents: Documents | None) -> dict[str, Any]:
+    positions = part["position_ids"]
+    setattr(positions, _PART, (documents, positions._version))
     return part
 
 
@@ -164,13 +180,11 @@ class SequenceBatches:
     def _placed(self, batch: dict[str, Any]) -> dict[str, Any]:
         if self.device is None:
             return batch
-        device = torch.device(self.device)
-        return _marked({
-            name: pinned.for_copy(value, device).to(device, non_blocking=True)
-            if isinstance(value, torch.Tensor)
-            else value
+        placed = {
+            name: upload(value, self.device) if isinstance(value, torch.Tensor) else value
             for name, value in batch.items()
-        })  # fmt: skip
+        }
+        return _marked(placed, documents_of(batch["position_ids"]))
 
     def over(self, loader: Any, skip: int = 0) -> SequenceBatches:
         """The same of another ``loader``, without the first ``skip`` batches in the next
@@ -191,10 +205,12 @@ def _on_cpu(batch: Any) -> Any:
 
 
 def _gather_objects(dim: MeshDim, value: Any) -> list[Any]:
-    """``value`` of each rank, pickled on the way."""
+    """``value`` of each rank, pickled on the way; between hosts where their process group has a
+    backend for it.
+    """
     if dim.size == 1:
         return [value]
-    data, device = pickle.dumps(value), default_device()
+    data, device = pickle.dumps(value), dim.host_messages_on
     own_size = torch.tensor([len(data)], device=device)
     sizes = all_gather(dim, "sizes of batches", own_size).flatten().tolist()
     own = torch.zeros(max(sizes), dtype=torch.uint8)

@@ -9,6 +9,7 @@ attention mask of transformers is boolean or a sum of scores; 4 dimensions of in
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -29,8 +30,18 @@ class Documents:
     spans: tuple[tuple[int, int, int], ...]
 
     @classmethod
+    def one_a_row(cls, length: int) -> Documents:
+        """One document of ``length`` tokens in each row, of a batch that has no number yet."""
+        return cls(0, length, ((ALL_ROWS, 0, length),))
+
+    @property
+    def code(self) -> int:
+        """32 bits that differ where documents do; never 0."""
+        return zlib.crc32(repr((self.length, self.spans)).encode()) or 1
+
+    @classmethod
     def of(cls, number: int, positions: torch.Tensor) -> Documents:
-        """``positions``: [rows, tokens] of whole sequences. The host waits for them."""
+        """``positions``: [rows, tokens] of whole sequences. The host waits for those on a device."""
         positions = positions.cpu()
         rows, length = positions.shape
         begins = torch.ones(rows, length, dtype=torch.bool)
