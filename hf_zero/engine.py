@@ -200,15 +200,16 @@ class Engine(TrainingEngine):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        verify: bool = False,
+        verify: bool | None = None,
         load_rng: bool = False,
         **unused: Any,
     ) -> tuple[str | None, dict[str, Any]]:
         """Resume from ``load_dir`` on any number of ranks and any stage (collective): (path,
         client_state).
 
-        ``verify`` checks the hashes of all files first; ``load_rng`` restores this rank's random
-        generators, too.
+        What is read is compared with the hashes of its blocks, unless ``verify=False`` or
+        ``checkpoint.verify`` of the configuration turns that off; ``verify=True`` checks the hashes
+        of all files first. ``load_rng`` restores this rank's random generators, too.
         """
         if unused:
             raise PartitionError(
@@ -225,7 +226,7 @@ class Engine(TrainingEngine):
                 load_optimizer_states,
                 load_lr_scheduler_states,
                 load_module_only,
-                verify=verify,
+                verify=False if verify is None and not self.config.checkpoint.verify else verify,
                 load_rng=load_rng,
             )
         self.accumulation.micro_batches = 0

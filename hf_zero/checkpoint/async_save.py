@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,11 @@ import torch
 
 from hf_zero.checkpoint.collective_try import describe_error
 from hf_zero.checkpoint.file_writer import copy_bytes, write_image
+from hf_zero.checkpoint.hashes import BlockHashes, FileHashes
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.plan import Outcome, SaveJob, SavePlan
 from hf_zero.checkpoint.storage import AnyPath, is_remote
-from hf_zero.checkpoint.tensorfile import bytes_view
+from hf_zero.checkpoint.tensorfile import FilePlan, bytes_view
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError, HfZeroError, HostMemoryError
 from hf_zero.logs import logger
@@ -163,15 +165,16 @@ class AsyncSaver:
         self._size, self._stall = size, time.perf_counter() - begun
         return ""
 
-    def start(self, job: SaveJob) -> None:
-        """Write what was staged, from a thread. Training goes on."""
+    def start(self, job: SaveJob, plan: FilePlan) -> None:
+        """Write what was staged, the file of ``plan``, from a thread. Training goes on."""
         self.number += 1
         image = bytes_view(self._memory)[: self._size]
         ended: Future[None] = Future()
         self._running = (job, ended)
         if job.rank == 0:
             started(job.target.final)
-        work = partial(_run, job, image, _ByStore(self._mail, self.number, job), self._stall)
+        exchange = _ByStore(self._mail, self.number, job)
+        work = partial(_run, job, image, plan, exchange, self._stall)
         threading.Thread(target=_set_result, args=(ended, work), name="hf-zero save").start()
 
 
@@ -184,12 +187,14 @@ def _set_result(future: Future[Any], action: Callable[[], Any]) -> None:
         future.set_result(result)
 
 
-def _run(job: SaveJob, image: memoryview, exchange: _ByStore, stall: float) -> None:
+def _run(job: SaveJob, image: memoryview, plan: FilePlan, exchange: _ByStore, stall: float) -> None:
     """What the thread of one rank does for one save."""
     begun, final = time.perf_counter(), job.target.final
     try:
         failure, _ = job.run(
-            lambda: write_image(job.path, image), exchange, lambda: finished(final, whole=True)
+            lambda: write_image(job.path, image, plan),
+            exchange,
+            lambda: finished(final, whole=True),
         )
     finally:
         if job.rank == 0:
@@ -209,6 +214,14 @@ def _run(job: SaveJob, image: memoryview, exchange: _ByStore, stall: float) -> N
         )
 
 
+def _outcome(sent: dict[str, Any]) -> Outcome:
+    """Inverse of ``asdict``."""
+    hashes = sent["hashes"]
+    if hashes is not None:
+        hashes = FileHashes(hashes["whole"], BlockHashes(**hashes["blocks"]))
+    return Outcome(hashes, sent["error"])
+
+
 class _ByStore:
     """The exchange of outcomes through the store, without a collective; the ``number``-th save."""
 
@@ -219,18 +232,18 @@ class _ByStore:
     def gather(self, own: Outcome) -> list[Outcome]:
         if self._job.rank > 0:
             try:
-                self._mail.send("wrote", self._number, json.dumps([own.hash, own.error]))
+                self._mail.send("wrote", self._number, json.dumps(asdict(own)))
             except (RuntimeError, HfZeroError) as error:
                 self._lost = error
             return []
         outcomes = [own]
         for rank in range(1, self._job.world):
             try:
-                outcome = Outcome(*json.loads(self._mail.receive("wrote", self._number, rank)))
+                outcome = _outcome(json.loads(self._mail.receive("wrote", self._number, rank)))
             except HfZeroError as error:
-                outcome = Outcome("", str(error))
+                outcome = Outcome(None, str(error))
             except RuntimeError as error:
-                outcome = Outcome("", describe_error(error))
+                outcome = Outcome(None, describe_error(error))
             outcomes.append(outcome)
         return outcomes
 

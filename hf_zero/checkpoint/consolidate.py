@@ -35,15 +35,16 @@ def iterate_state_dict(
     dtype: str | torch.dtype | None = "float32",
     exclude_frozen_parameters: bool = False,
     only: str | Sequence[str] | None = None,
+    verify: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and whole CPU tensor of each parameter and buffer; one tensor is made at a time. Tied
     ones come once.
 
     ``dtype`` None gives each parameter the dtype it had when it was handed to training. ``only``
-    are patterns over the names (``"*.lora_?.*"``): nothing else is read. Raises ConfigError for a
-    pattern that fits no tensor.
+    are patterns over the names (``"*.lora_?.*"``): nothing else is read. ``verify`` compares what
+    is read with the hashes of its blocks. Raises ConfigError for a pattern that fits no tensor.
     """
-    with open_checkpoint(find_checkpoint(checkpoint_dir, tag)) as checkpoint:
+    with open_checkpoint(find_checkpoint(checkpoint_dir, tag), hashes=verify) as checkpoint:
         for output in choose(
             outputs(checkpoint.manifest, dtype_option(dtype), exclude_frozen_parameters), only
         ):
@@ -56,13 +57,16 @@ def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | os.PathLike[str],
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
+    verify: bool = True,
 ) -> dict[str, torch.Tensor]:
     """The consolidated float32 state dict on the CPU; tied names share a tensor.
 
-    Needs memory for the whole model.
+    Needs memory for the whole model. ``verify`` as in :func:`iterate_state_dict`.
     """
     folder = find_checkpoint(checkpoint_dir, tag)
-    state = dict(iterate_state_dict(folder, None, "float32", exclude_frozen_parameters))
+    state = dict(
+        iterate_state_dict(folder, None, "float32", exclude_frozen_parameters, verify=verify)
+    )
     with open_checkpoint(folder) as checkpoint:
         state |= {
             strip_wrappers(tied): state[strip_wrappers(held)]
@@ -73,15 +77,18 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def load_state_dict_from_zero_checkpoint(
-    model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+    model: torch.nn.Module,
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    verify: bool = True,
 ) -> torch.nn.Module:
     """Copy a checkpoint into ``model``, a plain module on any device, tensor by tensor, and return
-    it.
+    it. ``verify`` as in :func:`iterate_state_dict`.
 
     Raises CheckpointError, before anything is copied, for names that only one side has and for
     shapes that differ.
     """
-    with open_checkpoint(find_checkpoint(checkpoint_dir, tag)) as checkpoint:
+    with open_checkpoint(find_checkpoint(checkpoint_dir, tag), hashes=verify) as checkpoint:
         manifest = checkpoint.manifest
         given = {output.name: output for output in outputs(manifest)}
         given |= {
@@ -137,10 +144,12 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     safe_serialization: bool = True,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
+    verify: bool = True,
 ) -> Path:
     """Write the consolidated float32 model to ``output_dir`` and return it.
 
-    Always safetensors, never a pickle, and never adapters alone.
+    Always safetensors, never a pickle, and never adapters alone. ``verify`` as in
+    :func:`iterate_state_dict`.
     """
 
     return convert_checkpoint(
@@ -150,6 +159,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         max_shard_size,
         tag,
         exclude_frozen_parameters=exclude_frozen_parameters,
+        verify=None if verify else False,
         adapters=False,
     ).folder
 

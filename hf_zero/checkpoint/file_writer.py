@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from hf_zero.checkpoint.hashes import FileHasher, FileHashes
 from hf_zero.checkpoint.storage import BLOCK, AnyPath, Upload, is_remote
-from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, Hash, bytes_view
+from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, bytes_view
 from hf_zero.device import kinds
 from hf_zero.spans import span
 
@@ -113,14 +114,14 @@ class _DoubleBuffer:
     def __init__(
         self,
         output: DirectFile | Upload,
-        size: int,
+        plan: FilePlan,
         writer: ThreadPoolExecutor,
         tick: Callable[[int], None] | None,
     ) -> None:
-        self._hash = Hash()
+        self._hasher = FileHasher(plan.stretches)
         self._output, self._writer, self._tick = output, writer, tick
         pin = kinds.in_use() is not None
-        self._blocks = [aligned_buffer(min(size, BLOCK_BYTES), pin) for _ in range(2)]
+        self._blocks = [aligned_buffer(min(plan.size, BLOCK_BYTES), pin) for _ in range(2)]
         self._under_way: Future[None] | None = None  # what still reads the second one
         self._used = 0  # bytes of the first one
 
@@ -144,7 +145,7 @@ class _DoubleBuffer:
         returns.
         """
         data = bytes_view(self._blocks[0][: self._used])
-        self._hash.update(data)
+        self._hasher.update(data)
         self.settle()
         self._under_way = self._writer.submit(self._output.write, data)
         self._blocks.reverse()
@@ -157,11 +158,11 @@ class _DoubleBuffer:
         if self._under_way is not None:
             self._under_way.result()
 
-    def end(self) -> str:
-        """The hash of all that was taken, once it is written."""
+    def end(self) -> FileHashes:
+        """The hashes of all that was taken, once it is written."""
         self.flush()
         self.settle()
-        return self._hash.text()
+        return self._hasher.result()
 
 
 def write_tensors(
@@ -169,9 +170,9 @@ def write_tensors(
     plan: FilePlan,
     tensors: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]],
     tick: Callable[[int], None] | None = None,
-) -> str:
+) -> FileHashes:
     """Write ``plan`` with the values of ``tensors`` to ``path``, flush it to the device and return
-    its hash.
+    its hashes.
 
     A tensor that has to be fetched first is given as what fetches it, and is let go before the next
     one. Tensors may be on any device; they pass through two blocks of ``FILLED`` bytes, so that no
@@ -179,26 +180,26 @@ def write_tensors(
     """
     with span("write_file", path.name, plan.size), open_output(path, plan.size) as output:
         with ThreadPoolExecutor(1) as writer:
-            blocks = _DoubleBuffer(output, plan.size, writer, tick)
+            blocks = _DoubleBuffer(output, plan, writer, tick)
             blocks.take(torch.frombuffer(bytearray(plan.header), dtype=torch.uint8))
             for entry in plan.entries:
                 given = tensors[entry.name]
                 flat = (given if isinstance(given, torch.Tensor) else given()).detach().reshape(-1)
                 blocks.take(flat)
                 del given, flat
-            digest = blocks.end()
+            hashes = blocks.end()
         output.flush()
-    return digest
+    return hashes
 
 
-def write_image(path: AnyPath, image: memoryview) -> str:
-    """Write ``image``, a whole file that stands on a page, to ``path``, flush it to the device
-    and return its hash.
+def write_image(path: AnyPath, image: memoryview, plan: FilePlan) -> FileHashes:
+    """Write ``image``, the whole file of ``plan`` on a page, to ``path``, flush it to the device
+    and return its hashes.
     """
-    made = Hash()
+    hasher = FileHasher(plan.stretches)
     with span("write_file", path.name, len(image)), open_output(path, len(image)) as output:
         for start in range(0, len(image), BLOCK):
-            made.update(image[start : start + BLOCK])
+            hasher.update(image[start : start + BLOCK])
             output.write(image[start : start + BLOCK])
         output.flush()
-    return made.text()
+    return hasher.result()

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from hf_zero.core.engine import TrainingEngine
     from hf_zero.units.flat_buffer import FlatBuffer
 
+Read = TypeVar("Read")
+
 
 def load(
     engine: TrainingEngine,
@@ -50,7 +53,7 @@ def load(
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
     *,
-    verify: bool = False,
+    verify: bool | None = None,
     load_rng: bool = False,
 ) -> tuple[str, dict[str, Any]]:
     """Load ``<directory>/<tag>`` into ``engine``; return that folder and the client state.
@@ -63,7 +66,10 @@ def load(
         load_optimizer_states: also moments, step counts, hyper-parameters and the fp16 loss scale.
         load_lr_scheduler_states: also the schedule, if the engine has one and one was saved.
         load_module_only: weights and buffers, nothing else; counters stay too.
-        verify: compute the hashes of all files first, shared out over the ranks.
+        verify: compare what is read with the hashes of its blocks, as it is read (None), or also
+            compute the hashes of all files first, before anything changes, shared out over the
+            ranks (True), or trust what is read (False). A checkpoint of a release that wrote no
+            hashes of blocks is read without them.
         load_rng: put back this rank's torch generators, if the number of ranks is the one of the
             save.
 
@@ -76,7 +82,7 @@ def load(
     load_optimizer_states &= not load_module_only and engine.bound is not None
 
     def look() -> tuple[str, str]:
-        checkpoint = _open(find.locate(directory, tag), engine)
+        checkpoint = _open(find.locate(directory, tag), engine, hashes=verify is not False)
         try:
             found.append(
                 _Load(
@@ -85,7 +91,7 @@ def load(
                     load_module_strict,
                     load_optimizer_states,
                     load_lr_scheduler_states and not load_module_only,
-                    verify,
+                    verify is True,
                 )
             )
         except BaseException:
@@ -105,10 +111,11 @@ def load(
             plan.nbytes,
             f"loading {plan.checkpoint.folder}",
         ) as plan.tick:
+            folder = plan.checkpoint.folder
             collective_try(
                 engine.mesh.job,
-                lambda: plan.apply(load_module_only, load_rng),
-                plan.checkpoint.folder,
+                lambda: _naming_whole(folder, lambda: plan.apply(load_module_only, load_rng)),
+                folder,
                 partly,
             )
     finally:
@@ -147,9 +154,16 @@ def _grouped(engine: TrainingEngine) -> list[list[str]]:
     return names
 
 
-def _open(folder: AnyPath, engine: TrainingEngine) -> Checkpoint:
+def _open(folder: AnyPath, engine: TrainingEngine, hashes: bool) -> Checkpoint:
+    return _naming_whole(
+        folder, lambda: open_checkpoint(folder, lambda: _grouped(engine), hashes=hashes)
+    )
+
+
+def _naming_whole(folder: AnyPath, action: Callable[[], Read]) -> Read:
+    """``action()``; what it raises names the whole checkpoints beside ``folder``."""
     try:
-        return open_checkpoint(folder, lambda: _grouped(engine))
+        return action()
     except CheckpointError as error:
         whole = whole_tags_beside(folder)
         if not whole:

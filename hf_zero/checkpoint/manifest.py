@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from hf_zero.checkpoint.hashes import DEFAULT_HASH, BlockHashes, algorithm_of, hash_of
 from hf_zero.checkpoint.records import (
     Adapter,
     Chunk,
@@ -30,7 +31,6 @@ from hf_zero.checkpoint.records import (
     dtype_of,
 )
 from hf_zero.checkpoint.storage import AnyPath, store_errors
-from hf_zero.checkpoint.tensorfile import DEFAULT_HASH, algorithm_of, hash_of
 from hf_zero.errors import CheckpointError
 from hf_zero.parameters.layout import FlatLayout, Slot
 
@@ -119,8 +119,8 @@ class Manifest:
             "precision": self.precision,
             "counters": self.counters,
             **({"techniques": self.techniques} if self.techniques else {}),
-            "files": [asdict(file) for file in self.files],
-            "objects": self.objects and asdict(self.objects),
+            "files": [file.to_json() for file in self.files],
+            "objects": self.objects and self.objects.to_json(),
             "optimizer": optimizer,
             "scaler": self.scaler,
             "lr_scheduler": self.lr_scheduler,
@@ -273,7 +273,13 @@ def _file(data: dict[str, Any], version: int, rank: int | None = None) -> FileEn
         raise ValueError(f"the file name {name!r} leads out of the folder")
     said = f"sha256:{_get(data, 'sha256', str)}" if version == 1 else _get(data, "hash", str)
     algorithm_of(said)
-    return FileEntry(name, _size(data, "rank") if rank is None else rank, _size(data, "size"), said)
+    return FileEntry(
+        name,
+        _size(data, "rank") if rank is None else rank,
+        _size(data, "size"),
+        said,
+        BlockHashes.from_json(_get(data, "blocks", dict)) if "blocks" in data else None,
+    )
 
 
 def _flat(data: dict[str, Any]) -> FlatEntry:

@@ -18,6 +18,7 @@ from hf_zero.checkpoint import engine_state, find, objects
 from hf_zero.checkpoint.collective_try import describe_error, describe_failures
 from hf_zero.checkpoint.commit import CommitTarget, retain
 from hf_zero.checkpoint.described import Described
+from hf_zero.checkpoint.hashes import FileHashes, hash_of
 from hf_zero.checkpoint.manifest import FORMAT, Manifest
 from hf_zero.checkpoint.records import (
     BUFFER,
@@ -29,7 +30,7 @@ from hf_zero.checkpoint.records import (
     factor_key,
 )
 from hf_zero.checkpoint.storage import AnyPath
-from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, hash_of, plan_file
+from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, plan_file
 from hf_zero.parameters.layout import FlatLayout
 from hf_zero.units.whole_names import WholeNames
 
@@ -287,9 +288,9 @@ NOTHING_SAVED = "Nothing was saved as {!r}; earlier checkpoints are as they were
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of the file of one rank: its hash, or what was wrong."""
+    """What came of the file of one rank: its hashes, or what was wrong."""
 
-    hash: str
+    hashes: FileHashes | None
     error: str = ""
 
 
@@ -316,13 +317,13 @@ class SaveJob:
 
     def run(
         self,
-        write: Callable[[], str],
+        write: Callable[[], FileHashes],
         exchange: Exchange,
         committed: Callable[[], object] = lambda: None,
     ) -> tuple[str, Exception | None]:
-        """Write this rank's file by ``write``, which returns its hash, and commit on rank 0, where
-        ``committed`` is called last. Returns what was wrong, "" if nothing, the same on all ranks;
-        and the exception of this rank.
+        """Write this rank's file by ``write``, which returns its hashes, and commit on rank 0,
+        where ``committed`` is called last. Returns what was wrong, "" if nothing, the same on all
+        ranks; and the exception of this rank.
         """
         causes: list[Exception] = []
         failure = ""
@@ -331,7 +332,7 @@ class SaveJob:
                 own = Outcome(write())
             except Exception as error:
                 causes.append(error)
-                own = Outcome("", describe_error(error, self.path))
+                own = Outcome(None, describe_error(error, self.path))
             outcomes = exchange.gather(own)
             if self.shared is not None:
                 failure = self._publish(outcomes, causes)
@@ -354,8 +355,9 @@ class SaveJob:
         if not failed:
             entries = self.shared.manifest.files
             files = tuple(
-                replace(entry, hash=outcome.hash)
+                replace(entry, hash=outcome.hashes.whole, blocks=outcome.hashes.blocks)
                 for entry, outcome in zip(entries, outcomes, strict=True)
+                if outcome.hashes is not None
             )
             manifest = replace(self.shared.manifest, files=files)
             try:

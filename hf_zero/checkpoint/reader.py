@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint import objects
+from hf_zero.checkpoint.hashes import algorithm_of, hash_of_file
 from hf_zero.checkpoint.manifest import FORMAT, MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.records import BUFFER, FileEntry, FlatEntry, factor_key
-from hf_zero.checkpoint.storage import AnyPath, ClosedAtExit, modified_ns, store_errors
-from hf_zero.checkpoint.tensorfile import BLOCK, TensorFile, algorithm_of, hash_of_file
+from hf_zero.checkpoint.storage import BLOCK, AnyPath, ClosedAtExit, modified_ns, store_errors
+from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.errors import CheckpointError
 from hf_zero.parameters.box import BoxRun
 from hf_zero.parameters.layout import FlatLayout
@@ -109,12 +110,12 @@ class Checkpoint(ClosedAtExit):
     """The folder of one tag. Files are opened, and their headers checked, when they are first
     needed.
 
-    ``sizes`` compares those of all files at once. Raises CheckpointError for whatever FORMAT.md
-    section 7 rejects.
+    ``sizes`` compares those of all files at once; ``hashes`` compares what is read with the hashes
+    of its blocks. Raises CheckpointError for whatever FORMAT.md section 7 rejects.
     """
 
-    def __init__(self, folder: AnyPath, sizes: bool = True) -> None:
-        self.folder = folder
+    def __init__(self, folder: AnyPath, sizes: bool = True, hashes: bool = True) -> None:
+        self.folder, self._hashes = folder, hashes
         self.manifest = Manifest.read(folder / MANIFEST_NAME)
         self._open: dict[int, TensorFile] = {}
         self._lock = threading.Lock()
@@ -176,9 +177,12 @@ class Checkpoint(ClosedAtExit):
         """File ``index`` of the manifest, its header checked against it."""
         with self._lock:
             if index not in self._open:
-                file = TensorFile(self.folder / self.manifest.files[index].name)
+                entry = self.manifest.files[index]
+                blocks = entry.blocks if self._hashes else None
+                file = TensorFile(self.folder / entry.name, blocks)
                 try:
                     self._check_header(index, file)
+                    file.compare_header()
                 except BaseException:
                     file.close()
                     raise

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hf_zero.checkpoint.hashes import BlockHashes
 from hf_zero.parameters.layout import FlatLayout
 
 MASTER, SHARD = "master", "shard"  # the two names under which the weights of a flat are stored
@@ -39,13 +40,20 @@ def dtype_of(name: str) -> torch.dtype:
 class FileEntry:
     """A file of the checkpoint.
 
-    ``rank`` is the rank that wrote it; ``hash`` names its algorithm (``hashes``).
+    ``rank`` is the rank that wrote it; ``hash`` names its algorithm (``hashes``). ``blocks`` are
+    those of a file of tensors, unless an older release wrote it.
     """
 
     name: str
     rank: int
     size: int
     hash: str
+    blocks: BlockHashes | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        blocks = {} if self.blocks is None else {"blocks": self.blocks.to_json()}
+        told = {"name": self.name, "rank": self.rank, "size": self.size, "hash": self.hash}
+        return told | blocks
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from hf_zero.checkpoint.engine_state import (
     refuse_destroyed,
 )
 from hf_zero.checkpoint.file_writer import write_tensors
+from hf_zero.checkpoint.hashes import FileHashes
 from hf_zero.checkpoint.plan import (
     NOTHING_SAVED,
     Outcome,
@@ -114,7 +115,7 @@ def save(
     job = SaveJob(target, path, rank, world, shared[0] if shared else None, keep)
     not_staged = [f"rank {at}: {why}" for at, (_, why) in enumerate(planned) if why]
     if background is not None and not not_staged:
-        background.start(job)
+        background.start(job, plans[0].file)
         return target.final
     if not_staged and rank == 0:
         logger.warning(
@@ -152,8 +153,8 @@ def _agree_on_target(
     return commit_target(roots[0], name, save_id=answers[0][1])
 
 
-def _stream(job: SaveJob, plan: SavePlan) -> str:
-    """Write this rank's file straight from its tensors; the hash. Rank 0 shows its progress."""
+def _stream(job: SaveJob, plan: SavePlan) -> FileHashes:
+    """Write this rank's file straight from its tensors; its hashes. Rank 0 shows its progress."""
     with progress_bar(
         None if job.rank == 0 else False, plan.file.size, f"saving {job.target.directory}"
     ) as tick:

@@ -133,9 +133,12 @@ def store_errors(where: AnyPath) -> Iterator[None]:
 
 
 class RangeReader(Protocol):
-    """A file from which ranges of bytes are read, from several threads."""
+    """A file from which ranges of bytes are read, from several threads; ``at_once`` bytes of a
+    read are worth a call of their own.
+    """
 
     size: int
+    at_once: int
 
     def read(self, view: memoryview, at: int) -> int:
         """Fill ``view`` with what stands at byte ``at``; the bytes that were there, fewer if the
@@ -162,6 +165,8 @@ def read_all(fd: int, data: memoryview, at: int) -> int:
 
 
 class _LocalRanges:
+    at_once = 0  # smaller reads cost nothing, and leave what they have read in the caches
+
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDONLY)
         try:
@@ -180,6 +185,8 @@ class _LocalRanges:
 
 
 class _ObjectRanges:
+    at_once = PART * REQUESTS
+
     def __init__(self, where: AnyPath) -> None:
         self._where = where
         with store_errors(where):

@@ -1,72 +1,25 @@
-"""The safetensors container: headers planned before a byte is written, ranges read back, hashes of
-files; file_writer.py writes it.
+"""The safetensors container: headers planned before a byte is written, ranges read back and
+compared with the hashes of their blocks; file_writer.py writes it.
 
 The format: eight bytes, the header's length as a little-endian integer; the header, JSON; the data.
 Offsets in the header count from the start of the data.
-
-Hashes are stored with the names of their algorithms: xxh3 of 128 bits, which keeps up with any disk
-(https://github.com/Cyan4973/xxHash); SHA-256 in what version 1 wrote. A hash detects damage, not
-malice: who can change a file can change the manifest too.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import xxhash
 
-from hf_zero.checkpoint.storage import BLOCK, AnyPath, ClosedAtExit, open_ranges
+from hf_zero.checkpoint.hashes import BlockHashes, block_lengths
+from hf_zero.checkpoint.storage import AnyPath, ClosedAtExit, open_ranges
 from hf_zero.errors import CheckpointError
 from hf_zero.spans import span
-
-DEFAULT_HASH = "xxh3_128"
-HASH_ALGORITHMS: dict[str, Callable[[], Any]] = {
-    DEFAULT_HASH: xxhash.xxh3_128,
-    "sha256": hashlib.sha256,
-}
-_DIGITS = {name: 2 * make().digest_size for name, make in HASH_ALGORITHMS.items()}
-
-
-class Hash:
-    """The hash of bytes as they come, as ``<algorithm>:<hexadecimal digits>``."""
-
-    def __init__(self, algorithm: str = DEFAULT_HASH) -> None:
-        self._algorithm, self._state = algorithm, HASH_ALGORITHMS[algorithm]()
-
-    def update(self, data: Any) -> None:
-        self._state.update(data)
-
-    def text(self) -> str:
-        return f"{self._algorithm}:{self._state.hexdigest()}"
-
-
-def hash_of(content: bytes | memoryview) -> str:
-    made = Hash()
-    made.update(content)
-    return made.text()
-
-
-def algorithm_of(text: str) -> str:
-    """The algorithm that made ``text``.
-
-    Raises ValueError if it is no hash that can be computed here.
-    """
-    name, colon, digits = text.partition(":")
-    if not colon or len(digits) != _DIGITS.get(name) or set(digits) - set("0123456789abcdef"):
-        raise ValueError(
-            f"{text!r} is no hash; expected {' or '.join(HASH_ALGORITHMS)}, a colon "
-            "and hexadecimal digits"
-        )
-    return name
-
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -115,6 +68,10 @@ class TensorEntry:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
 
 @dataclass(frozen=True)
 class FilePlan:
@@ -127,6 +84,11 @@ class FilePlan:
     def size(self) -> int:
         """Bytes of the finished file."""
         return len(self.header) + (self.entries[-1].end if self.entries else 0)
+
+    @property
+    def stretches(self) -> list[int]:
+        """Bytes of the header and of each tensor, in order."""
+        return [len(self.header), *(entry.nbytes for entry in self.entries)]
 
 
 def plan_file(
@@ -163,31 +125,15 @@ def plan_file(
     return FilePlan(tuple(entries), struct.pack("<Q", len(text)) + text)
 
 
-def hash_of_file(
-    path: AnyPath, algorithm: str = DEFAULT_HASH, tick: Callable[[int], None] | None = None
-) -> str:
-    """The hash of a file, read through a buffer of ``BLOCK`` bytes."""
-    digest = Hash(algorithm)
-    buffer = memoryview(bytearray(BLOCK))
-    at = 0
-    with closing(open_ranges(path)) as file:
-        while count := file.read(buffer, at):
-            digest.update(buffer[:count])
-            at += count
-            if tick is not None:
-                tick(count)
-    return digest.text()
-
-
 class TensorFile(ClosedAtExit):
     """A safetensors file opened for reading ranges. Every number in its header is checked before it
-    is used.
+    is used; what is read is compared with ``blocks``, where there are some.
 
     Raises CheckpointError for a file that cannot be read or whose header breaks the format.
     """
 
-    def __init__(self, path: AnyPath) -> None:
-        self.path = path
+    def __init__(self, path: AnyPath, blocks: BlockHashes | None = None) -> None:
+        self.path, self._blocks = path, blocks
         try:
             self._file = open_ranges(path)
         except OSError as error:
@@ -198,6 +144,8 @@ class TensorFile(ClosedAtExit):
         try:
             self.size = self._file.size
             self.metadata, self.entries, self._data = self._read_header()
+            if blocks is not None:
+                self._number_blocks(blocks)
         except OSError as error:
             self._file.close()
             raise CheckpointError(
@@ -222,8 +170,10 @@ class TensorFile(ClosedAtExit):
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
         if not 0 <= length <= min(MAX_HEADER, self.size - 8):
             raise self._damaged(f"its header claims {length} bytes, the file has {self.size}")
+        content = self._bytes(length, 8)
+        self._header = start + content
         try:
-            header = json.loads(self._bytes(length, 8))
+            header = json.loads(content)
             metadata = header.pop("__metadata__", {})
             if not isinstance(metadata, dict):
                 raise TypeError("__metadata__ is no object")
@@ -254,9 +204,75 @@ class TensorFile(ClosedAtExit):
             )
         return metadata, {entry.name: entry for entry in entries}, 8 + length
 
+    def _number_blocks(self, blocks: BlockHashes) -> None:
+        """Number the blocks of the header and of the tensors, in order of their bytes."""
+        self._first: dict[str, int] = {}
+        count = len(block_lengths(self._data, blocks.size))
+        for entry in sorted(self.entries.values(), key=lambda each: (each.begin, each.end)):
+            self._first[entry.name] = count
+            count += len(block_lengths(entry.nbytes, blocks.size))
+        if count != len(blocks):
+            raise self._damaged(f"it has {count} blocks, the manifest has hashes of {len(blocks)}")
+        self._compared = bytearray(count)  # 1 for each block that was as it was written
+
+    def compare_header(self) -> None:
+        """Raises CheckpointError if the header is not what was written."""
+        if self._blocks is not None:
+            size = self._blocks.size
+            for block, at in enumerate(range(0, self._data, size)):
+                self._compare(block, self._header[at : at + size], at)
+        self._header = b""
+
+    def _compare(self, block: int, content: Any, at: int) -> None:
+        assert self._blocks is not None
+        if not self._blocks.match(block, content):
+            raise self._damaged(
+                f"bytes {at:,} to {at + len(content):,} are not those that were written "
+                "(their hash is another one)"
+            )
+        self._compared[block] = 1
+
+    def _read(self, entry: TensorEntry, start: int, view: memoryview) -> int:
+        """Fill ``view`` with the bytes of ``entry`` from ``start`` on, each block compared with its
+        hash when it is read first; the bytes that were there. A block of which only a part is
+        wanted is read whole.
+        """
+        tensor, blocks = self._data + entry.begin, self._blocks
+        if blocks is None:
+            return self._file.read(view, tensor + start)
+        taken = 0
+        while taken < len(view):
+            number, within = divmod(start + taken, blocks.size)
+            begin, block = number * blocks.size, self._first[entry.name] + number
+            length = min(blocks.size, entry.nbytes - begin)
+            part = view[taken : taken + length - within]
+            if len(part) == length:  # as many as the storage gives at once
+                whole_blocks = min(len(view) - taken, self._file.at_once) // blocks.size
+                part = view[taken : taken + max(length, whole_blocks * blocks.size)]
+                count = self._file.read(part, tensor + begin)
+                if count == len(part):
+                    for at in range(0, count, blocks.size):
+                        each = part[at : at + blocks.size]
+                        self._compare(block + at // blocks.size, each, tensor + begin + at)
+            elif self._compared[block]:
+                count = self._file.read(part, tensor + begin + within)
+            else:
+                whole = memoryview(bytearray(length))
+                count = max(0, self._file.read(whole, tensor + begin) - within)
+                if within + count == length:
+                    self._compare(block, whole, tensor + begin)
+                count = min(count, len(part))
+                part[:count] = whole[within : within + count]
+            taken += count
+            if count < len(part):
+                break
+        return taken
+
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
         """Fill ``out``, a contiguous CPU tensor of the entry's dtype, with elements from
         ``start`` on.
+
+        Raises CheckpointError for bytes that are not those that were written.
         """
         entry = self.entries[name]
         view, at = bytes_view(out), self._data + entry.begin + start * entry.dtype.itemsize
@@ -266,7 +282,7 @@ class TensorFile(ClosedAtExit):
                 f"of them, not {start} +{out.numel()}"
             )
         with span("read_file", name, len(view)):
-            count = self._file.read(view, at)
+            count = self._read(entry, start * entry.dtype.itemsize, view)
         if count < len(view):
             raise self._damaged(f"it was cut short to {at + count} bytes while it was read")
 

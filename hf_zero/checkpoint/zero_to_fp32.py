@@ -34,6 +34,11 @@ def main() -> int:
         help="leave out parameters that were not trained",
     )
     parser.add_argument(
+        "--no_verify",
+        action="store_true",
+        help="do not compare what is read with the hashes in the manifest",
+    )
+    parser.add_argument(
         "-d", "--debug", action="store_true", help="show a Python traceback on errors"
     )
     options = parser.parse_args()
@@ -47,6 +52,7 @@ def main() -> int:
             max_shard_size=options.max_shard_size,
             tag=options.tag,
             exclude_frozen_parameters=options.exclude_frozen_parameters,
+            verify=not options.no_verify,
         )
     except HfZeroError as error:
         if options.debug:

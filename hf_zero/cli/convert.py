@@ -30,7 +30,11 @@ Dtype = Annotated[
 MaxShardSize = Annotated[str, typer.Option(help="Largest size of one file, such as 5GB or 500MB.")]
 Tag = Annotated[str | None, typer.Option(help="Which checkpoint in SRC; default: the latest.")]
 Verify = Annotated[
-    bool, typer.Option("--verify", help="Compare the hashes of the checkpoint's files first.")
+    bool | None,
+    typer.Option(
+        help="Compare the hashes of the checkpoint's files first, or trust what is read; default: "
+        "compare what is read with the hashes of its blocks."
+    ),
 ]
 Only = Annotated[
     list[str] | None,
@@ -63,7 +67,7 @@ def convert_checkpoint(
     dtype: Dtype = None,
     max_shard_size: MaxShardSize = "5GB",
     tag: Tag = None,
-    verify: Verify = False,
+    verify: Verify = None,
     only: Only = None,
     adapters: Adapters = None,
     workers: Workers = 2,

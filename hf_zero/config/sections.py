@@ -265,8 +265,9 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    """How checkpoints are written. ``async_save``: from a copy in host memory, while training goes
-    on; ``keep``: how many of those that the engine names itself stay in a folder, None: all.
+    """How checkpoints are written and read. ``async_save``: from a copy in host memory, while
+    training goes on; ``keep``: how many of those that the engine names itself stay in a folder,
+    None: all.
     """
 
     use_node_local_storage: bool = key(
@@ -283,6 +284,9 @@ class CheckpointSection:
         "checkpoints that stay in a folder, of those named global_step<N>; none: all. With "
         "tags of your own: save_checkpoint(keep=…)",
         unit="checkpoints",
+    )
+    verify: bool = key(
+        BOOLEAN, True, "compare what a load reads with the hashes in the manifest, as it is read"
     )
 
 

@@ -42,9 +42,9 @@ def held(monkeypatch):
     """Threads write only once the lock that this gives is free."""
     lock, write = threading.Lock(), async_save.write_image
 
-    def waiting(path, image):
+    def waiting(path, *rest):
         with lock:
-            return write(path, image)
+            return write(path, *rest)
 
     monkeypatch.setattr(async_save, "write_image", waiting)
     return lock
@@ -64,11 +64,11 @@ def failing_on(monkeypatch, rank: int, number: int, times: int = 1) -> None:
     """The thread of ``rank`` cannot write, ``times`` times."""
     write, left = async_save.write_image, [times]
 
-    def full(path, image):
+    def full(path, *rest):
         if path.name.startswith(f"rank-{rank:05d}") and left[0]:
             left[0] -= 1
             raise OSError(number, os.strerror(number), str(path))
-        return write(path, image)
+        return write(path, *rest)
 
     monkeypatch.setattr(async_save, "write_image", full)
 

@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.checkpoint import engine_state
+from hf_zero.checkpoint import engine_state, hashes
 from hf_zero.checkpoint.find import rank_file
 from tests.checkpoint.test_offloaded import Away, described, train
 from tests.helpers.ranks import run_ranks
 
-Reads = dict[str, list[tuple[str, int, int]]]  # by rank: file, first byte, end
+Spans = list[tuple[str, int, int]]  # file, first byte, end
+Reads = dict[str, Spans]  # by rank
+BLOCK = 64  # bytes that have a hash of their own
 
 
 @pytest.fixture
@@ -64,6 +66,11 @@ def headers(folder: Path) -> dict[str, int]:
     }
 
 
+def data_of(spans: Spans, begins: dict[str, int]) -> Spans:
+    """``spans`` without the headers."""
+    return [(name, at, end) for name, at, end in spans if at >= begins[name]]
+
+
 def owned_bytes(engine: Any, moments: int) -> int:
     """Of what is held once per element: masters, or frozen values, and ``moments`` states of
     what is trained.
@@ -95,8 +102,16 @@ CASES = [
 )
 @pytest.mark.parametrize("before, after", CASES, ids=described)
 def test_each_rank_reads_what_it_owns(
-    before: Away, after: Away, asked: dict[str, bool], moments: int, tmp_path: Path, reads: Reads
+    before: Away,
+    after: Away,
+    asked: dict[str, bool],
+    moments: int,
+    tmp_path: Path,
+    reads: Reads,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And, to compare hashes, the rest of the blocks at the ends of what it owns: once."""
+    monkeypatch.setattr(hashes, "MIN_BLOCK", BLOCK)
     (tmp_path / "disk").mkdir()
     before, after = (
         dataclasses.replace(setup, folder=tmp_path / "disk", frozen="h.0.attn")
@@ -115,17 +130,23 @@ def test_each_rank_reads_what_it_owns(
         buffers = sum(
             buffer.nbytes for buffer in engine_state.persistent_buffers(engine.module).values()
         )
-        engine.load_checkpoint(str(tmp_path / "run"), **asked)
+        engine.load_checkpoint(str(tmp_path / "run"), **asked, verify=verify)
         engine.destroy()
         return owned, buffers
 
     run_ranks(before.ranks, save, before.models())
     begins = headers(tmp_path / "run" / "a")
+    verify: bool | None = None
+    run_ranks(after.ranks, load, after.models())
+    compared = {rank: data_of(spans, begins) for rank, spans in reads.items()}
     reads.clear()
+    verify = False
     expected = run_ranks(after.ranks, load, after.models())
     for rank, (owned, buffers) in enumerate(expected):
-        data = [(name, at, end) for name, at, end in reads[f"rank-{rank}"] if at >= begins[name]]
+        data = data_of(reads[f"rank-{rank}"], begins)
         assert sum(end - at for _, at, end in data) == owned + buffers, f"rank {rank}"
+        more = sum(end - at for _, at, end in compared[f"rank-{rank}"]) - owned - buffers
+        assert 0 <= more <= 2 * BLOCK * len(data), f"rank {rank}"
         ends = sorted(data)
         assert all(
             one[0] != other[0] or one[2] <= other[1] for one, other in itertools.pairwise(ends)

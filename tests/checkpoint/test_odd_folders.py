@@ -61,9 +61,9 @@ def test_the_working_folder_changes_while_a_thread_writes(
         (tmp_path / name).mkdir()
     write, moved = async_save.write_image, threading.Event()
 
-    def waiting(path, image):
+    def waiting(path, *rest):
         assert moved.wait(50)
-        return write(path, image)
+        return write(path, *rest)
 
     monkeypatch.setattr(async_save, "write_image", waiting)
     monkeypatch.chdir(tmp_path / "here")

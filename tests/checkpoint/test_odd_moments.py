@@ -40,9 +40,9 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Threads write only once this is set."""
     free, write = threading.Event(), async_save.write_image
 
-    def waiting(path: Path, image: memoryview) -> None:
+    def waiting(path: Path, *rest: Any) -> Any:
         assert free.wait(50)
-        return write(path, image)
+        return write(path, *rest)
 
     monkeypatch.setattr(async_save, "write_image", waiting)
     yield free
@@ -231,10 +231,10 @@ def test_a_save_that_waits_follows_one_of_the_same_tag_that_a_thread_writes(
     """
     write = async_save.write_image
 
-    def failing(path: Path, image: memoryview) -> None:
+    def failing(path: Path, *rest: Any) -> Any:
         if fails and path.name.startswith("rank-00001"):
             raise OSError(28, "No space left on device", str(path))
-        return write(path, image)
+        return write(path, *rest)
 
     monkeypatch.setattr(async_save, "write_image", failing)
 

@@ -17,16 +17,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from hf_zero.checkpoint import file_writer, tensorfile
+from hf_zero.checkpoint import file_writer, storage, tensorfile
 from hf_zero.checkpoint.file_writer import DirectFile, write_image, write_tensors
-from hf_zero.checkpoint.tensorfile import (
-    CODES,
-    MAX_HEADER,
-    TensorFile,
-    hash_of,
-    hash_of_file,
-    plan_file,
-)
+from hf_zero.checkpoint.hashes import hash_of, hash_of_file
+from hf_zero.checkpoint.tensorfile import CODES, MAX_HEADER, FilePlan, TensorFile, plan_file
 from hf_zero.errors import CheckpointError
 
 DTYPES = sorted(CODES, key=str)
@@ -57,9 +51,9 @@ def test_the_library_reads_every_dtype(tmp_path):
         "matrix": torch.arange(6.0).reshape(2, 3),
         "ä|::": torch.ones(3),
     }
-    plan, digest = write(tmp_path / "f", tensors, 4096)
+    plan, hashes = write(tmp_path / "f", tensors, 4096)
     assert (
-        digest
+        hashes.whole
         == f"xxh3_128:{xxhash.xxh3_128_hexdigest((tmp_path / 'f').read_bytes())}"
         == hash_of_file(tmp_path / "f")
     )
@@ -89,12 +83,12 @@ def test_it_reads_what_the_library_writes(tmp_path):
 
 
 def test_blocks_smaller_than_tensors(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensorfile, "BLOCK", 64)
+    monkeypatch.setattr(storage, "BLOCK", 64)
     monkeypatch.setattr(file_writer, "BLOCK_BYTES", 64)
     tensor, ticks = torch.arange(1001.0), []
     plan = plan_file([("a", tensor.dtype, tensor.shape)], {})
-    digest = write_tensors(tmp_path / "f", plan, {"a": tensor}, ticks.append)
-    assert digest == hash_of((tmp_path / "f").read_bytes())
+    hashes = write_tensors(tmp_path / "f", plan, {"a": tensor}, ticks.append)
+    assert hashes.whole == hash_of((tmp_path / "f").read_bytes())
     assert sum(ticks) == plan.size and max(ticks) == 64
     with TensorFile(tmp_path / "f") as file:
         out = torch.empty(900)
@@ -107,7 +101,8 @@ def test_blocks_smaller_than_tensors(tmp_path, monkeypatch):
 )
 def test_pages_go_past_the_cache_and_the_rest_through_it(tmp_path, size):
     image = file_writer.aligned_buffer(size).random_(256)
-    write_image(tmp_path / "f", tensorfile.bytes_view(image))
+    written = FilePlan((), bytes(image.numpy()))
+    write_image(tmp_path / "f", tensorfile.bytes_view(image), written)
     assert (tmp_path / "f").read_bytes() == bytes(image.numpy())
 
 
@@ -116,7 +111,8 @@ def test_writes_that_take_less_than_they_are_given(tmp_path, monkeypatch, takes)
     """After a part of a page the rest goes through the cache."""
     image, write = file_writer.aligned_buffer((2 << 20) + 77).random_(256), os.write
     monkeypatch.setattr(file_writer.os, "write", lambda fd, data: write(fd, data[:takes]))
-    write_image(tmp_path / "f", tensorfile.bytes_view(image))
+    written = FilePlan((), bytes(image.numpy()))
+    write_image(tmp_path / "f", tensorfile.bytes_view(image), written)
     assert (tmp_path / "f").read_bytes() == bytes(image.numpy())
 
 
@@ -129,7 +125,8 @@ def test_a_file_system_without_direct_transfers(tmp_path, monkeypatch):
         return opened(path, flags, *mode)
 
     monkeypatch.setattr(file_writer.os, "open", refuse)
-    write_image(tmp_path / "f", tensorfile.bytes_view(image))
+    written = FilePlan((), bytes(image.numpy()))
+    write_image(tmp_path / "f", tensorfile.bytes_view(image), written)
     assert (tmp_path / "f").read_bytes() == bytes(image.numpy())
 
 

@@ -47,12 +47,12 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate, write = Gate(), async_save.write_image
 
-    def waiting(path: Path, image: memoryview) -> None:
+    def waiting(path: Path, *rest: Any) -> Any:
         assert gate.open.wait(60)
         time.sleep(gate.seconds)
         if any(part in str(path) for part in gate.fails):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return write(path, image)
+        return write(path, *rest)
 
     monkeypatch.setattr(async_save, "write_image", waiting)
     yield gate

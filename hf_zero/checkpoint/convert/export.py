@@ -87,7 +87,7 @@ def convert_checkpoint(
     progress: bool | None = None,
     *,
     exclude_frozen_parameters: bool = False,
-    verify: bool = False,
+    verify: bool | None = None,
     only: str | Sequence[str] | None = None,
     adapters: bool | None = None,
     workers: int = WORKERS,
@@ -111,7 +111,9 @@ def convert_checkpoint(
         tag: by default the one that ``latest`` names.
         progress: a bar on stderr; by default only where stderr is a terminal.
         exclude_frozen_parameters: leave out parameters that were not trained.
-        verify: compute the hashes of the checkpoint's files first.
+        verify: compare what is read with the hashes of its blocks, as it is read (None), or also
+            compute the hashes of the checkpoint's files first (True), or trust what is read
+            (False).
         only: patterns over the names of tensors (``"*.embed_tokens.*"``): no others are written.
         adapters: the adapters of a PEFT model alone, in the files of its ``save_pretrained``, or
             (False) the wrapped model whole; by default the adapters where the checkpoint holds
@@ -128,7 +130,7 @@ def convert_checkpoint(
     wanted, target = dtype_option(dtype), local_path(dst, "a converted model")
     if workers < 1:
         raise ConfigError(f"workers={workers} convert nothing; pass 1 or more")
-    with open_checkpoint(find_checkpoint(src, tag)) as checkpoint:
+    with open_checkpoint(find_checkpoint(src, tag), hashes=verify is not False) as checkpoint:
         manifest = checkpoint.manifest
         held = outputs(manifest, wanted, exclude_frozen_parameters)
         layout = _of_adapters(checkpoint, held, only, adapters) or _of_model(
@@ -144,7 +146,9 @@ def convert_checkpoint(
         try:
             _make(target, layout, checkpoint)
             with lock_folder(target):
-                kept, carried = _write(checkpoint, target, layout, plans, verify, workers, progress)
+                kept, carried = _write(
+                    checkpoint, target, layout, plans, verify is True, workers, progress
+                )
         except OSError as error:
             raise CheckpointError(describe_error(error, target)) from error
     parameters = sum(output.numel for output in layout.chosen if not output.is_buffer)

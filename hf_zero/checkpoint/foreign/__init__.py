@@ -47,13 +47,15 @@ def open_foreign(folder: AnyPath, asked: Sequence[Sequence[str]] = ()) -> Checkp
 
 
 def open_checkpoint(
-    folder: AnyPath, grouped: Callable[[], Sequence[Sequence[str]]] = tuple
+    folder: AnyPath,
+    grouped: Callable[[], Sequence[Sequence[str]]] = tuple,
+    hashes: bool = True,
 ) -> Checkpoint:
     """The checkpoint in ``folder``, ours or of a kind that ``foreign`` reads, which may ask how an
-    optimizer groups names.
+    optimizer groups names. ``hashes``: compare what is read of ours with the hashes of its blocks.
 
     Raises CheckpointError.
     """
     if not (folder / MANIFEST_NAME).is_file() and recognise(folder):
         return open_foreign(folder, grouped())
-    return Checkpoint(folder)
+    return Checkpoint(folder, hashes=hashes)

@@ -31,10 +31,12 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     safe_serialization: bool = False,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
+    verify: bool = True,
 ) -> None:
     """Write the whole model in fp32 to ``output_dir``: ``pytorch_model.bin``, or with
     ``safe_serialization`` ``model.safetensors``; several files and an index beyond
-    ``max_shard_size`` (None: never).
+    ``max_shard_size`` (None: never). ``verify`` compares what is read with the hashes of its
+    blocks.
 
     Of several processes that call it at once one writes, and the others return when it has.
     """
@@ -45,11 +47,11 @@ def convert_zero_checkpoint_to_fp32_state_dict(
             return
         size = 1 << 60 if max_shard_size is None else max_shard_size
         if safe_serialization:
-            _convert(checkpoint_dir, folder, size, True, tag, exclude_frozen_parameters)
+            _convert(checkpoint_dir, folder, size, True, tag, exclude_frozen_parameters, verify)
             return
         between = folder / f".fp32.{os.getpid()}"
         try:
-            _convert(checkpoint_dir, between, size, True, tag, exclude_frozen_parameters)
+            _convert(checkpoint_dir, between, size, True, tag, exclude_frozen_parameters, verify)
             _as_pickles(between, folder, _tied(checkpoint_dir, tag))
         finally:
             shutil.rmtree(between, ignore_errors=True)

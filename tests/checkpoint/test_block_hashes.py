@@ -1,0 +1,328 @@
+"""Bytes that have changed since a save are found by every reader of them, whatever part of a file
+it reads; checkpoints without hashes of blocks are read as before.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_zero import checkpoint
+from hf_zero.checkpoint import hashes, zero_to_fp32
+from hf_zero.checkpoint.file_writer import write_image, write_tensors
+from hf_zero.checkpoint.hashes import BlockHashes
+from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.storage import as_path
+from hf_zero.checkpoint.tensorfile import TensorFile, plan_file
+from hf_zero.cli.app import app
+from hf_zero.errors import CheckpointError
+from hf_zero.integrations.deepspeed import fp32_files, universal_files
+from tests.checkpoint.jobs import Job, good, other, run, small, state_of, train_some, value
+from tests.checkpoint.written import write
+from tests.helpers.engines import start
+from tests.helpers.ranks import run_ranks
+from tests.helpers.split import config_of_split
+from tests.helpers.training import adamw
+
+BLOCK = 64  # bytes
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are smaller than tensors."""
+    monkeypatch.setattr(hashes, "MIN_BLOCK", BLOCK)
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"long": 333, "short": 3, "exact": 2 * BLOCK // 4, "none": 0}
+    made = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
+    return made | {"bytes": torch.arange(77, dtype=torch.uint8)}
+
+
+def written(path: Any) -> tuple[Any, BlockHashes]:
+    held = tensors()
+    plan = plan_file([(name, each.dtype, each.shape) for name, each in held.items()], {}, 128)
+    return plan, write_tensors(path, plan, held).blocks
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 16
+    path.write_bytes(content)
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("remote", [False, True])
+def test_ranges_are_what_was_written(
+    remote: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At any start and of any length, also where a storage gives several blocks at once."""
+    path = as_path("memory://ranges/f") if remote else tmp_path / "f"
+    _, found = written(path)
+    drawn = random.Random(0)
+    with TensorFile(path, found) as file:
+        file.compare_header()
+        for _ in range(200):
+            name, whole = drawn.choice([*tensors().items()])
+            start = drawn.randint(0, whole.numel())
+            out = torch.empty(drawn.randint(0, whole.numel() - start), dtype=whole.dtype)
+            file.read_into(name, start, out)
+            assert torch.equal(out, whole[start : start + out.numel()])
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("at_once", [0, 3 * BLOCK + 5])
+def test_a_changed_byte_is_found_in_its_block_and_nowhere_else(
+    at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, drawn = tmp_path / "f", random.Random(1)
+    plan, found = written(path)
+    whole = path.read_bytes()
+    for entry in (each for each in plan.entries if each.nbytes):
+        for _ in range(25):
+            path.write_bytes(whole)
+            changed = drawn.randrange(entry.nbytes)
+            flip(path, len(plan.header) + entry.begin + changed)
+            with TensorFile(path, found) as file:
+                monkeypatch.setattr(file._file, "at_once", at_once, raising=False)
+                item = entry.dtype.itemsize
+                start = drawn.randint(0, entry.numel - 1)
+                out = torch.empty(drawn.randint(1, entry.numel - start), dtype=entry.dtype)
+                first, last = start * item // BLOCK, ((start + out.numel()) * item - 1) // BLOCK
+                if first <= changed // BLOCK <= last:
+                    with pytest.raises(CheckpointError, match="not those that were written"):
+                        file.read_into(entry.name, start, out)
+                else:
+                    file.read_into(entry.name, start, out)
+                for each in plan.entries:
+                    if each is not entry:
+                        file.read_into(each.name, 0, torch.empty(each.numel, dtype=each.dtype))
+
+
+@pytest.mark.usefixtures("blocks")
+def test_hashes_of_another_number_of_blocks_are_refused(tmp_path: Path) -> None:
+    _, found = written(tmp_path / "f")
+    with pytest.raises(CheckpointError, match="manifest has hashes of"):
+        TensorFile(tmp_path / "f", BlockHashes(found.size, found.digests[:-16]))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"size": 0}, {"size": "64"}, {"digests": "0" * 15}, {"digests": 7}, {"algorithm": ""}]
+)
+def test_a_field_that_makes_no_sense_is_damage(wrong: dict[str, Any]) -> None:
+    path = write.HERE / "version2" / write.TAG / "manifest.json"
+    document = json.loads(path.read_text())
+    del document["digest"]
+    blocks = {"algorithm": "xxh3_64", "size": 1 << 20, "digests": "0" * 16}
+    document["files"][0]["blocks"] = blocks
+    assert Manifest.from_json(document, path).files[0].to_json()["blocks"] == blocks
+    document["files"][0]["blocks"] = blocks | wrong
+    with pytest.raises(CheckpointError, match="blocks have no sizes and digests"):
+        Manifest.from_json(document, path)
+
+
+def test_images_and_streams_have_the_same_hashes(tmp_path: Path) -> None:
+    held = {"a": torch.arange(700_000.0), "b": torch.arange(5.0)}
+    plan = plan_file([(name, each.dtype, each.shape) for name, each in held.items()], {}, 4096)
+    streamed = write_tensors(tmp_path / "f", plan, held)
+    assert len(streamed.blocks) == 1 + 3 + 1
+    image = memoryview((tmp_path / "f").read_bytes())
+    assert write_image(tmp_path / "g", image, plan) == streamed
+
+
+def test_blocks_of_large_files_are_longer() -> None:
+    size = hashes.FileHasher([4096, 1 << 40]).result().blocks.size
+    assert size * hashes.MOST_BLOCKS >= 1 << 40 > size // 4 * hashes.MOST_BLOCKS
+
+
+TWO = Job(2, 3, units=("first",))
+DAMAGED = "rank-00001-of-00002.safetensors"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+
+    def action(engine: Any) -> None:
+        train_some(engine, 1)
+        engine.save_checkpoint(str(folder), tag="a")
+
+    good(run(TWO, small, action)[1])
+    shutil.copytree(folder / "a", folder / "whole")
+    return folder
+
+
+def load_on(ranks: int, stage: int, folder: Path, verify: bool | None) -> None:
+    def action(engine: Any) -> None:
+        engine.load_checkpoint(str(folder), tag="a", verify=verify)
+
+    good(run(Job(ranks, stage, units=("first",)), other, action)[1])
+
+
+def main_of(folder: Path, target: Path, verify: bool | None) -> None:
+    more = [] if verify is None else ["--no-verify"]
+    result = CliRunner().invoke(app, ["convert-checkpoint", str(folder / "a"), str(target), *more])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    if result.exit_code:
+        raise CheckpointError(result.stderr)
+
+
+def universal(folder: Path, target: Path, verify: bool | None) -> None:
+    arguments = ["--input_folder", str(folder / "a"), "--output_folder", str(target)]
+    more = [] if verify is None else ["--no_verify"]
+    universal_files.main(universal_files.parse_arguments([*arguments, *more]))
+
+
+def script(folder: Path, target: Path, verify: bool | None) -> None:
+    """As a process, because it is a copy beside the checkpoint that is started."""
+    more = [] if verify is None else ["--no_verify"]
+    command = [sys.executable, zero_to_fp32.__file__, str(folder / "a"), str(target), *more]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if ended.returncode:
+        raise CheckpointError(ended.stderr)
+
+
+Reader = Callable[[Path, Path, bool | None], object]
+# each reads what is damaged, with ``verify`` None (the default) or False
+READERS: dict[str, Reader] = {
+    "the same ranks": lambda folder, target, verify: load_on(2, 3, folder, verify),
+    "other ranks": lambda folder, target, verify: load_on(3, 3, folder, verify),
+    "another stage": lambda folder, target, verify: load_on(1, 1, folder, verify),
+    "conversion": lambda folder, target, verify: checkpoint.convert_checkpoint(
+        folder / "a", target, verify=verify
+    ),
+    "its command": main_of,
+    "iterate_state_dict": lambda folder, target, verify: [
+        *checkpoint.iterate_state_dict(folder / "a", verify=verify is not False)
+    ],
+    "fp32 state dict": lambda folder, target, verify: (
+        checkpoint.get_fp32_state_dict_from_zero_checkpoint(
+            folder / "a", verify=verify is not False
+        )
+    ),
+    "into a module": lambda folder, target, verify: checkpoint.load_state_dict_from_zero_checkpoint(
+        small(), folder / "a", verify=verify is not False
+    ),
+    "universal files": universal,
+    "zero_to_fp32.py": script,
+    "deepspeed's converter": lambda folder, target, verify: (
+        fp32_files.convert_zero_checkpoint_to_fp32_state_dict(
+            folder / "a", target, verify=verify is not False
+        )
+    ),
+}
+
+
+def changed(saved: Path, folder: Path, tensor: str) -> Path:
+    """A copy of ``saved`` with one other byte in the middle of ``tensor`` of the second file."""
+    shutil.copytree(saved, folder)
+    with TensorFile(folder / "a" / DAMAGED) as file:
+        entry = next(each for name, each in file.entries.items() if tensor in name)
+        at = file._data + (entry.begin + entry.end) // 2
+    flip(folder / "a" / DAMAGED, at)
+    return folder
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_each_reader_finds_it(reader: str, saved: Path, tmp_path: Path) -> None:
+    folder = changed(saved, tmp_path / "run", "first|trainable|float32::master")
+    with pytest.raises(CheckpointError, match="not those that were written") as raised:
+        READERS[reader](folder, tmp_path / "out", None)
+    assert DAMAGED in str(raised.value) and "restore the file" in str(raised.value)
+    READERS[reader](folder, tmp_path / "trusted", False)
+
+
+def test_loads_name_the_whole_checkpoints_and_go_on_from_one(saved: Path, tmp_path: Path) -> None:
+    """Moments are compared as weights are; the configuration can turn it off."""
+    folder = changed(saved, tmp_path / "run", "first|trainable|float32::exp_avg_sq")
+    found = r"not those that were written.*Whole in .*: whole.*load again before training"
+
+    def action(engine: Any) -> None:
+        with pytest.raises(CheckpointError, match=found):
+            engine.load_checkpoint(str(folder), tag="a")
+        engine.load_checkpoint(str(folder), tag="whole")
+        train_some(engine, 1)
+        engine.load_checkpoint(str(folder), tag="a", load_module_only=True)
+
+    good(run(TWO, other, action)[1])
+
+    def trusting(rank: int, model: Any) -> None:
+        config = {**TWO.config, "checkpoint": {"verify": False}}
+        engine = start(model, torch.optim.AdamW(model.parameters()), config)
+        engine.load_checkpoint(str(folder), tag="a", load_optimizer_states=False)
+        engine.destroy()
+
+    folder = changed(saved, tmp_path / "weights", "first|trainable|float32::master")
+    run_ranks(1, trusting, other())
+
+
+def test_a_header_that_still_makes_sense(saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(saved, folder)
+    path = folder / "a" / DAMAGED
+    content = path.read_bytes()
+    assert content.count(b'"rank":"1"') == 1
+    path.write_bytes(content.replace(b'"rank":"1"', b'"rank":"3"'))
+    with pytest.raises(CheckpointError, match=r"bytes 0 to .* not those that were written"):
+        load_on(2, 3, folder, None)
+    load_on(2, 3, folder, False)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("ranks, stage", [(2, 3), (3, 1)])
+def test_versions_without_hashes_of_blocks(version: int, ranks: int, stage: int) -> None:
+    folder = write.HERE / f"version{version}"
+    assert json.loads((folder / write.TAG / "manifest.json").read_text())["version"] == version
+
+    def action(engine: Any) -> dict[str, Any]:
+        client_state: dict[str, Any] = engine.load_checkpoint(str(folder))[1]
+        assert engine.counters.global_steps == 1
+        return client_state
+
+    engines, results = run(Job(ranks, stage, units=("first",)), other, action)
+    assert all(state == write.CLIENT_STATE for state in good(results))
+    shapes = {name: tuple(each.shape) for name, each in small().named_parameters()}
+    found = state_of(engines)
+    assert found.keys() == {name for name, shape in shapes.items() if 0 not in shape}
+    for name, kinds in found.items():
+        assert kinds.keys() == {"weights", "exp_avg", "exp_avg_sq"}
+        for kind, tensor in kinds.items():
+            assert torch.equal(tensor, value(kind, name, shapes[name]).reshape(-1)), (name, kind)
+
+
+def test_version_3_without_hashes_of_blocks() -> None:
+    """Of two ranks that had cut the layers; loaded by one that has not."""
+    folder = write.HERE / "version3"
+    assert json.loads((folder / write.TAG / "manifest.json").read_text())["version"] == 3
+
+    def on_rank(rank: int, model: Any) -> Any:
+        engine = start(model, adamw(model), config_of_split(1))
+        engine.load_checkpoint(str(folder))
+        return engine
+
+    model = write.cut_model()
+    shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+    for name, kinds in state_of(run_ranks(1, on_rank, model)).items():
+        for kind, tensor in kinds.items():
+            assert torch.equal(tensor, value(kind, name, shapes[name]).reshape(-1)), (name, kind)
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_they_are_converted_and_verified(version: int, tmp_path: Path) -> None:
+    folder = write.HERE / f"version{version}"
+    assert checkpoint.verify_checkpoint(folder).whole
+    state = checkpoint.get_fp32_state_dict_from_zero_checkpoint(folder)
+    for name, parameter in (write.cut_model() if version == 3 else small()).named_parameters():
+        assert torch.equal(state[name], value("weights", name, parameter.shape)), name
