@@ -95,7 +95,7 @@ def last_steps(case: dict[str, Any]) -> list[dict[str, int]]:
     # a script's loader of batches in host memory, or batches on the device that it cuts by itself
     loader = iter(sequence.batches(batches) if sequence is not None and documents else batches)
     found = []
-    for step in range(STEPS):
+    for _ in range(STEPS):
         with HostSyncs(engine.device) as syncs:
             for _ in range(2):
                 batch = next(loader)

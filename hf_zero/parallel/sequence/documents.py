@@ -41,7 +41,7 @@ class Documents:
 
     @classmethod
     def of(cls, number: int, positions: torch.Tensor) -> Documents:
-        """``positions``: [rows, tokens] of whole sequences. The host waits for those on a device."""
+        """``positions``: [rows, tokens] of whole sequences. The host waits for a device."""
         positions = positions.cpu()
         rows, length = positions.shape
         begins = torch.ones(rows, length, dtype=torch.bool)
