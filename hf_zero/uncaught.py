@@ -1,13 +1,13 @@
-"""How an error of hf-zero ends a rank: its message once for all ranks, in a few lines;
+"""How an error of hf-zero ends a process: its message once for all ranks, in a few lines;
 ``HF_ZERO_TRACEBACK=1`` shows the traceback.
 
 [Note: once for all ranks]
 A rank that meets an error prints the traceback, and so do all others that meet the same one; the
-launcher adds its own. The message says what to do, so the hook prints it alone. Rank 0 prints at
-once. Any other rank waits a moment for rank 0 to have printed the same message, then the first of
-them prints it: what differs by rank is always seen. The ranks compare through the store of
-torchrun's agent, which is there before any process group and outlives the ranks; without one each
-rank prints.
+launcher adds its own. The message says what to do, so the hook prints it alone, also in a process
+without a launcher. Rank 0 prints at once. Any other rank waits a moment for rank 0 to have printed
+the same message, then the first of them prints it: what differs by rank is always seen. The ranks
+compare through the store of torchrun's agent, which is there before any process group and outlives
+the ranks; without one each rank prints.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 class _Report:
-    """``sys.excepthook`` of a rank. ``before`` gets errors that are not of the class ``ours``."""
+    """``sys.excepthook`` of a process. ``before`` gets errors of other classes than ``ours``."""
 
     def __init__(self, before: Hook, ours: type[Exception]) -> None:
         self.before, self.ours = before, ours
@@ -58,12 +58,12 @@ class _Report:
 
 
 def watch(ours: type[Exception]) -> None:
-    """Let uncaught errors of the class ``ours`` be reported so, in a process that a launcher has
-    started. Called as they are made.
+    """Let uncaught errors of the class ``ours`` be reported so, in a process that runs a script.
+    Called as they are made.
     """
     hook = sys.excepthook
     interactive = hasattr(sys, "ps1") or sys.flags.interactive or hasattr(builtins, "__IPYTHON__")
-    if "RANK" in os.environ and not interactive and not isinstance(hook, _Report):
+    if not interactive and not isinstance(hook, _Report):
         sys.excepthook = _Report(hook, ours)
 
 
@@ -71,7 +71,7 @@ def described(error: BaseException, trace: TracebackType | None) -> str:
     """The message, what caused it, and the line of the user's script that led to it."""
     lines = [f"{type(error).__name__}: {error}"]
     cause = error.__cause__
-    if cause is not None:
+    if cause is not None and str(cause) not in str(error):  # which has told it already
         lines.append(f"  because of {type(cause).__name__}: {cause}")
     where = _line_of_the_script(trace)
     if where:
@@ -96,8 +96,11 @@ def _line_of_the_script(trace: TracebackType | None) -> str:
 
 
 def _print_once(error: BaseException, trace: TracebackType | None) -> None:
-    rank, text = int(os.environ["RANK"]), described(error, trace)
-    said = _Said(text)
+    text = described(error, trace)
+    if "RANK" not in os.environ:
+        print(f"hf-zero: {text}", file=sys.stderr, flush=True)
+        return
+    rank, said = int(os.environ["RANK"]), _Said(text)
     if rank:
         if said.within(WAIT_SECONDS) or not said.claim():
             return

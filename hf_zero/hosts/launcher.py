@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import runpy
 import signal
 import sys
@@ -18,6 +19,8 @@ from typing import Any
 
 SWITCH = "HF_ZERO_TRACEBACK"
 NOISE = ("failed (exitcode", "closing signal")
+# what torchrun and accelerate launch say of the port where the ranks are to meet
+TAKEN = re.compile(r"port:? `?(\d+).*(?:EADDRINUSE|another process is utilizing it)", re.DOTALL)
 LOGGERS = (
     "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.elastic.agent.server.api",
@@ -50,7 +53,9 @@ def main() -> int:
 
 
 def _ended(error: Any) -> tuple[int, str] | None:
-    """The exit code, and which rank ended how; None for an error of the launcher itself."""
+    """The exit code, and which rank ended how, or that a port is taken; None for another error of
+    the launcher itself.
+    """
     kind = type(error).__name__
     if kind == "ChildFailedError":
         rank, failure = error.get_first_failure()
@@ -59,6 +64,12 @@ def _ended(error: Any) -> tuple[int, str] | None:
         return _described(f"rank {rank} (pid {failure.pid})", failure.exitcode, rest)
     if kind == "SignalException":  # to the launcher itself, which has ended the ranks
         return _described("this launcher", -error.sigval, "")
+    if taken := TAKEN.search(str(error)):
+        return 1, (
+            f"port {taken[1]}, where the ranks are to meet, is taken on this machine; leave "
+            "--master-port out for a free one, or pass another (main_process_port in a YAML; "
+            "0 is a free one)"
+        )
     if kind == "CalledProcessError":  # accelerate launch with one process and no torchrun
         return _described("the script", error.returncode, "")
     return None

@@ -4,11 +4,14 @@ rank is seen, and others are left alone.
 
 from __future__ import annotations
 
+import socket
 import sys
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import DistNetworkError, TCPStore
 
 from hf_zero import uncaught
 from hf_zero.errors import ConfigError, DiskSpaceError, HfZeroError
@@ -61,9 +64,17 @@ def test_the_traceback_is_there_if_it_is_asked_for(seen, monkeypatch, capsys, va
     assert bool(seen) is shown and ("wrong" in capsys.readouterr().err) is not shown
 
 
-def test_a_process_of_its_own_keeps_its_hook(seen) -> None:
+def test_a_process_without_a_launcher_says_it_too(seen, capsys) -> None:
+    end_with(ConfigError("config dict: unknown key 'stge'"))
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "hf-zero: ConfigError: config dict: unknown key 'stge'"
+    assert len(said) == 3 and seen == []
+
+
+def test_an_interpreter_that_is_typed_into_keeps_its_hook(seen, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     before = sys.excepthook
-    HfZeroError("no launcher")
+    HfZeroError("typed")
     assert sys.excepthook is before
 
 
@@ -88,6 +99,16 @@ def test_a_cause_is_told() -> None:
         assert "  because of OSError: no such disk" in uncaught.described(
             error, error.__traceback__
         )
+
+
+def test_a_cause_that_the_message_holds_is_not_told_again() -> None:
+    try:
+        try:
+            raise OSError("no such disk")
+        except OSError as error:
+            raise DiskSpaceError(f"nothing is written: {error}; mount it") from error
+    except DiskSpaceError as error:
+        assert uncaught.described(error, error.__traceback__).count("no such disk") == 1
 
 
 SCRIPT = """
@@ -153,3 +174,21 @@ def test_the_launcher_says_how_a_rank_ended(code, given, said) -> None:
     ended = launcher._ended(ChildFailedError())
     assert ended is not None and ended[0] == given and ended[1].startswith(said)
     assert launcher._ended(ValueError("the launcher's own")) is None
+
+
+def test_a_port_that_is_taken_is_said_by_the_launcher() -> None:
+    with socket.socket() as held:
+        held.bind(("", 0))
+        held.listen()
+        port = held.getsockname()[1]
+        with pytest.raises(DistNetworkError) as refused:
+            TCPStore("localhost", port, is_master=True, timeout=timedelta(seconds=60))
+    accelerates = ConnectionError(
+        f"Tried to launch distributed communication on port `{port}`, but another process is "
+        "utilizing it. Please specify a different port"
+    )
+    for error in (refused.value, accelerates):
+        ended = launcher._ended(error)
+        assert ended is not None and ended[0] == 1
+        assert f"port {port}, where the ranks are to meet, is taken" in ended[1]
+        assert "leave --master-port out" in ended[1]
