@@ -17,11 +17,7 @@ from hf_zero.config.training_phases import PHASES
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.sampling import follow_engines
-from hf_zero.integrations.accelerate.shared_batches import (
-    data_parallel_rank,
-    sequence_ranks,
-    tensor_ranks,
-)
+from hf_zero.integrations.accelerate.shared_batches import sequence_ranks, tensor_ranks
 from hf_zero.parameters.parameter import owner_of
 
 AUTO = "auto"
@@ -182,10 +178,9 @@ def _counting_data_parallel_ranks(accelerator: Any, args: tuple[Any, ...]) -> It
     from accelerate.utils import DummyScheduler
 
     state, plugin = accelerator.state, accelerator.deepspeed_plugin
-    config, size = plugin.deepspeed_config, tensor_ranks(state)
+    config, size = plugin.deepspeed_config, tensor_ranks(state) * sequence_ranks(state)
     scaled: list[Any] = []
     if not accelerator.split_batches:
-        size *= sequence_ranks(state)
         dummies = (each for each in args if isinstance(each, DummyScheduler))
         scaled = [each for each in dummies if each.total_num_steps]
     elif size > 1 and config.get(MICRO) == AUTO:
@@ -193,7 +188,7 @@ def _counting_data_parallel_ranks(accelerator: Any, args: tuple[Any, ...]) -> It
         sizes = [each.batch_size for each in loaders if each.batch_size]
         if sizes and len(sizes) == len(loaders):
             chosen = min(sizes) if plugin.is_train_batch_min else max(sizes)
-            config[MICRO] = chosen // data_parallel_rank(state)[0]
+            config[MICRO] = chosen // (state.num_processes // size)
     for each in scaled:
         each.total_num_steps *= size
     try:

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 from hf_zero.config import ZeroConfig
 from hf_zero.config.curriculum import EFFICIENCY
 from hf_zero.integrations import finder
-from hf_zero.integrations.accelerate.shared_batches import data_parallel_rank
+from hf_zero.integrations.accelerate.shared_batches import SHARE, tensor_ranks
 
 STEPS = "gradient_accumulation_steps"
 
@@ -31,18 +31,23 @@ def draw_by_difficulty(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         chosen = finder.chosen() and _chooses_samples(self) and _shuffles(data_loader)
         prepared = original(self, data_loader, device_placement, slice_fn_for_dispatch)
-        if chosen:
+
+        def choose(shared: Any, size: int) -> Any:
             from hf_zero.techniques.curriculum_sampler import CurriculumSampler
 
             batches = data_loader.batch_sampler
-            ranks = 1 if self.split_batches else data_parallel_rank(self.state)[0]
+            ranks = 1 if self.split_batches else self.num_processes // size
             written = self.deepspeed_plugin.deepspeed_config.get(STEPS)
             steps = written if isinstance(written, int) else self.gradient_accumulation_steps
-            prepared.set_sampler(
-                CurriculumSampler(
-                    data_loader.dataset, batches.batch_size * ranks * steps, batches.drop_last
-                )
-            )
+            samples = batches.batch_size * ranks * steps
+            sampler = CurriculumSampler(data_loader.dataset, samples, batches.drop_last)
+            shared.set_sampler(sampler)
+            return shared
+
+        if chosen:
+            choose(prepared, tensor_ranks(self.state))
+            if share := vars(prepared).get(SHARE):
+                vars(prepared)[SHARE] = lambda size: choose(share(size), size)
         if finder.chosen():
             follow_engines(self)
         return prepared
@@ -69,8 +74,7 @@ def skip_what_was_trained(original: Callable[..., Any]) -> Callable[..., Any]:
         from hf_zero.parallel.sequence.batches import SequenceBatches
 
         if isinstance(dataloader, SequenceBatches):
-            # a batch of each rank of the group is as many of its own
-            whole, rest = divmod(num_batches, dataloader.dim.size)
+            whole, rest = divmod(num_batches, dataloader.turns)
             return dataloader.over(skip_first_batches(dataloader.loader, whole), rest)
         skipping = original(dataloader, num_batches)
         from accelerate.data_loader import DataLoaderDispatcher

@@ -9,6 +9,10 @@ which :func:`share_out` divides. A loader that dispatches takes them from the pr
 rank 0 reads for all, and every rank cuts its part out of what it is sent, so it gets a state that
 counts data-parallel ranks, and cuts by its own data-parallel rank.
 
+Ranks that share sequences evaluate whole ones of their own, so a loader is shared out among them,
+too, until it is known to be for training (:func:`share_among_groups`): from then on the group is
+one data-parallel rank, and each of its ranks cuts its part out of the batch.
+
 Imported in the middle of ``import accelerate``.
 """
 
@@ -25,6 +29,9 @@ import torch
 from hf_zero.config.provenance import value_at
 from hf_zero.config.tensor_parallel import ALIASES, TENSOR, TENSOR_SIZE
 from hf_zero.integrations import finder
+
+# an attribute of loaders: how they are shared out among groups of a size, or that they were
+SHARE, SHARED = "_hf_zero_share", "shared"
 
 
 def name_the_size(config: Any) -> None:
@@ -54,14 +61,6 @@ def sequence_ranks(state: Any) -> int:
     return 1 if parallelism is None else parallelism.sp_size
 
 
-def data_parallel_rank(state: Any) -> tuple[int, int]:
-    """The number of data-parallel ranks that loaders are shared out among, and the one that this
-    rank is.
-    """
-    size = tensor_ranks(state)
-    return state.num_processes // size, state.process_index // size
-
-
 def share_out(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``prepare_data_loader``: a rank reads the batches of its data-parallel rank, see [Note:
     one data-parallel rank].
@@ -72,17 +71,56 @@ def share_out(original: Callable[..., Any]) -> Callable[..., Any]:
         from accelerate.state import AcceleratorState
 
         state = AcceleratorState()
-        if tensor_ranks(state) == 1:
-            return original(dataloader, *args, **kwargs)
-        ranks, rank = data_parallel_rank(state)
-        kwargs |= {"num_processes": ranks, "process_index": rank, "torch_device_mesh": None}
-        prepared = original(dataloader, *args, **kwargs)
-        if type(prepared) is DataLoaderDispatcher:
-            prepared.state = _DataParallelState(prepared.state, ranks)
-            prepared.slice_fn = functools.partial(_own_part, prepared.slice_fn, rank)
+
+        def share(size: int) -> Any:
+            if size == 1:
+                return original(dataloader, *args, **kwargs)
+            ranks, rank = state.num_processes // size, state.process_index // size
+            counts = {"num_processes": ranks, "process_index": rank, "torch_device_mesh": None}
+            prepared = original(dataloader, *args, **kwargs | counts)
+            if type(prepared) is DataLoaderDispatcher:
+                prepared.state = _DataParallelState(prepared.state, ranks)
+                prepared.slice_fn = functools.partial(_own_part, prepared.slice_fn, rank)
+            elif ranks == 1 and not kwargs.get("use_seedable_sampler"):
+                _shuffle_alike(prepared, dataloader)
+            return prepared
+
+        prepared = share(tensor_ranks(state))
+        if sequence_ranks(state) > 1:
+            vars(prepared)[SHARE] = share
         return prepared
 
     return prepare_data_loader
+
+
+def share_among_groups(loader: Any) -> bool:
+    """Share out ``loader`` among groups of ranks that share sequences, in place, if Accelerate has
+    prepared it for single ones; whether the ranks of a group read the same batches now.
+    """
+    share = getattr(loader, "__dict__", {}).get(SHARE)
+    if callable(share):
+        from accelerate.data_loader import DataLoaderShard
+        from accelerate.state import AcceleratorState
+
+        state = AcceleratorState()
+        vars(loader).update(vars(share(tensor_ranks(state) * sequence_ranks(state))))
+        vars(loader)[SHARE] = SHARED
+        if type(loader) is DataLoaderShard:
+            loader.device = None  # parts are placed, not whole batches
+    return share is not None
+
+
+def _shuffle_alike(prepared: Any, loader: Any) -> None:
+    """Let all ranks draw the order of ``loader`` alike: for one data-parallel rank Accelerate
+    leaves out what it does for several.
+    """
+    from accelerate.data_loader import get_sampler
+
+    sampler = get_sampler(loader)
+    if hasattr(sampler, "generator"):
+        kind = "torch" if sampler.generator is None else "generator"
+        prepared.synchronized_generator = sampler.generator
+        prepared.rng_types = [*(prepared.rng_types or ()), kind]
 
 
 class _DataParallelState:

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
-from hf_zero.parallel.sequence.batches import SequenceBatches
+from hf_zero.integrations.accelerate.shared_batches import share_among_groups
+from hf_zero.parallel.sequence.batches import SequenceBatches, on_cpu
 from hf_zero.parallel.sequence.exchange import gather
 from hf_zero.parallel.sequence.sequence_parallel import (
     AXIS,
@@ -58,7 +60,8 @@ class UlyssesSPAttentionHF:
 
 class UlyssesSPDataLoaderAdapter(SequenceBatches):
     """This rank's parts of the batches of the loaders of a sequence-parallel group, which have
-    ``shift_labels`` and no ``labels``.
+    ``shift_labels`` and no ``labels``. A loader that Accelerate has prepared is shared out among
+    such groups, whose ranks then read the same batches; those of other loaders are read in turn.
     """
 
     def __init__(
@@ -69,12 +72,23 @@ class UlyssesSPDataLoaderAdapter(SequenceBatches):
         sp_world_size: int | None = None,
         device: Any = None,
     ):
-        super().__init__(dl, sequence_parallel().dim, device)
+        self._sequence = sequence_parallel()
+        super().__init__(dl, self._sequence.dim, device)
+        self._alike = share_among_groups(dl)
         if sp_world_size not in (None, self.dim.size):
             raise ConfigError(
                 f"UlyssesSPDataLoaderAdapter(sp_world_size={sp_world_size}) in a job whose ranks "
                 f"are sequence parallel in groups of {self.dim.size}; pass that"
             )
+
+    @property
+    def turns(self) -> int:
+        return 1 if self._alike else super().turns
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if not self._alike:
+            return super().__iter__()
+        return (self._placed(self._sequence.shard(on_cpu(batch))) for batch in self.loader)
 
     def _placed(self, batch: dict[str, Any]) -> dict[str, Any]:
         batch.pop("labels", None)

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count, islice
 from typing import Any
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.training_phases import PHASES
 from hf_zero.errors import ConfigError
+from hf_zero.integrations.accelerate.shared_batches import share_among_groups
 from hf_zero.integrations.transformers.trainer_route import under_zero
 from hf_zero.techniques import training_phases
 
@@ -49,7 +51,8 @@ def windows_of(trainer: Any) -> Callable[[int], int] | None:
             f"gradient_accumulation_steps = {args.gradient_accumulation_steps} of the training "
             "arguments; write 1 there, and train_batch_size in the first phase"
         )
-    micro = args.per_device_train_batch_size * args.world_size
+    readers = args.world_size // trainer.get_tp_size() // trainer.get_sp_size()
+    micro = args.per_device_train_batch_size * readers
     phases.resize(micro, args.per_device_train_batch_size)
     return lambda step: phases.batch_size(step) // micro
 
@@ -111,7 +114,8 @@ def count_windows(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``Trainer.set_initial_training_values``: epochs and steps of windows that grow."""
 
     def set_initial_training_values(self: Any, args: Any, dataloader: Any) -> Any:
-        values = original(self, args, dataloader)
+        with _lengths_as_they_are(self, args, dataloader):
+            values = original(self, args, dataloader)
         windows = windows_of(self)
         if windows is None:
             return values
@@ -124,6 +128,22 @@ def count_windows(original: Callable[..., Any]) -> Callable[..., Any]:
         return ended + (used > 0), *values[1:6], last
 
     return set_initial_training_values
+
+
+@contextmanager
+def _lengths_as_they_are(trainer: Any, args: Any, dataloader: Any) -> Iterator[None]:
+    """Let the Trainer take the length of a loader that is shared out among groups of ranks that
+    share sequences for what it is: it multiplies by their number.
+    """
+    if not (under_zero(trainer) and trainer.get_sp_size() > 1 and share_among_groups(dataloader)):
+        yield
+        return
+    total = trainer.get_total_train_batch_size(args)
+    trainer.get_sp_size, trainer.get_total_train_batch_size = lambda: 1, lambda args: total
+    try:
+        yield
+    finally:
+        del trainer.get_sp_size, trainer.get_total_train_batch_size
 
 
 def resume_windows(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -101,7 +101,7 @@ def cut(batch: Any, part: int, parts: int) -> dict[str, Any]:
         else value
         for name, value in batch.items()
     }
-    return _marked(cuts, documents)
+    return _marked(cuts, documents, rows * length if mask is None else mask.sum())
 
 
 def is_part(inputs: Mapping[str, Any]) -> bool:
@@ -115,13 +115,23 @@ def documents_of(positions: torch.Tensor) -> Documents | None:
     """The documents of the batch that ``positions`` is a part of, where the tensor is the one that
     :func:`cut` made, with the values it had then; None: its values have to be read.
     """
-    documents, version = getattr(positions, _PART, (None, 0))
+    documents, version, _ = getattr(positions, _PART, (None, 0, 0))
     return documents if version == positions._version else None
 
 
-def _marked(part: dict[str, Any], documents: Documents | None) -> dict[str, Any]:
+def tokens_of(positions: Any) -> int | torch.Tensor | None:
+    """The tokens without padding of the whole batch that ``positions``, a tensor that :func:`cut`
+    made, is a part of; None of others.
+    """
+    tokens: int | torch.Tensor | None = getattr(positions, _PART, (None, 0, None))[2]
+    return tokens
+
+
+def _marked(
+    part: dict[str, Any], documents: Documents | None, tokens: int | torch.Tensor | None
+) -> dict[str, Any]:
     positions = part["position_ids"]
-    setattr(positions, _PART, (documents, positions._version))
+    setattr(positions, _PART, (documents, positions._version, tokens))
     return part
 
 
@@ -151,8 +161,13 @@ class SequenceBatches:
         self.loader, self.dim, self.device = loader, dim, device
         self._skip = 0
 
+    @property
+    def turns(self) -> int:
+        """The batches that come of one batch of the loader: one of each rank of the group."""
+        return self.dim.size
+
     def __len__(self) -> int:
-        return len(self.loader) * self.dim.size - self._skip
+        return len(self.loader) * self.turns - self._skip
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # of a copy under way
@@ -165,7 +180,7 @@ class SequenceBatches:
         while True:
             batch = next(own, None)
             last = getattr(self.loader, "end_of_dataloader", None)
-            batches = _gather_objects(self.dim, _on_cpu(batch))
+            batches = _gather_objects(self.dim, on_cpu(batch))
             if any(each is None for each in batches):
                 return
             for place, each in enumerate(batches):
@@ -184,7 +199,8 @@ class SequenceBatches:
             name: upload(value, self.device) if isinstance(value, torch.Tensor) else value
             for name, value in batch.items()
         }
-        return _marked(placed, documents_of(batch["position_ids"]))
+        positions = batch["position_ids"]
+        return _marked(placed, documents_of(positions), tokens_of(positions))
 
     def over(self, loader: Any, skip: int = 0) -> SequenceBatches:
         """The same of another ``loader``, without the first ``skip`` batches in the next
@@ -195,7 +211,8 @@ class SequenceBatches:
         return other
 
 
-def _on_cpu(batch: Any) -> Any:
+def on_cpu(batch: Any) -> Any:
+    """``batch`` with its tensors in host memory."""
     if isinstance(batch, Mapping):
         return {
             name: value.cpu() if isinstance(value, torch.Tensor) else value

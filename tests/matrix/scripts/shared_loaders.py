@@ -1,22 +1,27 @@
 """The samples that a rank sees through every loader that Accelerate and the Trainer make, those
-that metrics count, and the lengths of loaders; ``--tensor`` ranks share layers.
+that metrics count, and the lengths of loaders. ``--meshes 2x1``: two ranks share layers, no ranks
+share sequences.
 """
 
 import argparse
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import accelerate
 import datasets
 import torch
 import transformers
+from accelerate import ParallelismConfig
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
+from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.parallel_groups import init_parallel
 from tests.helpers.trainers import options
 
-SAMPLES, BATCH = 19, 2
+SAMPLES, BATCH, TOKENS = 19, 2, 4
 
 
 class Rows(Dataset):
@@ -24,7 +29,7 @@ class Rows(Dataset):
         return SAMPLES
 
     def __getitem__(self, index):
-        return {"index": torch.tensor(index)}
+        return {"index": torch.tensor(index), "input_ids": index * TOKENS + torch.arange(TOKENS)}
 
 
 class Stream(IterableDataset):
@@ -33,7 +38,8 @@ class Stream(IterableDataset):
 
 
 def sharded():
-    rows = datasets.Dataset.from_dict({"index": [*range(SAMPLES)]})
+    whole = [Rows()[index] for index in range(SAMPLES)]
+    rows = datasets.Dataset.from_list([{key: row[key].tolist() for key in row} for row in whole])
     return rows.to_iterable_dataset(num_shards=4).with_format("torch")
 
 
@@ -51,8 +57,8 @@ class Lengths(BatchSampler):
         return len([*iter(self)])
 
 
-def shuffled(**more):
-    return DataLoader(Rows(), BATCH, shuffle=True, **more)
+def shuffled():
+    return DataLoader(Rows(), BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
 
 
 def cut_backwards(data, part, process_index=None, num_processes=None):
@@ -64,11 +70,16 @@ def cut_backwards(data, part, process_index=None, num_processes=None):
     return accelerate.utils.slice_tensors(data, slice(at * width, (at + 1) * width))
 
 
+APART = "shuffled by ranks that are seeded apart"
 # the loader, and how Accelerate shares it out
 LOADERS = {
     "in order": (lambda: DataLoader(Rows(), BATCH), {}),
     "shuffled": (shuffled, {}),
-    "shuffled by a seed": (shuffled, {"use_seedable_sampler": True, "data_seed": 3}),
+    "shuffled by a seed": (
+        lambda: DataLoader(Rows(), BATCH, shuffle=True),
+        {"use_seedable_sampler": True, "data_seed": 3},
+    ),
+    APART: (lambda: DataLoader(Rows(), BATCH, shuffle=True), {}),
     "the rest dropped": (lambda: DataLoader(Rows(), BATCH, drop_last=True), {}),
     "uneven": (lambda: DataLoader(Rows(), BATCH), {"even_batches": False}),
     "batches of several sizes": (
@@ -102,18 +113,31 @@ LOADERS = {
 
 
 def read(loader):
-    return [batch["index"].tolist() for batch in loader]
+    seen = []
+    for batch in loader:
+        seen.append(batch["index"].tolist())
+        if "shift_labels" in batch or "position_ids" in batch:  # a part of each sequence
+            whole = batch["index"][:, None] * TOKENS + torch.arange(TOKENS)
+            part = whole.gather(1, batch["position_ids"])
+            assert torch.equal(batch["input_ids"], part) and part.shape[1] < TOKENS
+    return seen
 
 
-def by_accelerate(plugin, make, cut=None, **config):
+def for_training(accelerator, loader):
+    return accelerator.deepspeed_ulysses_dl_adapter(loader, SimpleNamespace(device="cpu"))
+
+
+def by_accelerate(config, parallelism, make, cut=None, **chosen):
     accelerate.state.AcceleratorState._reset_state()
     accelerator = accelerate.Accelerator(
         cpu=True,
-        deepspeed_plugin=plugin(),
-        dataloader_config=DataLoaderConfiguration(**config),
+        deepspeed_plugin=accelerate.DeepSpeedPlugin(hf_ds_config=config),
+        parallelism_config=parallelism,
+        dataloader_config=DataLoaderConfiguration(**chosen),
     )
-    torch.manual_seed(7)
-    loader = accelerator.prepare_data_loader(make(), slice_fn_for_dispatch=cut)
+    torch.manual_seed(7 + accelerator.process_index)
+    prepared = accelerator.prepare_data_loader(make(), slice_fn_for_dispatch=cut)
+    loader = for_training(accelerator, prepared)
     found = {"read": read(loader)}
     if isinstance(make().dataset, Rows):
         found["length"] = len(loader)
@@ -121,67 +145,79 @@ def by_accelerate(plugin, make, cut=None, **config):
     found["resumed"] = read(accelerate.skip_first_batches(loader, 2))
     sizes = [None] * accelerator.num_processes
     torch.distributed.all_gather_object(sizes, [*map(len, found["read"])])
-    if sizes[1:] == sizes[:-1]:  # metrics need as many samples of each rank
-        counted = []
-        for batch in loader:
-            counted += accelerator.gather_for_metrics(batch["index"]).tolist()
-        found["counted"] = counted
+    if parallelism is None and sizes[1:] == sizes[:-1]:  # as many samples of each rank
+        found["counted"] = counted(accelerator, loader)
     return found
 
 
-def by_trainer(out, config, data, **more):
+def counted(accelerator, loader):
+    seen = []
+    for batch in loader:
+        seen += accelerator.gather_for_metrics(batch["index"]).tolist()
+    return seen
+
+
+def by_trainer(out, config, parallelism, data, **more):
     accelerate.state.AcceleratorState._reset_state()
     args = transformers.TrainingArguments(
         **options(
             out,
-            use_cpu=config is None,
-            max_steps=3,
+            use_cpu=False,
+            max_steps=-1 if isinstance(data, Rows) else 3,
+            num_train_epochs=2,
             per_device_train_batch_size=BATCH,
             per_device_eval_batch_size=BATCH,
+            gradient_accumulation_steps=2,
             remove_unused_columns=False,
             seed=5,
             deepspeed=config,
+            parallelism_config=parallelism,
             **more,
         )
     )
     trainer = transformers.Trainer(torch.nn.Linear(1, 1), args, train_dataset=data)
-    evaluated, counted = trainer.get_eval_dataloader(data), []
-    for batch in evaluated:
-        counted += trainer.accelerator.gather_for_metrics(batch["index"]).tolist()
-    trained = trainer.get_train_dataloader()
+    seen = counted(trainer.accelerator, trainer.get_eval_dataloader(data))
+    prepared = trainer.get_train_dataloader()
+    steps = trainer.set_initial_training_values(args, prepared)
+    loader = for_training(trainer.accelerator, prepared)
     return {
-        "read": read(trained),
-        "resumed": read(accelerate.skip_first_batches(trained, 1)),
-        "counted": counted,
+        "steps": steps,
+        "read": read(loader),
+        "resumed": read(accelerate.skip_first_batches(loader, 1)),
+        "counted": seen if parallelism is None else None,
     }
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--tensor", type=int, nargs="*", default=[1])
+    parser.add_argument("--meshes", nargs="*", default=["1x1"])
     given = parser.parse_args()
     report = {}
-    for size in given.tensor:
+    for mesh in given.meshes:
+        tensor, sequence = map(int, mesh.split("x"))
         config = {
             "zero_optimization": {"stage": 1},
-            "tensor_parallel": {"autotp_size": size},
+            "tensor_parallel": {"autotp_size": tensor},
             "train_micro_batch_size_per_gpu": BATCH,
             "gradient_accumulation_steps": 1,
         }
-
-        def plugin(config=config):
-            return accelerate.DeepSpeedPlugin(hf_ds_config=config)
-
-        found = report[str(size)] = {
-            name: by_accelerate(plugin, make, **chosen) for name, (make, chosen) in LOADERS.items()
+        parallelism = None
+        if sequence > 1:
+            world = int(os.environ["WORLD_SIZE"])
+            init_parallel(ParallelDims.over(world, tensor=tensor, sequence=sequence))
+            parallelism = ParallelismConfig(sp_size=sequence, sp_backend="deepspeed")
+        found = report[mesh] = {
+            name: by_accelerate(config, parallelism, make, **chosen)
+            for name, (make, chosen) in LOADERS.items()
         }
         del config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
-        found["Trainer"] = by_trainer(given.out, config, Rows())
-        found["Trainer, streamed"] = by_trainer(given.out, config, Stream())
-        found["Trainer, dispatched"] = by_trainer(
-            given.out, config, Rows(), accelerator_config={"dispatch_batches": True}
-        )
+        for name, data, more in (
+            ("Trainer", Rows(), {}),
+            ("Trainer, streamed", Stream(), {}),
+            ("Trainer, dispatched", Rows(), {"accelerator_config": {"dispatch_batches": True}}),
+        ):
+            found[name] = by_trainer(given.out, config, parallelism, data, **more)
     rank = os.environ.get("RANK", 0)
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / f"report-{rank}.json").write_text(json.dumps(report))
