@@ -5,10 +5,14 @@ against the same script in one plain process.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from hf_zero.integrations.transformers.trainer import count_tokens_of_parts
+from hf_zero.parallel.sequence.batches import cut
 from tests.helpers import oracle
 from tests.helpers.launched import beside, torchrun
 
@@ -53,3 +57,30 @@ def test_supervised_fine_tuning_by_trl(tmp_path: Path) -> None:
         for packing, steps in expected.items():
             for step, plainly in zip(report[packing], steps, strict=True):
                 assert step == pytest.approx(plainly, rel=1e-5)
+
+
+def test_tokens_of_whole_batches_are_counted_once() -> None:
+    """By TRL's trainer, on four ranks in groups of two."""
+    ids, mask = torch.ones(2, 8, dtype=torch.long), torch.ones(2, 8, dtype=torch.long)
+    mask[1, 5:] = 0
+    labels = ids.where(mask > 0, -100)
+    part = cut({"input_ids": ids, "attention_mask": mask, "labels": labels}, 1, 2)
+    trainer: Any = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(device="cpu", gather=lambda own: own.repeat(4)),
+        get_tp_size=lambda: 1,
+        get_sp_size=lambda: 2,
+        _total_train_tokens=10,
+        _metrics={"train": {}},
+    )
+
+    def theirs(self: Any, *_: Any) -> str:
+        self._total_train_tokens += 8
+        return "loss"
+
+    compute_loss = count_tokens_of_parts(theirs)
+    assert compute_loss(trainer, None, part) == "loss"
+    assert trainer._total_train_tokens == 10 + 2 * 13
+    assert trainer._metrics["train"]["num_tokens"] == [36]
+    compute_loss(trainer, None, {"input_ids": ids})  # whole sequences
+    assert trainer._total_train_tokens == 36 + 8

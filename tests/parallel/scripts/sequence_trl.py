@@ -32,7 +32,7 @@ def tokenizer():
 def train(folder, stage, packing):
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCAB, (16, LONGEST), generator=generator).tolist()
-    lengths = [32, 16, 16, 32, 8, 24, 32, 16] * 2 if packing else [LONGEST] * 16
+    lengths = [32, 16, 16, 32, 8, 24, 32, 16] * 2 if packing else [LONGEST, LONGEST - 3] * 8
     rows = [row[:length] for row, length in zip(ids, lengths)]
     changes = {}
     if stage is not None:
@@ -62,7 +62,7 @@ def train(folder, stage, packing):
     )
     trainer.train()
     return [
-        [entry["loss"], entry["grad_norm"]]
+        [entry["loss"], entry["grad_norm"], entry["num_tokens"]]
         for entry in trainer.state.log_history
         if "loss" in entry
     ]
