@@ -77,6 +77,10 @@ class RankMismatchError(HfZeroError, RuntimeError):
     """Ranks that ask for different collectives, or a rank that did not arrive in time."""
 
 
+class VerificationError(HfZeroError, RuntimeError):
+    """A model that is cut among ranks and computes other numbers than the whole one."""
+
+
 class CheckpointError(HfZeroError, RuntimeError):
     """A checkpoint that is missing, damaged, of another format version or of another model."""
 

@@ -9,6 +9,7 @@ from hf_zero.config.rows import inert, key, switched, unbuilt
 
 TENSOR = "tensor_parallel"
 TENSOR_SIZE = f"{TENSOR}.autotp_size"
+VERIFY = f"{TENSOR}.verify"
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,12 @@ class TensorParallelSection:
         "neighbouring ranks that share each layer's matrices, heads and vocabulary and read the "
         "same batches; 0 or 1: none",
         unit="ranks",
+    )
+    verify: bool = key(
+        BOOLEAN,
+        False,
+        "compare the first forward and backward with those of the whole model, which each rank "
+        "holds for that long, and raise where they differ",
     )
 
     @property

@@ -13,7 +13,8 @@ from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.parallel import cutting
-from hf_zero.parallel.tensor import agreement, axis, shared_inputs, styles
+from hf_zero.parallel.tensor import agreement, axis, shared_inputs
+from hf_zero.parallel.tensor import model as tensor_model
 from tests.helpers.engines import STAGES, config_of, start
 from tests.helpers.models import ROWS, seeded, tokens
 from tests.helpers.oracle import FP32_TOLERANCE, compare, compare_mixed, kept, mixed
@@ -149,7 +150,7 @@ def test_a_steady_step_reads_nothing_back(
 
 
 def _partial_left_alone(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(styles.STYLES, "replicated_with_grad_allreduce", styles.WHOLE)
+    patch.setattr(tensor_model, "placements", lambda twin, found: dict.fromkeys(found, False))
 
 
 def _first_part_for_all(patch: pytest.MonkeyPatch) -> None:

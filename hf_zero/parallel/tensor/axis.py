@@ -7,6 +7,7 @@ Megatron's f and g (arXiv 1909.08053, section 3), and the two that end in whole 
     sum_over   sum over the ranks  as it is
     gather     parts joined        own part
     split      own part            parts joined
+    own_part   own part            zeros beside it: a part of a sum, which nobody takes here
 
 Each is right where the gradient of a replicated tensor is the same on all ranks.
 """
@@ -115,9 +116,22 @@ class _CopyTo(torch.autograd.Function):
         return _sum(grad, ctx.axis, ctx.name), None, None
 
 
+class _CopyLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: int, name: str, width: int) -> torch.Tensor:
+        ctx.axis, ctx.name, ctx.width = axis, name, width
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        complete, parts = grad.split([grad.shape[-1] - ctx.width, ctx.width], -1)
+        return torch.cat([complete, _sum(parts, ctx.axis, ctx.name)], -1), None, None, None
+
+
 class _SumOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: int, name: str) -> torch.Tensor:
+        ctx.name = name
         return _sum(x, axis, name)
 
     @staticmethod
@@ -130,7 +144,7 @@ class _Gather(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, axis: int, name: str, start: int, width: int
     ) -> torch.Tensor:
-        ctx.start, ctx.width = start, width
+        ctx.start, ctx.width, ctx.name = start, width, name
         return _join(x, axis, name)
 
     @staticmethod
@@ -151,11 +165,28 @@ class _Split(torch.autograd.Function):
         return _join(grad, ctx.axis, ctx.name), None, None, None, None
 
 
+class _OwnPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, name: str, start: int, width: int) -> torch.Tensor:
+        ctx.name, ctx.start, ctx.width, ctx.whole = name, start, width, x.shape[-1]
+        return x.narrow(-1, start, width)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        after = ctx.whole - ctx.start - ctx.width
+        return torch.nn.functional.pad(grad, (ctx.start, after)), None, None, None
+
+
 def copy_to(x: torch.Tensor, axis: TensorAxis, name: str) -> torch.Tensor:
     """``x``, which all ranks have alike, for layers of which each rank has a part."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
     return _CopyTo.apply(x, axis.number, name)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def copy_last_to(x: torch.Tensor, axis: TensorAxis, name: str, width: int) -> torch.Tensor:
+    """``x``, whose last ``width`` elements are for layers of which each rank has a part."""
+    return _CopyLast.apply(x, axis.number, name, width)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def sum_over(x: torch.Tensor, axis: TensorAxis, name: str) -> torch.Tensor:
@@ -177,3 +208,10 @@ def split(x: torch.Tensor, axis: TensorAxis, name: str) -> torch.Tensor:
     return _Split.apply(  # type: ignore[no-any-return,no-untyped-call]
         x, axis.number, name, axis.rank * width, width
     )
+
+
+def own_part(x: torch.Tensor, name: str, start: int, width: int) -> torch.Tensor:
+    """[..., n], which all ranks have alike, to the ``width`` elements from ``start`` that this rank
+    goes on with. What is behind ``x`` gets a part of its gradient.
+    """
+    return _OwnPart.apply(x, name, start, width)  # type: ignore[no-any-return,no-untyped-call]

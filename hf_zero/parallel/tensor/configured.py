@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.tensor_parallel import TENSOR_SIZE
+from hf_zero.config.expert_parallel import AUTOEP_SIZE
+from hf_zero.config.resolving import SEQUENCE
+from hf_zero.config.tensor_parallel import TENSOR_SIZE, VERIFY
 from hf_zero.distributed import process_group
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
@@ -28,8 +30,21 @@ def as_configured(model: nn.Module, config: ZeroConfig) -> ZeroConfig:
             )
         config = config.override({TENSOR_SIZE: size}, "computed: the model is cut already")
     if size > 1:
-        tensor_parallel(model, size)
+        if config.tensor_parallel.verify:
+            _check_alone(config)
+        tensor_parallel(model, size, verify=config.tensor_parallel.verify)
     return config
+
+
+def _check_alone(config: ZeroConfig) -> None:
+    """Raise ConfigError where a rank does not compute what one process would, with its batch."""
+    others = {AUTOEP_SIZE: config.expert_parallel.size, SEQUENCE: config.sequence_parallel_size}
+    for key, size in others.items():
+        if size > 1:
+            raise ConfigError(
+                f"{VERIFY} compares each rank with the whole model on its batch, and {key} = "
+                f"{size} spreads that over ranks; verify with {key} = 1, and remove the key then"
+            )
 
 
 def readers() -> tuple[int, int]:

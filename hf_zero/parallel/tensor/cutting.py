@@ -1,14 +1,180 @@
-"""Which part of a parameter a tensor-parallel rank keeps."""
+"""How a model is cut: the part of each parameter that a tensor-parallel rank keeps, and its layers
+made to run as parts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
 import torch
+from torch import nn
 
 from hf_zero.errors import ConfigError
-from hf_zero.parameters.sharding import Sharding, sharding_of
+from hf_zero.parallel.tensor import layers
+from hf_zero.parallel.tensor.agreement import Agreement
+from hf_zero.parallel.tensor.axis import TensorAxis
+from hf_zero.parallel.tensor.dropout import OwnRandomNumbers
+from hf_zero.parallel.tensor.families import COUNTS
+from hf_zero.parallel.tensor.layers import Part, is_sharded, put_on
+from hf_zero.parallel.tensor.plan import Target
+from hf_zero.parallel.tensor.shared_inputs import SharedInputs
+from hf_zero.parallel.tensor.styles import COLWISE, LayerStyle, dimension, is_conv1d, packed
+from hf_zero.parameters.sharding import Sharding, set_sharding, sharding_of
 
 
-def spread(
+@dataclass
+class TensorParallel:
+    """What a model was cut into: an attribute of it."""
+
+    axis: TensorAxis
+    random: OwnRandomNumbers | None
+    plan: Mapping[str, str | None] | None
+    rotary_width: int  # of multi-head latent attention
+    inputs: dict[str, SharedInputs] = field(default_factory=dict)  # by the module they are of
+    counted: set[str] = field(default_factory=set)  # modules whose numbers of heads are divided
+    is_verified: bool = False  # its first forward and backward are compared with the whole model's
+    agreement: Agreement = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.agreement = Agreement(self.axis, self.random)
+
+    @property
+    def size(self) -> int:
+        return self.axis.size
+
+
+def cut_layers(
+    modules: Mapping[str, nn.Module],
+    found: list[Target],
+    cuts: Mapping[nn.Parameter, Sharding],
+    record: TensorParallel,
+    counts: bool,
+    keep: Callable[[nn.Parameter, Sharding], None],
+) -> None:
+    """Have the layers ``found``, among ``modules``, run as parts. ``keep`` keeps the part of a
+    parameter. ``counts``: attributes that count heads are divided.
+    """
+    new = [target for target in found if not is_sharded(target.module)]
+    for parameter, sharding in cuts.items():
+        if "tensor" in sharding.axes:
+            keep(parameter, sharding)
+        else:
+            set_sharding(parameter, sharding)
+    for target in new:
+        _run(target, record, modules)
+    if counts:
+        for path in {target.parent for target in new} - record.counted:
+            record.counted.add(path)
+            parent = modules[path].__dict__
+            for name in COUNTS:
+                if isinstance(count := parent.get(name), int):
+                    parent[name] = count // record.size
+
+
+def cuts_for(
+    modules: Mapping[str, nn.Module], found: list[Target], rank: int, size: int
+) -> dict[nn.Parameter, Sharding]:
+    """How the parameters of ``found`` that are still whole are to be spread."""
+    cuts: dict[nn.Parameter, _Cut] = {}
+    named: set[tuple[nn.Module, str]] = set()
+    for target in found:
+        target.keep_heads(modules.get(target.parent), size)
+        for name, parameter in target.module._parameters.items():
+            named.add((target.module, name))
+            if parameter is None or sharding_of(parameter).partial or _is_cut(parameter):
+                continue
+            style = _stacked(target, name, parameter)
+            dim = dimension(style, target.module, name, parameter.dim())
+            wanted = _Cut(f"{target.name}.{name}", dim, style.packed, style.partial)
+            cuts.setdefault(parameter, wanted).agree(wanted)
+    for path, module in modules.items():
+        for name, parameter in module._parameters.items():
+            if parameter in cuts and (module, name) not in named:
+                cuts[parameter].agree(_Cut(f"{path}.{name}", None))
+    found_cuts = {}
+    for parameter, wanted in cuts.items():
+        if wanted.dim is not None:
+            found_cuts[parameter] = _spread(
+                wanted.name, parameter, wanted.dim, wanted.packed, rank, size
+            )
+        elif wanted.partial:
+            found_cuts[parameter] = replace(sharding_of(parameter), partial=True)
+    return found_cuts
+
+
+def _is_cut(parameter: nn.Parameter) -> bool:
+    return "tensor" in sharding_of(parameter).axes
+
+
+def _stacked(target: Target, name: str, parameter: nn.Parameter) -> LayerStyle:
+    """The style of a parameter of ``target``. One that holds matrices of experts whose outputs are
+    twice the inputs of those after them holds two side by side, gates and what they gate, whatever
+    the plan says; but for classes that say they interleave them.
+    """
+    style = target.style_of(name)
+    if style != COLWISE or parameter.dim() != 3:
+        return style
+    after = {
+        other.shape[-1]
+        for key, other in target.module.named_parameters(recurse=False)
+        if target.style_of(key).cuts == "inputs" and other.dim() == 3
+    }
+    together = getattr(target.module, "is_concatenated", True)
+    return packed(style, 2) if together and after == {parameter.shape[-2] // 2} else style
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What the plan does to a parameter, by one of its names."""
+
+    name: str
+    dim: int | None
+    packed: int = 1
+    partial: bool = False
+
+    def agree(self, other: _Cut) -> None:
+        if (self.dim, self.packed) != (other.dim, other.packed):
+            whole = "leaves whole there" if None in (self.dim, other.dim) else "cuts in two ways"
+            raise ConfigError(
+                f"{self.name} and {other.name} are one parameter, which the tensor-parallel plan "
+                f"{whole}; give both layers a style that cuts it alike, by "
+                "hf_zero.tensor_parallel(model, size, plan=...), or untie them"
+            )
+
+
+def _run(target: Target, record: TensorParallel, modules: Mapping[str, nn.Module]) -> None:
+    """Have the layer of ``target`` run as its part."""
+    module: Any = target.module
+    kind, axis = target.style.runs, record.axis
+    if kind is None:
+        return
+    part = Part(axis, target.name, random=record.random, between=target.parent)
+    if issubclass(kind, (layers.Colwise, layers.ColwiseGathered, layers.KeyValueHeads)):
+        own = target.name if target.adapts else target.parent
+        part.inputs = record.inputs.setdefault(own, SharedInputs(own or target.name))
+        part.member = part.inputs.join()
+        if is_conv1d(module) and target.style.cuts:
+            module.nf //= axis.size  # to which its forward shapes outputs
+    if kind is layers.KeyValueHeads:
+        heads, part.width = target.heads
+        part.start = axis.rank * heads // axis.size * part.width
+        parent: Any = modules[target.parent]
+        if target.place.endswith("k_proj") and not target.adapts:
+            parent.num_key_value_groups = parent.num_key_value_groups * heads // axis.size
+    if kind is layers.EmbeddingRowwise:
+        part.width = module.weight.shape[0]
+        part.start = axis.rank * part.width
+        if module.padding_idx is not None:
+            own_index = module.padding_idx - part.start
+            module.padding_idx = own_index if 0 <= own_index < part.width else None
+    if kind is layers.LatentKeyValue:
+        part.width = record.rotary_width
+    put_on(module, kind, part)
+
+
+def _spread(
     name: str, parameter: torch.Tensor, dim: int, packed: int, rank: int, size: int
 ) -> Sharding:
     """How ``parameter`` is spread once ``rank`` has its part. Raises ConfigError where

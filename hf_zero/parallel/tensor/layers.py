@@ -14,15 +14,24 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 from hf_zero.core.gathered import GatheredParameters
 from hf_zero.parallel.cutting import HoldsParts
-from hf_zero.parallel.tensor.axis import TensorAxis, copy_to, gather, split, sum_over
+from hf_zero.parallel.tensor.axis import (
+    TensorAxis,
+    copy_last_to,
+    copy_to,
+    gather,
+    own_part,
+    split,
+    sum_over,
+)
 from hf_zero.parallel.tensor.dropout import OwnRandomNumbers
 from hf_zero.parallel.tensor.shared_inputs import SharedInputs
 from hf_zero.parameters.parameter import ZeroParamStatus
 from hf_zero.parameters.sharding import sharding_of
-from hf_zero.units.cut_parameters import own_part
+from hf_zero.units import cut_parameters
 
 ATTRIBUTE = "_hf_zero_tensor_part"
 
@@ -58,6 +67,13 @@ class Sharded(HoldsParts):
         part = self._part
         assert part.inputs is not None
         return part.inputs.copy(x, part.member, part.axis)
+
+    def _copied(self, args: Any, kwargs: Any) -> Any:
+        """Whole inputs that parts are computed with, such as the weights of a routing."""
+        part = self._part
+        return tree_map_only(
+            torch.Tensor, lambda x: copy_to(x, part.axis, f"inputs of {part.name}"), (args, kwargs)
+        )
 
     def _begin_parts(self) -> None:
         random = self._part.random
@@ -95,7 +111,8 @@ class KeyValueHeads(Sharded):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         y = super().forward(self._enter(x), *args, **kwargs)  # type: ignore[misc]
         self._begin_parts()
-        return y.narrow(-1, self._part.start, self._part.width)
+        part = self._part
+        return own_part(y, part.name, part.start, part.width)
 
 
 class JoinedWhenRead(Sharded):
@@ -174,18 +191,7 @@ class ExpertParts(Sharded):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         part = self._part
         x = copy_to(x, part.axis, part.name)
-        given = [
-            copy_to(each, part.axis, f"{part.name} (routing weights)")
-            if isinstance(each, torch.Tensor)
-            else each
-            for each in args
-        ]
-        named = {
-            name: copy_to(each, part.axis, f"{part.name} (routing weights)")
-            if isinstance(each, torch.Tensor)
-            else each
-            for name, each in kwargs.items()
-        }
+        given, named = self._copied(args, kwargs)
         y = super().forward(x, *given, **named)  # type: ignore[misc]
         return sum_over(y, part.axis, part.name)
 
@@ -198,9 +204,13 @@ class Scaled(Sharded):
 
 
 class Summed(Sharded):
-    """A module whose outputs are parts of a sum."""
+    """A module whose outputs are parts of a sum. Its inputs are whole: parameters of its own that
+    are cut read them; layers in it that are cut look after their inputs themselves.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if any("tensor" in sharding_of(each).axes for each in self.parameters(recurse=False)):
+            args, kwargs = self._copied(args, kwargs)
         y = super().forward(*args, **kwargs)  # type: ignore[misc]
         return sum_over(y, self._part.axis, self._part.name)
 
@@ -213,8 +223,7 @@ class LatentKeyValue(Sharded):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         part = self._part
         y = super().forward(x, *args, **kwargs)  # type: ignore[misc]
-        latent, rotary = y.split([y.shape[-1] - part.width, part.width], -1)
-        return torch.cat([latent, copy_to(rotary, part.axis, part.name)], -1)
+        return copy_last_to(y, part.axis, part.name, part.width)
 
 
 class PartDropout(Sharded):
@@ -235,7 +244,7 @@ class AdapterOfPart(Sharded):
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         delta = super().get_delta_weight(adapter)  # type: ignore[misc]
         weight = self.get_base_layer().weight  # type: ignore[operator]
-        return own_part(sharding_of(weight), delta)
+        return cut_parameters.own_part(sharding_of(weight), delta)
 
 
 _made: dict[tuple[type, type], type[nn.Module]] = {}

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from hf_zero.config.tensor_parallel import TENSOR_SIZE
+from hf_zero.config.tensor_parallel import TENSOR_SIZE, VERIFY
 from hf_zero.distributed import init, process_group
 from hf_zero.distributed.parallel_dims import ParallelDims, check_size
 from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.loading import make_pending
 from hf_zero.parallel.cutting import cut
-from hf_zero.parallel.tensor import layers
-from hf_zero.parallel.tensor.agreement import Agreement
 from hf_zero.parallel.tensor.axis import TensorAxis
-from hf_zero.parallel.tensor.cutting import spread
+from hf_zero.parallel.tensor.cutting import TensorParallel, cut_layers, cuts_for
 from hf_zero.parallel.tensor.dropout import OwnRandomNumbers
 from hf_zero.parallel.tensor.dtensors import unwrap
-from hf_zero.parallel.tensor.families import COUNTS
-from hf_zero.parallel.tensor.layers import Part, is_sharded, put_on
+from hf_zero.parallel.tensor.layers import is_sharded
 from hf_zero.parallel.tensor.plan import (
     Target,
     is_of_family,
@@ -30,32 +27,27 @@ from hf_zero.parallel.tensor.plan import (
     planned_model,
     targets,
 )
-from hf_zero.parallel.tensor.shared_inputs import SharedInputs
-from hf_zero.parallel.tensor.styles import dimension, is_conv1d
-from hf_zero.parameters.sharding import Sharding, set_sharding, sharding_of
+from hf_zero.parallel.tensor.rehearsal import (
+    RehearsedAxis,
+    check_unplaced,
+    copied,
+    gradients,
+    placements,
+    run,
+    shrink,
+    without_memory,
+)
+from hf_zero.parallel.tensor.verification import Verification
+from hf_zero.parameters.sharding import Sharding, sharding_of
 
 RECORD = "_hf_zero_tensor_parallel"
 
 
-@dataclass
-class TensorParallel:
-    """What a model was cut into: an attribute of it."""
-
-    axis: TensorAxis
-    random: OwnRandomNumbers | None
-    plan: Mapping[str, str | None] | None
-    agreement: Agreement
-    rotary_width: int  # of multi-head latent attention
-    inputs: dict[str, SharedInputs] = field(default_factory=dict)  # by the module they are of
-    counted: set[str] = field(default_factory=set)  # modules whose numbers of heads are divided
-
-    @property
-    def size(self) -> int:
-        return self.axis.size
-
-
 def tensor_parallel(
-    model: nn.Module, size: int, plan: Mapping[str, str | None] | None = None
+    model: nn.Module,
+    size: int,
+    plan: Mapping[str, str | None] | None = None,
+    verify: bool = False,
 ) -> nn.Module:
     """Let each of ``size`` neighbouring ranks keep its part of the matrices of ``model``, in place
     (collective over all ranks).
@@ -72,6 +64,8 @@ def tensor_parallel(
         size: ranks of a group; it divides the number of ranks, heads and widths.
         plan: changes to the model's plan: styles by names of modules, ``*`` for each number, or
             None for those that stay whole.
+        verify: compare the first forward and backward in training with those of the whole model,
+            which each rank holds for that long; VerificationError where they differ.
 
     Returns:
         ``model``.
@@ -109,26 +103,44 @@ def tensor_parallel(
     rank = dims.coordinate(process_group.get_rank(), "tensor")
     plan = plan if record is None else record.plan
     unwrap(inner, rank, size)
-    found = targets(path, inner, plan_of(inner, plan), is_of_family(inner))
-    if _multiplies_itself(inner):
-        found = _without_the_head(inner, found)
+    found = _planned(path, inner, plan)
     modules = dict(model.named_modules(remove_duplicate=False))
     for target in found:
         if not is_sharded(target.module):
             _check_forward(target)
-    cuts = _cuts(modules, found, rank, size)
+    cuts = _placed(inner, plan, cuts_for(modules, found, rank, size), rank, size)
+    if verify:
+        _check_verifiable(model, record)
     # All is known to be right: what is refused leaves the job as it was.
+    whole = copied(inner) if verify and record is None else None
     groups = init_parallel(dims)  # for a model that was cut before another one, too
     if record is None:
         axis = TensorAxis(groups.along("tensor"))
         draws = _draws(model)
         random = OwnRandomNumbers(axis, process_group.default_device()) if draws else None
-        record = TensorParallel(axis, random, plan, Agreement(axis, random), _rotary_width(inner))
-    _cut_all(modules, found, cuts, record)
+        record = TensorParallel(axis, random, plan, _rotary_width(inner))
+    cut_layers(modules, found, cuts, record, is_of_family(inner), cut)
     if RECORD not in inner.__dict__:
         inner.__dict__[RECORD] = record
         record.agreement.watch(inner)
+    if whole is not None:
+        record.is_verified = True
+        Verification(whole, record.axis).watch(inner)
     return model
+
+
+def _check_verifiable(model: nn.Module, record: TensorParallel | None) -> None:
+    """Raise ConfigError for a model that cannot be compared with what it was."""
+    if record is not None and not record.is_verified:
+        raise ConfigError(
+            f"{VERIFY} compares a model with what it was before it was cut, and this one is cut "
+            "already; pass verify=True to the call of hf_zero.tensor_parallel that cuts it"
+        )
+    if _draws(model):
+        raise ConfigError(
+            f"{VERIFY} compares numbers, and the model draws some (dropout); verify it with the "
+            "probabilities of its configuration at 0, and remove the key then"
+        )
 
 
 def model_record(model: nn.Module) -> TensorParallel | None:
@@ -191,29 +203,6 @@ def _draws(model: nn.Module) -> bool:
     return False
 
 
-def _cut_all(
-    modules: Mapping[str, nn.Module],
-    found: list[Target],
-    cuts: Mapping[nn.Parameter, Sharding],
-    record: TensorParallel,
-) -> None:
-    new = [target for target in found if not is_sharded(target.module)]
-    for parameter, sharding in cuts.items():
-        if "tensor" in sharding.axes:
-            cut(parameter, sharding)
-        else:
-            set_sharding(parameter, sharding)
-    for target in new:
-        _run(target, record, modules)
-    if is_of_family(planned_model(modules[""])[1]):
-        for path in {target.parent for target in new} - record.counted:
-            record.counted.add(path)
-            parent = modules[path].__dict__
-            for name in COUNTS:
-                if isinstance(count := parent.get(name), int):
-                    parent[name] = count // record.size
-
-
 def cuts_of(model: nn.Module, size: int) -> dict[nn.Parameter, Sharding]:
     """How the parameters of ``model``, which stays as it is, would be spread over ``size``
     tensor-parallel ranks, of which this is the first; of those that all have alike, nothing.
@@ -223,62 +212,79 @@ def cuts_of(model: nn.Module, size: int) -> dict[nn.Parameter, Sharding]:
     if size == 1 or model_record(model) is not None:
         return {}
     path, inner = planned_model(model)
-    found = targets(path, inner, plan_of(inner, None), is_of_family(inner))
-    return _cuts(dict(model.named_modules(remove_duplicate=False)), found, 0, size)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    cuts = cuts_for(modules, _planned(path, inner, None), 0, size)
+    return _placed(inner, None, cuts, 0, size)
 
 
-def _cuts(
-    modules: Mapping[str, nn.Module], found: list[Target], rank: int, size: int
+def _planned(path: str, inner: nn.Module, plan: Mapping[str, str | None] | None) -> list[Target]:
+    """The layers of ``inner``, which lies at ``path``, that are to be cut."""
+    found = targets(path, inner, plan_of(inner, plan), is_of_family(inner))
+    return _without_the_head(inner, found) if _multiplies_itself(inner) else found
+
+
+def _placed(
+    inner: nn.Module,
+    plan: Mapping[str, str | None] | None,
+    cuts: dict[nn.Parameter, Sharding],
+    rank: int,
+    size: int,
 ) -> dict[nn.Parameter, Sharding]:
-    """How the parameters of ``found`` that are still whole are to be spread."""
-    cuts: dict[nn.Parameter, _Cut] = {}
-    named: set[tuple[nn.Module, str]] = set()
-    for target in found:
-        target.keep_heads(modules.get(target.parent), size)
-        for name, parameter in target.module._parameters.items():
-            named.add((target.module, name))
-            if parameter is None or sharding_of(parameter).partial or _is_cut(parameter):
-                continue
-            style = target.style_of(name)
-            dim = dimension(style, target.module, name, parameter.dim())
-            wanted = _Cut(f"{target.name}.{name}", dim, style.packed, style.partial)
-            cuts.setdefault(parameter, wanted).agree(wanted)
-    for path, module in modules.items():
-        for name, parameter in module._parameters.items():
-            if parameter in cuts and (module, name) not in named:
-                cuts[parameter].agree(_Cut(f"{path}.{name}", None))
-    found_cuts = {}
-    for parameter, wanted in cuts.items():
-        if wanted.dim is not None:
-            found_cuts[parameter] = spread(
-                wanted.name, parameter, wanted.dim, wanted.packed, rank, size
-            )
-        elif wanted.partial:
-            found_cuts[parameter] = replace(sharding_of(parameter), partial=True)
-    return found_cuts
+    """``cuts``, and which parameters that stay whole see parts of activations."""
+    partial = _rehearse(inner, plan, rank, size)
+    for parameter, is_partial in partial.items():
+        held = cuts.get(parameter, sharding_of(parameter))
+        if held.partial != is_partial:
+            cuts[parameter] = replace(held, partial=is_partial)
+    return cuts
 
 
-def _is_cut(parameter: nn.Parameter) -> bool:
-    return "tensor" in sharding_of(parameter).axes
+def _rehearse(
+    inner: nn.Module, plan: Mapping[str, str | None] | None, rank: int, size: int
+) -> dict[nn.Parameter, bool]:
+    """Whether the gradient of each parameter of ``inner`` that stays whole is a part of a sum, by
+    what a cut copy without memory does.
+
+    Raises ConfigError where that is not so in one way, and for those that cannot be seen.
+    """
+    axis, held = RehearsedAxis(rank, size), model_record(inner)
+    placed: dict[nn.Parameter, bool] = {}
+    try:
+        twin, originals = without_memory(inner, None if held is None else held.axis, axis)
+        record = model_record(twin) or TensorParallel(axis, None, plan, _rotary_width(twin))
+        modules = dict(twin.named_modules(remove_duplicate=False))
+        found = _planned("", twin, plan)
+        cuts = cuts_for(modules, found, rank, size)
+        cut_layers(modules, found, cuts, record, is_of_family(twin), shrink)
+        outputs, ran = run(twin)
+    except Exception as error:  # of a model that looks at numbers, or is not transformers'
+        said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        if held is None:
+            _check_whole(inner, axis, said)
+        reason = f"the model cannot be run without memory ({said})"
+        placed, ran = {}, set()
+    else:
+        reason = "a forward over a sequence does not reach it"
+        placed = {
+            originals[parameter]: is_partial
+            for parameter, is_partial in placements(twin, gradients(outputs)).items()
+        }
+    check_unplaced(inner, _planned("", inner, plan), placed, ran, reason)
+    return placed
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """What the plan does to a parameter, by one of its names."""
-
-    name: str
-    dim: int | None
-    packed: int = 1
-    partial: bool = False
-
-    def agree(self, other: _Cut) -> None:
-        if (self.dim, self.packed) != (other.dim, other.packed):
-            whole = "leaves whole there" if None in (self.dim, other.dim) else "cuts in two ways"
-            raise ConfigError(
-                f"{self.name} and {other.name} are one parameter, which the tensor-parallel plan "
-                f"{whole}; give both layers a style that cuts it alike, by "
-                "hf_zero.tensor_parallel(model, size, plan=...), or untie them"
-            )
+def _check_whole(inner: nn.Module, axis: RehearsedAxis, said: str) -> None:
+    """Raise ConfigError for a model that runs whole where its cut copy failed with ``said``."""
+    try:
+        run(without_memory(inner, None, axis)[0])
+    except Exception:  # neither runs: nothing is known of the plan
+        return
+    raise ConfigError(
+        f"{type(inner).__name__} runs whole, and cut by its tensor-parallel plan it does not "
+        f"({said}): outside the layers that the plan names it computes with heads or widths of "
+        "which a rank has a part; leave those layers whole, by hf_zero.tensor_parallel(model, "
+        f"size, plan={{name: None, ...}}), or set {TENSOR_SIZE} to 1"
+    )
 
 
 def _check_forward(target: Target) -> None:
@@ -287,33 +293,3 @@ def _check_forward(target: Target) -> None:
             f"something has replaced the forward of {target.name}, which tensor parallelism "
             "changes; undo that first (hf_zero.restore(model) for fused kernels)"
         )
-
-
-def _run(target: Target, record: TensorParallel, modules: Mapping[str, nn.Module]) -> None:
-    """Have the layer of ``target`` run as its part."""
-    module: Any = target.module
-    kind, axis = target.style.runs, record.axis
-    if kind is None:
-        return
-    part = Part(axis, target.name, random=record.random, between=target.parent)
-    if issubclass(kind, (layers.Colwise, layers.ColwiseGathered, layers.KeyValueHeads)):
-        own = target.name if target.adapts else target.parent
-        part.inputs = record.inputs.setdefault(own, SharedInputs(own or target.name))
-        part.member = part.inputs.join()
-        if is_conv1d(module) and target.style.cuts:
-            module.nf //= axis.size  # to which its forward shapes outputs
-    if kind is layers.KeyValueHeads:
-        heads, part.width = target.heads
-        part.start = axis.rank * heads // axis.size * part.width
-        parent: Any = modules[target.parent]
-        if target.place.endswith("k_proj") and not target.adapts:
-            parent.num_key_value_groups = parent.num_key_value_groups * heads // axis.size
-    if kind is layers.EmbeddingRowwise:
-        part.width = module.weight.shape[0]
-        part.start = axis.rank * part.width
-        if module.padding_idx is not None:
-            own_index = module.padding_idx - part.start
-            module.padding_idx = own_index if 0 <= own_index < part.width else None
-    if kind is layers.LatentKeyValue:
-        part.width = record.rotary_width
-    put_on(module, kind, part)

@@ -1,0 +1,301 @@
+"""Placements, derived: which parameters that stay whole see parts of activations, so that the
+gradient of a rank is a part of a sum.
+
+A copy of the model without memory is cut like the model and runs once, on the meta device, with its
+collectives left out. The graph that autograd records says the rest:
+
+    the output of an operation    is a part where one of its inputs is: a cut parameter, or what
+                                  ``split`` and ``own_part`` give; ``sum_over`` and ``gather`` give
+                                  whole tensors
+    the gradient of a whole       is a part of a sum where an operation that makes a part reads it,
+    tensor                        and complete where whole operations do; ``copy_to`` sums it
+
+A whole parameter whose gradient is complete in one place and a part of a sum in another is used
+where no sum makes it right.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_zero.errors import ConfigError
+from hf_zero.parallel.tensor import axis as borders
+from hf_zero.parallel.tensor import layers
+from hf_zero.parallel.tensor.axis import TensorAxis
+from hf_zero.parallel.tensor.layers import is_sharded, put_on, take_off
+from hf_zero.parallel.tensor.plan import Target
+from hf_zero.parameters.sharding import Sharding, set_sharding, sharding_of
+from hf_zero.parameters.tree import tensors_in
+
+META = torch.device("meta")
+TOKENS = 8  # of the sequence that runs
+SUMMED = "replicated_with_grad_allreduce"
+_COMPLETE, _PARTIAL = "complete", "partial"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TAKE_PARTS = (borders._SumOver, borders._Gather)
+_TAKE_WHOLE = (borders._CopyTo, borders._CopyLast, borders._Split, borders._OwnPart)
+_MAKE_PARTS = (borders._Split, borders._OwnPart)
+_MAKE = (layers.Colwise, layers.KeyValueHeads)
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+class RehearsedAxis(TensorAxis):
+    """Rank ``rank`` of ``size``, with collectives that make shapes alone."""
+
+    def __init__(self, rank: int, size: int):
+        super().__init__(SimpleNamespace(rank=rank, size=size))  # type: ignore[arg-type]
+
+    def sum(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    def join(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x.new_empty(*x.shape[:-1], self.size * x.shape[-1])
+
+
+def without_memory(
+    model: nn.Module, held: TensorAxis | None, axis: RehearsedAxis
+) -> tuple[Any, dict[nn.Parameter, nn.Parameter]]:
+    """A copy of ``model`` on the meta device, in fp32, with ``axis`` in the place of ``held``, and
+    the parameter of ``model`` for each of its own.
+    """
+    memo: dict[int, Any] = {} if held is None else {id(held): axis}
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, dtype=_dtype(buffer), device=META)
+    twin = copied(model, memo, in_fp32=True).eval()
+    originals = {memo[id(parameter)]: parameter for parameter in model.parameters()}
+    return twin, originals
+
+
+def copied(model: nn.Module, memo: dict[int, Any] | None = None, in_fp32: bool = False) -> Any:
+    """A copy of ``model`` whose parameters have no memory, without hooks and without forwards that
+    were put on its modules.
+    """
+    memo = {} if memo is None else memo
+    for parameter in model.parameters():
+        dtype = _dtype(parameter) if in_fp32 else parameter.dtype
+        empty = torch.empty(parameter.shape, dtype=dtype, device=META)
+        trains = parameter.is_floating_point() if in_fp32 else parameter.requires_grad
+        memo[id(parameter)] = nn.Parameter(empty, trains)
+        set_sharding(memo[id(parameter)], sharding_of(parameter))
+    for module in model.modules():
+        for name in _HOOKS:
+            memo[id(module.__dict__[name])] = OrderedDict()
+    made = copy.deepcopy(model, memo)
+    for module in made.modules():  # one that was put on an object may hold that object
+        module.__dict__.pop("forward", None)
+    return made
+
+
+def _dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float32 if tensor.is_floating_point() else tensor.dtype
+
+
+def shrink(parameter: nn.Parameter, sharding: Sharding) -> None:
+    """Keep the shape of the part in the box of ``sharding``."""
+    assert sharding.box is not None
+    parameter.data = parameter.data.new_empty(sharding.box.shape)
+    set_sharding(parameter, sharding)
+
+
+class _Answers(TorchDispatchMode):
+    """What code is told that looks at numbers, of which there are none: zero, and that each element
+    of a mask is set; products of groups of rows, whose sizes are numbers.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
+        if func is torch.ops.aten.nonzero.default:
+            return torch.empty(args[0].numel(), args[0].dim(), dtype=torch.int64, device=META)
+        if func is torch.ops.aten._grouped_mm.default:  # on meta in bf16 alone
+            return args[0].new_empty(*args[0].shape[:-1], args[1].shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def run(twin: Any) -> tuple[list[torch.Tensor], set[str]]:
+    """What ``twin``, a copy without memory, returns for a sequence of zeros, and the modules that
+    ran.
+    """
+    ran: set[str] = set()
+    for name, module in twin.named_modules():
+        _leave_out_experts(module)
+        module.register_forward_pre_hook(partial(_note, ran, name))
+    ids = torch.zeros(1, TOKENS, dtype=torch.int64, device=META)
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if twin.main_input_name == "pixel_values":
+        size, channels = twin.config.image_size, getattr(twin.config, "num_channels", 3)
+        inputs = {"pixel_values": torch.zeros(1, channels, size, size, device=META)}
+    if twin.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids
+    with torch.enable_grad(), META, _Answers():
+        outputs = twin(**inputs)
+    first = outputs[0] if isinstance(outputs, tuple) else next(iter(outputs.values()))
+    return [each for each in tensors_in(first) if each.requires_grad], ran
+
+
+def _note(ran: set[str], name: str, *_: Any) -> None:
+    ran.add(name)
+
+
+def _leave_out_experts(module: Any) -> None:
+    """Experts that other ranks hold would be sent tokens: something made of the tokens, the
+    weights of their routing and the parameters takes their place.
+    """
+    if not any("expert" in sharding_of(each).axes for each in module.parameters(recurse=False)):
+        return
+    around = take_off(module) if is_sharded(module) else None
+    module.__class__ = _AbsentExperts
+    if around is not None:
+        put_on(module, *around)
+
+
+class _AbsentExperts(nn.Module):
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        read = [*tensors_in((args, kwargs)), *self.parameters()]
+        return hidden_states * sum(each.sum() for each in read if each.is_floating_point())
+
+
+def gradients(outputs: Iterable[torch.Tensor]) -> dict[nn.Parameter, set[str]]:
+    """By whole parameter that ``outputs`` are made of, whether its gradient is complete, a part of
+    a sum, or both, in several places. Raises ConfigError for a layer that is given parts where its
+    style takes whole tensors, and the other way round.
+    """
+    order = _from_leaves(each.grad_fn for each in outputs)
+    parts: dict[Any, bool] = {}
+    for node in order:
+        parts[node] = _makes_parts(node, any(parts[child] for child in _children(node)))
+    found: dict[Any, set[str]] = {node: set() for node in order}
+    for each in outputs:
+        if not parts[each.grad_fn]:
+            found[each.grad_fn].add(_COMPLETE)
+    for node in reversed(order):
+        kind, given = _border(node), found[node]
+        if kind is borders._CopyTo and _COMPLETE in given:
+            raise ConfigError(
+                f"{node.name} sums the gradient of its inputs over the tensor-parallel ranks, and "
+                "what it gives is read by layers that are whole, too; have these read what comes "
+                "before it, or cut them"
+            )
+        if parts[node]:
+            given = {_COMPLETE if kind is borders._Split else _PARTIAL}
+        elif kind in (borders._CopyTo, borders._CopyLast) and given:
+            given = {_COMPLETE}
+        for child in _children(node):
+            if not parts[child]:
+                found[child] |= given
+    return {node.variable: found[node] for node in order if hasattr(node, "variable")}
+
+
+def _border(node: Any) -> Any:
+    return getattr(node, "_forward_cls", None)
+
+
+def _children(node: Any) -> list[Any]:
+    return [child for child, _ in node.next_functions if child is not None]
+
+
+def _makes_parts(node: Any, reads_parts: bool) -> bool:
+    """Whether the output of ``node`` is a part."""
+    if hasattr(node, "variable"):
+        return "tensor" in sharding_of(node.variable).axes
+    kind = _border(node)
+    if kind in _TAKE_PARTS and not reads_parts:
+        raise ConfigError(
+            f"{node.name} sums or joins what the tensor-parallel ranks have made with their parts, "
+            "and all that it is given is whole: the plan gives it a style for parts, and cuts "
+            "nothing before it"
+        )
+    if kind in _TAKE_WHOLE and reads_parts:
+        raise ConfigError(
+            f"{node.name} takes whole inputs by its style of the tensor-parallel plan, and is "
+            "given the parts of a layer before it; let that layer give whole outputs "
+            "('colwise_gather_output', 'rowwise')"
+        )
+    return kind in _MAKE_PARTS or (kind not in (*_TAKE_PARTS, *_TAKE_WHOLE) and reads_parts)
+
+
+def _from_leaves(roots: Iterable[Any]) -> list[Any]:
+    """The nodes of a graph, each behind those that it reads."""
+    order: list[Any] = []
+    seen: set[Any] = set()
+    waiting = [(root, False) for root in roots]
+    while waiting:
+        node, is_done = waiting.pop()
+        if is_done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            waiting.append((node, True))
+            waiting += [(child, False) for child in _children(node)]
+    return order
+
+
+def placements(
+    model: nn.Module, found: Mapping[nn.Parameter, set[str]]
+) -> dict[nn.Parameter, bool]:
+    """Whether the gradient of a whole parameter of ``model`` is a part of a sum, by what
+    :func:`gradients` has ``found``. Raises ConfigError for one that is so in one place alone.
+    """
+    mixed = [
+        name
+        for name, parameter in model.named_parameters()
+        if len(found.get(parameter, ())) > 1 and "tensor" not in sharding_of(parameter).axes
+    ]
+    if mixed:
+        raise ConfigError(
+            f"{mixed[-1]} is computed with parts of activations in one place and with whole ones "
+            f"in another ({len(mixed)} such parameters), so that no sum over the tensor-parallel "
+            "ranks makes its gradient right: a layer of which each rank has a part reads a whole "
+            "tensor that the plan does not hand it; cut that layer by a style that takes whole "
+            "inputs, or leave it whole, by hf_zero.tensor_parallel(model, size, plan=...)"
+        )
+    return {
+        parameter: _PARTIAL in kinds
+        for parameter, kinds in found.items()
+        if kinds and "tensor" not in sharding_of(parameter).axes
+    }
+
+
+def check_unplaced(
+    model: nn.Module,
+    found: Iterable[Target],
+    placed: Iterable[nn.Parameter],
+    ran: Container[str],
+    reason: str,
+) -> None:
+    """Raise ConfigError for a whole parameter that trains, lies beside layers that are cut into
+    parts, and is neither named by the plan (``found``) nor ``placed`` nor of a module that ``ran``.
+    """
+    targets = list(found)
+    known = {*placed, *(p for each in targets for p in each.module.parameters(recurse=False))}
+    between = {
+        each.parent
+        for each in targets
+        if each.style.runs is not None and issubclass(each.style.runs, _MAKE)
+    }
+    for path, module in model.named_modules():
+        inside = any(path == each or path.startswith(f"{each}.") for each in between)
+        if path in ran or not inside:
+            continue
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if parameter in known or not parameter.requires_grad:
+                continue
+            raise ConfigError(
+                f"{name} is whole and lies among layers of which each tensor-parallel rank has a "
+                f"part; the plan does not name it, and {reason}, so that nobody knows whether it "
+                "is computed with parts: give it the style 'replicate' if its inputs are whole, or "
+                f"{SUMMED!r} if they are parts, by hf_zero.tensor_parallel(model, size, "
+                f"plan={{{_NUMBER.sub('*', name)!r}: ...}})"
+            )

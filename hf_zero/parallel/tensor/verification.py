@@ -1,0 +1,199 @@
+"""``tensor_parallel.verify``: the first forward and backward of a model that is cut, compared with
+those of the whole model on each rank.
+
+Before the cut a copy without values is made. In the first forward in training it gets the whole
+values and reads the same inputs; the gradients that the backward brings to the outputs of the model
+go through it, too. So no loss has to be computed twice, whatever scales it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_map_only
+
+from hf_zero.config.tensor_parallel import VERIFY
+from hf_zero.core.guards import Attached
+from hf_zero.distributed import process_group
+from hf_zero.errors import ConfigError, DoesNotFitError, VerificationError
+from hf_zero.logs import log_rank0
+from hf_zero.memory.free import free_bytes
+from hf_zero.parallel.tensor.axis import TensorAxis
+from hf_zero.parameters.sharding import sharding_of
+from hf_zero.parameters.tree import map_tensors, tensors_in
+from hf_zero.sizes import in_units
+
+# A gradient that lacks a sum is off by half or more; rounding in another order by less than these.
+_TOLERANCES = {torch.float32: 5e-3, torch.float64: 5e-3}
+_OF_16_BITS = 0.25
+_FLOOR = 1e-3  # of what a gradient's share in the whole norm is: what is zero in theory
+_NAMED = 5
+
+
+class Verification:
+    """Compares a forward and backward of a model with those of ``whole``, a copy from before."""
+
+    def __init__(self, whole: nn.Module, axis: TensorAxis):
+        self.whole, self._axis = whole, axis
+        self._handles: list[Any] = []
+        self._outputs: list[torch.Tensor] = []  # of the whole model
+        self._given: dict[int, torch.Tensor] = {}  # gradients of the outputs, by place
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._ends = False
+
+    def watch(self, model: nn.Module) -> None:
+        """Compare the first forward of ``model`` in training."""
+        self._handles = [
+            model.register_forward_pre_hook(Attached(self._before), with_kwargs=True),
+            model.register_forward_hook(Attached(self._after)),
+        ]
+
+    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if not (model.training and torch.is_grad_enabled()) or self._outputs:
+            return
+        self._take_values(model)
+        parameter = next(self.whole.parameters())
+        args, kwargs = tree_map_only(
+            torch.Tensor,
+            lambda x: x.detach().to(parameter.dtype) if x.is_floating_point() else x,
+            (args, kwargs),
+        )
+        self._outputs = _differentiable(self.whole(*args, **kwargs))
+
+    def _take_values(self, model: nn.Module) -> None:
+        device = process_group.default_device()
+        needed = 2 * sum(each.numel() * each.element_size() for each in self.whole.parameters())
+        if free_bytes(device) < needed:
+            raise DoesNotFitError(
+                f"{VERIFY} needs {in_units(needed)} on each rank for the whole model and its "
+                f"gradients, and {in_units(free_bytes(device))} are free; verify a smaller model "
+                "of this type, or remove the key"
+            )
+        values, wanted = model.state_dict(), dict(self.whole.named_parameters())
+        if missing := sorted(set(wanted) - set(values)):
+            raise ConfigError(
+                f"{VERIFY} compares the model with what it was before it was cut, and "
+                f"{missing[0]} has gone since; add adapters before the model is cut"
+            )
+        for name, parameter in wanted.items():
+            value = values[name].to(device, copy=True)
+            made = nn.Parameter(value, parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, made)
+        self.whole.to(device).train(model.training)
+
+    def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
+        if not self._outputs:
+            return None
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        outputs = _differentiable(output)
+        if [each.shape for each in outputs] != [each.shape for each in self._outputs]:
+            raise VerificationError(
+                f"{VERIFY}: {type(model).__name__} has outputs of "
+                f"{[list(each.shape) for each in outputs]}, cut, and of "
+                f"{[list(each.shape) for each in self._outputs]}, whole; {_REMEDY}"
+            )
+        named = {f"output {place}": each for place, each in enumerate(self._outputs)}
+        self._compare("outputs", dict(zip(named, outputs)), named)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                hook = partial(self._take_gradient, name)
+                self._handles.append(parameter.register_hook(hook))
+        self._model = model
+        places = iter(range(len(outputs)))
+
+        def passed_on(x: torch.Tensor) -> torch.Tensor:
+            """``x`` for what reads the outputs: a loss beside logits is not one of these."""
+            if not x.requires_grad:
+                return x
+            view = x.view_as(x)
+            view.register_hook(partial(self._take_given, next(places)))
+            return view
+
+        return map_tensors(output, passed_on)
+
+    def _take_given(self, place: int, gradient: torch.Tensor) -> None:
+        self._given[place] = self._given.get(place, 0) + gradient.detach()
+        if not self._ends:
+            self._ends = True
+            Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+
+    def _take_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        self._gradients[name] = self._gradients.get(name, 0) + gradient.detach()
+
+    def _finish(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        reached = [(self._outputs[place], given) for place, given in self._given.items()]
+        torch.autograd.backward(
+            [output for output, _ in reached],
+            [given.to(output.dtype) for output, given in reached],
+        )
+        wanted, got = {}, {}
+        whole = dict(self.whole.named_parameters())
+        for name, parameter in self._model.named_parameters():
+            if not parameter.requires_grad or name not in whole:
+                continue
+            sharding = sharding_of(parameter)
+            want = whole[name].grad
+            if want is None:
+                want = torch.zeros_like(whole[name])
+            want = want if sharding.box is None else sharding.box.take(want)
+            gradient = self._gradients.get(name)
+            if gradient is None:
+                gradient = torch.zeros_like(want)
+            gradient = gradient.reshape(want.shape)
+            if sharding.partial:
+                gradient = self._axis.sum(gradient, f"{name} ({VERIFY})")
+            wanted[name], got[name] = want, gradient
+        self._compare("gradients", got, wanted)
+        log_rank0(
+            f"{VERIFY}: loss and {len(wanted)} gradients of {type(self._model).__name__} are those "
+            f"of the whole model, on {self._axis.size} ranks"
+        )
+        self.__dict__.clear()
+
+    @torch.no_grad()
+    def _compare(
+        self, what: str, got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Raise VerificationError on all ranks of the group where they differ (collective)."""
+        elements = sum(each.numel() for each in wanted.values())
+        norm = torch.stack([each.float().norm() for each in wanted.values()]).norm()
+        shares = [norm * (each.numel() / max(1, elements)) ** 0.5 for each in wanted.values()]
+        errors = torch.stack([
+            (got[name].float() - want.float()).norm()
+            / (want.float().norm() + _FLOOR * share + torch.finfo(torch.float32).tiny)
+            for (name, want), share in zip(wanted.items(), shares)
+        ])  # fmt: skip
+        errors = errors.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        self._axis.dim.all_reduce(errors, f"errors of {what} ({VERIFY})", maximum=True).wait()
+        allowed = max(_TOLERANCES.get(each.dtype, _OF_16_BITS) for each in got.values())
+        wrong = [
+            f"{name} (off by {error:.2g} of its norm)"
+            for name, error in zip(wanted, errors.tolist())
+            if not error <= allowed
+        ]
+        if wrong:
+            raise VerificationError(
+                f"{VERIFY}: {len(wrong)} of {len(wanted)} {what} differ from those of the whole "
+                f"model: {', '.join(wrong[:_NAMED])}; {_REMEDY}"
+            )
+
+
+_REMEDY = (
+    "the tensor-parallel plan does not fit the model: change the styles of the layers that are "
+    "named or lie before them by hf_zero.tensor_parallel(model, size, plan=...), or leave them "
+    "whole (None)"
+)
+
+
+def _differentiable(output: Any) -> list[torch.Tensor]:
+    found: Iterable[torch.Tensor] = tensors_in(output)
+    return [each for each in found if each.requires_grad]

@@ -1,0 +1,204 @@
+"""Which whole parameters see parts of activations, derived: for every causal model type that
+transformers has a plan for, against the whole model, and what cannot be placed.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.errors import ConfigError
+from hf_zero.parallel.tensor import cuts_of
+from hf_zero.parameters.sharding import sharding_of
+from tests.helpers.causal_zoo import batch_of, model_types, tiny
+from tests.helpers.models import seeded
+from tests.helpers.oracle import compare_tensors
+from tests.helpers.ranks import RankFailed, run_ranks
+from tests.helpers.tensor_parallel import boxes_of, llama, put_together
+
+# A mechanism each: an activation with parameters, sums of modules and stacked gates that a plan
+# does not call so, latent attention, an index beside it, sinks, convolutions, several streams.
+SOON = {"apertus", "inkling_text", "inkling2_text", "deepseek_v32", "gpt_oss", "qwen3_next", "doge"}
+REFUSED = {
+    "doge": "DogeForCausalLM runs whole, and cut by its tensor-parallel plan it does not",
+    "lfm2": "are one parameter, which the tensor-parallel plan leaves whole there",
+    "lfm3": "are one parameter, which the tensor-parallel plan leaves whole there",
+}
+
+
+def _gradients(model: Any, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    loss = model(**batch).loss
+    loss.backward()
+    named = model.named_parameters()
+    return float(loss.detach()), {name: p.grad for name, p in named if p.grad is not None}
+
+
+def _compare(model: Any, batch: Any, **plan: Any) -> None:
+    """Loss and gradients of ``model`` cut among two ranks, against those of the whole."""
+    copies = [copy.deepcopy(model) for _ in range(2)]
+
+    def share(rank: int) -> Any:
+        cut = hf_zero.tensor_parallel(copies[rank], 2, **plan)
+        loss, gradients = _gradients(cut, batch)
+        named = dict(cut.named_parameters())
+        partial = {name for name in gradients if sharding_of(named[name]).partial}
+        return loss, gradients, boxes_of(cut), partial
+
+    parts = run_ranks(2, share, timeout=240)
+    loss, gradients = _gradients(model, batch)
+    assert parts[1][0] == pytest.approx(loss, rel=1e-4)
+    assert set(parts[0][1]) == set(gradients)
+    sums = [
+        {
+            name: sum(part[1][name] for part in parts) if name in partial else gradient
+            for name, gradient in found.items()
+        }
+        for _, found, _, partial in parts
+    ]
+    got = put_together(sums, [part[2] for part in parts], exact=False)
+    compare_tensors("gradient", got, gradients, tolerance=2e-3, floor=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in SOON else pytest.param(name, marks=pytest.mark.long)
+        for name in model_types(with_plan=True)
+    ],
+)
+def test_every_model_type_that_has_a_plan(name: str) -> None:
+    if name not in REFUSED:
+        _compare(tiny(name), batch_of())
+        return
+    with pytest.raises(RankFailed, match=REFUSED[name]) as raised:
+        _compare(tiny(name), batch_of())
+    assert isinstance(raised.value.__cause__, ConfigError)
+
+
+class _Between(nn.Module):
+    """An activation with a weight, between layers that are cut; ``whole`` weighs what comes in."""
+
+    def __init__(self, inner: nn.Module, whole: bool = False):
+        super().__init__()
+        self.inner, self.whole = inner, whole
+        self.weight = nn.Parameter(torch.full((), 0.7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.whole:
+            return self.inner(self.weight * x)  # type: ignore[no-any-return]
+        return self.weight * self.inner(x)  # type: ignore[no-any-return]
+
+
+class _Gated(nn.Module):
+    """A layer that is cut, times something of its input, which is whole."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * x.mean(-1, keepdim=True)  # type: ignore[no-any-return]
+
+
+class _Twice(nn.Module):
+    """A layer that is cut, and one that reads its elements."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner, self.then = inner, nn.Linear(1, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.then(self.inner(x).unsqueeze(-1)).sum(-1)  # type: ignore[no-any-return]
+
+
+class _ReadsNumbers(_Between):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.detach().numpy().any() else x
+
+
+def _changed(name: str, made: Any) -> Any:
+    """A Llama with ``made`` around one layer of each MLP."""
+    model: Any = seeded(llama)
+    for layer in model.model.layers:
+        setattr(layer.mlp, name, made(getattr(layer.mlp, name)))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "whole"),
+    (
+        ("act_fn", None, False),
+        ("up_proj", {"model.layers.*.mlp.up_proj.inner": "colwise"}, False),
+        ("up_proj", {"model.layers.*.mlp.up_proj.inner": "colwise"}, True),
+    ),
+)
+def test_parameters_that_no_plan_names(name: str, plan: Any, whole: bool) -> None:
+    if plan:
+        plan = {f"model.layers.*.mlp.{name}": None, **plan}
+    model = _changed(name, lambda inner: _Between(inner, whole))
+    cut = copy.deepcopy(model)
+    if plan is None:
+        marks = {each for each, sharding in cuts_of(cut, 2).items() if sharding.partial}
+        assert marks == {layer.mlp.act_fn.weight for layer in cut.model.layers}
+    _compare(model, batch_of(), plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "words"),
+    (
+        (
+            lambda: _changed("up_proj", _Gated),
+            {"mlp.up_proj": None, "mlp.up_proj.inner": "colwise"},
+            r"in one place and with whole ones in another",
+        ),
+        (
+            lambda: _changed("up_proj", _Twice),
+            {"mlp.up_proj": None, "mlp.up_proj.inner": "colwise", "mlp.up_proj.then": "colwise"},
+            r"takes whole inputs by its style .* is given the parts",
+        ),
+        (
+            lambda: seeded(llama),
+            {
+                "mlp.down_proj": None,
+                "mlp": "all_reduce",
+                "mlp.gate_proj": None,
+                "mlp.up_proj": None,
+            },
+            r"mlp sums or joins .* all that it is given is whole",
+        ),
+        (
+            lambda: seeded(llama),
+            {"mlp.down_proj": None},
+            r"LlamaForCausalLM runs whole, and cut by its tensor-parallel plan it does not",
+        ),
+        (
+            lambda: _changed("act_fn", _ReadsNumbers),
+            {},
+            r"mlp.act_fn.weight is whole .* the model cannot be run without memory .*"
+            r"'model.layers.\*.mlp.act_fn.weight': ",
+        ),
+    ),
+    ids=("mixed", "parts twice", "nothing cut", "does not run", "cannot be run"),
+)
+def test_what_cannot_be_placed(make: Any, plan: dict[str, Any], words: str) -> None:
+    models = [make() for _ in range(2)]
+    plan = {f"model.layers.*.{name}": style for name, style in plan.items()}
+
+    def run(rank: int) -> None:
+        hf_zero.tensor_parallel(models[rank], 2, plan=plan)
+
+    with pytest.raises(RankFailed, match=words) as raised:
+        run_ranks(2, run)
+    assert isinstance(raised.value.__cause__, ConfigError)
+    assert not any(sharding_of(each).axes for each in models[0].parameters())
+
+
+def test_what_the_plan_says_where_nothing_runs() -> None:
+    model = _changed("act_fn", _ReadsNumbers)
+    plan = {"model.layers.*.mlp.act_fn.weight": "replicated_with_grad_allreduce"}
+    _compare(model, batch_of(), plan=plan)
