@@ -31,6 +31,8 @@ OFF = {"", "0", "false", "off", "no"}
 WAIT_SECONDS = 2.0
 PACKAGE = Path(__file__).resolve().parent
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+# asked about errors of others: what to report in their place, None where nothing is known
+explanations: list[Callable[[BaseException], Exception | None]] = []
 
 
 class _Report:
@@ -49,6 +51,10 @@ class _Report:
             return
         self.under_way = True
         try:
+            known = [] if isinstance(error, self.ours) else [each(error) for each in explanations]
+            for explained in filter(None, known):
+                explained.__cause__ = error
+                kind, error = type(explained), explained
             if isinstance(error, self.ours) and os.environ.get(SWITCH, "0").strip().lower() in OFF:
                 _print_once(error, trace)
             else:

@@ -16,6 +16,7 @@ from typing import Any
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.hang_diagnosis import (
     OVER,
+    REMEDY,
     HangDiagnosis,
     StatusPost,
     diagnose_hang,
@@ -177,7 +178,8 @@ class RankStatus:
         how = "died or ended" if self._dead(self.store_host) else "cannot be reached"
         return (
             f"rank {self.store_host}, which hosts the ranks' store, {how}; its own output says "
-            "why, if it could speak"
+            f"why, if it could speak. Where its script was over before: {REMEDY}, and the same "
+            "number of them"
         )
 
     def exit_reason(self, rank: int) -> str | None:

@@ -22,11 +22,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from hf_zero import uncaught
 from hf_zero.distributed import rank_hosts
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.hang_diagnosis import HangDiagnosis
 from hf_zero.distributed.rank_status import PATIENCE_SECONDS, POLL_SECONDS, RankStatus
-from hf_zero.errors import RankMismatchError
+from hf_zero.errors import HfZeroError, RankMismatchError
 from hf_zero.logs import logger
 
 WARN_SECONDS = 60.0
@@ -68,6 +69,7 @@ class Watchdog:
         self._hinted: tuple[PendingCollective, float] | None = None
         if rank_status is not None:
             _watches.add(self)
+            uncaught.watch(HfZeroError)
 
     @contextmanager
     def watching(self, pending: PendingCollective) -> Iterator[None]:
@@ -282,8 +284,9 @@ class Watchdog:
             text = (
                 f"rank {rank_status.rank} has waited {waited:.0f} s, which is the timeout, for "
                 f"{pending}; {rank_hosts.of(needed)} {'has' if len(needed) == 1 else 'have'} not "
-                "come there. See where such a rank stands (py-spy dump), or set a longer timeout "
-                "in the config"
+                "come there. See where such a rank stands (py-spy dump): it hangs, or it is "
+                "through with a loop of fewer steps than the others. Or set a longer timeout in "
+                "the config"
             )
             verdict = HangDiagnosis(text, text)
         if verdict is not None and (self._current or self._oldest_followed()) is current:
@@ -321,6 +324,26 @@ def _leave() -> None:
         told = watchdog.rank_status.publish_exit() if watchdog.rank_status is not None else None
         if told:
             logger.error("this rank has lost a connection because %s", told)
+
+
+def _explain_lost_connection(error: BaseException) -> RankMismatchError | None:
+    """What to report in place of ``error``, which a collective of the script itself has raised as
+    another rank ended; None where it is none, or nobody knows why.
+    """
+    if not isinstance(error, RuntimeError) or "Connection" not in str(error):
+        return None
+    for rank_status in [each.rank_status for each in list(_watches)]:
+        cause = rank_status.failure_cause() if rank_status is not None else None
+        if rank_status is not None and cause is not None:
+            rank_status.publish("broken", cause)
+            return RankMismatchError(
+                f"rank {rank_status.rank} lost a connection in a collective of the script's own: "
+                f"{cause}"
+            )
+    return None
+
+
+uncaught.explanations.append(_explain_lost_connection)
 
 
 def _take_time_to_speak() -> None:

@@ -216,6 +216,21 @@ def test_the_timeout_names_who_is_waited_for(pair: Any, heard: list[str]) -> Non
         pair[0].wait("gather of x")
 
 
+def test_a_lost_connection_of_the_script_itself_is_explained(pair: Any, heard: list[str]) -> None:
+    """As a rank that is through with its loop meets it in a barrier of its own."""
+    lost, explain = RuntimeError("Connection closed by peer"), watching._explain_lost_connection
+    for others in (ValueError("Connection closed"), RuntimeError("out of memory")):
+        assert explain(others) is None
+    pair[0].log.timeout = 0.1
+    with pytest.raises(RankMismatchError, match="a loop of fewer steps than the others"):
+        pair[0].wait("gather of x")
+    watching._watches.discard(pair[0].watchdog)
+    said = str(explain(lost))
+    assert said.startswith("rank 1 lost a connection in a collective of the script's own: rank 0")
+    assert "gather of x" in said and "a loop of fewer steps than the others" in said
+    assert pair[1].rank_status.publish_exit() is None, "it is said once"
+
+
 def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(sys, "last_exc", error, raising=False)
     monkeypatch.setattr(sys, "last_value", error, raising=False)
@@ -317,6 +332,7 @@ def test_a_store_that_is_gone_is_asked_once_and_its_rank_named() -> None:
     assert verdict is not None and verdict.text.startswith(
         "rank 0, which hosts the ranks' store, cannot be reached"
     )
+    assert verdict.text.endswith("saves in the same order, and the same number of them")
     assert (
         rank_status.diagnose(
             PendingCollective("gather", CollectiveLog("gathers", (0, 1), 60.0), 0, (0, 1))

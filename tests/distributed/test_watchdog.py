@@ -161,7 +161,7 @@ def test_what_only_a_stream_waits_for_is_followed(
         watches[0].follow(logs[0].issue(f"all-gather of {name}"), work.is_completed)
     clock.run(watches[0], 61)
     assert len(heard) == 1 and heard[0].startswith(
-        "waiting for all-gather of layer.1 (number 1 of gathers) since 60 s: another rank"
+        "waiting for all-gather of layer.1 (number 1 of gathers) since 60 s: rank 1 has not"
     )
     logs[1].issue("all-gather of layer.0")
     elsewhere = CollectiveLog("reductions", range(2), 1000.0)

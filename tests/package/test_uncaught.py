@@ -57,6 +57,16 @@ def test_errors_of_others_go_to_the_hook_that_was_there(seen, monkeypatch) -> No
     assert seen == [mine]
 
 
+def test_errors_of_others_that_have_a_known_cause_are_told_by_it(seen, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("RANK", "0")
+    explained = ConfigError("rank 1 has ended")
+    monkeypatch.setattr(uncaught, "explanations", [lambda error: None, lambda error: explained])
+    end_with(RuntimeError("connection closed by peer"))
+    said = capsys.readouterr().err
+    assert "ConfigError: rank 1 has ended" in said and "Traceback" not in said and seen == []
+    assert "because of RuntimeError: connection closed by peer" in said
+
+
 @pytest.mark.parametrize("value, shown", [("1", True), ("0", False)])
 def test_the_traceback_is_there_if_it_is_asked_for(seen, monkeypatch, capsys, value, shown) -> None:
     monkeypatch.setenv("RANK", "0"), monkeypatch.setenv(uncaught.SWITCH, value)
