@@ -78,6 +78,10 @@ class CollectiveLog:
         self.recent.append(what)
         return PendingCollective(what, self, number, self.ranks if needs is None else needs)
 
+    def close(self) -> None:
+        """Let go of the communicator; what this rank has issued stays known."""
+        self.abort = lambda: None
+
 
 @dataclass
 class CollectiveStats:

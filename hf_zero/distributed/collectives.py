@@ -61,6 +61,12 @@ def abort(group: Any, backend: str, size: int, rank: int, device: torch.device) 
                 pass  # as wanted
 
 
+def destroy_group(group: Any) -> None:
+    """Destroy a process group of the job there is; None, or one of a former job: do nothing."""
+    if group is not None and dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)
+
+
 @dataclass(frozen=True)
 class DimGroups:
     """The process groups of one mesh dimension: None where it has one rank."""
@@ -437,16 +443,30 @@ class MeshDim:
             if group is not None and self._watchdog.rank_status is not None:
                 group.set_timeout(timedelta(seconds=seconds + MARGIN_SECONDS))
 
+    def free_buffers(self) -> None:
+        """Free the buffers that are kept for the next reductions."""
+        self._spare.clear()
+
+    def abort(self) -> None:
+        """End what is under way: nobody waits for it here, and a communicator that is closed
+        waits for collectives that other ranks have not joined.
+        """
+        self._verified = None
+        for group, log in ((self._group, self.gathers), (self._reduce_group, self.reductions)):
+            if group is not None and self._watchdog.rank_status is not None:
+                log.abort()
+
     def close(self) -> None:
         """Give the communicators and spare buffers back."""
-        self._spare.clear()
+        self.free_buffers()
         marked, self._verified = self._verified, None
         if marked is not None and not self._watchdog.verdict:
             marked.wait()
         for group in (self._group, self._reduce_group):
-            if group is not None and dist.is_initialized():
-                dist.destroy_process_group(group)
+            destroy_group(group)
         self._group = self._reduce_group = None
+        for log in (self.gathers, self.reductions):
+            log.close()
 
     def _acquire(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         spare = self._spare.get((numel, dtype))

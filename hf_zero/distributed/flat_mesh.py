@@ -184,7 +184,7 @@ class FlatMeshMaker:
         mine = next(ranks for ranks in sets if self._maker.rank in ranks)
         if len(mine) == 1:
             return None
-        return get_world_group().part(mine, own, self._maker.timeout)
+        return get_world_group().part(mine, own, self._maker.timeout, self._name)
 
     def sums(self, whole: FlatMesh) -> tuple[MeshDim, MeshDim]:
         """Along which numbers of all ranks are summed, and along which the sums are the same

@@ -4,6 +4,7 @@ share.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
@@ -19,6 +20,7 @@ from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MeshDim
 from hf_zero.distributed.consensus import Consensus
 from hf_zero.distributed.dim_maker import DimMaker
 from hf_zero.distributed.flat_mesh import DATA_PARALLEL, FlatMesh, FlatMeshMaker, MeshOptions, Sums
+from hf_zero.distributed.mesh_resources import MeshResources, settle_all
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import ParallelGroups
 from hf_zero.distributed.process_group import get_rank, get_world_size, group_backend
@@ -58,12 +60,15 @@ class Mesh:
         self.name = "engine"
         logs: dict[str, CollectiveLog] = {}
         board = None
+        self._resources = MeshResources(None, [])
         backend = group_backend(device)
         if self.dims.world > 1 and backend != "fake":
             world = get_world_group()
             world.log.timeout = timeout
             self.watchdog, board = world.watchdog, world.recovery_board
+            self._resources = MeshResources(self.watchdog.rank_status, world.unsettled)
             logs["agreements"] = self._meet()
+            settle_all(world.unsettled)
         making = FlatMeshMaker(
             DimMaker(self.rank, device, backend, self.watchdog, timeout),
             self.dims,
@@ -81,6 +86,12 @@ class Mesh:
         self.passes = PassTracker(
             self.name, self.rank, self.ranks, logs, self.watchdog, timeout, board
         )
+        serving = self.consensus.fetches.serving if self.consensus is not None else None
+        groups = [self.peers, *(each.group for each in self._of.values())]
+        own = [each for each in groups if each is not None and len(each.ranks) < self.dims.world]
+        agreements = [log for role, log in logs.items() if role == "agreements"]
+        self._resources.hold(self._axes, own, agreements, serving)
+        weakref.finalize(self, self._resources.abandon).atexit = False
 
     shard = property(attrgetter("whole.shard"))
     replicate = property(attrgetter("whole.replicate"))
@@ -119,6 +130,7 @@ class Mesh:
             rank_status.register(log)
         shared = dist.PrefixStore(f"hf_zero/{self.name}", store)
         if self.world > 1:
+            self._resources.join(shared)
             self.consensus = Consensus(
                 shared, self.rank, self.ranks, self.timeout, self.watchdog, log
             )
@@ -152,9 +164,10 @@ class Mesh:
             axis.gathers.closed = axis.reductions.closed = why
         if self.watchdog.rank_status is not None:
             self.watchdog.rank_status.publish("here")
+        self._resources.leave()
         if groups:
-            for axis in self._axes:
-                axis.close()
+            self._resources.close_groups()
+        settle_all([self._resources])
 
     def record_last_error(self, error: BaseException | None) -> None:
         """Set what is published if this rank ends now: the exception that its last forward has

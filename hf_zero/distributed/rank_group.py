@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hf_zero.distributed.collective_handle import Handle
 from hf_zero.distributed.collective_log import CollectiveLog
-from hf_zero.distributed.collectives import CPU
+from hf_zero.distributed.collectives import CPU, destroy_group
 from hf_zero.distributed.process_group import backend_serving, backends_for, default_device
 from hf_zero.distributed.tagged_barrier import tagged_barrier
 from hf_zero.distributed.watchdog import Watchdog
@@ -60,6 +60,12 @@ class RankGroup:
             raise self.watchdog.explain_failure(pending, error) from error
         Handle(late, self.watchdog, pending).wait()
         return answer
+
+    def close(self) -> None:
+        """Give the communicator back, where it is this group's own."""
+        destroy_group(self._group)
+        self._group = None
+        self.log.close()
 
     def barrier(self) -> None:
         if len(self.ranks) > 1:

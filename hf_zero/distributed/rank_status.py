@@ -59,6 +59,12 @@ class RankStatus:
         self.logs[log.name] = log
         return log
 
+    def unregister(self, logs: Sequence[CollectiveLog]) -> None:
+        """Forget the logs of communicators that no rank will use again."""
+        for log in logs:
+            if self.logs.get(log.name) is log:
+                del self.logs[log.name]
+
     # ---- publishing ----
 
     def publish(self, state: str, why: str = "", pending: PendingCollective | None = None) -> None:

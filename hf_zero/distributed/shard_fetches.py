@@ -21,6 +21,20 @@ PART = 4 << 20  # bytes of one value in the store
 IDLE_SECONDS = 1.0
 
 
+class Serving:
+    """The thread that serves this rank's shards, if one does."""
+
+    def __init__(self) -> None:
+        self.thread: threading.Thread | None = None
+        self.ending = threading.Event()
+
+    def end(self) -> None:
+        """End the thread, and return when it has ended."""
+        self.ending.set()
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join(JOIN_SECONDS)
+
+
 class ShardFetches:
     """One rank's side of it: :meth:`fetch` reads the others' shards, :meth:`serve` gives its own.
 
@@ -34,7 +48,7 @@ class ShardFetches:
         self._writes = threading.RLock()  # held while shards are written or read
         self.epoch = 0  # writes of shards so far
         self._fetched = 0  # units
-        self._thread: threading.Thread | None = None
+        self.serving = Serving()
         self.closed = False
 
     def fetch(self, unit: int, label: str, peers: Sequence[int], size: int) -> dict[int, bytes]:
@@ -84,16 +98,16 @@ class ShardFetches:
         ``read(unit, epoch)``, a method whose object is held weakly, gives this rank's shard as it
         is after ``epoch`` writes; ``begin`` is the first that the thread calls.
         """
-        if self._thread is None:
+        if self.serving.thread is None:
             store = self._store.clone() if hasattr(self._store, "clone") else self._store
-            self._thread = threading.Thread(
+            self.serving.thread = threading.Thread(
                 target=_serve,
                 args=(weakref.ref(self), store, self._rank, weakref.WeakMethod(read), begin),
                 name="hf_zero-serve",
                 daemon=True,
             )
-            _threads.add(self._thread)
-            self._thread.start()
+            _serving.add(self.serving)
+            self.serving.thread.start()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -135,8 +149,7 @@ class ShardFetches:
             publish_closed(self._store, self._rank, why)
 
 
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-_ending = threading.Event()
+_serving: weakref.WeakSet[Serving] = weakref.WeakSet()
 
 
 @atexit.register
@@ -144,9 +157,11 @@ def _end_threads() -> None:
     """A thread that comes back from the store's C++ while the interpreter shuts down aborts the
     process: end them before.
     """
-    _ending.set()
-    for thread in list(_threads):
-        thread.join(JOIN_SECONDS)
+    ending = list(_serving)
+    for each in ending:
+        each.ending.set()
+    for each in ending:
+        each.end()
 
 
 def _serve(
@@ -158,7 +173,11 @@ def _serve(
 ) -> None:
     try:
         begin()
-        _serve_until_closed(owner, store, rank, read)
+        fetches = owner()
+        if fetches is not None:
+            ending = fetches.serving.ending
+            del fetches
+            _serve_until_closed(owner, store, rank, read, ending)
     finally:
         fetches = owner()
         if fetches is None or not fetches.closed:  # else it has published why
@@ -166,12 +185,16 @@ def _serve(
 
 
 def _serve_until_closed(
-    owner: weakref.ref[ShardFetches], store: Any, rank: int, read: weakref.WeakMethod[Any]
+    owner: weakref.ref[ShardFetches],
+    store: Any,
+    rank: int,
+    read: weakref.WeakMethod[Any],
+    ending: threading.Event,
 ) -> None:
     number, pause = 1, POLL_SECONDS
     # requests from ranks that are ahead: this rank is still writing what they ask for
     waiting: list[tuple[int, list[int]]] = []
-    while not _ending.is_set():
+    while not ending.is_set():
         fetches, reader = owner(), read()
         if fetches is None or reader is None or fetches.closed:
             return
@@ -192,4 +215,4 @@ def _serve_until_closed(
         pause = POLL_SECONDS if found or waiting else min(1.5 * pause, IDLE_SECONDS)
         del fetches, reader
         if not found:
-            _ending.wait(pause)
+            ending.wait(pause)

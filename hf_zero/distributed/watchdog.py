@@ -112,10 +112,13 @@ class Watchdog:
     def _oldest_followed(self) -> tuple[PendingCollective, float] | None:
         with self._following:
             oldest = []
-            for followed in self._followed.values():
+            for log, followed in list(self._followed.items()):
                 while followed and followed[0][1]():
                     followed.popleft()
-                oldest += [followed[0][0]] if followed else []
+                if followed:
+                    oldest.append(followed[0][0])
+                else:
+                    del self._followed[log]  # of an engine that may have ended
         return min(oldest, key=lambda entry: entry[1], default=None)
 
     def check(self) -> None:

@@ -65,11 +65,16 @@ class WorldGroup(RankGroup):
         if rank_status is not None:
             rank_status.register(log)
         self.deferred = DeferredCollectives()
+        # what engines that have ended hold still
+        self.unsettled: list[Any] = []
         self.log.issue_deferred = self.deferred.issue
 
-    def part(self, ranks: Sequence[int], group: Any, timeout: float) -> RankGroup:
+    def part(
+        self, ranks: Sequence[int], group: Any, timeout: float, owner: str = "a job"
+    ) -> RankGroup:
         """Some of them, this rank among them, over ``group``, which is theirs; all of them where
-        it is None and they are all. What they wait for is watched like what all do.
+        it is None and they are all. What they wait for is watched like what all do. ``owner``
+        names in messages whose group it is.
         """
         if len(ranks) == self.world:
             return self
@@ -81,7 +86,7 @@ class WorldGroup(RankGroup):
             list(ranks).index(self.rank),
             default_device(),
         )
-        name = f"calls of ranks {', '.join(map(str, ranks))}"
+        name = f"calls of {owner} on ranks {', '.join(map(str, ranks))}"
         log = CollectiveLog(name, ranks, timeout, off, self.log.native)
         if self.watchdog.rank_status is not None:
             self.watchdog.rank_status.register(log)

@@ -210,7 +210,7 @@ def trio(quick: None) -> Iterator[tuple[list[Consensus], list[Chunks], Any]]:
     chunks = [Chunks(rank, 37) for rank in range(3)]
     for consensus, chunk in zip(agreements, chunks):
         consensus.fetches.serve(chunk.of)
-    threads = [each.fetches._thread for each in agreements]
+    threads = [each.fetches.serving.thread for each in agreements]
     del consensus, chunk  # what is named here would be kept alive
     yield agreements, chunks, store
     agreements.clear()
@@ -409,9 +409,9 @@ def test_a_chunk_that_cannot_be_read_is_an_error_of_the_rank_that_asks(
         ):
             asking.fetches.fetch(3, "layer.3", [1], 4)
     serving.close()
-    assert serving.fetches._thread is not None
-    serving.fetches._thread.join(timeout=60)
-    assert not serving.fetches._thread.is_alive()
+    assert serving.fetches.serving.thread is not None
+    serving.fetches.serving.thread.join(timeout=60)
+    assert not serving.fetches.serving.thread.is_alive()
 
 
 def test_nobody_is_served_in_the_middle_of_a_write_or_before_it(trio: Any) -> None:
@@ -479,9 +479,9 @@ def test_those_who_have_heard_of_a_fetch_that_failed_are_told(
 
 def test_serving_twice_starts_one_thread(trio: Any) -> None:
     agreements, chunks, _ = trio
-    before = agreements[0].fetches._thread
+    before = agreements[0].fetches.serving.thread
     agreements[0].fetches.serve(chunks[0].of)
-    assert agreements[0].fetches._thread is before and before.daemon
+    assert agreements[0].fetches.serving.thread is before and before.daemon
 
 
 def test_a_peer_that_does_not_serve_is_named_at_the_timeout(
@@ -509,7 +509,7 @@ def test_serving_ends_with_what_is_served(quick: None) -> None:
     """A thread must not keep an engine alive, nor outlive it."""
     consensus, chunks = Consensus(dist.HashStore(), 0, range(2), 5.0), Chunks(0, 4)
     consensus.fetches.serve(chunks.of)
-    thread, gone = consensus.fetches._thread, weakref.ref(chunks)
+    thread, gone = consensus.fetches.serving.thread, weakref.ref(chunks)
     assert thread is not None
     del chunks
     thread.join(timeout=60)
@@ -530,6 +530,6 @@ def test_serving_ends_quietly_when_the_store_is_gone(
     monkeypatch.setattr(threading, "excepthook", failed.append)
     consensus, chunks = Consensus(Gone(), 0, range(2), 5.0), Chunks(0, 4)
     consensus.fetches.serve(chunks.of)
-    assert consensus.fetches._thread is not None
-    consensus.fetches._thread.join(timeout=60)
-    assert not consensus.fetches._thread.is_alive() and failed == []
+    assert consensus.fetches.serving.thread is not None
+    consensus.fetches.serving.thread.join(timeout=60)
+    assert not consensus.fetches.serving.thread.is_alive() and failed == []

@@ -69,6 +69,12 @@ class Meeting:
             self.over.set()
         return Pending(self)
 
+    def forget(self, rank: int) -> None:
+        """Hold nothing of ``rank``, which has destroyed the group and will wait for nothing."""
+        with self._lock:
+            if not self.done:
+                self._brought[rank] = None
+
     @staticmethod
     def _describe(collective: Any, data: Any) -> str:
         kind = type(collective).__name__
@@ -101,10 +107,6 @@ def _name_of_group(group: Any) -> str:
     return group.__dict__.get("kept_name") or group._world().pg_names[group]
 
 
-def _keep_name(group: Any) -> None:
-    group.kept_name = group._world().pg_names[group]
-
-
 class Meetings:
     """Stands in for the bookkeeping of ``ProcessLocalGroup`` while it is installed."""
 
@@ -126,6 +128,13 @@ class Meetings:
                 )
             return _Seat(meeting, collective)
 
+    def _shut_down(self, group: Any) -> None:
+        group.kept_name = group._world().pg_names[group]
+        with self._lock:
+            for (name, _), meeting in self._open.items():
+                if name == group.kept_name:
+                    meeting.forget(group.rank())
+
     def release_all(self) -> None:
         """Let every rank that waits go: it ends quietly."""
         with self._lock:
@@ -142,7 +151,7 @@ class Meetings:
             self._before[name] = group.__dict__[name]
             setattr(group, name, staticmethod(function))
         self._before["pg_name"] = group.__dict__["pg_name"]
-        group.pg_name, group.shutdown = property(_name_of_group), _keep_name
+        group.pg_name, group.shutdown = property(_name_of_group), lambda pg: self._shut_down(pg)
 
     def uninstall(self) -> None:
         del threaded.ProcessLocalGroup.shutdown

@@ -7,17 +7,13 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-import os
 import threading
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from hf_zero.errors import PartitionError
@@ -25,6 +21,17 @@ from tests.helpers import oracle
 from tests.helpers.broken_stacks import Armed
 from tests.helpers.cells import fast
 from tests.helpers.engines import STAGES, config_of, full_weights, start
+from tests.helpers.leftovers import (
+    ENDINGS,
+    await_threads,
+    broken,
+    held_files,
+    keys_in_the_store,
+    large,
+    live_bytes,
+    settle,
+    working,
+)
 from tests.helpers.models import seeded
 from tests.helpers.offloads import DEVICE, Values, offload, opened, train
 from tests.helpers.ranks import run_ranks
@@ -41,14 +48,6 @@ def armed() -> nn.Module:
 
 
 # ---- passes ----
-
-
-def broken(engine: Any, at: At, where: str) -> None:
-    """A pass that breaks at ``where`` of :class:`Armed`, which the script survives."""
-    engine.module.at = where
-    with pytest.raises(engine.module.error, match="user's own"):
-        engine.backward(squared(engine, at))
-    engine.module.at = ""
 
 
 PASSES = {
@@ -181,63 +180,6 @@ def test_a_backward_that_breaks_before_any_gradient_leaves_the_window_as_it_was(
 ALLOWED = 1 << 20
 
 
-def large() -> nn.Module:
-    """2.3 MiB of weights: one engine of ten that stays behind is seen."""
-    return seeded(lambda: Armed(depth=4, width=128))
-
-
-def live_bytes() -> int:
-    """Bytes of the storages of all tensors that the interpreter can reach, each once."""
-    gc.collect()
-    storages = {}
-    for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor) and not each.is_meta:
-            with torch._C.DisableTorchFunctionSubclass():
-                storage = each.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
-
-
-def keys_in_the_store() -> int:
-    """Keys of hf-zero's own; torch keeps some for each process group it has ever made."""
-    return sum(
-        key.startswith("hf_zero/") for key in dist.distributed_c10d._get_default_store().list_keys()
-    )
-
-
-def working() -> set[threading.Thread]:
-    """Threads that serve other ranks, update, or issue gathers."""
-    return {each for each in threading.enumerate() if each.name.startswith(("hf_zero", "hf-zero"))}
-
-
-def held_files(folder: Path) -> list[str]:
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # closed meanwhile
-            found.append(os.readlink(f"/proc/self/fd/{name}"))
-    return [target for target in found if str(folder) in target]
-
-
-def broken_off(engine: Any, kind: type[BaseException]) -> None:
-    """Dropped after a forward that has failed while an update was under way."""
-    engine.module.error = kind
-    broken(engine, At(2, 0, 0), "forward")
-
-
-def destroyed(engine: Any) -> None:
-    engine.destroy()
-    engine.destroy()
-
-
-ENDINGS: dict[str, Callable[[Any], None]] = {
-    "gathered": lambda engine: engine.destroy(gather=True),
-    "destroyed": destroyed,
-    "dropped": lambda engine: None,
-    "exception": lambda engine: broken_off(engine, ValueError),
-    "interrupt": lambda engine: broken_off(engine, KeyboardInterrupt),
-}
-
-
 @pytest.fixture
 def collecting() -> None:
     """Collections look at what a test makes alone."""
@@ -259,18 +201,15 @@ def grown(
         place.wait()
 
     def look() -> None:
-        """Threads look at their engine at least once a second, and one that updates holds it."""
-        for _ in range(1200):
-            gc.collect()
-            if not working() - others:
-                break
-            time.sleep(0.05)
-        seen.append((live_bytes(), working() - others, keys_in_the_store()))
+        """Once the threads have ended, on all ranks."""
+        together(lambda: await_threads(others))
+        settle()
+        together(lambda: seen.append((live_bytes(), working() - others, keys_in_the_store())))
 
     def run(rank: int) -> None:
         for made in range(times + 2):
             if made == 2:
-                together(look)  # what is made once is made by now
+                look()  # what is made once is made by now
             engine = opened(large(), section)
             with torch.no_grad():
                 squared(engine, At(0, 0, rank))
@@ -282,7 +221,7 @@ def grown(
             end(engine)
             del engine
             together(gc.collect)
-        together(look)
+        look()
 
     run_ranks(RANKS, run)
     (before, _, first), (after, threads, last) = seen
@@ -315,8 +254,7 @@ def test_nothing_is_left(ending: str, way: str, stage: int, tmp_path: Path) -> N
     times = 10 if way == DEVICE else 2
     section = offload(way, stage, folder, max_in_cpu=0, buffer_size=1 << 16)
     nbytes, threads, keys = grown(section, ENDINGS[ending], folder, times)
-    assert nbytes < ALLOWED and not threads
-    assert keys <= times * (2 * RANKS + 4), "more than who has closed it, and the last agreements"
+    assert nbytes < ALLOWED and not threads and not keys
     assert not held_files(folder) and not list(folder.iterdir())
 
 

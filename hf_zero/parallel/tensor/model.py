@@ -15,11 +15,12 @@ from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.loading import make_pending
 from hf_zero.parallel.cutting import cut
+from hf_zero.parallel.tensor import layers
 from hf_zero.parallel.tensor.axis import TensorAxis
 from hf_zero.parallel.tensor.cutting import TensorParallel, cut_layers, cuts_for
 from hf_zero.parallel.tensor.dropout import OwnRandomNumbers
 from hf_zero.parallel.tensor.dtensors import unwrap
-from hf_zero.parallel.tensor.layers import is_sharded
+from hf_zero.parallel.tensor.layers import is_sharded, put_on
 from hf_zero.parallel.tensor.plan import (
     Target,
     is_of_family,
