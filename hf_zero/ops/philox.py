@@ -11,7 +11,12 @@ and a conversion for each element are more than a memory-bound kernel has time f
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
+
+from hf_zero.ops.dispatch import Kernel
 
 Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 _LOW = 0xFFFFFFFF
@@ -85,6 +90,32 @@ def words(counter: Words, seed: torch.Tensor, rounds: int = ROUNDS) -> Words:
         c0, c1, c2, c3 = high1 ^ c1 ^ keys[0], low1, high0 ^ c3 ^ keys[1], low0
         keys = [(key + step) & _LOW for key, step in zip(keys, _RAISE)]
     return c0, c1, c2, c3
+
+
+def first_words(
+    seed: int, counter: tuple[int, int, int], count: int, device: torch.device
+) -> torch.Tensor:
+    """The first words of the counters (i, *counter), i below ``count``: int64 [count], in one
+    launch on a GPU. The host does not wait.
+    """
+    out = torch.empty(count, dtype=torch.int64, device=device)
+    FIRST_WORDS(out, seed, *counter)
+    return out
+
+
+def _first_words_reference(out: torch.Tensor, seed: int, *counter: int) -> None:
+    # filled there: a copy of a number would make the host wait
+    full = partial(torch.full, (), dtype=torch.int64, device=out.device)
+    place = torch.arange(out.numel(), dtype=torch.int64, device=out.device)
+    found = words((place, *(full(each & _LOW).expand_as(place) for each in counter)), full(seed))  # type: ignore[arg-type]
+    out.copy_(found[0])
+
+
+def _example(device: torch.device) -> tuple[Any, ...]:
+    return torch.empty(40, dtype=torch.int64, device=device), 7, 1, 2, 3
+
+
+FIRST_WORDS = Kernel("philox_words", "philox:first_words", _first_words_reference, example=_example)
 
 
 def _product(factor: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -167,9 +167,8 @@ class WeightsInBits:
                 noise = None
                 if self._rounding.stochastic:
                     noise = noise_for(value, name, self._seed, self.step)
-                rounded = self._rounding(value, precision.bits, noise)
                 share = self._mixing.share(self.step - precision.since)
-                value.copy_(rounded.lerp_(value.float(), share) if share else rounded)
+                self._rounding.round_(value, precision.bits, noise, share)
 
     def end_step(self) -> None:
         if self._engine is None:

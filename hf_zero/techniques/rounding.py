@@ -7,46 +7,28 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hf_zero.ops.level_rounding import round_to_levels
+
 
 @dataclass(frozen=True)
 class Rounding:
-    """How a tensor is rounded to levels of ``bits`` bits. It has ``groups`` equal parts, end to
-    end, each with a scale of its own.
-
-    With Q = 2^bits levels a part g becomes, symmetric: clamp(r(g s), -Q/2, Q/2 - 1) / s with
-    s = Q / (2 max|g|), asymmetric: clamp(r((g - min g) / d), 0, Q - 1) d + min g with
-    d = (max g - min g) / Q. r rounds to the nearest integer, or stochastic: down after a number
-    between 0 and 1 was added, so that the mean is kept.
+    """How a tensor is rounded to levels of ``bits`` bits (hf_zero/ops/level_rounding.py). It has
+    ``groups`` equal parts, end to end, each with a scale of its own.
     """
 
     groups: int = 1
     symmetric: bool = True
     stochastic: bool = False
 
-    def __call__(
-        self, values: torch.Tensor, bits: int, noise: torch.Tensor | None = None
+    def round_(
+        self, values: torch.Tensor, bits: int, noise: torch.Tensor | None = None, share: float = 0.0
     ) -> torch.Tensor:
-        """``values`` rounded, in fp32, of their shape; ``noise`` in [0, 1), of their shape, for a
-        stochastic rounding. Raises RuntimeError where ``groups`` does not divide them.
+        """Round ``values`` in place, and return them. ``noise`` in [0, 1), of their shape, for a
+        stochastic rounding; ``share`` of them as they were stays. Raises KernelError where
+        ``groups`` does not divide them.
         """
-        parts = values.float().reshape(self.groups, -1)
-        levels = 2.0**bits
-        if self.symmetric:
-            largest = parts.abs().amax(1, keepdim=True)
-            step, lowest = largest * 2 / levels, torch.zeros_like(largest)
-            low, high = -levels / 2, levels / 2 - 1
-        else:
-            lowest = parts.amin(1, keepdim=True)
-            step = (parts.amax(1, keepdim=True) - lowest) / levels
-            low, high = 0.0, levels - 1
-        step = torch.where(step > 0, step, torch.ones_like(step))  # all values are one
-        scaled = (parts - lowest) / step
-        if self.stochastic:
-            assert noise is not None
-            scaled.add_(noise.reshape(self.groups, -1)).floor_()
-        else:
-            scaled.round_()
-        return scaled.clamp_(low, high).mul_(step).add_(lowest).view(values.shape)
+        assert self.stochastic == (noise is not None)
+        return round_to_levels(values, bits, self.groups, self.symmetric, noise, share)
 
 
 def noise_for(values: torch.Tensor, name: str, seed: int, step: int) -> torch.Tensor:

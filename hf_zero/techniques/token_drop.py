@@ -63,13 +63,10 @@ def sample(
 
     ``at``: step, forward and rank.
     """
-    place = torch.arange(rows * tokens, dtype=torch.int64, device=device)
     step, forward, rank = at
-    counter = [torch.full_like(place, value) for value in (block, step, forward << 16 | rank)]
-    # filled there: a copy of a number would make the host wait, once a block
-    key = torch.full((), seed, dtype=torch.int64, device=device)
-    words = philox.words((place, *counter), key)  # type: ignore[arg-type]
-    chosen = words[0].view(rows, tokens).topk(read, dim=1).indices
+    counter = (block, step, forward << 16 | rank)
+    words = philox.first_words(seed, counter, rows * tokens, device)
+    chosen = words.view(rows, tokens).topk(read, dim=1).indices
     return chosen.sort(dim=1).values
 
 

@@ -9,6 +9,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from hf_zero.ops import dispatch, philox  # noqa: E402
+from tests.helpers.checked_triton import checked_triton  # noqa: E402
 
 DEVICE = torch.device("cpu") if dispatch.interpreted() else torch.device("cuda")
 
@@ -92,3 +93,19 @@ def test_a_seed_comes_from_torchs_generator() -> None:
         first, second
     )
     assert first.dtype == torch.int64 and first.shape == (1,)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**31 + 5, 2**62 + 12345])
+@pytest.mark.parametrize("counter", [(0, 0, 0), (3, 1, 5 << 16 | 7), (1, 2**31 + 1, 2**32 - 1)])
+def test_first_words_are_those_of_the_reference(seed: int, counter: tuple[int, int, int]) -> None:
+    with checked_triton() as settings:
+        got = philox.first_words(seed, counter, 1000, DEVICE)
+    assert settings.launches
+    wanted = torch.empty_like(got)
+    philox.FIRST_WORDS.reference(wanted, seed, *counter)
+    place = torch.arange(1000, dtype=torch.int64)
+    by_hand = philox.words(
+        (place, *(torch.full_like(place, each) for each in counter)),  # type: ignore[arg-type]
+        torch.tensor(seed),
+    )[0]
+    assert torch.equal(got, wanted) and torch.equal(got.cpu(), by_hand)

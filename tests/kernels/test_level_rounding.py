@@ -1,0 +1,116 @@
+"""Weights rounded to levels: the kernel and its reference against the equations, element by
+element, and how many operations a weight takes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_zero.errors import KernelError
+from hf_zero.ops import dispatch, level_rounding, philox
+from hf_zero.ops.level_rounding import round_to_levels
+from tests.helpers.buffers import Guarded
+from tests.helpers.checked_triton import checked_triton
+
+pytest.importorskip("triton")
+DEVICE = torch.device("cpu") if dispatch.interpreted() else torch.device("cuda")
+
+
+def equations(
+    x: torch.Tensor, bits: int, parts: int, symmetric: bool, noise: torch.Tensor | None
+) -> torch.Tensor:
+    """The module's equations in fp64."""
+    g, levels = x.double().view(parts, -1), 2.0**bits
+    if symmetric:
+        scale, low, ends = 2 * g.abs().amax(1) / levels, 0.0, (-levels / 2, levels / 2 - 1)
+    else:
+        low = g.amin(1)[:, None]
+        scale, ends = (g.amax(1) - g.amin(1)) / levels, (0.0, levels - 1)
+    scale = torch.where(scale > 0, scale, 1.0)[:, None]
+    r = (g - low) / scale
+    r = r.round() if noise is None else (r + noise.double().view_as(g)).floor()
+    return (r.clamp(*ends) * scale + low).view_as(x)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize(("numel", "parts"), [(1, 1), (300, 3), (2048, 1), (6150, 2)])
+@pytest.mark.parametrize("bits", [2, 8, 16])
+def test_levels_are_those_of_the_equations(
+    bits: int, numel: int, parts: int, stochastic: bool, symmetric: bool, dtype: torch.dtype
+) -> None:
+    guarded = Guarded()
+    x = torch.randn(numel).to(dtype)
+    noise = guarded(torch.rand(numel)) if stochastic else None
+    wanted = equations(x, bits, parts, symmetric, noise)
+    step = (x.double().amax() - x.double().amin()).abs().clamp(min=1e-3) * 2.0 ** (1 - bits)
+    for share in (0.0, 0.3, 0.8):
+        mixed = (wanted + share * (x.double() - wanted)).to(dtype)
+        by_kernel, by_reference = guarded(x.clone()), x.clone()
+        round_to_levels(by_reference, bits, parts, symmetric, noise, share)
+        with checked_triton() as settings:
+            round_to_levels(by_kernel, bits, parts, symmetric, noise, share)
+        assert settings.launches
+        for got in (by_kernel, by_reference):
+            # a value between two levels may be rounded to the other one by fp32
+            far = (got.double() - mixed.double()).abs()
+            exact = far <= 1e-3 * mixed.double().abs() + 1e-5
+            assert exact.double().mean() > 0.99 and far.max() <= 1.01 * step + 1e-2 * x.abs().max()
+        if not share:
+            assert torch.equal(by_kernel, by_reference)
+    guarded.check()
+
+
+def test_values_that_are_one_or_none_or_not_finite() -> None:
+    same = torch.full((40,), 0.25)
+    assert torch.equal(round_to_levels(same.clone(), 4, symmetric=False), same)
+    zeros = torch.zeros(40)
+    assert torch.equal(round_to_levels(zeros.clone(), 4), zeros)
+    assert round_to_levels(torch.empty(0), 4).numel() == 0
+    broken = torch.tensor([1.0, float("nan"), -1.0])
+    assert round_to_levels(broken.clone(), 4)[1].isnan()
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"), [(torch.ones(6), 4), (torch.ones(6, 4).T, 1), (torch.ones(6).int(), 1)]
+)
+def test_what_it_cannot_round_is_named(values: torch.Tensor, parts: int) -> None:
+    with pytest.raises(KernelError, match=r"round_to_levels: .* contiguous ones in floating point"):
+        round_to_levels(values, 4, parts)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that compute: not views, not memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func._schema.name
+        self.count += not (func.is_view or "empty" in name or name.endswith("detach"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_weight_takes_two_launches_and_a_draw_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel, and the extremes before it."""
+    monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
+    launched: list[str] = []
+    for kernel in (level_rounding.ROUND, philox.FIRST_WORDS):
+        monkeypatch.setattr(
+            type(kernel), "launcher", lambda self: lambda *_: launched.append(self.name)
+        )
+    weight = torch.randn(64, 32, dtype=torch.bfloat16, device=DEVICE)
+    for symmetric in (True, False):
+        launched.clear()
+        with Operations() as seen:
+            round_to_levels(weight, 8, 4, symmetric)
+        assert (seen.count, launched) == (1, ["level_rounding"])
+    launched.clear()
+    with Operations() as seen:
+        philox.first_words(7, (1, 2, 3), 100, DEVICE)
+    assert (seen.count, launched) == (0, ["philox_words"])
