@@ -91,6 +91,9 @@ class Engine(TrainingEngine):
     frozen and unfrozen.
     """
 
+    writes_figures = False
+    """Whether monitors of the configuration get the figures of each step."""
+
     def _build(self, mesh: Mesh, precision: str | None, installed: ExitStack) -> None:
         super()._build(mesh, precision, installed)
         self.async_saves = AsyncSaves(mesh, self.schedule.shards)

@@ -19,13 +19,14 @@ from hf_zero.activations.compile import to_be_compiled
 from hf_zero.activations.policy import ActivationPatches
 from hf_zero.config import ZeroConfig, explaining
 from hf_zero.config.curriculum import METRICS
+from hf_zero.config.monitors import MONITORS
 from hf_zero.device.kinds import device_count
 from hf_zero.distributed import init, process_group
 from hf_zero.distributed.mpu import check_mpu
 from hf_zero.distributed.rendezvous import announce
 from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.engine import Engine
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.holding import release_holders
 from hf_zero.loading import give_values
 from hf_zero.logs import logger, set_level
@@ -42,6 +43,7 @@ from hf_zero.parallel.sequence import configured
 from hf_zero.parallel.tensor.configured import as_configured, ranks_of_a_stage, readers
 from hf_zero.parameters.leaf_modules import mark_configured
 from hf_zero.parameters.shared_memory import tie_shared_memory, without_tied
+from hf_zero.parameters.wrap import PERSISTENCE
 from hf_zero.preflight import check_on_all_ranks
 from hf_zero.techniques.curriculum_sampler import (
     CurriculumLoader,
@@ -140,8 +142,9 @@ def initialize_as(
     if isinstance(args, nn.Module):  # initialize(model, "zero3")
         args, model, config = None, args, _second(model, config)
     if not isinstance(model, nn.Module):
-        raise _no_model(model)
+        raise _no_model(args if isinstance(args, str) else model)
     settings = configuration(args, config, config_params)
+    _refuse_monitors(settings, engine_class)
     if settings.log_level is not None:
         set_level(settings.log_level.upper())
     _tell_of_other_devices()
@@ -207,6 +210,7 @@ def initialize_as(
         raise
     if engine.global_rank == 0:
         logger.info("%s", _shown(settings, engine.world_size))
+        _tell_of_idle_offload(engine)
     return engine, made, loader, scheduler
 
 
@@ -220,6 +224,30 @@ def _no_model(given: Any) -> ConfigError:
     )
     load = f", such as AutoModel.from_pretrained({given!r})" if isinstance(given, str) else ""
     return ConfigError(f"initialize needs model={what}; pass the torch.nn.Module to train{load}")
+
+
+def _refuse_monitors(settings: ZeroConfig, engine_class: type[Engine]) -> None:
+    """Raise NotBuiltError for monitors, where the engine writes no figures of its steps."""
+    enabled = [name for name in MONITORS if getattr(settings, name).enabled]
+    if enabled and not engine_class.writes_figures:
+        raise NotBuiltError(
+            f"{', '.join(f'{name}.enabled' for name in enabled)}: the engine of "
+            "hf_zero.initialize writes no figures of its steps; log the loss and "
+            "engine.get_global_grad_norm() in the script, or call deepspeed.initialize "
+            "(import deepspeed), whose engine writes them; else take the section out"
+        )
+
+
+def _tell_of_idle_offload(engine: Engine) -> None:
+    """Warn where all parameters stay on the device although their offload is asked for."""
+    if engine.config.offload_param.on and all(flat.spec.persistent for flat in engine.flats):
+        most = engine.config.zero.param_persistence_threshold
+        logger.warning(
+            "offload_param moves nothing: each parameter has at most %s elements "
+            "(zero_optimization.stage3_param_persistence_threshold) and so stays whole on the "
+            "device; set it to 0 to move them, or take offload_param out",
+            f"{PERSISTENCE if most is None else most:,}",
+        )
 
 
 def _second(second: Any, config: Any) -> Any:

@@ -11,11 +11,13 @@ from hf_zero.config.rows import key
 
 FIGURES = (
     "write loss, learning rate and loss scale of each step, and its times with "
-    "wall_clock_breakdown, to {}; rank 0 of a script that imports deepspeed does"
+    "wall_clock_breakdown, to {}; rank 0 of a script that imports deepspeed does, "
+    "hf_zero.initialize refuses it"
 )
 JOB = "DeepSpeedJobName"
 SECRETS = frozenset(("comet.api_key",))
 """Keys whose values are not shown."""
+MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 
 
 def _folder(value: Any) -> str:

@@ -15,10 +15,13 @@ from hf_zero.core.engine_parts import EngineParts
 from hf_zero.core.optimizer_step import refuse_half_done
 from hf_zero.core.sharded_model import DTYPES
 from hf_zero.errors import ConfigError, PartitionError
-from hf_zero.logs import logger
-from hf_zero.parameters.tree import map_tensors
+from hf_zero.logs import listed, logger
+from hf_zero.parameters.tree import map_tensors, tensors_in
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.unit import Unit
+
+# as torch's messages have them
+TORCH_NAMES = {torch.bfloat16: "BFloat16", torch.float16: "Half"}
 
 
 class TrainingEngine(EngineParts):
@@ -45,11 +48,36 @@ class TrainingEngine(EngineParts):
                 dtype = DTYPES[self.config.torch_autocast.dtype]
                 with torch.autocast(self.device.type, dtype):
                     return self.module(*args, **kwargs)
+            except RuntimeError as error:
+                self._refuse_uncast(error, args, kwargs)
+                raise
             except (KeyboardInterrupt, SystemExit):
                 # They pass by the hooks on leaving, whose graph would keep the engine: Python's
                 # collector sees no cycle through a graph.
                 self.backward_pass.hooks.reset()
                 raise
+
+    def _refuse_uncast(self, error: RuntimeError, args: Any, kwargs: Any) -> None:
+        """Raise PartitionError where torch's ``error`` is that inputs are of another dtype than
+        that in which the model computes.
+        """
+        dtype = DTYPES[self.config.precision]
+        if dtype == torch.float32 or TORCH_NAMES[dtype] not in str(error):
+            return
+        named = {f"argument {place}": value for place, value in enumerate(args)} | kwargs
+        others = {
+            name: str(tensor.dtype).removeprefix("torch.")
+            for name, value in named.items()
+            for tensor in tensors_in(value)
+            if tensor.is_floating_point() and tensor.dtype != dtype
+        }
+        if others:
+            told = listed(f"{name} ({other})" for name, other in others.items())
+            raise PartitionError(
+                f"the model computes in {self.config.precision} and its inputs are not cast: "
+                f"{told}; cast them by .to({dtype}), or turn torch_autocast on in place of "
+                f"{self.config.precision} ({error})"
+            ) from error
 
     def prepare_batch(self, batch: Any) -> Any:
         """``batch``, a mapping, as training techniques change it for the step that is being

@@ -20,11 +20,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import hf_zero
 from hf_zero.distributed import init, process_group
 from hf_zero.engine import Engine
-from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.errors import ConfigError, NotBuiltError, PartitionError
 from hf_zero.initialize import data_loader
+from hf_zero.logs import logger
 from tests.helpers.engines import config_of
 from tests.helpers.stacks import squared, stack
-from tests.helpers.training import At, adamw
+from tests.helpers.training import At, adamw, plain_sgd
 
 SGD = {"type": "SGD", "params": {"lr": 0.125}}
 
@@ -147,6 +148,69 @@ def test_no_model() -> None:
         model=None,
         config=config_of(1),
     )
+
+
+@pytest.mark.parametrize("given", [{"args": "gpt2"}, {"model": "gpt2"}])
+@pytest.mark.parametrize("second", [{}, {"model": "zero3"}])
+def test_a_name_in_place_of_a_model(given: dict[str, Any], second: dict[str, Any]) -> None:
+    """Also as initialize("gpt2", "zero3")."""
+    with pytest.raises(
+        ConfigError,
+        match=r"not 'gpt2'; pass the torch\.nn\.Module to train, such as "
+        r"AutoModel\.from_pretrained\('gpt2'\)",
+    ):
+        hf_zero.initialize(**(second | given), config=config_of(1))
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "csv_monitor", "wandb", "comet"])
+def test_monitors_that_nothing_would_write(name: str) -> None:
+    model = stack()
+    refused(
+        NotBuiltError,
+        rf"{name}\.enabled: the engine of hf_zero\.initialize writes no figures.*deepspeed\.init",
+        model=model,
+        config=config_of(1, **{name: {"enabled": True}}),
+    )
+    off = config_of(1, **{name: {"enabled": False}})
+    hf_zero.initialize(model=model, optimizer=plain_sgd(model), config=off)
+
+
+@pytest.mark.parametrize("threshold, moved", [(1 << 20, False), (0, True)])
+def test_an_offload_that_moves_nothing_is_said(
+    threshold: int, moved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, config = stack(), config_of(3)
+    config["zero_optimization"] |= {
+        "offload_param": {"device": "cpu"},
+        "stage3_param_persistence_threshold": threshold,
+    }
+    heard: list[str] = []
+    monkeypatch.setattr(logger, "warning", lambda text, *args: heard.append(text % args))
+    hf_zero.initialize(model=model, optimizer=plain_sgd(model), config=config)
+    said = [text for text in heard if "offload_param moves nothing" in text]
+    assert len(said) == (not moved)
+    assert all("at most 1,048,576 elements" in text and "set it to 0" in text for text in said)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_inputs_of_another_dtype_than_the_models(precision: str, stage: int) -> None:
+    model = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 2))
+    made = config_of(stage, **{precision: {"enabled": True}})
+    engine, *_ = hf_zero.initialize(model=model, optimizer=plain_sgd(model), config=made)
+    batch = torch.zeros(3, 7)
+    with pytest.raises(
+        PartitionError,
+        match=rf"computes in {precision} and its inputs are not cast: argument 0 \(float32\); "
+        r"cast them",
+    ):
+        engine(batch)
+    with pytest.raises(PartitionError, match=r"not cast: input \(float32\)"):
+        engine(input=batch)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    assert engine(batch.to(dtype)).dtype == dtype
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        engine(torch.zeros(3, 5, dtype=dtype))
 
 
 @pytest.mark.parametrize("args", [None, SimpleNamespace(), SimpleNamespace(deepspeed_config=None)])

@@ -56,6 +56,8 @@ class _ScaledLoss(torch.autograd.Function):
 class DeepSpeedEngine(ReportingEngine):
     """An :class:`hf_zero.Engine` that also answers what DeepSpeed's engine answers."""
 
+    writes_figures = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._states_away = StatesAway()
