@@ -54,7 +54,8 @@ def round_kernel(
     level = tl.where(scaled == scaled, level, scaled)
     rounded = level * step + low
     # as torch.lerp takes the nearer end
-    mixed = tl.where(share < 0.5, rounded + share * (x - rounded), x - (x - rounded) * (1.0 - share))
+    upper = x - (x - rounded) * (1.0 - share)
+    mixed = tl.where(share < 0.5, rounded + share * (x - rounded), upper)
     mixed = tl.where(share > 0.0, mixed, rounded)
     tl.store(values + at, mixed.to(values.dtype.element_ty), mask=inside)
 
