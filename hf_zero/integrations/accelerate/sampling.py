@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 from hf_zero.config import ZeroConfig
 from hf_zero.config.curriculum import EFFICIENCY
 from hf_zero.integrations import finder
-from hf_zero.integrations.accelerate.shared_batches import SHARE, tensor_ranks
+from hf_zero.integrations.accelerate.shared_batches import sequence_ranks, tensor_ranks
 
 STEPS = "gradient_accumulation_steps"
 
@@ -45,9 +45,13 @@ def draw_by_difficulty(original: Callable[..., Any]) -> Callable[..., Any]:
             return shared
 
         if chosen:
-            choose(prepared, tensor_ranks(self.state))
+            from hf_zero.parallel.sequence.batches import SHARE
+
+            size = tensor_ranks(self.state)
+            choose(prepared, size)
             if share := vars(prepared).get(SHARE):
-                vars(prepared)[SHARE] = lambda size: choose(share(size), size)
+                size *= sequence_ranks(self.state)
+                vars(prepared)[SHARE] = lambda: choose(share(), size)
         if finder.chosen():
             follow_engines(self)
         return prepared

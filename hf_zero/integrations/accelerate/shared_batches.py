@@ -10,8 +10,8 @@ rank 0 reads for all, and every rank cuts its part out of what it is sent, so it
 counts data-parallel ranks, and cuts by its own data-parallel rank.
 
 Ranks that share sequences evaluate whole ones of their own, so a loader is shared out among them,
-too, until it is known to be for training (:func:`share_among_groups`): from then on the group is
-one data-parallel rank, and each of its ranks cuts its part out of the batch.
+too, until it is known to be for training (``share_among_groups`` in hf_zero/parallel/sequence):
+from then on the group is one data-parallel rank, and each of its ranks cuts its part out.
 
 Imported in the middle of ``import accelerate``.
 """
@@ -29,9 +29,6 @@ import torch
 from hf_zero.config.provenance import value_at
 from hf_zero.config.tensor_parallel import ALIASES, TENSOR, TENSOR_SIZE
 from hf_zero.integrations import finder
-
-# an attribute of loaders: how they are shared out among groups of a size, or that they were
-SHARE, SHARED = "_hf_zero_share", "shared"
 
 
 def name_the_size(config: Any) -> None:
@@ -67,10 +64,13 @@ def share_out(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def prepare_data_loader(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        from accelerate.data_loader import DataLoaderDispatcher
+        from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
         from accelerate.state import AcceleratorState
 
+        from hf_zero.parallel.sequence.batches import SHARE
+
         state = AcceleratorState()
+        layers, sequences = tensor_ranks(state), sequence_ranks(state)
 
         def share(size: int) -> Any:
             if size == 1:
@@ -83,31 +83,16 @@ def share_out(original: Callable[..., Any]) -> Callable[..., Any]:
                 prepared.slice_fn = functools.partial(_own_part, prepared.slice_fn, rank)
             elif ranks == 1 and not kwargs.get("use_seedable_sampler"):
                 _shuffle_alike(prepared, dataloader)
+            if size > layers and type(prepared) is DataLoaderShard:
+                prepared.device = None  # parts are placed, not whole batches
             return prepared
 
-        prepared = share(tensor_ranks(state))
-        if sequence_ranks(state) > 1:
-            vars(prepared)[SHARE] = share
+        prepared = share(layers)
+        if sequences > 1:
+            vars(prepared)[SHARE] = functools.partial(share, layers * sequences)
         return prepared
 
     return prepare_data_loader
-
-
-def share_among_groups(loader: Any) -> bool:
-    """Share out ``loader`` among groups of ranks that share sequences, in place, if Accelerate has
-    prepared it for single ones; whether the ranks of a group read the same batches now.
-    """
-    share = getattr(loader, "__dict__", {}).get(SHARE)
-    if callable(share):
-        from accelerate.data_loader import DataLoaderShard
-        from accelerate.state import AcceleratorState
-
-        state = AcceleratorState()
-        vars(loader).update(vars(share(tensor_ranks(state) * sequence_ranks(state))))
-        vars(loader)[SHARE] = SHARED
-        if type(loader) is DataLoaderShard:
-            loader.device = None  # parts are placed, not whole batches
-    return share is not None
 
 
 def _shuffle_alike(prepared: Any, loader: Any) -> None:

@@ -13,8 +13,7 @@ import torch
 
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
-from hf_zero.integrations.accelerate.shared_batches import share_among_groups
-from hf_zero.parallel.sequence.batches import SequenceBatches, on_cpu
+from hf_zero.parallel.sequence.batches import SequenceBatches, on_cpu, share_among_groups
 from hf_zero.parallel.sequence.exchange import gather
 from hf_zero.parallel.sequence.sequence_parallel import (
     AXIS,

@@ -37,7 +37,6 @@ from hf_zero.integrations.transformers.trainer_route import (
     verify_state,
 )
 from hf_zero.logs import log_rank0, logger
-from hf_zero.parallel.sequence.batches import tokens_of
 
 GIVEN = "_hf_zero_given"
 
@@ -205,6 +204,8 @@ def count_tokens_of_parts(original: Callable[..., Any]) -> Callable[..., Any]:
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
+        from hf_zero.parallel.sequence.batches import tokens_of
+
         before = self._total_train_tokens
         result = original(self, model, inputs, return_outputs, num_items_in_batch)
         tokens = tokens_of(inputs.get("position_ids"))

@@ -21,7 +21,6 @@ from typing import Any
 from hf_zero.config import ZeroConfig
 from hf_zero.config.training_phases import PHASES
 from hf_zero.errors import ConfigError
-from hf_zero.integrations.accelerate.shared_batches import share_among_groups
 from hf_zero.integrations.transformers.trainer_route import under_zero
 from hf_zero.techniques import training_phases
 
@@ -135,6 +134,8 @@ def _lengths_as_they_are(trainer: Any, args: Any, dataloader: Any) -> Iterator[N
     """Let the Trainer take the length of a loader that is shared out among groups of ranks that
     share sequences for what it is: it multiplies by their number.
     """
+    from hf_zero.parallel.sequence.batches import share_among_groups
+
     if not (under_zero(trainer) and trainer.get_sp_size() > 1 and share_among_groups(dataloader)):
         yield
         return

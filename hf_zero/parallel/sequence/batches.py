@@ -22,6 +22,8 @@ from hf_zero.parallel.sequence.attention import KEY
 from hf_zero.parallel.sequence.documents import Documents
 from hf_zero.parallel.sequence.exchange import all_gather
 
+# an attribute of loaders: makes one that is shared out among groups; True of one that is
+SHARE = "_hf_zero_share"
 IGNORED = -100  # what losses of transformers ignore
 # an attribute of the position_ids of parts: the documents of the whole batch, and the version of
 # the tensor then
@@ -209,6 +211,17 @@ class SequenceBatches:
         other = copy.copy(self)
         other.loader, other._skip = loader, skip
         return other
+
+
+def share_among_groups(loader: Any) -> bool:
+    """Share out ``loader`` among groups of ranks that share sequences, in place, where whoever has
+    shared it out among single ranks can; whether the ranks of a group read the same batches now.
+    """
+    share = getattr(loader, "__dict__", {}).get(SHARE)
+    if callable(share):
+        vars(loader).update(vars(share()))
+        vars(loader)[SHARE] = True
+    return share is not None
 
 
 def on_cpu(batch: Any) -> Any:
