@@ -21,6 +21,7 @@ from hf_zero.integrations.accelerate.shared_batches import sequence_ranks, tenso
 from hf_zero.parameters.parameter import owner_of
 
 AUTO = "auto"
+CLIPPING = "gradient_clipping"
 TOTAL, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 
 
@@ -48,6 +49,7 @@ def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
         if sequence_ranks(self.state) > 1:
             _split_layers_first(tensor_ranks(self.state), args)
         config = self.deepspeed_plugin.deepspeed_config
+        limit_left_open = config.get(CLIPPING, AUTO) == AUTO
         with _batch_size_left_open(config, args), _counting_data_parallel_ranks(self, args):
             result = original(self, *args)
         from hf_zero.engine import Engine
@@ -58,7 +60,8 @@ def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(engine, Engine) and engine.optimizer is not None:
                 offer_offload_names(engine)
                 _refuse_other_micro_batches(engine)
-        register_engines(self)
+        made = [each for each in result if isinstance(each, Engine) and each.bound is not None]
+        register_engines(self, made if limit_left_open else ())
         follow_engines(self)
         return result
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -30,6 +30,8 @@ from hf_zero.parameters.parameter import owner_of
 _training: weakref.WeakSet[Engine] = weakref.WeakSet()
 _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # Accelerate's wrappers around theirs
 _warned: weakref.WeakSet[Engine] = weakref.WeakSet()
+_limited_by_script: weakref.WeakSet[Engine] = weakref.WeakSet()
+SMALLEST_LIMIT = 1e-30  # an engine takes 0 for no limit
 
 
 class MultipleEngines:
@@ -56,10 +58,14 @@ class MultipleEngines:
             engine.destroy()
 
 
-def register_engines(accelerator: Any) -> None:
+def register_engines(accelerator: Any, limited_by_script: Iterable[Engine] = ()) -> None:
     """Record the engines that ``accelerator`` has just prepared. From the second one that trains
     on, optimizers step and clear gradients themselves.
+
+    ``limited_by_script``: the configuration of these engines leaves open to what gradients are
+    clipped.
     """
+    _limited_by_script.update(limited_by_script)
     from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 
     here = [
@@ -74,7 +80,7 @@ def register_engines(accelerator: Any) -> None:
         ):
             return  # a later prepare, of a data loader or a scheduler
         accelerator.deepspeed_engine_wrapped = wrapped = DeepSpeedEngineWrapper(here[0])
-        _refuse_merged_steps(wrapped, accelerator)
+        _take_steps(wrapped, accelerator)
     elif here:
         accelerator.deepspeed_engine_wrapped = MultipleEngines(here)
     _training.update(here)
@@ -87,26 +93,64 @@ def register_engines(accelerator: Any) -> None:
             optimizer.step = _at_window_end(optimizer, "step")
 
 
-def _refuse_merged_steps(wrapped: Any, accelerator: Any) -> None:
-    """``optimizer.step()`` refuses two backwards since the last one: each has been a step of the
-    engine, plain PyTorch adds them.
+class SingleEngine:
+    """The steps of the one engine that ``accelerator.backward`` uses.
 
-    A script that never calls it, as DeepSpeed allows, trains by its backwards. Inside
-    ``accelerator.no_sync`` a backward only adds up.
+    A backward that ends a window is a step, as with DeepSpeed, also in a script that never calls
+    ``optimizer.step()``. Where the limit of gradients is the script's (:data:`_limited_by_script`),
+    the step waits for ``clip_grad_norm_`` or ``optimizer.step()``; in a script that calls neither
+    it is made before the next forward, and from then on in the backward.
     """
-    backward, engine = wrapped.backward, wrapped.engine
-    applied = 0
 
-    def counted(loss: Any, sync_gradients: bool = True, **kwargs: Any) -> None:
-        nonlocal applied
-        before = engine.counters.global_steps
-        backward(loss, sync_gradients=bool(sync_gradients) and not engine.in_no_sync, **kwargs)
-        applied += engine.counters.global_steps > before and engine.was_step_applied()
+    def __init__(self, wrapped: Any):
+        self.engine: Engine = wrapped.engine
+        self._backward = wrapped.backward
+        self._waits = self.engine in _limited_by_script
+        self.due = False  # a step waits
+        self._applied = 0  # steps since the last ``optimizer.step()``
+        if self._waits:
+            self.engine.register_forward_pre_hook(self._before_forward)
 
-    def checked(own: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(self, loss: Any, sync_gradients: bool = True, **kwargs: Any) -> None:
+        """Stands for ``DeepSpeedEngineWrapper.backward``. Inside ``accelerator.no_sync`` it only
+        adds up.
+        """
+        self._before_forward()
+        ends = bool(sync_gradients) and not self.engine.in_no_sync
+        if self._waits:
+            self.engine.set_gradient_accumulation_boundary(ends)
+            self.engine.backward(loss, **kwargs)
+            self.due = ends
+        else:
+            self._count(lambda: self._backward(loss, sync_gradients=ends, **kwargs))
+
+    def _before_forward(self, *_: Any) -> None:
+        if self.due:
+            self._waits = False
+            self.make_step()
+
+    def make_step(self, limit: float | None = None) -> None:
+        """Make the step that waits, if one does, with gradients clipped to ``limit``."""
+        if self.due:
+            self.due = False
+            if limit is not None:
+                set_limit(self.engine, limit)
+            self._count(self.engine.step)
+
+    def _count(self, act: Callable[[], Any]) -> None:
+        before = self.engine.counters.global_steps
+        act()
+        after = self.engine.counters.global_steps
+        self._applied += after > before and self.engine.was_step_applied()
+
+    def checked(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """``optimizer.step``, which refuses two backwards since the last one: each has been a step
+        of the engine, plain PyTorch adds them.
+        """
+
         def step(_: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal applied
-            steps, applied = applied, 0
+            self.make_step()
+            steps, self._applied = self._applied, 0
             if steps > 1:
                 raise PartitionError(
                     f"{steps} calls of accelerator.backward() came before this optimizer.step(): "
@@ -120,10 +164,19 @@ def _refuse_merged_steps(wrapped: Any, accelerator: Any) -> None:
 
         return step
 
-    wrapped.backward = counted
+
+def _take_steps(wrapped: Any, accelerator: Any) -> None:
+    """Put a :class:`SingleEngine` in charge of the steps of ``wrapped``."""
+    wrapped.single = single = SingleEngine(wrapped)
+    wrapped.backward = single.backward
     for optimizer in accelerator._optimizers:
         # a method: torch's schedulers look for its function
-        optimizer.step = MethodType(checked(optimizer.step), optimizer)
+        optimizer.step = MethodType(single.checked(optimizer.step), optimizer)
+
+
+def set_limit(engine: Engine, limit: float) -> None:
+    """Clip the gradients of the next steps of ``engine`` to ``limit``; infinity: not."""
+    engine.max_norm = 0.0 if math.isinf(limit) else max(limit, SMALLEST_LIMIT)
 
 
 def add_up_in_no_sync(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,7 +212,8 @@ def _at_window_end(wrapped: Any, name: str) -> Callable[..., None]:
 
 def clip_by_the_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``Accelerator.clip_grad_norm_``: returns the gradient norm, a tensor on the device, of
-    the engine that owns ``parameters``; warns once if ``max_norm`` is not the engine's limit.
+    the engine that owns ``parameters``. Its step clips to ``max_norm`` where the configuration
+    leaves the limit open; warns once where that has another one.
     """
 
     def clip_grad_norm_(self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
@@ -178,13 +232,36 @@ def clip_by_the_engine(original: Callable[..., Any]) -> Callable[..., Any]:
                 "norm of the whole gradient, and keeps no "
                 "other; leave norm_type at 2"
             )
-        _warn_limit(engine, float(max_norm))
-        if isinstance(self.deepspeed_engine_wrapped, MultipleEngines):
-            return engine.gradient_norm() if self.sync_gradients else None
+        if engine in _limited_by_script:
+            _refuse_part(engine, given)
+        else:
+            _warn_limit(engine, float(max_norm))
         wrapped = self.deepspeed_engine_wrapped
-        return None if wrapped is None else wrapped.engine.grad_norm_tensor()
+        if isinstance(wrapped, MultipleEngines):
+            if engine in _limited_by_script:
+                set_limit(engine, float(max_norm))
+            return engine.gradient_norm() if self.sync_gradients else None
+        if wrapped is None:
+            return None
+        if wrapped.engine is engine:
+            wrapped.single.make_step(float(max_norm))
+        return wrapped.engine.grad_norm_tensor()
 
     return clip_grad_norm_
+
+
+def _refuse_part(engine: Engine, given: Iterable[Any]) -> None:
+    """Raise PartitionError where a limit is asked for a part of what ``engine`` trains."""
+    named = {id(parameter) for parameter in given}
+    owners = [(each, owner_of(each)) for each in engine.module.parameters()]
+    trained = [each for each, owner in owners if owner is not None and owner.trainable]
+    left = sum(id(parameter) not in named for parameter in trained)
+    if left:
+        raise PartitionError(
+            f"clip_grad_norm_ got parameters without {left} of the {len(trained)} that the engine "
+            "trains: the engine clips by the norm of the whole gradient. Pass "
+            "model.parameters(), or write gradient_clipping in the configuration"
+        )
 
 
 def _warn_limit(engine: Engine, max_norm: float) -> None:

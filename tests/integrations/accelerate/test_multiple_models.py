@@ -23,11 +23,12 @@ from tests.helpers.stacks import stack
 pytestmark = pytest.mark.usefixtures("plain_process")
 
 
-def accelerator_with(clip: float = 1.0, stage: int = 2, **more: Any) -> Accelerator:
+def accelerator_with(clip: float | None = 1.0, stage: int = 2, **more: Any) -> Accelerator:
+    """``clip``: None: the configuration leaves it open."""
     config = {
         "zero_optimization": {"stage": stage},
         "train_micro_batch_size_per_gpu": 3,
-        "gradient_clipping": clip,
+        **({} if clip is None else {"gradient_clipping": clip}),
         "gradient_accumulation_steps": "auto",
         **more,
     }
@@ -179,7 +180,7 @@ def test_free_memory_ends_all_of_them() -> None:
     ("clip", "expected"),
     [
         (1.0, "at gradient_clipping = 1 of the configuration"),
-        (0.0, "has no gradient_clipping"),
+        (2.0, "at gradient_clipping = 2 of the configuration"),
         (0.5, ""),
     ],
 )
@@ -199,6 +200,72 @@ def test_a_limit_that_the_engine_does_not_use_is_told_once(
     assert all(
         expected in message and "write gradient_clipping: 0.5" in message for message in told
     )
+
+
+LIMITS = {"one": [0.05] * 3, "changing": [0.05, 0.3, 0.1], "none": [float("inf")] * 3}
+WRITTEN: list[dict[str, Any]] = [{}, {"gradient_clipping": "auto"}]
+
+
+def with_limits(engine: Any, backward: Any, clip: Any, optimizer: Any, limits: Any) -> list[Any]:
+    norms = []
+    for step, limit in enumerate(limits):
+        backward(engine(features(step, 0, 0)).pow(2).mean())
+        norms.append(float(clip(engine.parameters(), limit)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+@pytest.mark.parametrize("written", WRITTEN, ids=str)
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_limit_that_the_configuration_leaves_open_is_the_scripts(
+    stage: int, limits: str, written: dict[str, Any], heard: list[str]
+) -> None:
+    accelerator = accelerator_with(clip=None, stage=stage, **written)
+    engine, optimizer = prepared(accelerator)
+    plain = stack()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    clip, chosen = torch.nn.utils.clip_grad_norm_, LIMITS[limits]
+    want = with_limits(plain, lambda loss: (loss / 2).backward(), clip, theirs, chosen)
+    arguments = (accelerator.backward, accelerator.clip_grad_norm_, optimizer, chosen)
+    assert with_limits(engine, *arguments) == pytest.approx(want, rel=1e-5)
+    assert engine.global_steps == len(chosen)
+    engine.destroy(gather=True)
+    for ours, wanted in zip(engine.module.parameters(), plain.parameters()):
+        torch.testing.assert_close(ours, wanted)
+    assert not [message for message in heard if "clip_grad_norm_" in message]
+
+
+@pytest.mark.parametrize("clips, steps", [(False, False), (True, False), (False, True)])
+def test_scripts_that_leave_out_a_call_train_all_the_same(clips: bool, steps: bool) -> None:
+    """As DeepSpeed allows; a step that nobody asks for is made before the next forward."""
+
+    accelerator = accelerator_with(None)
+    engine, optimizer = prepared(accelerator)
+    for step in range(3):
+        accelerator.backward(engine(features(step, 0, 0)).pow(2).mean())
+        if clips:
+            accelerator.clip_grad_norm_(engine.parameters(), 0.05)
+        if steps:
+            optimizer.step()
+    engine(features(3, 0, 0))
+    plain = stack()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    limits = [0.05 if clips else 1.0] * 3  # DeepSpeed's default
+    clip = torch.nn.utils.clip_grad_norm_
+    with_limits(plain, lambda loss: (loss / 2).backward(), clip, theirs, limits)
+    assert engine.global_steps == 3
+    for ours, wanted in zip(engine.module.parameters(), plain.parameters()):
+        torch.testing.assert_close(ours, wanted)
+
+
+def test_a_limit_for_a_part_of_the_gradient_is_refused() -> None:
+    accelerator = accelerator_with(None)
+    engine, _ = prepared(accelerator)
+    accelerator.backward(loss_of(engine))
+    with pytest.raises(PartitionError, match=r"without \d+ of the \d+ that the engine trains"):
+        accelerator.clip_grad_norm_(list(engine.parameters())[1:], 0.5)
 
 
 def test_parameters_of_no_engine_are_clipped_by_nobody() -> None:
