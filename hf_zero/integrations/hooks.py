@@ -15,7 +15,7 @@ from typing import Any
 
 from hf_zero.integrations.deepspeed.facade import NAME, FacadeFinder, facade_spec
 
-WATCHED = ("accelerate", "lightning", "peft", "pytorch_lightning", "transformers", "trl")
+WATCHED = ("accelerate", "lightning", "peft", "pytorch_lightning", "transformers")
 """Top-level packages that have seams: the table itself is read when one of them is first
 imported.
 """

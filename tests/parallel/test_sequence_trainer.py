@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.integrations.transformers.trainer import count_tokens_of_parts
+from hf_zero.integrations.transformers.trainer_phases import counting_whole_batches
 from hf_zero.parallel.sequence.batches import cut
 from tests.helpers import oracle
 from tests.helpers.launched import beside, torchrun
@@ -66,7 +66,6 @@ def test_tokens_of_whole_batches_are_counted_once() -> None:
     labels = ids.where(mask > 0, -100)
     part = cut({"input_ids": ids, "attention_mask": mask, "labels": labels}, 1, 2)
     trainer: Any = SimpleNamespace(
-        model=SimpleNamespace(training=True),
         accelerator=SimpleNamespace(device="cpu", gather=lambda own: own.repeat(4)),
         get_tp_size=lambda: 1,
         get_sp_size=lambda: 2,
@@ -74,13 +73,11 @@ def test_tokens_of_whole_batches_are_counted_once() -> None:
         _metrics={"train": {}},
     )
 
-    def theirs(self: Any, *_: Any) -> str:
-        self._total_train_tokens += 8
-        return "loss"
+    def count_theirs(inputs: dict[str, Any]) -> int:
+        with counting_whole_batches(trainer, inputs):
+            trainer._total_train_tokens += 8
+        return int(trainer._total_train_tokens)
 
-    compute_loss = count_tokens_of_parts(theirs)
-    assert compute_loss(trainer, None, part) == "loss"
-    assert trainer._total_train_tokens == 10 + 2 * 13
+    assert count_theirs(part) == 10 + 2 * 13
     assert trainer._metrics["train"]["num_tokens"] == [36]
-    compute_loss(trainer, None, {"input_ids": ids})  # whole sequences
-    assert trainer._total_train_tokens == 36 + 8
+    assert count_theirs({"input_ids": ids}) == 36 + 8  # whole sequences

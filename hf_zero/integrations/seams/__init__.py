@@ -1,5 +1,5 @@
-"""Every symbol of Accelerate, Transformers, PEFT, Lightning and TRL that hf-zero wraps, in one
-table: what, why, and the signature relied on. Its rows lie by library in the files of this folder.
+"""Every symbol of Accelerate, Transformers, PEFT and Lightning that hf-zero wraps, in one table:
+what, why, and the signature relied on. Its rows lie by library in the files of this folder.
 
 A seam names its target as ``module:attribute`` and its wrapper the same way. The wrapper is called
 once with the original and returns the replacement; the module that holds it is imported while the
@@ -14,7 +14,7 @@ import functools
 import importlib
 from types import ModuleType
 
-from hf_zero.integrations.seams import accelerate, lightning, peft, transformers, trl
+from hf_zero.integrations.seams import accelerate, lightning, peft, transformers
 from hf_zero.integrations.seams.seam import Seam as Seam
 from hf_zero.integrations.seams.seam import describe
 
@@ -25,7 +25,6 @@ SEAMS: tuple[Seam, ...] = (
     *transformers.SEAMS,
     *peft.SEAMS,
     *lightning.SEAMS,
-    *trl.SEAMS,
 )
 
 

@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from hf_zero.config.tensor_parallel import TENSOR_SIZE
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
@@ -192,35 +190,9 @@ def count_tokens_once(original: Callable[[Any, Any], None]) -> Callable[[Any, An
     return _track_num_input_tokens
 
 
-def count_tokens_of_parts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps TRL's ``SFTTrainer.compute_loss``: ``num_tokens`` counts those of the whole sequences
-    that a rank has a part of.
-    """
-
-    def compute_loss(
-        self: Any,
-        model: Any,
-        inputs: Any,
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        from hf_zero.parallel.sequence.batches import tokens_of
-
-        before = self._total_train_tokens
-        result = original(self, model, inputs, return_outputs, num_items_in_batch)
-        tokens = tokens_of(inputs.get("position_ids"))
-        if tokens is not None and self.model.training:
-            own = torch.as_tensor(tokens, device=self.accelerator.device)
-            of_all = int(self.accelerator.gather(own).sum())
-            counted = of_all // (self.get_tp_size() * self.get_sp_size())
-            self._total_train_tokens = before + counted
-            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
-        return result
-
-    return compute_loss
-
-
 def _keep_given_optimizer(trainer: Any) -> None:
+    import torch
+
     # What accelerate has wrapped is not the user's but that of an earlier train().
     if isinstance(trainer.optimizer, torch.optim.Optimizer) and not hasattr(
         trainer.optimizer, "step_was_skipped"

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from itertools import count, islice
 from typing import Any
 
+import torch
+
 from hf_zero.config import ZeroConfig
 from hf_zero.config.training_phases import PHASES
 from hf_zero.errors import ConfigError
@@ -98,15 +100,34 @@ def train_on_windows(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         if not isinstance(inputs, Window):
-            return original(self, model, inputs, num_items_in_batch)
+            with counting_whole_batches(self, inputs):
+                return original(self, model, inputs, num_items_in_batch)
         self.current_gradient_accumulation_steps = len(inputs.batches)
         state, losses = self.accelerator.gradient_state, []
         for left, batch in reversed(list(enumerate(reversed(inputs.batches)))):
             state._set_sync_gradients(left == 0)
-            losses.append(original(self, model, batch, num_items_in_batch))
+            with counting_whole_batches(self, batch):
+                losses.append(original(self, model, batch, num_items_in_batch))
         return sum(losses)
 
     return training_step
+
+
+@contextmanager
+def counting_whole_batches(trainer: Any, inputs: Any) -> Iterator[None]:
+    """Let TRL's ``num_tokens`` count the tokens of whole batches where a rank has a part, without
+    an attention mask: it takes one row of that.
+    """
+    from hf_zero.parallel.sequence.batches import tokens_of
+
+    counted = getattr(trainer, "_total_train_tokens", None)
+    tokens = None if counted is None else tokens_of(inputs.get("position_ids"))
+    yield
+    if tokens is not None:
+        own = torch.as_tensor(tokens, device=trainer.accelerator.device)
+        ranks = trainer.get_tp_size() * trainer.get_sp_size()  # that share the batch
+        trainer._total_train_tokens = counted + int(trainer.accelerator.gather(own).sum()) // ranks
+        trainer._metrics["train"]["num_tokens"] = [trainer._total_train_tokens]
 
 
 def count_windows(original: Callable[..., Any]) -> Callable[..., Any]:
