@@ -5,8 +5,9 @@ process of its own.
     that begin with ROW python scripts/bench/gpu_cells.py --list python scripts/bench/gpu_cells.py
     --tiny NAME                    # on the CPU and tiny: does it run?
 
-A row names its ``work`` and whose it is (``of``), the figures, the versions and the device.
-hf-zero's name in cells that compare kernels is "hf-zero".
+A row names its ``work`` and whose it is (``of``), the figures, the versions, the device, the Triton
+kernels of hf-zero that were launched, and those that their references have replaced. hf-zero's name
+in cells that compare kernels is "hf-zero".
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Cell:
     """``work`` by contender ``of``, or by several of them, which the rows name.
 
     ``seconds`` is what it is expected to take on one H200: it is not begun with less time left.
-    ``needs`` is a package of a peer.
+    ``needs`` is a package of a peer; ``native``: hf-zero's part needs the native core.
     """
 
     work: str
@@ -43,6 +44,7 @@ class Cell:
     seconds: int
     run: Callable[[bool], Rows]
     needs: str = ""
+    native: bool = False
 
     @property
     def name(self) -> str:
@@ -69,7 +71,8 @@ def train(work: str, kind: str, seconds: int) -> Cell:
         yield {**measured, "work": work, "of": kind}
 
     needs = "deepspeed" if kind.startswith("ds") else "liger_kernel" if kind == "liger" else ""
-    return Cell(work, kind, seconds, run, needs)
+    native = kind.startswith("hfz") and bool({"offload", "most"} & {*kind.split("+")})
+    return Cell(work, kind, seconds, run, needs, native)
 
 
 def gpu_adam(tiny: bool) -> Rows:
@@ -207,9 +210,9 @@ BERT, LONG_BERT = "bert-large,256,128", "bert-large,64,512"
 LLAMA, LLAMA_3B, LLAMA_8B = "llama-1b,4,4096", "llama-3b,4,2048", "llama-8b,4,2048"
 
 CELLS = (
+    Cell("GPU AdamW, 1e9", "", 30, gpu_adam),  # the first row within seconds
     train(BERT, "hfz1+all", 60),
     train(LLAMA, "hfz1+all", 60),
-    Cell("GPU AdamW, 1e9", "", 30, gpu_adam),
     Cell("BigBird attention, 16384", "", 35, sparse(16384, with_flex=False)),
     train(LLAMA_3B, "hfz2+all+offload", 60),
     train(LLAMA, "hfz3+all", 50),
@@ -218,7 +221,7 @@ CELLS = (
     Cell("pinning 8 GiB", "", 20, pinning),
     Cell("BigBird attention, 4096", "", 30, sparse(4096, with_flex=False)),
     train(LLAMA_3B, "hfz2+all+most", 60),
-    Cell("CPU AdamW, 5e8", "", 60, cpu_adam),
+    Cell("CPU AdamW, 5e8", "", 60, cpu_adam, native=True),
     train(LONG_BERT, "hfz1+all", 50),
     train(LLAMA, "hfz1+all+cudnn", 50),
     train(LLAMA, "hfz1+all+flash", 50),
@@ -251,6 +254,32 @@ def here(package: str) -> bool:
     return importlib.machinery.PathFinder.find_spec(package) is not None
 
 
+def launched() -> set[str]:
+    """The names of hf-zero's Triton kernels that are launched from now on, as they are."""
+    from hf_zero.ops.dispatch import Kernel
+
+    names, launcher = set[str](), Kernel.launcher
+
+    def noting(kernel: Kernel) -> Callable[..., Any]:
+        names.add(kernel.name)
+        return launcher(kernel)
+
+    Kernel.launcher = noting  # type: ignore[method-assign]
+    return names
+
+
+def kernels(names: set[str], on_gpu: bool) -> dict[str, Any]:
+    """What a row says of kernels: those of ``names`` that ran, and why others were replaced."""
+    from hf_zero.ops import dispatch
+
+    replaced, why = dispatch.broken(), ""
+    if on_gpu:
+        why = dispatch.missing_driver() if dispatch.installed() else "triton is not installed"
+    if why:
+        replaced["all"] = why
+    return {"kernels": sorted(names - {*replaced}), "replaced": replaced}
+
+
 def about(tiny: bool) -> dict[str, Any]:
     import torch
 
@@ -275,8 +304,11 @@ def main() -> None:
         raise SystemExit(f"{chosen.name!r} is no cell; --list shows them")
     sys.path.insert(0, str(Path(__file__).parents[2]))
     facts = about(chosen.tiny)
+    ours = not cell.of or cell.of.startswith("hfz")
+    names = launched() if ours else set[str]()
     for row in cell.run(chosen.tiny):
-        print("ROW " + json.dumps({**row, **facts}), flush=True)
+        ran = kernels(names, not chosen.tiny) if ours and row["of"].startswith("hf") else {}
+        print("ROW " + json.dumps({**row, **ran, **facts}), flush=True)
     sys.stdout.flush()
     os._exit(0)  # peers' threads may abort the process on the way out
 

@@ -6,9 +6,11 @@
     there
 
 Cells run in the order of gpu_cells.py, each in a process of its own; one that is expected to take
-more than is left is passed over. Every row goes to a new file as soon as it is there; so does what
-failed, is not installed, or found no time. A run never goes on with another's file. SIGTERM ends
-the cell under way and prints the table.
+more than is left is passed over, and one that takes three times what is expected is ended. Every
+row goes to a new file as soon as it is there; so does what failed, is not installed, or found no
+time. What a cell wrote to stderr is kept in the folder of the file's name. The native core is built
+before the first cell that needs it. A run never goes on with another's file. SIGTERM ends the cell
+under way and prints the table.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import contextlib
 import datetime
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,7 +39,10 @@ from train_gpu import environment
 
 SCRIPT = Path(__file__).with_name("gpu_cells.py")
 MARGIN = 5.0  # seconds kept for the table
-ERROR_LENGTH = 300  # characters kept of the last line that a failed cell wrote
+ERROR_LENGTH = 300  # characters of the last line that a failed cell wrote, in its row
+HANGS = 3  # times what a cell is expected to take
+BUILD_SECONDS = 120.0  # the most that the native core may take
+COMPILERS = ("cc", "gcc", "clang")
 
 
 class CellFailed(Exception):
@@ -60,6 +67,8 @@ class Run:
     deadline: float
     installed: Callable[[str], bool] = here
     clock: Callable[[], float] = time.monotonic
+    build: Callable[[float], str] = lambda limit: ""  # the native core; why it could not be
+    built: bool = False
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def write(self, row: dict[str, Any]) -> None:
@@ -67,8 +76,16 @@ class Run:
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
+    def _build(self) -> None:
+        begun, self.built = self.clock(), True
+        failed = self.build(min(BUILD_SECONDS, self.deadline - MARGIN - begun))
+        self.write({"native_core": failed or "built", "s": self.clock() - begun})
+        print(f"native core: {failed or 'built'}", flush=True)
+
     def cells(self, cells: Iterable[Cell]) -> None:
         for cell in cells:
+            if cell.native and not self.built:
+                self._build()
             left = self.deadline - MARGIN - self.clock()
             if cell.needs and not self.installed(cell.needs):
                 self._note(cell, missing=f"{cell.needs} is not installed")
@@ -78,13 +95,14 @@ class Run:
                     skipped=f"expected to take {cell.seconds} s, {max(left, 0):.0f} s are left",
                 )
             else:
-                self._one(cell, left)
+                self._one(cell, min(left, HANGS * cell.seconds))
 
     def _one(self, cell: Cell, limit: float) -> None:
         begun = self.clock()
         try:
             for row in self.execute(cell, limit):
                 self.write(row)
+                print(f"{self.clock() - begun:.0f} s: {summary(row)}", flush=True)
         except CellFailed as failure:
             self._note(cell, failed=str(failure))
             return
@@ -97,13 +115,51 @@ class Run:
         )
 
 
-def in_a_process(tiny: bool, deepspeed: str | None, script: Path = SCRIPT) -> Execute:
-    """Cells in fresh processes, whose whole group is ended when the limit is over."""
+def summary(row: dict[str, Any]) -> str:
+    """A row in a line: whose it is, its numbers, and what it does not count for."""
+    numbers = [
+        f"{name} {value:.4g}"
+        for name, value in row.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    ]
+    if row.get("replaced"):
+        numbers.append(f"without the kernels {', '.join(row['replaced'])}")
+    return f"{row.get('work', '')} {row.get('of', '')}: {', '.join(numbers)}"
+
+
+def build_native_core(limit: float) -> str:
+    """Build it in place; why that failed, or ""."""
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    try:
+        done = subprocess.run(
+            command, cwd=root, capture_output=True, text=True, timeout=max(limit, 1.0)
+        )
+    except subprocess.TimeoutExpired:
+        return f"no end within {limit:.0f} s"
+    said = [line for line in done.stderr.splitlines() if line.strip()]
+    return "" if not done.returncode else (said[-1] if said else f"ended with {done.returncode}")
+
+
+def compiler() -> str | None:
+    """The C compiler that Triton would build its launchers with."""
+    return next(filter(None, map(shutil.which, [os.environ.get("CC", ""), *COMPILERS])), None)
+
+
+def in_a_process(
+    tiny: bool, deepspeed: str | None, script: Path = SCRIPT, logs: Path | None = None
+) -> Execute:
+    """Cells in fresh processes, whose whole group is ended when the limit is over; what they write
+    to stderr goes to a file of ``logs``.
+    """
 
     def execute(cell: Cell, limit: float) -> Iterator[dict[str, Any]]:
         command = [sys.executable, str(script), cell.name, *(["--tiny"] if tiny else [])]
         env = environment("ds" if cell.needs == "deepspeed" else "", deepspeed)
-        with tempfile.TemporaryFile("w+") as errors:
+        name = re.sub(r"[^\w.+-]+", "_", cell.name) + ".txt"
+        if logs is not None:
+            logs.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile("w+") if logs is None else (logs / name).open("w+") as errors:
             process = subprocess.Popen(
                 command,
                 stdout=subprocess.PIPE,
@@ -183,13 +239,21 @@ def main() -> None:
         chosen.out
         / f"gpu-{datetime.datetime.now():%Y-%m-%d-%H%M%S}{'-tiny' if chosen.tiny else ''}.jsonl"
     )
+    found = compiler()
+    if found is None:
+        print(
+            "no C compiler is on the path: Triton cannot launch kernels, so their references run "
+            "and no figure counts as hf-zero's, and the native core is not built; install gcc",
+            flush=True,
+        )
     run = Run(
         path,
-        in_a_process(chosen.tiny, chosen.deepspeed),
+        in_a_process(chosen.tiny, chosen.deepspeed, logs=path.with_suffix("")),
         deadline,
         lambda package: (
             bool(chosen.deepspeed) or here(package) if package == "deepspeed" else here(package)
         ),
+        build=build_native_core,
     )
     run.write(
         {
@@ -197,6 +261,7 @@ def main() -> None:
             "spent": chosen.spent,
             "only": chosen.only,
             "cores": os.cpu_count(),
+            "compiler": found,
         }
     )
     try:

@@ -268,7 +268,8 @@ def measure(
         "kind": kind, "shape": shape, "rows": rows, "length": length, "step_s": taken,
         "least_s": min(times), "most_s": max(times), "host_s": statistics.median(host),
         "tokens_s": rows * length / taken, "tflops": rows * length * flops / taken / 1e12,
-        "start_s": started, "warm_up_s": warm, "loss": float(loss.detach()), "cpu_s": cpu,
+        "steps": warm_up + steps, "loss": float(loss.detach()), "cpu_s": cpu,
+        "start_s": started, "warm_up_s": warm,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None,
     }  # fmt: skip

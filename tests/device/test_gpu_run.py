@@ -34,16 +34,22 @@ def bench() -> Iterator[Any]:
         sys.path.remove(str(BENCH))
 
 
+def gpu_cell(bench: Any, of: str, seconds: int, native: bool = False) -> Any:
+    return bench.cells.Cell("w", of, seconds, lambda tiny: iter(()), "", native)
+
+
 class FakeMachine:
     """A clock that only cells move, and cells that take what ``takes`` says."""
 
     def __init__(self, bench: Any, takes: dict[str, float], fails: dict[str, str]):
         self.bench, self.takes, self.fails, self.now = bench, takes, fails, 100.0
+        self.limits: dict[str, float] = {}
 
     def clock(self) -> float:
         return self.now
 
     def execute(self, cell: Any, limit: float) -> Iterator[dict[str, Any]]:
+        self.limits[cell.name] = limit
         yield {"work": cell.work, "of": cell.of, "step_s": 0.1}
         self.now += min(self.takes[cell.name], limit)
         if cell.name in self.fails:
@@ -85,6 +91,32 @@ def test_cells_run_in_order_while_they_fit_and_what_did_not_is_written(
     assert rows[4]["skipped"] == "expected to take 200 s, 55 s are left" and machine.now <= 240
 
 
+def test_a_cell_that_hangs_leaves_time_and_the_core_is_built_where_it_is_needed(
+    bench: Any, tmp_path: Path
+) -> None:
+    machine = FakeMachine(bench, {"w hangs": 9999, "w plain": 5, "w core": 5, "w again": 5}, {})
+    built: list[float] = []
+
+    def build(limit: float) -> str:
+        built.append(machine.now)
+        machine.now += 30
+        return "no compiler"
+
+    path = tmp_path / "rows.jsonl"
+    run = bench.run.Run(
+        path, machine.execute, 100 + 600, lambda package: True, machine.clock, build
+    )
+    run.cells(
+        gpu_cell(bench, of, 20, of in ("core", "again"))
+        for of in ("hangs", "plain", "core", "again")
+    )
+    assert machine.limits == dict.fromkeys(machine.takes, 60)
+    assert built == [100 + 60 + 5]
+    assert [row.get("of", row.get("native_core")) for row in run.rows] == [
+        "hangs", "plain", "no compiler", "core", "again",
+    ]  # fmt: skip
+
+
 STUB = """
 import subprocess, sys, time
 print("ROW {\\"work\\": \\"w\\", \\"of\\": \\"a\\", \\"n\\": 1}", flush=True)
@@ -120,7 +152,7 @@ def test_a_process_that_fails_or_hangs_keeps_its_rows_and_leaves_nothing_behind(
             limits.append(self)
 
     monkeypatch.setattr(bench.run.threading, "Timer", Timer)
-    execute = bench.run.in_a_process(False, None, script)
+    execute = bench.run.in_a_process(False, None, script, tmp_path / "logs")
 
     def told(of: str, limit: float = 30.0) -> tuple[list[dict[str, Any]], str]:
         rows = []
@@ -136,6 +168,8 @@ def test_a_process_that_fails_or_hangs_keeps_its_rows_and_leaves_nothing_behind(
     one = {"work": "w", "of": "a", "n": 1}
     assert told("ends") == ([one], "")
     assert told("breaks") == ([one], "ended with 3: RuntimeError: no memory")
+    kept = tmp_path / "logs" / "w_breaks.txt"
+    assert kept.read_text() == "Traceback\nRuntimeError: no memory\n"
     rows, failure = told("hangs", limit=3.0)
     assert rows[0] == one and failure == "no end within 3 s"
     for _ in range(1200):
@@ -181,6 +215,55 @@ def test_the_table_says_of_each_goal_whether_it_is_met(bench: Any) -> None:
         ["alone", "–", "0.2", "–", "–", "–"],
         ["absent", "fast 0.25", "–", "–", "≤ 0.1", "not measured"],
     ]
+
+
+def test_figures_of_references_of_other_losses_and_of_other_devices_do_not_count(
+    bench: Any,
+) -> None:
+    goal = bench.goals.Goal
+    h200, steps = {"device": "NVIDIA H200"}, {"steps": 15}
+    rows = [
+        {"work": "w", "of": "hf", "step_s": 0.4, "loss": 2.0, **steps, **h200},
+        {"work": "w", "of": "hfz1", "step_s": 0.2, "loss": 2.01, **steps, "replaced": {}},
+        {"work": "w", "of": "hfz2", "step_s": 0.2, "loss": 2.2, **steps},
+        {"work": "w", "of": "hfz3", "step_s": 0.2, "loss": 2.0, **steps, "replaced": {"rms": "no"}},
+        {"work": "w", "of": "hfz3+offload", "step_s": 0.2, "loss": float("nan"), "steps": 7},
+    ]
+    goals = [goal("w", row["of"], "step_s", row["of"], 0.3) for row in rows[1:]]
+    goals.append(goal("w", "ratio", "step_s", "hfz1", 0.6, over="hf"))
+
+    def met(rows: list[dict[str, Any]]) -> list[str]:
+        drawn = bench.goals.table(rows, goals).partition("\n\n")[0].splitlines()[2:]
+        return [line.strip("|").split("|")[-1].strip() for line in drawn]
+
+    assert met(rows) == ["yes", "not measured", "not measured", "not measured", "yes"]
+    below = bench.goals.table(rows, goals).partition("\n\n")[2].splitlines()
+    assert below == [
+        "replaced: w hfz3: rms: no: its figures do not count",
+        "loss: w hfz1: 2.0100, hf 2.0000",
+        "loss: w hfz2: 2.2000, hf 2.0000: another loss, its figures do not count",
+        "loss: w hfz3+offload: nan: another loss, its figures do not count",
+    ]
+    elsewhere = [row | ({"device": "NVIDIA A100"} if "device" in row else {}) for row in rows]
+    assert met(elsewhere)[0] == "set for H200" and met(elsewhere)[-1] == "yes"
+
+
+def test_a_row_names_the_kernels_that_ran_and_those_that_were_replaced(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from hf_zero.ops import dispatch, philox
+    from tests.helpers.checked_triton import checked_triton
+
+    monkeypatch.setattr(dispatch.Kernel, "launcher", dispatch.Kernel.launcher)  # put back after
+    names = bench.cells.launched()
+    with checked_triton():
+        philox.first_words(7, (1, 2, 3), 10, torch.device("cpu"))
+    assert bench.cells.kernels(names, False) == {"kernels": ["philox_words"], "replaced": {}}
+    monkeypatch.setitem(dispatch._BROKEN, "philox_words", "ptxas: no")
+    found = bench.cells.kernels(names, False)
+    assert found == {"kernels": [], "replaced": {"philox_words": "ptxas: no"}}
 
 
 def test_every_goal_is_about_cells_that_are_measured(bench: Any) -> None:
