@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +15,10 @@ from hf_zero.device import kinds
 from hf_zero.distributed.collective_log import CollectiveStats, PendingCollective
 from hf_zero.distributed.collectives import MARGIN_SECONDS, DimGroups, MeshDim
 from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.errors import ConfigError
+
+# how many queues the streams of a process share on an NVIDIA GPU
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 @dataclass(frozen=True)
@@ -33,13 +38,19 @@ class DimMaker:
         stats: CollectiveStats,
         places: int = 2,
         watchdog: Watchdog | None = None,
+        shares: bool = False,
     ) -> MeshDim:
         """The dimension whose ranks are the one of ``sets`` that this rank is in: every rank of
         the job is in one of them (collective over all, with the same sets).
 
         ``name`` says in messages whose dimension it is. ``places``: communicators; 1: nothing is
-        reduced over it. ``watchdog``: another one for its waits.
+        reduced over it, unless it ``shares`` one with gathers, as where all ranks issue both in one
+        order. ``watchdog``: another one for its waits.
+
+        Raises ConfigError where ranks of NVIDIA GPUs launch through one connection: there two
+        communicators wait for each other.
         """
+        self._check_connections(sets)
         mine, groups = next(ranks for ranks in sets if self.rank in ranks), [None, None]
         if any(len(ranks) > 1 for ranks in sets):
             for place in range(places):
@@ -47,6 +58,8 @@ class DimMaker:
                     made = self._group(ranks, name)
                     if self.rank in ranks:
                         groups[place] = made
+        if shares:
+            groups[1] = groups[0]
         return MeshDim(
             mine,
             self.rank,
@@ -56,6 +69,15 @@ class DimMaker:
             name,
             self.timeout,
         )
+
+    def _check_connections(self, sets: Sequence[Sequence[int]]) -> None:
+        one = os.environ.get(CONNECTIONS) == "1"
+        if one and self.device.type == "cuda" and any(len(ranks) > 1 for ranks in sets):
+            raise ConfigError(
+                f"{CONNECTIONS} is 1: all streams of a GPU then share one queue, in which the "
+                "gathers and the reductions of two ranks, which are issued in different orders, "
+                f"wait for each other for ever; unset it, or export {CONNECTIONS}=8"
+            )
 
     def _group(self, ranks: Sequence[int], name: str) -> Any:
         if len(ranks) == 1:

@@ -192,6 +192,8 @@ class FlatMeshMaker:
         """
         if not self._dims.splits_model:
             return whole.shard, whole.replicate
+        if whole.replicate.size == 1:  # its shards lie on all ranks
+            return whole.shard, self.alone()
         every = self._counted(self._sets(()), f"{self._name} over all ranks", " over all ranks")
         return every, self.alone()
 

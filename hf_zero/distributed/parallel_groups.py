@@ -57,7 +57,8 @@ class ParallelGroups:
                 self._axes[axis], self.stats[axis] = same.along(axis), same.stats[axis]
                 continue
             name = f"{axis} parallelism"
-            made = self._axes[axis] = maker.make(sets, name, self.stats[axis])
+            # one communicator: the graph of the model is the order of all that goes along it
+            made = self._axes[axis] = maker.make(sets, name, self.stats[axis], 1, shares=True)
             if shared and made.size > 1:
                 for log in (made.gathers, made.reductions):
                     log.issue_deferred = get_world_group().deferred.issue

@@ -20,7 +20,10 @@ from hf_zero.distributed import init, process_group, world_group
 from hf_zero.distributed.collective_handle import Handle
 from hf_zero.distributed.collective_log import CollectiveStats, PendingCollective
 from hf_zero.distributed.collectives import DimGroups, MeshDim
+from hf_zero.distributed.dim_maker import DimMaker
 from hf_zero.distributed.mesh import Mesh
+from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import ConfigError
 from hf_zero.hosts.reaching import free_port
@@ -408,3 +411,38 @@ def test_communicators_of_a_device_are_made_at_the_start(monkeypatch: pytest.Mon
         each for axis in (made.shard, made.replicate) for each in (axis._group, axis._reduce_group)
     ]
     assert len(set(map(id, groups))) == 4
+
+
+@pytest.mark.parametrize("axis", ["tensor", "sequence", "expert"])
+def test_an_axis_of_parallelism_has_one_communicator(
+    monkeypatch: pytest.MonkeyPatch, axis: str
+) -> None:
+    """Beside ZeRO's two over all ranks; sums over these take the same."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    made: list[list[int]] = []
+    new_group = dist.new_group
+    monkeypatch.setattr(
+        dist,
+        "new_group",
+        lambda ranks, **options: made.append(ranks) or new_group(ranks, **options),
+    )
+    groups = init_parallel(ParallelDims.over(4, **{axis: 2}))
+    pairs = groups.dims.ranks_along(0, axis)
+    assert len(made) == 2 and [list(pairs)] == [ranks for ranks in made if 0 in ranks]
+    along = groups.along(axis)
+    assert along._group is along._reduce_group is groups.group(axis)
+    made.clear()
+    mesh = Mesh(4, CPU, parallel=groups)
+    assert made == [[0, 1, 2, 3]] * 2 and mesh.sums.each is mesh.shard
+
+
+def test_ranks_that_launch_through_one_connection_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    maker = DimMaker(0, torch.device("cuda", 0), "nccl", OFF, 60.0)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(ConfigError, match=r"CUDA_DEVICE_MAX_CONNECTIONS is 1: .*; unset it"):
+        maker.make([(0, 1)], "engine 1", CollectiveStats())
+    assert maker.make([(0,), (1,)], "engine 1", CollectiveStats()).size == 1
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    maker._check_connections([(0, 1)])

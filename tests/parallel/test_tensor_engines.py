@@ -12,8 +12,8 @@ import hf_zero
 from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError, PartitionError
-from hf_zero.parallel import cutting
-from hf_zero.parallel.tensor import agreement, axis, shared_inputs
+from hf_zero.parallel import alike, cutting
+from hf_zero.parallel.tensor import axis, shared_inputs
 from hf_zero.parallel.tensor import model as tensor_model
 from tests.helpers.engines import STAGES, config_of, start
 from tests.helpers.models import ROWS, seeded, tokens
@@ -137,7 +137,7 @@ def test_a_steady_step_reads_nothing_back(
     """The third step of two micro-batches: between the forwards that compare batches, and the
     generators, of which threads have one for all.
     """
-    monkeypatch.setattr(agreement, "due", lambda forwards: False)
+    monkeypatch.setattr(alike, "due", lambda count: False)
     models = [seeded(make) for _ in range(4)]
     plan = Plan(accumulation=2, clip=1.0)
     config = config_of(3, plan, tensor_parallel={"autotp_size": 2}, **section)
