@@ -35,7 +35,7 @@ from hf_zero.optim.adopted import adopt
 from hf_zero.optim.build import build_optimizer
 from hf_zero.optim.one_bit import as_sent, one_bit_of
 from hf_zero.optim.schedules import build_scheduler
-from hf_zero.parallel.expert.model import spread_experts
+from hf_zero.parallel.expert.model import on_model, spread_experts
 from hf_zero.parallel.pipeline.checks import check_pipeline, check_uncut
 from hf_zero.parallel.pipeline.engine import pipelined
 from hf_zero.parallel.pipeline.staged import StagedModule, make_parallel_for
@@ -196,7 +196,7 @@ def initialize_as(
     check_on_all_ranks(model, settings, made)
     release_holders(model)
     patches = ActivationPatches(settings)
-    techniques = TrainingTechniques(settings, configured.on_model(sequence))
+    techniques = TrainingTechniques(settings, {**configured.on_model(sequence), **on_model(model)})
     follow(techniques, getattr(loader, "data_sampler", None))
     if isinstance(model, StagedModule):
         check_pipeline(settings, model, techniques.by_key, one_bit is not None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +22,10 @@ from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations.deepspeed import expert_groups, parallel_groups
 from hf_zero.parallel.expert import model as expert_model
 from hf_zero.parallel.expert.axis import expert_axis
-from hf_zero.parallel.expert.dispatch import run_experts
+from hf_zero.parallel.expert.dispatch import Routes, run_experts
 from hf_zero.parallel.expert.marks import is_expert_parameter
 from hf_zero.parallel.expert.moe_layer import MoE
+from hf_zero.parallel.expert.recomputed import _Kept
 from hf_zero.parameters.box import Box
 from hf_zero.parameters.sharding import sharding_of
 from tests.helpers import oracle
@@ -345,3 +348,40 @@ def test_estimate() -> None:
         p.numel() for n, p in Routed("mixtral").build().named_parameters() if ".experts." in n
     )
     assert none.at(0).parameters - spread_out.parameters == pytest.approx(2 * experts, rel=0.01)
+
+
+def test_routes_are_those_of_the_forward_that_runs_again() -> None:
+    """Of two forwards, in any order; a module that one of them calls twice finds them anew."""
+    one, other = (SimpleNamespace(drawn={}) for _ in range(2))
+    hooks = SimpleNamespace(forward_at_work=one)
+    kept, found = _Kept(hooks), list[Routes]()
+
+    def find() -> Routes:
+        found.append(Routes([], [], [], torch.empty(0), torch.empty(0)))
+        return found[-1]
+
+    class AsksInBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            asked.append(kept(find))
+            return grad
+
+    asked: list[Routes] = []
+
+    def backward(forward: Any) -> Routes:
+        hooks.forward_at_work = forward
+        AsksInBackward.apply(torch.ones(1, requires_grad=True)).backward()
+        return asked[-1]
+
+    first = kept(find)
+    hooks.forward_at_work = other
+    second = kept(find)
+    assert backward(one) is first and backward(other) is second and len(found) == 2
+    hooks.forward_at_work = other
+    kept(find)
+    assert backward(other) is found[-1] and len(found) == 4 and backward(one) is first
+    assert copy.deepcopy(kept)(find) is found[-1]

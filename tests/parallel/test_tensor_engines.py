@@ -35,6 +35,8 @@ from tests.ranks.test_host_syncs import counted
 CELLS = [(name, stage) for name in MODELS for stage in STAGES]
 ONCE = [(name, (place + 1) % 4) for place, name in enumerate(MODELS)]
 
+RECOMPUTED = {"activation_checkpointing": {"number_checkpoints": 2}}
+
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("accumulation", (1, 2))
@@ -128,8 +130,9 @@ def test_bytes_of_each_axis() -> None:
         (lambda: gpt2(0.1), {}, {"dropout.py: _local_scalar_dense": 8}),
         # how many rows go where, layer by layer
         (mixtral, keys(2), {"dispatch.py: tolist": 4}),
+        (mixtral, keys(2) | RECOMPUTED, {"dispatch.py: tolist": 4}),
     ),
-    ids=("llama", "dropout", "experts"),
+    ids=("llama", "dropout", "experts", "experts, recomputed"),
 )
 def test_a_steady_step_reads_nothing_back(
     make: Any, section: Any, wanted: Any, monkeypatch: pytest.MonkeyPatch

@@ -2,7 +2,8 @@
 
 Rank r of an expert axis of n ranks holds experts r E/n to (r + 1) E/n - 1. Each pair of a token and
 an expert travels as it is, without padding; how many go where is exchanged first and read by the
-host, once a layer and forward. The backward sends gradients the same ways back.
+host, once a layer and forward. The backward sends gradients the same ways back, and a recomputation
+in it sends rows where its forward did (hf_zero/parallel/expert/recomputed.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,26 @@ from hf_zero.distributed.collectives import MeshDim
 # Rows [n, hidden], the number of each one's expert among those of this rank [n], and how many rows
 # each of those has, to [n, hidden].
 RunExperts = Callable[[torch.Tensor, torch.Tensor, Sequence[int]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Where the rows of one forward of a layer go.
+
+    sent, received: rows to and from each rank. sizes: rows of each expert of this rank. pairs:
+    which of all pairs of a token and a choice each row is. numbers: the expert of each row that is
+    received, among those of this rank.
+    """
+
+    sent: Sequence[int]
+    received: Sequence[int]
+    sizes: Sequence[int]
+    pairs: torch.Tensor
+    numbers: torch.Tensor
+
+
+# Gives the routes of the forward under way, from what finds them where they are not known.
+KeepRoutes = Callable[[Callable[[], Routes]], Routes]
 
 
 @dataclass(frozen=True)
@@ -65,6 +86,7 @@ def run_experts(
     run: RunExperts,
     axis: MeshDim | None = None,
     name: str = "experts",
+    keep: KeepRoutes | None = None,
 ) -> torch.Tensor:
     """The weighted sum of its experts' outputs for each token: [S, hidden]. Collective over
     ``axis``, in forward and backward.
@@ -76,6 +98,30 @@ def run_experts(
         count: experts on all ranks of ``axis`` together.
         run: this rank's experts.
         axis: None: all experts are here.
+        keep: what keeps the routes of forwards for their recomputations.
+    """
+
+    def find() -> Routes:
+        return _routes(experts, count, axis, name)
+
+    routes = find() if keep is None else keep(find)
+    k, pairs = experts.shape[-1], routes.pairs
+    rows = tokens[pairs // k]
+    swap = None if axis is None else _Swap(axis, routes.sent, routes.received, name)
+    if swap is not None:
+        rows = _Exchange.apply(rows, swap)
+    outputs = run(rows, routes.numbers, routes.sizes)
+    if swap is not None:
+        outputs = _Exchange.apply(outputs, swap.back())
+    weighted = outputs * weights.reshape(-1)[pairs, None].to(outputs.dtype)
+    # Not added up in place: the order of such sums is not defined on a GPU.
+    whole = outputs.new_zeros(experts.numel(), outputs.shape[-1]).index_copy(0, pairs, weighted)
+    return whole.view(len(tokens), k, outputs.shape[-1]).sum(1)
+
+
+def _routes(experts: torch.Tensor, count: int, axis: MeshDim | None, name: str) -> Routes:
+    """The routes of tokens whose ``experts`` [S, k] are of ``count`` (collective over ``axis``).
+    The host waits for the device once.
     """
     flat = experts.reshape(-1)
     by_expert = flat.argsort(stable=True)
@@ -85,21 +131,10 @@ def run_experts(
     arriving = counts if axis is None else _exchange_counts(axis, counts, name)
     sent, *by_rank = _on_host(counts.sum(1), arriving)
     received = [sum(each) for each in by_rank]
-    k = experts.shape[-1]
-    pairs = by_expert[: sum(sent)]
-    rows = tokens[pairs // k]
-    swap = None if axis is None else _Swap(axis, sent, received, name)
-    if swap is not None:
-        rows = _Exchange.apply(rows, swap)
     numbers = torch.arange(count // size, device=flat.device).repeat(size)
     numbers = numbers.repeat_interleave(arriving.reshape(-1), output_size=sum(received))
-    outputs = run(rows, numbers, [sum(each) for each in zip(*by_rank)])
-    if swap is not None:
-        outputs = _Exchange.apply(outputs, swap.back())
-    weighted = outputs * weights.reshape(-1)[pairs, None].to(outputs.dtype)
-    # Not added up in place: the order of such sums is not defined on a GPU.
-    whole = outputs.new_zeros(len(flat), outputs.shape[-1]).index_copy(0, pairs, weighted)
-    return whole.view(len(tokens), k, outputs.shape[-1]).sum(1)
+    sizes = [sum(each) for each in zip(*by_rank)]
+    return Routes(sent, received, sizes, by_expert[: sum(sent)], numbers)
 
 
 def _exchange_counts(axis: MeshDim, counts: torch.Tensor, name: str) -> torch.Tensor:

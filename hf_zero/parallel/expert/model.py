@@ -22,6 +22,7 @@ from hf_zero.parallel.expert.axis import AXIS, expert_axis, expert_dims
 from hf_zero.parallel.expert.dispatch import run_experts
 from hf_zero.parallel.expert.marks import mark
 from hf_zero.parallel.expert.moe_layer import MOELayer
+from hf_zero.parallel.expert.recomputed import KEPT, RoutesOfForwards
 from hf_zero.parallel.tensor.layers import is_sharded, put_on, take_off
 from hf_zero.parameters.sharding import Sharding, set_sharding, sharding_of
 
@@ -57,7 +58,14 @@ class Dispatches(HoldsParts):
         """States [S, hidden], numbers of experts and weights [S, k] to [S, hidden]."""
         held: _Experts = self.__dict__[RECORD]
         output = run_experts(
-            hidden_states, top_k_index, top_k_weights, held.count, self._run, held.axis, held.name
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            held.count,
+            self._run,
+            held.axis,
+            held.name,
+            self.__dict__.get(KEPT),
         )
         return output.to(hidden_states.dtype)
 
@@ -145,6 +153,13 @@ def spread_experts(model: nn.Module, config: ZeroConfig) -> None:
                 held = sharding_of(tensor)
                 axes = tuple(sorted({*held.axes, AXIS}))
                 set_sharding(tensor, replace(held, axes=axes, names=names))
+
+
+def on_model(model: nn.Module) -> dict[str, RoutesOfForwards]:
+    """What an engine puts on ``model`` for its experts, among its techniques."""
+    spread = [module for module in model.modules() if RECORD in module.__dict__]
+    spread += [module for _, module in _spread_layers(model)]
+    return {AUTOEP_SIZE: RoutesOfForwards(spread)} if spread else {}
 
 
 def _spread_layers(model: nn.Module) -> Iterator[tuple[str, MOELayer]]:

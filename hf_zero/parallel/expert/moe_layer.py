@@ -18,6 +18,7 @@ from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.parallel.expert import routing
 from hf_zero.parallel.expert.dispatch import run_experts
 from hf_zero.parallel.expert.marks import mark
+from hf_zero.parallel.expert.recomputed import KEPT
 from hf_zero.parallel.expert.routing import Capacity, Routing
 
 NOISE = (None, "Jitter", "RSample")
@@ -174,7 +175,14 @@ class MOELayer(nn.Module):
         self.l_aux, self.exp_counts = found.aux_loss, found.counts
         count = self.ep_size * self.num_local_experts
         output = run_experts(
-            tokens, found.experts, found.weights, count, self._run, self.axis, self.ep_group_name
+            tokens,
+            found.experts,
+            found.weights,
+            count,
+            self._run,
+            self.axis,
+            self.ep_group_name,
+            self.__dict__.get(KEPT),
         )
         return output.to(hidden.dtype).view(*hidden.shape[:-1], output.shape[-1])
 

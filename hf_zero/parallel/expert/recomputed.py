@@ -1,0 +1,55 @@
+"""The routes of forwards, kept for recomputations: what a checkpoint runs again in the backward
+sends rows where its forward did, without asking other ranks and without reading from the device. So
+a token whose gates are rounded otherwise the second time changes no shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.core.guards import Stateless
+from hf_zero.parallel.expert.dispatch import Routes
+
+KEPT = "_hf_zero_routes"  # on modules of experts: what keeps theirs
+_SEVERAL = object()  # a module that one forward has called more than once
+
+
+class RoutesOfForwards(Stateless):
+    """Keeps the routes of ``modules`` with the forwards of one engine, among its techniques."""
+
+    def __init__(self, modules: Sequence[nn.Module]):
+        self._modules = list(modules)
+
+    def install(self, engine: Any) -> None:
+        for module in self._modules:
+            module.__dict__[KEPT] = _Kept(engine.backward_pass.hooks)
+
+    def remove(self) -> None:
+        for module in self._modules:
+            module.__dict__.pop(KEPT, None)
+        self._modules = []
+
+
+class _Kept:
+    """The routes of one module, by forward; a copy of the module, or a pickle, knows none."""
+
+    def __init__(self, hooks: Any = None):
+        self._hooks = hooks
+
+    def __reduce__(self) -> Any:
+        return _Kept, ()
+
+    def __call__(self, find: Callable[[], Routes]) -> Routes:
+        forward = None if self._hooks is None else self._hooks.forward_at_work
+        if forward is None:
+            return find()
+        held = forward.drawn.get(self)
+        if torch._C._current_graph_task_id() != -1:
+            return held if isinstance(held, Routes) else find()
+        found = find()
+        forward.drawn[self] = found if held is None else _SEVERAL
+        return found
