@@ -32,39 +32,18 @@ from hf_zero.distributed import rank_hosts
 from hf_zero.distributed.codec import Codec
 from hf_zero.distributed.collective_handle import Handle
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
+from hf_zero.distributed.group_ends import CPU, abort, destroy_group
 from hf_zero.distributed.process_group import backend_serving
-from hf_zero.distributed.tagged_barrier import tagged_barrier
+from hf_zero.distributed.tagged_barrier import maximum_between_hosts, tagged_barrier
 from hf_zero.distributed.two_hops import TwoHops
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.spans import span
 
-CPU = torch.device("cpu")
 DEFAULT_TIMEOUT = 1800.0
 MARGIN_SECONDS = 30.0  # between our timeout, which names ranks, and the backend's
 SMALL_NUMEL = 6  # sums of so few numbers travel with a code of what they are
-BREAK_TAG = 0x7FFFFFFF
 # backends whose works are completed when a wait for them returns
 BLOCKING = ("gloo", "threaded", "fake")
-
-
-def abort(group: Any, backend: str, size: int, rank: int, device: torch.device) -> None:
-    """Make everything that waits in ``group`` raise, here and on its other ranks."""
-    if backend != "gloo":
-        group._get_backend(device).abort()
-        return
-    gloo = group._get_backend(CPU)
-    for peer in range(size):
-        if peer != rank:
-            try:  # gloo closes the connections of a message that has timed out, and of nothing else
-                gloo.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
-            except RuntimeError:
-                pass  # as wanted
-
-
-def destroy_group(group: Any) -> None:
-    """Destroy a process group of the job there is; None, or one of a former job: do nothing."""
-    if group is not None and dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
-        dist.destroy_process_group(group)
 
 
 @dataclass(frozen=True)
@@ -99,7 +78,6 @@ class MeshDim:
         self.ranks = list(ranks)
         self.size = len(self.ranks)
         self.rank = self.ranks.index(rank)
-        self._device = device
         self._group = groups.gather
         # Reductions have a communicator of their own: their order and the order of gathers then
         # need not interleave alike.
@@ -135,9 +113,9 @@ class MeshDim:
         """The device for messages that the host reads: its own memory where the process group has
         a backend for it, so that nobody waits for what was launched on the device.
         """
-        if self.size == 1 or kinds.is_host(self._device) or not backend_serving(CPU):
-            return self._device
-        return CPU
+        if self._follows is None or (self.size > 1 and backend_serving(CPU)):
+            return CPU
+        return self._follows
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -366,28 +344,15 @@ class MeshDim:
         return Handle([work], self._watchdog, pending, [tensor], follows=self._follows)
 
     def maximum_on_hosts(self, values: Sequence[int], key: str) -> list[int]:
-        """Return the largest of each of ``values`` over the axis (collective). It blocks the host,
-        which waits for other hosts alone where the process group has a backend for their memory.
-        """
+        """Return the largest of each of ``values`` over the axis (collective; the host waits)."""
         own = torch.tensor(values, dtype=torch.int64, device=self.host_messages_on)
         if self._follows is None or own.device.type != "cpu" or self.size == 1:
             self.all_reduce(own, key, maximum=True).wait()
             return [int(each) for each in own.tolist()]
         pending = self.reductions.issue(f"all-reduce of {key}, {own.nbytes} bytes")
         self._stats.record("all_reduce", key, own.nbytes)
-        for step in (1 << power for power in range((self.size - 1).bit_length())):
-            came, peers = (
-                torch.empty_like(own),
-                [(self.rank + way) % self.size for way in (-step, step)],
-            )
-            source, target = (self.ranks[peer] for peer in peers)
-            with span("all_reduce", key, own.nbytes), self._launching(pending):
-                works = [
-                    dist.irecv(came, source, None, pending.tag),
-                    dist.isend(own, target, None, pending.tag),
-                ]
-            Handle(works, self._watchdog, pending).wait()
-            own = torch.maximum(own, came)
+        with span("all_reduce", key, own.nbytes), self._launching(pending):
+            own = maximum_between_hosts(own, self.ranks, self.rank, pending, self._watchdog)
         return [int(each) for each in own.tolist()]
 
     def allow_small_sums(self, numel: int) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hf_zero.distributed.collective_handle import Handle
 from hf_zero.distributed.collective_log import CollectiveLog
-from hf_zero.distributed.collectives import CPU, destroy_group
+from hf_zero.distributed.group_ends import CPU, destroy_group
 from hf_zero.distributed.process_group import backend_serving, backends_for, default_device
 from hf_zero.distributed.tagged_barrier import tagged_barrier
 from hf_zero.distributed.watchdog import Watchdog

@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from hf_zero.device import kinds
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
-from hf_zero.distributed.collectives import CPU, MARGIN_SECONDS, MeshDim, abort
+from hf_zero.distributed.collectives import MARGIN_SECONDS, MeshDim
 from hf_zero.distributed.dim_maker import DimMaker, connect
+from hf_zero.distributed.group_ends import CPU, abort
 from hf_zero.distributed.parallel_groups import ParallelGroups
 from hf_zero.distributed.process_group import backend_serving, group_backend
 from hf_zero.distributed.watchdog import Watchdog

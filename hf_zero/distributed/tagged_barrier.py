@@ -1,4 +1,6 @@
-"""The agreement on gloo that ranks are at the same collective (collectives.py, the note)."""
+"""Small messages between hosts: the agreement on gloo that ranks are at the same collective
+(collectives.py, the note), and the largest of numbers.
+"""
 
 from __future__ import annotations
 
@@ -47,3 +49,25 @@ def tagged_barrier(
         return sent
     Handle([*came, *sent], watchdog, pending).wait()
     return []
+
+
+def maximum_between_hosts(
+    own: torch.Tensor,
+    ranks: Sequence[int],
+    rank: int,
+    pending: PendingCollective,
+    watchdog: Watchdog,
+) -> torch.Tensor:
+    """Return the element-wise maximum of ``own``, in host memory, over ``ranks`` (global), of which
+    this one is number ``rank``: in log2(ranks) rounds over the default group.
+    """
+    for step in (1 << power for power in range((len(ranks) - 1).bit_length())):
+        came = torch.empty_like(own)
+        source, target = (ranks[(rank + way) % len(ranks)] for way in (-step, step))
+        works = [
+            dist.irecv(came, source, None, pending.tag),
+            dist.isend(own, target, None, pending.tag),
+        ]
+        Handle(works, watchdog, pending).wait()
+        own = torch.maximum(own, came)
+    return own

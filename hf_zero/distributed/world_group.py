@@ -15,11 +15,10 @@ import torch.distributed as dist
 from hf_zero.distributed.collective_log import CollectiveLog
 from hf_zero.distributed.collectives import (
     BLOCKING,
-    CPU,
     DEFAULT_TIMEOUT,
-    abort,
 )
 from hf_zero.distributed.deferred import DeferredCollectives
+from hf_zero.distributed.group_ends import CPU, abort
 from hf_zero.distributed.process_group import (
     default_device,
     get_world_size,

@@ -135,9 +135,7 @@ class OneBitSteps:
         return self._norm.estimated(1.0 if alone else 1.0 / self._mesh.shard.size)
 
     def is_stale(self) -> bool:
-        """Whether a script has written to flat buffers of any rank, or to their state, since the
-        last step (collective where that was in one bit).
-        """
+        """Whether a script on any rank has written to weights or state (collective)."""
         if not self.sends or not self._compressing:
             return False
         own = self._writes != self._bound.numbers.writes
@@ -259,7 +257,8 @@ class OneBitSteps:
         ]
         self._mesh.shard.all_gather(pairs, "denominators, weights and momenta").wait()
         self._writes = self._bound.numbers.writes
-        self._note_masters()
+        for each in momenta:
+            each.note_master()
         if self._lamb:
             for lamb, sums in zip(self._lamb, self._all_sums(self._lamb, denominators)):
                 lamb.keep_least(sums)
@@ -351,12 +350,9 @@ class OneBitSteps:
             each.apply(self._made, settings, limit)
             restore()
             each.publish()
-        self._note_masters()
-        self._warn_of_outgrown(limit)
-
-    def _note_masters(self) -> None:
         for each in self._momenta:
             each.note_master()
+        self._warn_of_outgrown(limit)
 
     def synchronise(self) -> None:
         """End the local steps that are under way: all ranks have the same weights (collective)."""

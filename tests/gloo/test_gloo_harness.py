@@ -40,7 +40,7 @@ def between_hosts(rank: int) -> tuple[torch.Tensor, list[int]]:
     """What ranks of a device tell each other by their hosts: numbers gathered, and the largest."""
     groups = DimGroups(None, None, "nccl", torch.device("cpu"))
     axis = MeshDim(range(3), rank, groups, CollectiveStats(), Watchdog(enabled=False))
-    axis._follows = axis._device = torch.device("cuda")  # whose messages no backend here takes
+    axis._follows = torch.device("cuda")  # whose messages no backend here takes
     assert axis.host_messages_on == torch.device("cpu")
     whole = torch.empty(3, 2, dtype=torch.int64)
     axis.all_gather([(whole.view(-1), torch.tensor([rank, 7 * rank]))], "numbers").wait()
