@@ -55,7 +55,7 @@ class Streams:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._stream = streams.new_stream(device)
+        self._stream = streams.side_stream(device, streams.Use.ACTIVATIONS)
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> streams.Event:
         self._stream.wait_stream(streams.current_stream(self._device))

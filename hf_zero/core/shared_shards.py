@@ -63,7 +63,8 @@ class SharedShards:
             return self._units[index].chunk_bytes()
         # Not in the stream that computes: what this host has put there already may wait for the
         # rank that asks.
-        stream = streams.new_stream(self._units[index].sharded[0].full.device)
+        device = self._units[index].sharded[0].full.device
+        stream = streams.side_stream(device, streams.Use.FETCHES)
         with streams.on_stream(stream):
             stream.wait_event(written)
             return self._units[index].chunk_bytes()

@@ -31,7 +31,7 @@ class StagedCopies:
     def open(self) -> streams.Stream | None:
         """The stream of the copies, which there are going to be."""
         if self.stream is None:
-            self.stream = streams.new_stream(self._device)
+            self.stream = streams.side_stream(self._device, streams.Use.UPDATES)
         return self.stream
 
     def record(self) -> streams.Event | None:

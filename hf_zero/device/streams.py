@@ -1,11 +1,20 @@
 """Streams and events: the order of what a device does, and how the host and other streams wait
 for it.
+
+[Note: side streams]
+torch hands out streams of a pool of 32 for each device and priority, in turn, and NCCL takes those
+of its communicators from the pool of the default priority. The 33rd stream of a pool is the first
+one again: work on it waits behind whatever the first one waits for, be it a collective that waits
+for the rank that asked for this work. So each side stream is made once for a process, all of a
+device together (a pool cannot give one of them twice), and of high priority: another pool.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
 from typing import Any
 
 import torch
@@ -16,10 +25,36 @@ Stream = torch.Stream
 Event = torch.Event
 
 
-def new_stream(device: torch.device) -> Stream:
-    """A stream of its own on ``device``."""
-    made: Stream = kinds.module_of(device).Stream(device)
-    return made
+HIGH = -1  # priority; NCCL's streams of high priority have the highest one, a further pool
+
+
+class Use(Enum):
+    """Work that has a stream of its own beside the one that computes."""
+
+    SHARDS = "shards come from host memory"
+    GRADIENTS = "gradients leave for host memory"
+    UPDATES = "updated parameters come from host memory"
+    ACTIVATIONS = "activations leave and come back"
+    FETCHES = "shards are read for other ranks"
+    COUNTS = "labels are counted"
+
+
+_making = threading.Lock()
+
+
+def side_stream(device: torch.device, use: Use) -> Stream:
+    """The stream of this process for ``use`` on ``device``."""
+    with _making:
+        return _side_streams(device)[use]
+
+
+@functools.cache
+def _side_streams(device: torch.device) -> dict[Use, Stream]:
+    module = kinds.module_of(device)
+    try:
+        return {use: module.Stream(device, priority=HIGH) for use in Use}
+    except TypeError:  # a kind without priorities
+        return {use: module.Stream(device) for use in Use}
 
 
 def current_stream(device: torch.device) -> Stream:
@@ -68,9 +103,8 @@ def _options(kind: str) -> dict[str, Any]:
     return {"blocking": True}
 
 
-@functools.cache
 def shard_stream(device: torch.device) -> Stream | None:
     """The stream on which shards come from host memory to ``device`` while it computes;
     None on the host.
     """
-    return None if kinds.is_host(device) else new_stream(device)
+    return None if kinds.is_host(device) else side_stream(device, Use.SHARDS)

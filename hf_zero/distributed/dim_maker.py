@@ -55,7 +55,7 @@ class DimMaker:
         if any(len(ranks) > 1 for ranks in sets):
             for place in range(places):
                 for ranks in sets:
-                    made = self._group(ranks, name)
+                    made = self._group(ranks, name, gathers=not place)
                     if self.rank in ranks:
                         groups[place] = made
         if shares:
@@ -79,13 +79,20 @@ class DimMaker:
                 f"wait for each other for ever; unset it, or export {CONNECTIONS}=8"
             )
 
-    def _group(self, ranks: Sequence[int], name: str) -> Any:
+    def _group(self, ranks: Sequence[int], name: str, gathers: bool) -> Any:
         if len(ranks) == 1:
             return None
         # Of the device's backend alone, which need not be the only one of the job's group.
         own = None if kinds.is_host(self.device) else self.backend
         limit = timedelta(seconds=self.timeout + MARGIN_SECONDS)
-        made = dist.new_group(list(ranks), timeout=limit, backend=own)
+        options: Any = None
+        if gathers and self.backend == "nccl":
+            # Ranks that leave out blocks issue gathers and reductions in different orders
+            # (reduction_order.py): their streams come from two pools, and are never one
+            # (device/streams.py, the note).
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options._timeout = limit
+        made = dist.new_group(list(ranks), timeout=limit, backend=own, pg_options=options)
         if self.rank in ranks:
             connect(made, ranks, self.device, self.watchdog, name)
         return made

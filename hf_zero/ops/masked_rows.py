@@ -14,7 +14,6 @@ host learns nothing, and there are as many places as tokens.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -72,7 +71,7 @@ class RowCount:
         if kinds.is_host(labels.device):
             self._number = (labels != ignore_index).sum()
             return
-        stream = _counting_stream(labels.device)
+        stream = streams.side_stream(labels.device, streams.Use.COUNTS)
         stream.wait_stream(streams.current_stream(labels.device))
         with streams.on_stream(stream):
             self._number = pinned.empty(1, torch.int64)
@@ -86,11 +85,6 @@ class RowCount:
             self._arrived.synchronize()
             self._arrived = None
         return int(self._number)
-
-
-@functools.cache
-def _counting_stream(device: torch.device) -> streams.Stream:
-    return streams.new_stream(device)
 
 
 class RowCapacity:

@@ -55,7 +55,7 @@ class GradientOffload:
         ``scale`` is 1 where the dtypes are one and nothing is added.
         """
         if self._stream is None:
-            self._stream = streams.new_stream(self._device)
+            self._stream = streams.side_stream(self._device, streams.Use.GRADIENTS)
         assert gradient.shard is not None
         target, staged = gradient.shard, None
         if accumulate or gradient.shard.dtype != values.dtype:

@@ -290,7 +290,7 @@ class Recorder:
                 stack.enter_context(mock.patch.object(owner, name, value))
 
             beside = self._new_stream()
-            replace(streams, "new_stream", self._new_stream)
+            replace(streams, "side_stream", self._new_stream)
             replace(streams, "on_stream", self._under)
             replace(streams, "current_stream", lambda device=None: self._current())
             replace(streams, "record_event", lambda stream: stream.record_event())

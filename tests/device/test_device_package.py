@@ -7,9 +7,11 @@ from __future__ import annotations
 import ast
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -93,6 +95,11 @@ def test_what_torch_says_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kinds.in_use() == "cuda"
 
 
+class _Device(NamedTuple):
+    type: str
+    index: int
+
+
 class _Played(ModuleType):
     """``torch.<kind>`` of a made-up kind; ``calls`` in their order."""
 
@@ -147,8 +154,8 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[_Played, Any]]:
     played = _Played("made_up", [])
     monkeypatch.setattr(torch, "made_up", played, raising=False)
     monkeypatch.setattr(torch, "get_device_module", lambda device: played)
-    yield played, SimpleNamespace(type="made_up", index=1)
-    for cached in (kinds._drives_streams, streams._options, streams.shard_stream):
+    yield played, _Device("made_up", 1)
+    for cached in (kinds._drives_streams, streams._options, streams._side_streams):
         cached.cache_clear()
 
 
@@ -157,15 +164,15 @@ def test_a_kind_that_nobody_has_heard_of_has_streams_and_events(
 ) -> None:
     played, device = made_up
     assert not kinds.is_host(device)
-    stream = streams.new_stream(device)
+    stream = streams.side_stream(device, streams.Use.GRADIENTS)
     with streams.on_stream(stream):
-        # though its events know no ``blocking``
+        # though its streams know no ``priority``, and its events no ``blocking``
         assert isinstance(streams.record_event(stream), played.Event)
     assert isinstance(streams.record_here(device), played.Event)
     kinds.set_device(device)
     kinds.set_device(SimpleNamespace(type="made_up", index=None))  # type: ignore[arg-type]
     assert played.calls == [
-        ("Stream", device),
+        *[("Stream", device)] * len(streams.Use),
         "in",
         ("record", stream),
         "out",
@@ -180,7 +187,7 @@ def test_a_kind_that_nobody_has_heard_of_has_streams_and_events(
 
 
 def test_events_let_a_waiting_thread_sleep_where_they_can(made_up: tuple[_Played, Any]) -> None:
-    played, device = made_up
+    played, _ = made_up
     given: list[dict[str, Any]] = []
 
     class Event:
@@ -191,8 +198,29 @@ def test_events_let_a_waiting_thread_sleep_where_they_can(made_up: tuple[_Played
             pass
 
     played.Event = Event
-    streams.record_event(streams.new_stream(device))
+    streams.record_event(played.current)
     assert given[-1] == {"blocking": True}
+
+
+def test_side_streams_are_made_once_of_high_priority(made_up: tuple[_Played, Any]) -> None:
+    """A pool of torch's gives 32 streams in turn, and those of NCCL are from the default one: each
+    use has one stream for good, whichever thread or engine asks, all made together.
+    """
+    played, device = made_up
+    priorities: list[int] = []
+
+    class Stream:
+        def __init__(self, device: Any, priority: int = 0):
+            priorities.append(priority)
+
+    played.Stream = Stream
+    with ThreadPoolExecutor(4) as pool:
+        asked = [use for use in streams.Use for _ in range(40)]
+        found = list(pool.map(partial(streams.side_stream, device), asked))
+    assert priorities == [streams.HIGH] * len(streams.Use) and streams.HIGH < 0
+    assert len({(use, id(stream)) for use, stream in zip(asked, found)}) == len(streams.Use)
+    assert len(set(map(id, found))) == len(streams.Use)
+    assert streams.shard_stream(device) is streams.side_stream(device, streams.Use.SHARDS)
 
 
 def test_host_memory_is_pinned_by_torch_where_pages_cannot_be_registered(

@@ -70,14 +70,14 @@ class PlayedStreams:
         self.events: list[PlayedEvent] = []
         self.prompt = prompt
         self._here = threading.local()
-        self._made = 0
+        self._made: dict[streams.Use, int] = {}
 
     def current_stream(self, device: Any = None) -> PlayedStream:
         return getattr(self._here, "stream", None) or PlayedStream(self.log, "compute")
 
-    def new_stream(self, device: Any = None) -> PlayedStream:
-        self._made += 1
-        return PlayedStream(self.log, f"side {self._made}")
+    def side_stream(self, device: Any, use: streams.Use) -> PlayedStream:
+        place = self._made.setdefault(use, len(self._made) + 1)
+        return PlayedStream(self.log, f"side {place}")
 
     @contextmanager
     def on_stream(self, stream: PlayedStream | None) -> Iterator[None]:
@@ -99,6 +99,6 @@ class PlayedStreams:
 def play_streams(monkeypatch: pytest.MonkeyPatch, prompt: bool = True) -> PlayedStreams:
     """Streams of any device, the CPU included, are played."""
     played = PlayedStreams(prompt)
-    for name in ("current_stream", "new_stream", "on_stream", "record_event", "record_here"):
+    for name in ("current_stream", "side_stream", "on_stream", "record_event", "record_here"):
         monkeypatch.setattr(streams, name, getattr(played, name))
     return played

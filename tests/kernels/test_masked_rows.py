@@ -103,8 +103,8 @@ class FakeDevice:
         self.pinned: list[LateCount] = []
         monkeypatch.setattr(masked_rows.kinds, "is_host", lambda device: False)
         monkeypatch.setattr(masked_rows.pinned, "empty", self.empty)
-        for name in ("new_stream", "current_stream"):
-            monkeypatch.setattr(masked_rows.streams, name, lambda device: self)
+        for name in ("side_stream", "current_stream"):
+            monkeypatch.setattr(masked_rows.streams, name, lambda *_: self)
         monkeypatch.setattr(masked_rows.streams, "on_stream", lambda stream: nullcontext())
         monkeypatch.setattr(
             masked_rows.streams,
@@ -114,7 +114,6 @@ class FakeDevice:
         monkeypatch.setattr(
             torch.Tensor, "record_stream", lambda tensor, stream: self.log.append("recorded")
         )
-        monkeypatch.setattr(masked_rows, "_counting_stream", lambda device: self)
 
     def empty(self, numel: int, dtype: torch.dtype) -> LateCount:
         self.pinned.append(torch.empty(numel, dtype=dtype).as_subclass(LateCount))

@@ -25,8 +25,14 @@ from hf_zero.distributed import world_group  # isort: skip
 from hf_zero.logs import logger  # isort: skip
 
 JOB = "stage 3, one micro-batch"
-LEFT_OUT = (1, 3, 2, 0)
 STEPS = 2  # before rank 1 stays away
+# The block that each rank does not use in each step, -1: none.
+LEFT_OUT: dict[str, tuple[tuple[int, ...], ...]] = {
+    # rank 1 uses fewer than the order of gathers that was recorded, others in each step
+    "leaves out blocks": ((-1,) * 6, (-1, -1, 1, 3, 2, 0)),
+    # rank 0 alone uses one that no order holds, which rank 1 serves beside its own step
+    "fetches a block": ((1, 1, 1, -1, 1, 2), (1,) * 6),
+}
 LIMIT = 60.0  # seconds, in which rank 0 must have ended by itself
 SLOW = 2.0  # seconds: waits are looked at after one
 
@@ -107,27 +113,30 @@ def is_slow(job: Job) -> list[float]:
     return losses
 
 
-def leaves_out_blocks(job: Job) -> list[float]:
-    """Rank 1 uses fewer blocks than the order of gathers that was recorded, others in each step."""
+def leaves_out(case: str, rank: int, **more: Any) -> list[float]:
+    """The losses of steps that leave out the blocks of a case."""
+    job = Job(rank, **more)
     losses = []
-    for left_out in LEFT_OUT:
-        job.model.left_out = left_out if job.rank else -1
+    for left_out in LEFT_OUT[case][rank]:
+        job.model.left_out = left_out
         losses.append(job.step())
+    world_group.barrier()  # rank 0 hosts the store, which the others still ask
+    job.engine.destroy()
     return losses
 
 
-def plain(rank: int) -> list[float]:
-    """The losses of :func:`leaves_out_blocks` in a plain loop over the global batch, on the CPU:
-    the gradient of what is left out is zero.
+def plain(case: str, rank: int) -> list[float]:
+    """The losses of :func:`leaves_out` in a plain loop over the global batch, on the CPU: the
+    gradient of what one rank leaves out is zero there.
     """
     model = tower()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
-    each = [training.batches(STEPS + len(LEFT_OUT), place, 2) for place in range(2)]
+    each = [training.batches(len(LEFT_OUT[case][0]), place, 2) for place in range(2)]
     losses = []
-    for left_out in (*[-1] * STEPS, *LEFT_OUT):
+    for left_out in zip(*LEFT_OUT[case]):
         found = []
         for place, values in enumerate(map(next, each)):
-            model.left_out = left_out if place else -1
+            model.left_out = left_out[place]
             found.append(model(values))
         optimizer.zero_grad()
         torch.stack(found).mean().backward()
@@ -144,28 +153,31 @@ CASES: dict[str, tuple[Callable[[Job], list[float]], dict[str, Any]]] = {
     "dies": (dies, {}),
     "is elsewhere": (is_elsewhere, {"timeout": 6}),
     "is slow": (is_slow, {}),
-    "leaves out blocks": (leaves_out_blocks, {}),
 }
 
 
 def main() -> None:
     rank, kind = int(os.environ["RANK"]), sys.argv[1]
     device.configure(kind, seed=rank, max_us=300, nap=0.2)
+    job = None
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     logger.setLevel(logging.WARNING)
     for name in sys.argv[2:]:
-        (run, more), raised, worst = CASES[name], "", 0.0
+        raised, worst = "", 0.0
         said.clear()
         device.forget()
         try:
-            job = Job(rank, **more)
-            losses = [job.step() for _ in range(STEPS)]
-            losses += run(job)
-            if run is leaves_out_blocks:
-                worst = training.worst(losses, plain(rank))
+            if name in LEFT_OUT:
+                worst = training.worst(leaves_out(name, rank, timeout=60), plain(name, rank))
+            else:
+                run, more = CASES[name]
+                job = Job(rank, **more)
+                for _ in range(STEPS):
+                    job.step()
+                run(job)
         except RuntimeError as error:
             raised = f"{type(error).__name__}: {error}"
         row = {
@@ -179,7 +191,9 @@ def main() -> None:
         print(json.dumps(row), flush=True)
         if raised:
             break
-        job.engine.destroy()
+        if job is not None:
+            job.engine.destroy()
+            job = None
     os._exit(0)  # what is under way will not end
 
 

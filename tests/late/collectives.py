@@ -18,10 +18,10 @@ _made = 0
 _watch: Watch | None = None
 
 
-def _communicator(store: Any, rank: int, size: int, timeout: Any) -> Any:
+def _communicator(store: Any, rank: int, size: int, timeout: Any, high: bool = False) -> Any:
     name, board = _board(store, rank, size)
     made = C.communicator(
-        dist.ProcessGroupGloo(store, rank, size, timeout=timeout), name, str(board)
+        dist.ProcessGroupGloo(store, rank, size, timeout=timeout), name, str(board), high
     )
     if store.add("late opened", 1) == size:  # its pages live on in those who have mapped them
         board.unlink()
@@ -57,10 +57,9 @@ class _IsOurs(type):
 
 
 class _Options:
-    is_high_priority_stream = False
-
-    def __init__(self, *_: Any, **__: Any):
-        self._timeout = None
+    def __init__(self, is_high_priority_stream: bool = False):
+        self.is_high_priority_stream = is_high_priority_stream
+        self._timeout: Any = None
 
 
 class _Nccl(metaclass=_IsOurs):
@@ -69,14 +68,15 @@ class _Nccl(metaclass=_IsOurs):
     Options = _Options
 
     def __new__(cls, store: Any, rank: int, size: int, options: Any) -> Any:
-        return _communicator(store, rank, size, options._timeout)
+        high = options.is_high_priority_stream
+        return _communicator(store, rank, size, options._timeout, high)
 
 
 def register() -> None:
     if not AS_CUDA:
         dist.Backend.register_backend("late", _communicator, devices=[NAME])
         return
-    c10d.ProcessGroupNCCL = _Nccl  # type: ignore[misc, assignment]
+    dist.ProcessGroupNCCL = c10d.ProcessGroupNCCL = _Nccl  # type: ignore[misc, assignment]
     c10d._NCCL_AVAILABLE = True
     torch.cuda.nccl.version = lambda: (2, 27, 0)  # what torch's log of collectives asks for
     for module in (dist, c10d):

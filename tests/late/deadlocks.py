@@ -6,11 +6,15 @@ down what each of its threads and streams waits for, where the other ranks of it
 read it, and reads theirs. What waits in a circle never ends: that is a report, and every wait of
 the job raises.
 
-    host of a rank -> a stream        it is in a synchronisation
-    stream         -> a stream        it waits for an event
-    stream         -> a host          its collective waits for a rank that has not issued it
-    stream         -> a stream        its collective waits for a rank that has issued it, behind
-    other work
+    thread of a rank -> a stream      it is in a synchronisation
+    stream           -> a stream      it waits for an event
+    stream           -> a thread      its collective waits for a rank that has not issued it: for
+                                      the thread that issues on that communicator, if it waits
+    stream           -> a stream      its collective waits for a rank that has issued it, behind
+                                      other work
+
+What a rank has written down may be long over where the machine leaves its threads no time. So a
+circle counts once all of its ranks have looked twice since it was first seen, and stood still.
 """
 
 from __future__ import annotations
@@ -23,21 +27,23 @@ from typing import Any
 
 QUIET = 1.0  # seconds without anything going on
 LOOK = 0.2
+LOOKS = 2  # of each rank, after a circle was seen
 
 Status = dict[str, Any]
 Edge = tuple[str, str, str]  # who waits, for whom, because of what
 
 
 def status_of(
-    rank: int, waits: Mapping[str, Any], communicators: Iterable[Mapping[str, Any]]
+    rank: int, waits: Mapping[str, Any], communicators: Iterable[Mapping[str, Any]], looks: int = 0
 ) -> Status:
-    """Where the process of ``rank`` stands, as JSON carries it."""
+    """Where the process of ``rank`` stands, as JSON carries it; ``looks``: of its watch so far."""
     ends = {}
     for each in communicators:
         ends[str(each["index"])] = {
             "name": each["name"],
             "rank": each["rank"],
             "issued": each["issued"],
+            "issuers": list(each["issuers"]),
             "outstanding": {
                 str(number): [stream, what]
                 for number, stream, what in list(each["outstanding"])[:8]
@@ -49,6 +55,7 @@ def status_of(
     hosts, streams = ([list(each) for each in waits[kind]] for kind in ("hosts", "streams"))
     return {
         "rank": rank,
+        "looks": looks,
         "moved": waits["moved"],
         "hosts": hosts,
         "streams": streams,
@@ -63,10 +70,10 @@ def edges(statuses: Mapping[int, Status], members: Mapping[str, Mapping[int, int
     """
     found: list[Edge] = []
     for rank, status in statuses.items():
-        for thread, site, stream, number in status["hosts"]:
+        for issuer, thread, site, stream, number in status["hosts"]:
             found.append(
                 (
-                    _host(rank),
+                    _thread(rank, issuer),
                     _stream(rank, stream),
                     f"{thread} synchronises with task #{number} [{site}]",
                 )
@@ -105,9 +112,11 @@ def _collective_edges(
             (each for each in theirs["communicators"].values() if each["name"] == end["name"]), None
         )
         if far is None or far["issued"] < collective:
-            found.append(
-                (_stream(rank, stream), _host(process), f"{why}: rank {process} has not issued it")
-            )
+            issuer = _issuer(theirs, far)
+            if issuer is not None:
+                there = _thread(process, issuer)
+                missing = f"{why}: rank {process} has not issued it"
+                found.append((_stream(rank, stream), there, missing))
         elif str(collective) in far["outstanding"]:
             queued = far["outstanding"][str(collective)][0]
             if (process, queued) != (rank, stream):
@@ -119,6 +128,19 @@ def _collective_edges(
                     )
                 )
     return found
+
+
+def _issuer(status: Status, end: Mapping[str, Any] | None) -> int | None:
+    """The thread that is to issue on ``end``: the last that has, or that has on any communicator;
+    None where one of those that have waits for nothing, and may be about to.
+    """
+    known = [] if end is None else end["issuers"]
+    if not known:
+        known = [one for each in status["communicators"].values() for one in each["issuers"]]
+    waiting = {issuer for issuer, *_ in status["hosts"]}
+    if not known:
+        return next(iter(waiting), None)
+    return known[-1] if waiting.issuperset(known) else None
 
 
 def circle(found: Iterable[Edge]) -> list[Edge]:
@@ -155,8 +177,8 @@ def describe(closed: Iterable[Edge]) -> str:
     )
 
 
-def _host(rank: int) -> str:
-    return f"host of rank {rank}"
+def _thread(rank: int, issuer: int) -> str:
+    return f"thread {issuer} of rank {rank}"
 
 
 def _stream(rank: int, stream: int) -> str:
@@ -172,9 +194,11 @@ class Watch(threading.Thread):
     def __init__(self, module: Any, rank: int):
         super().__init__(name="late-deadlocks", daemon=True)
         self.module, self.rank = module, rank
-        self._moved, self._since, self._seen = -1, time.monotonic(), ""
+        self._moved, self._since, self._looks = -1, time.monotonic(), 0
+        self._seen: tuple[str, dict[int, int]] = ("", {})  # a circle, and each rank's looks then
         # communicators that a circle has ended, here or as another rank says
         self._ended: set[int] = set()
+        self._published = False
 
     def run(self) -> None:
         while True:
@@ -188,14 +212,15 @@ class Watch(threading.Thread):
                 self._end(why)
         if waits["moved"] != self._moved or not (waits["hosts"] or waits["streams"]):
             self._moved, self._since = waits["moved"], now
-            if self._seen:
+            if self._published:
                 self._publish("")
-            self._seen = ""
+            self._seen = "", {}
             return
         if now - self._since < QUIET:
             return
         ends = self.module.communicators()
-        mine = status_of(self.rank, waits, ends)
+        self._looks += 1
+        mine = status_of(self.rank, waits, ends, self._looks)
         self._publish(json.dumps(mine))
         statuses, members = {self.rank: mine}, {}
         for end in ends:
@@ -207,11 +232,15 @@ class Watch(threading.Thread):
                     statuses[theirs["rank"]] = theirs
                     members[end["name"]][other] = theirs["rank"]
         text = describe(closed) if (closed := circle(edges(statuses, members))) else ""
-        if text and text == self._seen:
+        looks = {rank: status["looks"] for rank, status in statuses.items()}
+        before, since = self._seen
+        if text != before or any(looks[rank] < since.get(rank, 0) for rank in looks):
+            self._seen = text, looks
+        elif text and all(looks.get(rank, 0) >= since[rank] + LOOKS for rank in since):
             self._report(text, ends)
-        self._seen = text or "stuck"
 
     def _publish(self, text: str) -> None:
+        self._published = bool(text)
         for end in self.module.communicators():
             self.module.put_status(end["index"], text)
 

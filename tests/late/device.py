@@ -3,7 +3,7 @@
 It is the backend "late", or CUDA itself with LATE_AS=cuda in the environment; then this module has
 to be imported before torch. What the process is asked with:
 
-    configure(mode)     inline, eager, random or lazy: see the README
+    configure(mode)     inline, eager, random, lazy or aliased: see the README
     reports(), forget() what was found: (kind, text) each
     stats()             counters; "sync_ops" are the operations that made the host wait
 """

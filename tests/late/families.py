@@ -94,7 +94,10 @@ def cases(folder: str) -> dict[str, Case]:
     }
 
 
-# A job is parallel in one way: those of one list go together. Both ranks read the same samples.
+EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+
+# A job is parallel in one way: those of one list go together. Ranks with parts of matrices or of
+# sequences read the same samples.
 PARALLEL: dict[str, dict[str, Case]] = {
     "parts of matrices": {
         "stage 2, parts of matrices": (2, {}, TENSOR),
@@ -105,7 +108,13 @@ PARALLEL: dict[str, dict[str, Case]] = {
         "stage 2, parts of sequences, packed": (2, {}, {**SEQUENCE, "documents": (5, 4, 7)}),
         "all on the host, parts of sequences": (3, BOTH, {**SEQUENCE, **TILED}),
     },
+    "experts": {
+        "stage 2, experts": (2, {}, EXPERTS),
+        "stage 3, experts, checkpointed": (3, {}, {**EXPERTS, "checkpointed": True}),
+        "all on the host, experts": (3, BOTH, EXPERTS),
+    },
 }
+FAMILY = {"experts": "mixtral"}  # llama, where another one is not named
 
 
 def names_of(family: str) -> list[str]:

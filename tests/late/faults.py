@@ -18,19 +18,21 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from tests.late import device, training
+from tests.late import absences, device, pipelines, training
 
 import torch  # isort: skip
 from hf_zero.activations import streams as transfers  # isort: skip
+from torch.distributed.pipelining import schedules  # isort: skip
 from hf_zero.core import schedule, update, update_gathers  # isort: skip
+from hf_zero.distributed import two_hops  # isort: skip
 from hf_zero.units import gradient_offload, unit  # isort: skip
 from hf_zero.device import kinds, streams  # isort: skip
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``put`` is a context in which the fault is there; ``changed`` counts how often it has
-    struck, ``kind`` is what must be reported.
+    """``put`` is a context in which the fault is there, and gives what counts how often it has
+    struck; one of ``kinds`` must be reported. ``job``: of :data:`RUNS`, or of training.py.
     """
 
     job: str
@@ -112,7 +114,7 @@ def _on_another_stream(
     plain: Any, self: gradient_offload.GradientOffload, flat: Any, values: torch.Tensor, *rest: Any
 ) -> None:
     """The gradient is read on a stream of its own that has waited for nothing."""
-    other = streams.new_stream(values.device)
+    other = torch.cuda.Stream(values.device)
     with streams.on_stream(other):
         read = values * 1
     plain(self, flat, read.record_stream(other) or read, *rest)
@@ -130,6 +132,38 @@ def _swapped_on_one_rank(plain: Any, self: schedule.Schedule, *args: Any, **kwar
             if plan[at - 1].nbytes != plan[at].nbytes:
                 plan[at - 1], plan[at] = plan[at], plan[at - 1]
                 break
+
+
+@contextlib.contextmanager
+def _less_ahead() -> Iterator[Callable[[], int]]:
+    """Rank 1 gathers one unit less ahead: it issues reductions where the others issue gathers."""
+    late = os.environ.get("RANK") == "1"
+    with mock.patch.object(schedule, "AHEAD", schedule.AHEAD - late):
+        yield lambda: int(late)
+
+
+def _second_hop_at_once(plain: Any, self: two_hops.TwoHops, *args: Any) -> Any:
+    """Odd ranks issue the second hop of a gather behind its first one, the others later."""
+    gather = plain(self, *args)
+    if int(os.environ["RANK"]) % 2:
+        self.advance(0)
+    return gather
+
+
+def _with_its_gather_forgotten(plain: Any, self: unit.Unit, *args: Any, **kwargs: Any) -> None:
+    """A unit that is not needed is released while its gather is under way, which nobody waits
+    for.
+    """
+    self._coming = None
+    plain(self, *args, **kwargs)
+
+
+def _on_the_computing_stream(
+    plain: Any, self: update_gathers.UpdateGathers, gather: update_gathers.Gather
+) -> None:
+    """Updated parameters are gathered on the stream that computes, not on that of their copies."""
+    gather.stream = None
+    plain(self, gather)
 
 
 @contextlib.contextmanager
@@ -193,6 +227,7 @@ def _no_device_set() -> Iterator[Callable[[], int]]:
 
 COPIES = frozenset({"race", "reuse", "host"})
 ORDER, THREADS = frozenset({"order"}), frozenset({"threads"})
+INTERLEAVED = frozenset({"interleaved"})
 HOST = "stage 2, optimizer on the host"
 HOST_AT_ONCE = "stage 2, optimizer on the host, updated in the backward"
 HOST_ONCE = "stage 2, optimizer on the host, one micro-batch"
@@ -200,6 +235,7 @@ PIECES = "stage 2, optimizer on the host, small pieces"
 ALL = "stage 3, all on the host"
 ALL_ONCE = "stage 3, all on the host, one micro-batch"
 ACTIVATIONS = "stage 3, activations on the host"
+BETWEEN, READ = training.BETWEEN_STEPS
 
 FAULTS: dict[str, Fault] = {
     "compute does not wait for a gather": Fault(
@@ -261,17 +297,48 @@ FAULTS: dict[str, Fault] = {
     ),
     "gathers leave as units are updated": Fault(HOST_AT_ONCE, _gathers_leave_at_once, ORDER),
     "a thread does not set its device": Fault(PIECES, _no_device_set, frozenset({"context"})),
+    "one rank prefetches one unit less": Fault(
+        "stage 3, one micro-batch", _less_ahead, INTERLEAVED
+    ),
+    "a unit is released under its gather": Fault(
+        "blocks left out", replaced(unit.Unit, "release", _with_its_gather_forgotten), COPIES
+    ),
+    "a shard that is away is read, and written under its copy": Fault(
+        READ, left_out("synchronize", "flat_buffer.py _shard_as_it_is"), COPIES
+    ),
+    "updated parameters are gathered on another stream": Fault(
+        BETWEEN, replaced(update_gathers.UpdateGathers, "_issue", _on_the_computing_stream), COPIES
+    ),
+    "a stage does not wait for what it receives": Fault(
+        "pipeline", replaced(schedules, "_wait_batch_p2p", _nothing), COPIES
+    ),
+}
+# On four ranks of two hosts.
+OVER_HOSTS: dict[str, Fault] = {
+    "odd ranks issue second hops in another order": Fault(
+        "stage 3, gathers in two hops",
+        replaced(two_hops.TwoHops, "gather", _second_hop_at_once),
+        INTERLEAVED,
+    ),
+}
+
+RUNS: dict[str, Callable[[int], Any]] = {
+    "blocks left out": lambda rank: absences.leaves_out("leaves out blocks", rank),
+    "pipeline": lambda rank: pipelines.train("1f1b"),
 }
 
 
 def run(name: str, rank: int, world: int) -> dict[str, Any]:
     """Train with a fault: what was reported, and how often the fault has struck."""
-    fault = FAULTS[name]
+    fault = (FAULTS | OVER_HOSTS)[name]
     device.forget()
     error = ""
     with fault.put() as struck:
         try:
-            training.train(fault.job, 2, rank, world)
+            if fault.job in RUNS:
+                RUNS[fault.job](rank)
+            else:
+                training.train(fault.job, 2, rank, world)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"[:300]
         count = struck()

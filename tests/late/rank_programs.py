@@ -2,8 +2,9 @@
 each.
 
 ``python -m tests.late.rank_programs MODE [program ...]``, with RANK and so on set. A name says what
-must be found: ``order_…`` collectives in another order, ``threads_…`` two threads on a
-communicator, ``deadlock_…`` a circle of waits, ``race_…``, and nothing of ``right_…``.
+must be found: ``order_…`` collectives in another order, ``interleaved_…`` those of a thread on two
+communicators, ``threads_…`` two threads on a communicator, ``deadlock_…`` a circle of waits,
+``race_…``, and nothing of ``right_…``.
 """
 
 from __future__ import annotations
@@ -229,12 +230,121 @@ def right_cpu_tensors_are_refused(job: Job) -> Any:
         return str(error).splitlines()[0]
 
 
+def exchange(job: Job, *counts: int, swapped: bool = False) -> tuple[list[Any], list[Any]]:
+    """What comes from the other rank, a message of each of ``counts`` numbers, and what is waited
+    for; as many go there at once.
+    """
+    dist, other = job.dist, 1 - job.rank
+    came = [job.torch.zeros(count, device=job.device) for count in counts]
+    sends = [dist.P2POp(dist.isend, job.ones(c), other, job.first, n) for n, c in enumerate(counts)]
+    comes = [dist.P2POp(dist.irecv, into, other, job.first, n) for n, into in enumerate(came)]
+    return came, dist.batch_isend_irecv(comes + sends if swapped else sends + comes)
+
+
 @program
-def right_there_is_no_point_to_point(job: Job) -> Any:
-    try:
-        job.dist.send(job.ones(), 1 - job.rank, group=job.first)
-    except RuntimeError as error:
-        return str(error).splitlines()[0]
+def right_messages(job: Job) -> Any:
+    """The host goes on; batches whose parts are in another order meet, as long as those of one
+    direction have one.
+    """
+    came, works = exchange(job, 3, 4, swapped=bool(job.rank))
+    for work in works:
+        work.wait()
+    total = sum(into[0].item() for into in came) + job.rank * 2
+    again, works = exchange(job, 64)
+    for work in works:
+        work.wait()
+    return [again[0][0].item() + job.rank, total, float(len(works))]
+
+
+@program
+def right_single_messages(job: Job) -> Any:
+    """Three numbers there and back."""
+    if job.rank:
+        values = job.torch.zeros(3, device=job.device)
+        job.dist.recv(values, 0, group=job.first)
+        job.dist.send(values * 2, 0, group=job.first)
+        return values[0].item() * 2
+    job.dist.send(job.ones(3), 1, group=job.first)
+    values = job.torch.zeros(3, device=job.device)
+    job.dist.recv(values, 1, group=job.first)
+    return values[0].item()
+
+
+@program
+def race_message_used_before_it_comes(job: Job) -> Any:
+    came, works = exchange(job, 64)
+    early = came[0] * 2
+    for work in works:
+        work.wait()
+    return early[0].item()
+
+
+@program
+def order_of_unequal_messages(job: Job) -> Any:
+    dist, other = job.dist, 1 - job.rank
+    values = job.torch.zeros(5, device=job.device)
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, job.ones(5 + job.rank), other, job.first),
+            dist.P2POp(dist.irecv, values, other, job.first),
+        ]
+    )
+    for work in works:
+        work.wait()
+    return values[0].isnan().item() if not job.rank else True
+
+
+@program
+def deadlock_of_messages(job: Job) -> Any:
+    """Each rank waits for a message before it sends its own."""
+    values = job.torch.zeros(3, device=job.device)
+    job.dist.recv(values, 1 - job.rank, group=job.first)
+    values.sum().item()
+    job.dist.send(values, 1 - job.rank, group=job.first)
+
+
+@program
+def right_a_completed_work_orders_the_host(job: Job) -> Any:
+    """A work that says that it is over is as good as a wait of the host."""
+    values, work = job.sum(job.first, async_op=True)
+    while not work.is_completed():
+        time.sleep(0.01)
+    return values[0].item()
+
+
+@program
+def interleaved_on_two_communicators(job: Job) -> Any:
+    """Neither waits for the other here, where two streams run at once."""
+    both = [job.first, job.second]
+    works = [job.sum(group, async_op=True) for group in (reversed(both) if job.rank else both)]
+    for _, work in works:
+        work.wait()
+    return [values[0].item() for values, _ in works]
+
+
+@program
+def order_of_a_thread_that_comes_late(job: Job) -> Any:
+    """Rank 0 sums on the second communicator in a thread of its own, long after all stands still:
+    that is no circle.
+    """
+    if job.rank:
+        job.sum(job.second)[0].item()
+        return [job.sum(group)[0].item() for group in (job.second, job.first)]
+    asleep, found = threading.Event(), []
+
+    def background() -> None:
+        with job.torch.Stream(device=job.device):  # not behind what the other thread waits for
+            for pause in (0.0, 4.0):
+                time.sleep(pause)
+                found.append(job.sum(job.second)[0].item())
+                asleep.set()
+
+    thread = threading.Thread(target=background)
+    thread.start()
+    asleep.wait()
+    found.append(job.sum(job.first)[0].item())
+    thread.join()
+    return found[:1] + found[-1:]
 
 
 def main(mode: str, *names: str) -> None:

@@ -14,7 +14,7 @@ RANKS, STEPS, CLOSE = (2, 1, 2), 2, 1e-5  # ranks of each leg, steps of each; re
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["random", "lazy"])
+@pytest.mark.parametrize("mode", ["random", "lazy", "aliased"])
 def test_it_goes_on_elsewhere(mode: str, tmp_path: Path) -> None:
     launch.needs_the_device()
     legs = [

@@ -24,6 +24,7 @@ FAST = (
 FAST_PARTS = {
     "parts of matrices": "stage 3, parts of matrices, checkpointed",
     "parts of sequences": "all on the host, parts of sequences",
+    "experts": "stage 2, experts",
 }
 
 
@@ -64,18 +65,20 @@ def test_a_deep_model_trains_without_a_report() -> None:
 @pytest.mark.parametrize("axis", families.PARALLEL)
 def test_what_ranks_hold_in_parts(axis: str) -> None:
     launch.needs_the_device()
-    assert wrong("llama", "random", 2, FAST_PARTS[axis]) == []
+    assert wrong(families.FAMILY.get(axis, "llama"), "random", 2, FAST_PARTS[axis]) == []
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("mode", ["random", "aliased"])
 @pytest.mark.parametrize("axis", families.PARALLEL)
-def test_parts_in_every_configuration(axis: str) -> None:
+def test_parts_in_every_configuration(axis: str, mode: str) -> None:
     launch.needs_the_device()
-    assert wrong("llama", "random", 2, *families.PARALLEL[axis]) == []
+    family = families.FAMILY.get(axis, "llama")
+    assert wrong(family, mode, 2, *families.PARALLEL[axis]) == []
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["random:10", "random:20", "eager"])
+@pytest.mark.parametrize("mode", ["random:10", "random:20", "eager", "aliased"])
 @pytest.mark.parametrize("family", families.LAYERS)
 def test_every_configuration(family: str, mode: str) -> None:
     launch.needs_the_device()

@@ -16,12 +16,20 @@ FAST = (
     "a pinned buffer is refilled under its copy",
     "one rank gathers in another order",
     "a thread does not set its device",
+    "one rank prefetches one unit less",
+    "a unit is released under its gather",
+    "a shard that is away is read, and written under its copy",
+    "updated parameters are gathered on another stream",
+    "a stage does not wait for what it receives",
 )
+OVER_HOSTS = "odd ranks issue second hops in another order"
 
 
-def survivors(mode: str, *names: str) -> list[str]:
+def survivors(mode: str, *names: str, ranks: int = 2, hosts: int = 1) -> list[str]:
     """Faults that struck nowhere, or that no rank has reported as what they are."""
-    rows: Sequence[dict[str, Any]] = launch.run_ranks("tests.late.faults", mode, *names)
+    rows: Sequence[dict[str, Any]] = launch.run_ranks(
+        "tests.late.faults", mode, *names, ranks=ranks, hosts=hosts
+    )
     by_name: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by_name.setdefault(row["fault"], []).append(row)
@@ -48,3 +56,10 @@ def test_no_fault_survives() -> None:
 def test_no_fault_survives_in_other_modes(mode: str) -> None:
     launch.needs_the_device()
     assert survivors(mode) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["eager", "random:1"])
+def test_no_fault_of_hops_survives(mode: str) -> None:
+    launch.needs_the_device()
+    assert survivors(mode, OVER_HOSTS, ranks=4, hosts=2) == []

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.cells import fast
 from tests.late import launch, training
 
 # The fast suite leaves out what differs from another job in the number of micro-batches or in the
@@ -37,8 +38,22 @@ SELDOM = {
     "stage 2, both ways in 4 bits",
     "stage 3, weights in 8 bits, gradients in 4",
     "stage 1, local steps in 1 bit",
+    *training.BETWEEN_STEPS,  # faults are put into them (test_faults.py)
 }
-ALL = [*training.JOBS, *training.BY_MATRICES, *training.IN_FEW_BITS]
+# Again where streams are handed out twice: what has collectives in several threads or on several
+# communicators.
+ALIASED = (
+    "stage 3, one micro-batch",
+    "stage 2, optimizer on the host, updated in the backward",
+    "stage 3, activations on the host",
+    "stage 3, gathers of the backward in the node",
+)
+ALL = [
+    *training.JOBS,
+    *training.BY_MATRICES,
+    *training.IN_FEW_BITS,
+    *training.BETWEEN_STEPS,
+]
 
 
 def bounds(job: str) -> tuple[float, float]:
@@ -67,14 +82,31 @@ def test_jobs_train_without_a_report() -> None:
     assert wrong("random", [job for job in ALL if job not in SELDOM]) == []
 
 
-@pytest.mark.long
-def test_gathers_over_hosts_train_without_a_report() -> None:
+def test_jobs_train_where_streams_are_handed_out_twice() -> None:
     launch.needs_the_device()
-    assert wrong("random", training.OVER_HOSTS, 4, 2) == []
+    assert wrong("aliased", ALIASED) == []
+
+
+@pytest.mark.parametrize("mode", fast(["random", "eager", "aliased", "lazy"], "random".__eq__))
+def test_pipelines_train_without_a_report(mode: str) -> None:
+    launch.needs_the_device()
+    schedules = ("gpipe", "1f1b", "interleaved_1f1b")
+    rows = launch.run_ranks("tests.late.pipelines", mode, *schedules)
+    assert sorted(row["job"] for row in rows) == sorted(schedules * 2)
+    assert [row for row in rows if row["reports"] or not row["worst"] < 1e-5] == []
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["random", "eager", *(f"random:{n}" for n in range(10, 90, 10))])
+@pytest.mark.parametrize("mode", ["random", "aliased"])
+def test_gathers_over_hosts_train_without_a_report(mode: str) -> None:
+    launch.needs_the_device()
+    assert wrong(mode, training.OVER_HOSTS, 4, 2) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "mode", ["random", "eager", "aliased", *(f"random:{n}" for n in range(10, 90, 10))]
+)
 def test_jobs_train_without_a_report_however_late(mode: str) -> None:
     launch.needs_the_device()
     assert wrong(mode, ALL) == []

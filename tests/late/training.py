@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.distributed import world_group
 from hf_zero.optim import Adafactor
 from hf_zero.optim.muon import Muon, muon_groups
 from hf_zero.parameters import wrap
@@ -92,6 +93,33 @@ OVER_HOSTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "stage 3, gathers in two hops, all on the host": (3, {**BOTH, **HOPS}, {}),
 }
 
+
+def broadcasts(engine: Any) -> None:
+    """A script's own collective."""
+    world_group.broadcast(torch.ones(3, device=engine.device), 0)
+
+
+def reads_shards(engine: Any) -> None:
+    """Each shard is read, and written by the host: what :attr:`FlatBuffer.shard` lets a caller do
+    at once.
+    """
+    for unit in engine.sharded_model.units:
+        for flat in unit.sharded:
+            before = flat.shard.cpu()
+            flat.shard  # noqa: B018
+            flat.store_shard(before)
+
+
+# What a job does after each step.
+BETWEEN_STEPS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "stage 2, optimizer on the host, a collective between steps": (
+        2,
+        OPTIMIZER,
+        {"between": broadcasts},
+    ),
+    "stage 3, all on the host, shards read between steps": (3, BOTH, {"between": reads_shards}),
+}
+
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "weight_decay": 0.01}}}
 BY_MATRICES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     **{f"stage {stage}, Muon": (stage, {}, MUON) for stage in (0, 2, 3)},
@@ -134,6 +162,9 @@ IN_FEW_BITS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+EVERY = JOBS | IN_FEW_BITS | BY_MATRICES | OVER_HOSTS | BETWEEN_STEPS
+
+
 def steps_of(job: str) -> int:
     """How many show what is special about it."""
     return 6 if "local steps" in job else 3
@@ -170,7 +201,7 @@ def tower(blocks: int = BLOCKS) -> Tower:
 
 
 def config(job: str) -> dict[str, Any]:
-    stage, zero, more = copy.deepcopy((JOBS | IN_FEW_BITS | BY_MATRICES | OVER_HOSTS)[job])
+    stage, zero, more = copy.deepcopy(EVERY[job])
     prefetch = {"stage3_prefetch_bucket_size": 40_000} if stage == 3 else {}
     return {
         "train_micro_batch_size_per_gpu": ROWS,
@@ -221,14 +252,17 @@ def train(job: str, steps: int = 3, rank: int = 0, world: int = 1) -> list[float
     from tests.late import device  # who reads the jobs alone is on no device
 
     model, chosen = tower(), config(job)
+    between, micros = chosen.pop("between", None), chosen["gradient_accumulation_steps"]
     engine, *_ = hf_zero.initialize(model=model, config=chosen)
     kept = []
     try:
-        for values in batches(steps * chosen["gradient_accumulation_steps"], rank, world):
+        for number, values in enumerate(batches(steps * micros, rank, world), 1):
             loss = engine(values.pin_memory().to(engine.device, non_blocking=True))
             engine.backward(loss)
             engine.step()
             kept.append(loss.detach())
+            if between is not None and number % micros == 0:
+                between(engine)
         return [loss.item() for loss in kept]
     finally:
         engine.destroy()

@@ -34,7 +34,7 @@ class Pair(nn.Module):
 
     def forward(self, given: Any) -> Any:
         hidden = given[0] if isinstance(given, tuple) else given
-        counts = torch.arange(hidden.shape[1])
+        counts = torch.arange(hidden.shape[1], device=hidden.device)
         return hidden * self.scale, counts, None
 
 

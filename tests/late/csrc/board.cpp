@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 
@@ -41,6 +42,7 @@ struct Kept {
 }  // namespace
 
 struct Board::Page {
+  std::atomic<int> process;  // + 1
   std::atomic<uint64_t> issued, entered;
   Kept kept[kKept];
   Shared<kStatus> status;
@@ -51,17 +53,22 @@ struct Board::End {
   Shared<kStatus> why;
 };
 
-size_t Board::bytes_for(int ranks) { return size_t(ranks) * sizeof(Page) + sizeof(End); }
+size_t Board::bytes_for(int ranks) {
+  constexpr size_t page = 4096;
+  return (size_t(ranks) * sizeof(Page) + sizeof(End) + page - 1) / page * page;
+}
 
-Board::Board(const std::string& path, int rank, int ranks)
+Board::Board(const std::string& path, size_t offset, int rank, int ranks)
     : rank(rank), ranks(ranks), bytes_(bytes_for(ranks)) {
   int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (file < 0) throw std::runtime_error("late: cannot open " + path);
-  void* at = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  void* at = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file, off_t(offset));
   close(file);
   if (at == MAP_FAILED) throw std::runtime_error("late: cannot map " + path);
   pages_ = (Page*)at;
   end_ = (End*)(pages_ + ranks);
+  const char* process = getenv("RANK");
+  page(rank).process = 1 + (process ? atoi(process) : rank);
 }
 
 Board::~Board() { munmap(pages_, bytes_); }
@@ -75,6 +82,13 @@ void Board::issue(uint64_t number, const std::string& what, uint64_t place) {
   kept.place = place;
   kept.number = number;
   page(rank).issued = number;
+}
+
+int Board::process(int of) const { return page(of).process - 1; }
+int Board::rank_of(int process) const {
+  for (int of = 0; of < ranks; of++)
+    if (this->process(of) == process) return of;
+  return -1;
 }
 
 void Board::enter(uint64_t number) { page(rank).entered = number; }

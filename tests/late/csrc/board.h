@@ -16,15 +16,18 @@ constexpr size_t kStatus = 1 << 15;
 
 class Board {
  public:
-  // `path` names a file that holds `bytes_for(ranks)` zeros; it may be unlinked afterwards.
-  Board(const std::string& path, int rank, int ranks);
+  // `path` names a file that holds `bytes_for(ranks)` zeros from `offset` on, a number of pages; it
+  // may be unlinked afterwards.
+  Board(const std::string& path, size_t offset, int rank, int ranks);
   ~Board();
   static size_t bytes_for(int ranks);
 
   const int rank, ranks;
 
-  // `place` is its place among all collectives of the process.
+  // `place` is its place among all collectives of the process; messages that go at once share one.
   void issue(uint64_t number, const std::string& what, uint64_t place);
+  int process(int of) const;        // RANK in the environment of that rank; -1: not there yet
+  int rank_of(int process) const;   // -1: it has no part
   void enter(uint64_t number);
   uint64_t issued(int of) const;
   uint64_t entered(int of) const;

@@ -8,7 +8,9 @@
 namespace late {
 
 constexpr int kDevices = 4;
-constexpr int kStreamsEach = 33;  // the default stream and a pool of 32, which is given out in turn
+// Torch's: the default stream, and for each priority a pool of 32 that is given out in turn.
+constexpr int kPool = 32, kPriorities = 3;
+constexpr int kStreamsEach = 1 + kPriorities * kPool;
 constexpr int kStreams = kDevices * kStreamsEach;
 constexpr int kHost = kStreams;
 constexpr int kAgents = kStreams + 1;

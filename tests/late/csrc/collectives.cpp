@@ -1,9 +1,12 @@
 // Collectives of the device: gloo's, run on a stream of the communicator, with NCCL's rules. A work
 // orders the stream that waits for it, and the host goes on; a collective that meets another one
-// leaves garbage and says nothing to the program; there is no point-to-point, and no tensor of a CPU.
+// leaves garbage and says nothing to the program; messages pair by their order, not by their tag; a
+// tensor of a CPU is refused.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/utils/pybind.h>
+
+#include <map>
 
 #include "communicator.h"
 #include "launch.h"
@@ -20,7 +23,7 @@ struct Work final : c10d::Work {
   Event done;
   Tensors kept;  // until somebody waits
   explicit Work(OpType type) : c10d::Work(-1, type) {}
-  bool isCompleted() override { return rt().peek(done); }
+  bool isCompleted() override { return rt().query(done); }
   bool isSuccess() const override { return true; }
   bool wait(std::chrono::milliseconds) override {
     if (!dropped("wait")) rt().wait_event(current(), done);
@@ -59,58 +62,175 @@ std::string describe(const c10d::ReduceOp& op) {
   return kind < 9 ? names[kind] : "?";
 }
 
+struct Message {
+  bool send;
+  int peer;
+  at::Tensor tensor;
+};
+
+// The ends over this rank and another one, for messages from the lower and from the higher of the
+// two: those of batches, and those issued alone, which have a communicator of their own.
+struct Pair {
+  std::shared_ptr<End> ends[2][2];
+  int stream = -1;
+};
+
+struct Part {  // of what a task takes part in
+  std::shared_ptr<End> end;
+  uint64_t number;
+};
+
 struct Communicator final : c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> gloo;
   std::shared_ptr<End> end;
-  int stream = -1;
+  std::map<int, Pair> pairs;  // by the other rank
+  int priority, stream = -1;
+  bool grouping = false;
+  std::vector<Message> grouped;
 
-  Communicator(c10::intrusive_ptr<c10d::Backend> inner, std::shared_ptr<End> end)
-      : c10d::Backend(inner->getRank(), inner->getSize()), gloo(std::move(inner)), end(std::move(end)) {}
+  Communicator(c10::intrusive_ptr<c10d::Backend> inner, const std::string& name, const std::string& board, bool high)
+      : c10d::Backend(inner->getRank(), inner->getSize()),
+        gloo(std::move(inner)),
+        priority(high ? 1 - kPriorities : 0) {
+    int me = getRank(), ranks = getSize();
+    end = make_end(name, board, 0, me, ranks);
+    size_t at = Board::bytes_for(ranks);
+    for (int low = 0; low < ranks; low++)
+      for (int high = low + 1; high < ranks; high++)
+        for (int each = 0; each < 4; each++, at += Board::bytes_for(2)) {
+          if (me != low && me != high) continue;
+          std::string way = each % 2 ? std::to_string(high) + " to " + std::to_string(low)
+                                     : std::to_string(low) + " to " + std::to_string(high);
+          pairs[me == low ? high : low].ends[each / 2][each % 2] =
+              make_end(name + (each / 2 ? ", single messages of " : ", messages of ") + way, board, at, me == high, 2);
+        }
+  }
+  static size_t board_bytes(int ranks) {
+    return Board::bytes_for(ranks) + size_t(ranks) * size_t(ranks - 1) * 2 * Board::bytes_for(2);
+  }
   const std::string getBackendName() const override { return "late"; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return 0; }
   void setTimeout(std::chrono::milliseconds timeout) override { gloo->setTimeout(timeout); }
-  void abort() override { end->abort(); }
+  void abort() override {
+    end->abort();
+    for (auto& [_, pair] : pairs)
+      for (auto& kind : pair.ends)
+        for (auto& each : kind) each->abort();
+  }
 
   // `sized`: every rank gives as many elements as this one.
   template <typename Call>
   WorkPtr launch(OpType type, const char* name, const std::string& how, const Tensors& reads,
                  const Tensors& writes, bool async, Call call, bool sized = true) {
-    Runtime& runtime = rt();
-    if (runtime.sites) site = python_site();
-    std::vector<Span> spans;
+    if (rt().sites) site = python_site();
+    int device = check(name, reads, writes);
+    if (stream < 0) stream = device * kStreamsEach + rt().new_stream(device, priority);
+    std::string what = name + describe(reads.empty() ? writes : reads, sized) + " " + how + " [" + site + "]";
+    return enqueue(type, name, {{end, end->issue(what, next_place())}}, device, async ? stream : current_on(device),
+                   reads, writes, [call](const std::vector<bool>& same, Tensors& from, Tensors& to) mutable {
+                     if (same[0]) call(from, to)->wait();
+                     else fill_with_nan(to);
+                   });
+  }
+
+  int check(const char* name, const Tensors& reads, const Tensors& writes) {
     int device = current_device;
-    double bytes = 0;
-    for (bool write : {false, true})
-      for (const auto& tensor : write ? writes : reads) {
+    for (const auto* tensors : {&reads, &writes})
+      for (const auto& tensor : *tensors) {
         TORCH_CHECK(is_late(tensor), "No backend type associated with device type ",
                     tensor.device().type(), ": ", name, " takes tensors of ", c10::Device(late::type()));
         TORCH_CHECK(tensor.is_contiguous(), name, ": Tensors must be contiguous");
-        add_span(tensor, write, spans);
         device = tensor.device().index();
+      }
+    return device;
+  }
+
+  // `run` gets, for each of `parts`, whether the other ranks have come to the same.
+  template <typename Run>
+  WorkPtr enqueue(OpType type, const char* name, const std::vector<Part>& parts, int device, int on,
+                  const Tensors& reads, const Tensors& writes, Run run) {
+    Runtime& runtime = rt();
+    std::vector<Span> spans;
+    double bytes = 0;
+    for (bool write : {false, true})
+      for (const auto& tensor : write ? writes : reads) {
+        add_span(tensor, write, spans);
         bytes += double(tensor.numel() * tensor.element_size());
       }
-    if (stream < 0) stream = device * kStreamsEach + runtime.new_stream(device);
-    int here = current_on(device), on = async ? stream : here;
-    uint64_t number = end->issue(name + describe(reads.empty() ? writes : reads, sized) + " " + how + " [" + site + "]");
+    int here = current_on(device);
     if (on != here) runtime.wait_event(on, runtime.record(here));
     Tensors from = task_views(reads), to = task_views(writes);
-    runtime.enqueue(on, name, spans, [call, from, to, number, on, end = end]() mutable {
+    runtime.enqueue(on, name, spans, [run, from, to, parts, on]() mutable {
                       struct Over {
-                        End& end;
-                        uint64_t number;
-                        ~Over() { end.over(number); }
-                      } over{*end, number};
-                      if (end->meet(number, on)) call(from, to)->wait();
-                      else fill_with_nan(to);
+                        const std::vector<Part>& parts;
+                        ~Over() {
+                          for (const Part& part : parts) part.end->over(part.number);
+                        }
+                      } over{parts};
+                      bool alone = parts.size() == 1;
+                      for (const Part& part : parts) part.end->enter(part.number, on, alone);
+                      std::vector<bool> same;
+                      for (const Part& part : parts) same.push_back(part.end->meet(part.number, on));
+                      run(same, from, to);
                     },
                     {bytes, 0, Way::network});
     auto work = c10::make_intrusive<Work>(type);
     work->done = runtime.record(on);
-    end->issued(number, work->done);
+    for (const Part& part : parts) part.end->issued(part.number, work->done);
     work->kept = writes;
     work->kept.insert(work->kept.end(), reads.begin(), reads.end());
     return work;
+  }
+
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override {
+    grouping = true;
+    grouped.clear();
+  }
+  WorkPtr endCoalescing() override {
+    grouping = false;
+    TORCH_CHECK(!grouped.empty(), "late: messages alone are grouped");
+    return exchange(std::exchange(grouped, {}), false);
+  }
+  WorkPtr send(Tensors& tensors, int peer, int) override { return add({true, peer, tensors[0]}); }
+  WorkPtr recv(Tensors& tensors, int peer, int) override { return add({false, peer, tensors[0]}); }
+  WorkPtr add(const Message& message) {
+    if (!grouping) return exchange({message}, true);
+    grouped.push_back(message);
+    return nullptr;
+  }
+
+  // Messages that go at once. One by itself takes the communicator of all ranks where that is bound
+  // to a device, else one of the two ranks, with a stream of its own.
+  WorkPtr exchange(const std::vector<Message>& messages, bool single) {
+    if (rt().sites) site = python_site();
+    Tensors sent, received;
+    for (const auto& each : messages) (each.send ? sent : received).push_back(each.tensor);
+    int device = check("message", sent, received);
+    bool own = single && !getBoundDeviceId();
+    int& on = own ? pairs.at(messages[0].peer).stream : stream;
+    if (on < 0) on = device * kStreamsEach + rt().new_stream(device, priority);
+    uint64_t place = next_place();
+    std::vector<Part> parts;
+    for (const auto& each : messages) {
+      auto& towards = pairs.at(each.peer).ends[own][each.send != (getRank() < each.peer)];
+      parts.push_back({towards, towards->issue("message" + describe({each.tensor}, true) + " [" + site + "]", place)});
+    }
+    std::vector<std::pair<bool, int>> plan;
+    for (const auto& each : messages) plan.emplace_back(each.send, each.peer);
+    return enqueue(OpType::SEND, "message", parts, device, on, sent, received,
+                   [inner = gloo, plan](const std::vector<bool>& same, Tensors& from, Tensors& to) {
+                     std::vector<WorkPtr> works;
+                     size_t out = 0, in = 0;
+                     for (size_t at = 0; at < plan.size(); at++) {
+                       auto [send, peer] = plan[at];
+                       Tensors one{send ? from[out++] : to[in++]};
+                       if (same[at]) works.push_back(send ? inner->send(one, peer, 0) : inner->recv(one, peer, 0));
+                       else if (!send) fill_with_nan(one);
+                     }
+                     for (auto& work : works) work->wait();
+                   });
   }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
@@ -208,6 +328,7 @@ py::list communicators() {
       outstanding.append(py::make_tuple(each.number, each.done.stream,
                                         board.what(board.rank, each.number)));
     one["outstanding"] = outstanding;
+    one["issuers"] = end->issuers();
     py::dict missing;
     for (const auto& each : end->outstanding()) missing[py::int_(each.number)] = board.missing(each.number);
     one["missing"] = missing;
@@ -220,7 +341,7 @@ py::dict waits() {
   py::dict out;
   py::list hosts, streams;
   for (const auto& wait : late::rt().host_waits())
-    hosts.append(py::make_tuple(wait.thread, wait.site, wait.stream, wait.number));
+    hosts.append(py::make_tuple(wait.issuer, wait.thread, wait.site, wait.stream, wait.number));
   auto doings = late::rt().doings();
   for (size_t id = 0; id < doings.size(); id++) {
     const auto& doing = doings[id];
@@ -244,11 +365,10 @@ std::shared_ptr<late::End> end_of(int index) {
 void bind_collectives(py::module_& m) {
   m.def("communicator",
         [](const c10::intrusive_ptr<c10d::Backend>& gloo, const std::string& name,
-           const std::string& board) -> c10::intrusive_ptr<c10d::Backend> {
-          auto end = late::make_end(name, board, gloo->getRank(), gloo->getSize());
-          return c10::make_intrusive<late::Communicator>(gloo, end);
+           const std::string& board, bool high) -> c10::intrusive_ptr<c10d::Backend> {
+          return c10::make_intrusive<late::Communicator>(gloo, name, board, high);
         });
-  m.def("board_bytes", &late::Board::bytes_for);
+  m.def("board_bytes", &late::Communicator::board_bytes);
   m.def("communicators", communicators);
   m.def("waits", waits);
   m.def("put_status", [](int index, const std::string& text) { end_of(index)->board.put_status(text); });

@@ -64,11 +64,16 @@ void forget_ends() {
   for (const auto& end : all_ends()) end->forgotten = true;
 }
 
-std::shared_ptr<End> make_end(const std::string& name, const std::string& board, int rank,
+uint64_t next_place() { return ++places; }
+
+// autograd's thread stands for the one that called backward, the first of the process
+long issuer() { return is_autograd() ? getpid() : syscall(SYS_gettid); }
+
+std::shared_ptr<End> make_end(const std::string& name, const std::string& board, size_t offset, int rank,
                               int ranks) {
   static std::once_flag once;
   std::call_once(once, [] { std::thread(release_for_others).detach(); });
-  auto end = std::make_shared<End>(name, board, rank, ranks);
+  auto end = std::make_shared<End>(name, board, offset, rank, ranks);
   std::lock_guard<std::mutex> lock(mutex);
   ends.erase(std::remove_if(ends.begin(), ends.end(), [](auto& end) { return end.expired(); }),
              ends.end());
@@ -76,8 +81,8 @@ std::shared_ptr<End> make_end(const std::string& name, const std::string& board,
   return end;
 }
 
-End::End(std::string name, const std::string& board, int rank, int ranks)
-    : index(made++), name(std::move(name)), board(board, rank, ranks) {}
+End::End(std::string name, const std::string& board, size_t offset, int rank, int ranks)
+    : index(made++), name(std::move(name)), board(board, offset, rank, ranks) {}
 End::~End() = default;
 
 void End::check_thread(uint64_t number) {
@@ -97,14 +102,13 @@ void End::check_thread(uint64_t number) {
   last_site_ = site;
 }
 
-uint64_t End::issue(const std::string& what) {
+uint64_t End::issue(const std::string& what, uint64_t place) {
   std::lock_guard<std::mutex> lock(mutex_);
   uint64_t number = next_++;
   check_thread(number);
-  board.issue(number, what, ++places);
+  board.issue(number, what, place);
   if (recent_.size() == kRecent) recent_.erase(recent_.begin());
-  // autograd's thread stands for the one that called backward, the first of the process
-  recent_.push_back({number, is_autograd() ? getpid() : syscall(SYS_gettid)});
+  recent_.push_back({number, issuer()});
   return number;
 }
 
@@ -113,29 +117,41 @@ std::vector<std::pair<uint64_t, long>> End::recent() {
   return recent_;
 }
 
-// Communicators share the device: where two threads issue on two of them, all ranks must issue the
-// two collectives in one order. Those of one thread are ordered by its program.
+std::vector<long> End::issuers() {
+  std::vector<long> found;
+  for (const auto& [_, thread] : recent()) {
+    found.erase(std::remove(found.begin(), found.end(), thread), found.end());
+    found.push_back(thread);
+  }
+  return found;
+}
+
+// Communicators share the device, which may hold but one of two collectives: where two ranks are in
+// both, they must issue them in one order. Those of one thread are ordered by its program, and are told
+// apart: a rank that has left out a part of it may issue them in another order.
 void End::check_places(uint64_t number) {
+  uint64_t mine = board.place(board.rank, number);
+  if (!mine) return;
   long me = -1;
   for (const auto& [one, thread] : recent())
     if (one == number) me = thread;
-  uint64_t mine = board.place(board.rank, number);
-  if (me < 0 || !mine) return;
   for (const auto& other : all_ends()) {
-    if (other.get() == this || other->board.ranks != board.ranks || other->board.rank != board.rank)
-      continue;
-    for (const auto& [one, thread] : other->recent()) {
-      if (thread == me) continue;
-      uint64_t here = other->board.place(board.rank, one);
-      for (int of = 0; of < board.ranks; of++) {
-        uint64_t theirs = board.place(of, number), there = other->board.place(of, one);
-        if (!here || !theirs || !there || (mine < here) == (theirs < there)) continue;
-        rt().tell("order",
+    if (other.get() == this) continue;
+    for (int of = 0; of < board.ranks; of++) {
+      int process = board.process(of), far = of == board.rank ? -1 : other->board.rank_of(process);
+      uint64_t theirs = board.place(of, number);
+      if (far < 0 || !theirs) continue;
+      for (const auto& [one, thread] : other->recent()) {
+        uint64_t here = other->board.place(other->board.rank, one);
+        uint64_t there = other->board.place(far, one);
+        if (!here || !there || here == mine || there == theirs) continue;
+        if ((mine < here) == (theirs < there)) continue;
+        rt().tell(thread == me ? "interleaved" : "order",
                   name + ", collective #" + std::to_string(number) + ", and " + other->name + ", #" +
-                      std::to_string(one) + ", of two threads: rank " + std::to_string(board.rank) +
+                      std::to_string(one) + ": rank " + std::to_string(board.process(board.rank)) +
                       " issues the one " + (mine < here ? "before" : "after") + " the other, rank " +
-                      std::to_string(of) + (mine < here ? " after" : " before") + " it\n  " +
-                      board.what(board.rank, number) + "\n  " + other->board.what(board.rank, one),
+                      std::to_string(process) + (mine < here ? " after" : " before") + " it\n  " +
+                      board.what(board.rank, number) + "\n  " + other->board.what(other->board.rank, one),
                   name + other->name);
         return;
       }
@@ -171,14 +187,19 @@ void End::release_wanted() {
     if (one.number <= wanted) rt().want(one.done);
 }
 
-bool End::meet(uint64_t number, int stream) {
-  rt().doing(stream, {-1, 0, index, number});
+void End::enter(uint64_t number, int stream, bool alone) {
   Pause pause;
   // One communicator runs its collectives one after another, on whichever streams they are.
   for (const Outstanding& one : outstanding())
     if (one.number < number) rt().want(one.done);
-  while (over_ + 1 < number && !aborted_ && !board.given_up()) pause();
+  if (alone) rt().doing(stream, {-1, 0, index, number});
+  while (alone && over_ + 1 < number && !aborted_ && !board.given_up()) pause();
   if (!aborted_ && !board.given_up()) board.enter(number);
+}
+
+bool End::meet(uint64_t number, int stream) {
+  rt().doing(stream, {-1, 0, index, number});
+  Pause pause;
   while (!aborted_ && !board.given_up() && !board.missing(number).empty()) pause();
   rt().doing(stream, {});
   if (board.given_up()) throw std::runtime_error(board.why());

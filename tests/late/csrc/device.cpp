@@ -50,11 +50,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return stream_of(index_of(on), current_streams[index_of(on)]);
   }
   c10::Stream getDefaultStream(c10::Device on) const override { return stream_of(index_of(on), 0); }
-  c10::Stream getNewStream(c10::Device on, int) const override {
-    return stream_of(index_of(on), rt().new_stream(index_of(on)));
+  c10::Stream getNewStream(c10::Device on, int priority) const override {
+    return stream_of(index_of(on), rt().new_stream(index_of(on), priority));
   }
-  c10::Stream getStreamFromGlobalPool(c10::Device on, bool) const override {
-    return getNewStream(on, 0);
+  c10::Stream getStreamFromGlobalPool(c10::Device on, bool high) const override {
+    return getNewStream(on, high ? -1 : 0);
   }
   c10::Stream exchangeStream(c10::Stream to) const override {
     int device = to.device_index(), before = current_streams[device];

@@ -25,12 +25,14 @@ void configure(const std::string& mode, int max_us, uint64_t seed, double nap) {
   static const std::map<std::string, Mode> modes{{"inline", Mode::inline_},
                                                  {"eager", Mode::eager},
                                                  {"random", Mode::random},
-                                                 {"lazy", Mode::lazy}};
+                                                 {"lazy", Mode::lazy},
+                                                 {"aliased", Mode::eager}};
   auto found = modes.find(mode);
-  if (found == modes.end()) throw py::value_error("inline, eager, random or lazy, not " + mode);
+  if (found == modes.end()) throw py::value_error("inline, eager, random, lazy or aliased, not " + mode);
   wait_all();
   std::lock_guard<std::mutex> lock(rt().mu);
   rt().mode = found->second;
+  rt().aliased = mode == "aliased";
   rt().max_us = max_us;
   rt().nap = nap;
   rt().rng.seed(seed);
@@ -148,6 +150,7 @@ PYBIND11_MODULE(late_C, m) {
   late::catch_faults();
   rt().on_thread = late::one_thread_each;
   rt().find_site = late::python_site;
+  rt().find_issuer = late::issuer;
   m.attr("MAX_DEVICES") = kDevices;
   m.attr("STREAMS_EACH") = kStreamsEach;
   m.attr("HOST") = late::kHost;

@@ -46,6 +46,7 @@ struct Doing {  // what a stream's thread is in, where that may last
 };
 
 struct HostWait {
+  long issuer;  // as collectives of its thread have it
   std::string thread, site;
   int stream;
   uint64_t number;
@@ -114,6 +115,7 @@ class Runtime {
   Mode mode = Mode::inline_;
   int max_us = 500;   // of a pause, in mode random
   double nap = 0.3;   // the share of tasks with a pause
+  bool aliased = false;  // the pools of communicators give one stream to all who ask
   bool detect = true, poison = true, guard_host = true, sites = false, sync_error = false;
   int devices = 1;
   uint32_t allowed = ~0u;  // devices on which this process may have a context, as bits
@@ -121,6 +123,7 @@ class Runtime {
   Counts counts;
   std::vector<Report> reports;
   std::function<void()> on_thread;  // run at the start of each stream's thread
+  std::function<long()> find_issuer;       // of collectives, in this thread
   std::function<std::string()> find_site;  // the Python call that this thread is in
   Rates rates;
   std::array<double, kLanes> host_time{};
@@ -133,15 +136,15 @@ class Runtime {
   void wait_event(int stream, const Event& event);
   Event record(int stream);
   bool query(const Event& event);      // a yes orders the host as a wait does
-  bool peek(const Event& event);       // as query, and orders nothing
   void host_wait(const Event& event);  // not with Python's lock
   void host_wait_stream(int stream) { host_wait(record(stream)); }
   void implied_wait(int stream);  // of .item() and of a copy that blocks
   void host_wait_device(int device);
-  int new_stream(int device);
+  int new_stream(int device, int priority = 0);  // as CUDA counts: -1 before 0
   void forget();
   void doing(int stream, const Doing& what);
   void want(const Event& event);  // some other rank waits for it
+  // What is still to come: a thread that has not woken up since its wait was over waits no more.
   std::vector<HostWait> host_waits();
   std::vector<Doing> doings();  // by stream
   uint64_t moved();             // grows while anything goes on
@@ -172,7 +175,7 @@ class Runtime {
  private:
   std::condition_variable changed_;
   std::array<Stream, kStreams> streams_;
-  std::array<int, kDevices> next_stream_{};
+  std::array<std::array<int, kPriorities>, kDevices> next_stream_{};
   Clock host_{};
   std::map<char*, Region*> regions_;
   std::unordered_set<std::string> names_;

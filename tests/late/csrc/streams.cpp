@@ -161,13 +161,6 @@ bool Runtime::query(const Event& event) {
   return true;
 }
 
-bool Runtime::peek(const Event& event) {
-  if (event.stream < 0) return true;
-  std::lock_guard<std::mutex> lock(mu);
-  release(event.stream, event.number);
-  return streams_[event.stream].done >= event.number;
-}
-
 void Runtime::want(const Event& event) {
   std::lock_guard<std::mutex> lock(mu);
   release(event.stream, event.number);
@@ -177,12 +170,13 @@ void Runtime::host_wait(const Event& event) {
   if (event.stream < 0) return;
   char thread[16] = "";
   pthread_getname_np(pthread_self(), thread, sizeof thread);
+  long issuer = find_issuer ? find_issuer() : 0;
   {
     std::unique_lock<std::mutex> lock(mu);
     counts.syncs++;
     release(event.stream, event.number);
     uint64_t mine = next_wait_++;
-    host_waits_[mine] = {thread, late::site, event.stream, event.number};
+    host_waits_[mine] = {issuer, thread, late::site, event.stream, event.number};
     changed_.wait(lock, [&] {
       return streams_[event.stream].done >= event.number || !given_up_.empty();
     });
@@ -202,14 +196,19 @@ void Runtime::doing(int stream, const Doing& what) {
 std::vector<HostWait> Runtime::host_waits() {
   std::lock_guard<std::mutex> lock(mu);
   std::vector<HostWait> found;
-  for (const auto& [_, wait] : host_waits_) found.push_back(wait);
+  for (const auto& [_, wait] : host_waits_)
+    if (streams_[wait.stream].done < wait.number) found.push_back(wait);
   return found;
 }
 
 std::vector<Doing> Runtime::doings() {
   std::lock_guard<std::mutex> lock(mu);
   std::vector<Doing> found;
-  for (const Stream& stream : streams_) found.push_back(stream.doing);
+  for (const Stream& stream : streams_) {
+    const Doing& doing = stream.doing;
+    bool over = doing.stream >= 0 && streams_[doing.stream].done >= doing.number;
+    found.push_back(over ? Doing{} : doing);
+  }
   return found;
 }
 
@@ -250,10 +249,13 @@ void Runtime::host_wait_device(int device) {
     if (streams_[id].issued) host_wait_stream(id);
 }
 
-int Runtime::new_stream(int device) {
+int Runtime::new_stream(int device, int priority) {
   use_device(device, "stream");
   std::lock_guard<std::mutex> lock(mu);
-  return 1 + next_stream_[device]++ % (kStreamsEach - 1);
+  int pool = std::clamp(-priority, 0, kPriorities - 1);
+  int turn = next_stream_[device][pool]++ % kPool;
+  bool communicators = pool == 0 || pool == kPriorities - 1;  // which take the highest one, if any
+  return 1 + pool * kPool + (aliased && communicators ? 0 : turn);
 }
 
 void Runtime::forget() {
