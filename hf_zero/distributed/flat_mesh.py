@@ -14,6 +14,7 @@ from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats
 from hf_zero.distributed.collectives import MARGIN_SECONDS, DimGroups, MeshDim
 from hf_zero.distributed.dim_maker import DimMaker
 from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.process_group import backends_of_parts
 from hf_zero.distributed.rank_group import RankGroup
 from hf_zero.distributed.two_hops import TwoHops
 from hf_zero.distributed.watchdog import Watchdog
@@ -179,7 +180,7 @@ class FlatMeshMaker:
         if len(sets) > 1 and len(sets[0]) > 1:
             limit = timedelta(seconds=self._maker.timeout + MARGIN_SECONDS)
             for ranks in sets:
-                made = dist.new_group(list(ranks), timeout=limit)
+                made = dist.new_group(list(ranks), limit, backends_of_parts())
                 own = made if self._maker.rank in ranks else own
         mine = next(ranks for ranks in sets if self._maker.rank in ranks)
         if len(mine) == 1:

@@ -17,7 +17,7 @@ from hf_zero.distributed.collective_log import PendingCollective
 from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MARGIN_SECONDS
 from hf_zero.distributed.network_interface import choose_interface
 from hf_zero.distributed.process_group import (
-    backends_for,
+    backends_asked,
     default_device,
     get_world_size,
     is_initialized,
@@ -40,6 +40,7 @@ def init_distributed(
 ) -> None:
     """Join the process group of the launcher; without a launcher, make a group of this one process.
 
+    ``backend``: that of the device, "nccl", stands for it and gloo for host memory, as None does.
     ``timeout`` in seconds is how long a silent wait lasts before it is an error, ``port`` is where
     the ranks meet if MASTER_PORT is not set, ``interface`` the network interface that gloo and NCCL
     use. Does nothing if a group exists. Raises LaunchError where the launcher's variables lack
@@ -53,7 +54,7 @@ def init_distributed(
         timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or DEFAULT_TIMEOUT
     )
     device = default_device()
-    backend = backend or backends_for(device)
+    backend = backends_asked(backend, device)
     kinds.set_device(device)
     meeting = (
         place.master_addr

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hf_zero.device import kinds
+from hf_zero.distributed.network_interface import choose_interface
+
+HOST = torch.device("cpu")
 
 
 def is_initialized() -> bool:
@@ -71,6 +75,40 @@ def backends_for(device: torch.device) -> str:
     host memory.
     """
     return "gloo" if kinds.is_host(device) else f"cpu:gloo,{device.type}:{backend_for(device)}"
+
+
+def backends_asked(backend: str | None, device: torch.device) -> str:
+    """What a process group for ``device`` is made with where ``backend`` was asked for: the
+    backend of the device alone, as Accelerate and scripts write "nccl", leaves out host memory.
+    """
+    own = backend is None or backend.lower() == backend_for(device)
+    return backends_for(device) if own else str(backend)
+
+
+def add_host_backend(timeout: timedelta) -> None:
+    """Have the default group serve host memory by gloo, where a script has made it for the device
+    alone (collective).
+    """
+    if backend_serving(HOST) or not dist.is_gloo_available():
+        return
+    group = dist.group.WORLD
+    assert group is not None
+    address = os.environ.get("MASTER_ADDR")
+    choose_interface(address, get_world_size() > int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    store = dist.PrefixStore("hf_zero/host", dist.distributed_c10d._get_default_store())
+    gloo = dist.ProcessGroupGloo(store, get_rank(), get_world_size(), timeout=timeout)
+    gloo._set_sequence_number_for_group()
+    group._register_backend(HOST, dist.ProcessGroup.BackendType.GLOO, gloo)
+    configs = dist.distributed_c10d._world.pg_backend_config
+    configs[group] = f"{HOST.type}:gloo,{configs[group]}"
+
+
+def backends_of_parts() -> str | None:
+    """What groups of some of the ranks are made with to serve what the default group does; None
+    where torch takes the same by itself, from the name that the script has given.
+    """
+    name, host = str(dist.get_backend()), backend_serving(HOST)
+    return str(dist.get_backend_config()) if ":" not in name and host not in ("", name) else None
 
 
 def group_backend(device: torch.device) -> str:

@@ -23,7 +23,11 @@ from hf_zero.distributed.collectives import MARGIN_SECONDS, MeshDim
 from hf_zero.distributed.dim_maker import DimMaker, connect
 from hf_zero.distributed.group_ends import CPU, abort
 from hf_zero.distributed.parallel_groups import ParallelGroups
-from hf_zero.distributed.process_group import backend_serving, group_backend
+from hf_zero.distributed.process_group import (
+    backend_serving,
+    backends_of_parts,
+    group_backend,
+)
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import PartitionError
@@ -100,7 +104,7 @@ class StageMessages:
             for ranks in dict.fromkeys(
                 dims.ranks_along(rank, "pipeline") for rank in range(dims.world)
             ):
-                made = dist.new_group(list(ranks), timeout=limit, device_id=bound)
+                made = dist.new_group(list(ranks), limit, backends_of_parts(), device_id=bound)
                 if groups.rank in ranks:
                     own = made
                     watchdog = get_world_group().watchdog

@@ -6,13 +6,14 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hf_zero.distributed.collective_log import CollectiveLog
+from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.collectives import (
     BLOCKING,
     DEFAULT_TIMEOUT,
@@ -20,6 +21,7 @@ from hf_zero.distributed.collectives import (
 from hf_zero.distributed.deferred import DeferredCollectives
 from hf_zero.distributed.group_ends import CPU, abort
 from hf_zero.distributed.process_group import (
+    add_host_backend,
     default_device,
     get_world_size,
     group_backend,
@@ -54,6 +56,10 @@ class WorldGroup(RankGroup):
             rank_status=rank_status,
             poll=self.recovery_board.answer_statements if self.recovery_board is not None else None,
         )
+        if rank_status is not None:
+            every = PendingCollective("gloo's connections", needs=tuple(range(self.world)))
+            with watchdog.watching(every):
+                add_host_backend(timedelta(seconds=DEFAULT_TIMEOUT))
         off = partial(
             abort, dist.group.WORLD, group_backend(CPU), self.world, rank, default_device()
         )

@@ -382,6 +382,14 @@ def test_an_accelerator_s_group_serves_host_memory_as_well() -> None:
     assert process_group.backends_for(CPU) == "gloo"
 
 
+def test_the_device_s_backend_stands_for_that_of_host_memory_as_well() -> None:
+    gpu, both = torch.device("cuda", 0), "cpu:gloo,cuda:nccl"
+    for asked in (None, "nccl", "NCCL", both):
+        assert process_group.backends_asked(asked, gpu) == both
+    assert process_group.backends_asked("gloo", gpu) == "gloo"
+    assert process_group.backends_asked(None, CPU) == "gloo"
+
+
 def test_values_in_host_memory_need_a_backend_that_takes_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,0 +1,109 @@
+"""How a script's library begins, and what then works, on ranks of the device: ``python -m
+tests.late.routes MODE ROUTE``, with RANK and so on set, and the device in the place of CUDA.
+
+One line of JSON: the differences of jobs from plain loops, what host memory can be sent by, how
+often a pipeline's host waits, and the reports.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from tests.late import device, pipelines, training
+
+import torch  # isort: skip
+import torch.distributed as dist  # isort: skip
+import hf_zero  # isort: skip
+
+JOB, STEPS = "stage 3, all on the host", 2
+
+
+def accelerate() -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # as `accelerate launch` does
+    Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=training.config(JOB)))
+
+
+def trainer() -> None:
+    from transformers import TrainingArguments
+
+    with tempfile.TemporaryDirectory() as folder:
+        TrainingArguments(folder, deepspeed=training.config(JOB)).device  # noqa: B018
+
+
+def deepspeed() -> None:
+    from hf_zero.integrations.deepspeed import comm
+
+    comm.init_distributed("nccl")
+
+
+def lightning() -> None:
+    """What its strategies call."""
+    from hf_zero.distributed import init
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    init.init_distributed("nccl", None, "env://", rank, world)
+
+
+def script() -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+
+
+def script_by_device() -> None:
+    here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(here)
+    dist.init_process_group(backend="nccl", device_id=here)
+
+
+def nothing() -> None:
+    """hf_zero joins the group when an engine is made."""
+
+
+ROUTES: dict[str, Callable[[], None]] = {
+    each.__name__: each
+    for each in (accelerate, trainer, deepspeed, lightning, script, script_by_device, nothing)
+}
+
+
+def gathered_on_the_host() -> float:
+    """What rank 0 writes to parameters that are on the host reaches all ranks."""
+    layer = torch.nn.Linear(3, 3)
+    with hf_zero.GatheredParameters(list(layer.parameters()), modifier_rank=0), torch.no_grad():
+        layer.weight.fill_(2.0 if dist.get_rank() == 0 else 1.0)
+    return float(layer.weight.mean())
+
+
+def main() -> None:
+    mode, route = sys.argv[1:]
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device.configure(mode, seed=rank, max_us=300, nap=0.2)
+    ROUTES[route]()
+    found: dict[str, Any] = {"route": route, "rank": rank}
+    losses = training.train(JOB, STEPS, rank, world)
+    found["worst"] = training.worst(losses, training.plain(JOB, STEPS, rank, world))
+    found["backends"] = str(dist.get_backend_config())
+    before = dict(device.stats()["sync_ops"])
+    losses = pipelines.train("1f1b")
+    after: dict[str, int] = device.stats()["sync_ops"]
+    found["waits"] = {key: n - before.get(key, 0) for key, n in after.items()}
+    found["worst of a pipeline"] = training.worst(losses, pipelines.plain())
+    found["gathered on the host"] = gathered_on_the_host()
+    objects: list[Any] = [None] * world
+    dist.all_gather_object(objects, rank)
+    found["objects"] = objects
+    found["reports"] = device.reports()
+    print(json.dumps(found), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
