@@ -279,6 +279,24 @@ void FileQueue::finish(Block& block) {
     if (!--transfer->out && !transfer->queued) end(*transfer);
 }
 
+void FileQueue::run(Block& block) {
+    for (;;) {
+        const Attempt attempt = this->attempt(block);
+        int64_t result = -attempt.error;
+        if (!attempt.error) {
+            result = block.transfer->write ? pwrite(attempt.fd, attempt.memory, attempt.bytes, attempt.offset)
+                                           : pread(attempt.fd, attempt.memory, attempt.bytes, attempt.offset);
+            if (result < 0) result = -errno;
+        }
+        if (settle(block, result)) break;
+    }
+    finish(block);
+}
+
+bool FileQueue::is_over() const {
+    return stopping_ && std::all_of(queued_, queued_ + kPriorities, [](auto& line) { return line.empty(); });
+}
+
 void FileQueue::serve_threads() {
     Block block;
     for (;;) {
@@ -287,23 +305,54 @@ void FileQueue::serve_threads() {
             bool taken = false;
             wake_.wait(lock, [&] {
                 taken = next(block);
-                const bool empty = std::all_of(queued_, queued_ + kPriorities, [](auto& line) { return line.empty(); });
-                return taken || (stopping_ && empty);
+                return taken || is_over();
             });
             if (!taken) return;
         }
         begin(block);
-        for (;;) {
-            const Attempt attempt = this->attempt(block);
-            int64_t result = -attempt.error;
-            if (!attempt.error) {
-                result = block.transfer->write ? pwrite(attempt.fd, attempt.memory, attempt.bytes, attempt.offset)
-                                               : pread(attempt.fd, attempt.memory, attempt.bytes, attempt.offset);
-                if (result < 0) result = -errno;
-            }
-            if (settle(block, result)) break;
+        run(block);
+    }
+}
+
+// The kernel has refused the ring in the midst of transfers. Those that it has taken end by themselves, and their memory
+// must last until then; all others are made by plain calls.
+void FileQueue::leave_ring(std::vector<Block>& blocks, size_t under_way, bool armed) {
+    uint64_t tag;
+    int result;
+    while (ring_->withdraw(tag)) {
+        if (tag == kWoken) {
+            armed = false;
+        } else {
+            run(blocks[tag]);
+            --under_way;
         }
-        finish(block);
+    }
+    if (armed) wake();
+    while (armed || under_way) {
+        if (!ring_->pop(tag, result)) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        } else if (tag == kWoken) {
+            armed = false;
+        } else {
+            settle(blocks[tag], result) ? finish(blocks[tag]) : run(blocks[tag]);
+            --under_way;
+        }
+    }
+    for (;;) {
+        bool taken, over;
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            taken = next(blocks[0]);
+            over = is_over();
+        }
+        if (taken) {
+            begin(blocks[0]);
+            run(blocks[0]);
+        } else if (over) {
+            return;
+        } else if (::read(event_, &event_value_, sizeof event_value_) < 0 && errno != EINTR) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
     }
 }
 
@@ -346,7 +395,7 @@ void FileQueue::serve_ring() {
             ring_->prepare(false, event_, &event_value_, sizeof event_value_, 0, kWoken);
             armed = true;
         }
-        ring_->enter(immediate ? 0 : 1);
+        if (ring_->enter(immediate ? 0 : 1)) return leave_ring(blocks, depth_ - idle.size(), armed);
         uint64_t tag;
         int result;
         while (ring_->pop(tag, result)) {

@@ -117,8 +117,11 @@ class FileQueue {
     Attempt attempt(Block& block);
     bool settle(Block& block, int64_t result);  // false: attempt it again
     void finish(Block& block);
+    void run(Block& block);        // by plain calls
+    bool is_over() const;          // mutex held
     void serve_threads();
     void serve_ring();
+    void leave_ring(std::vector<Block>& blocks, size_t under_way, bool armed);
     void wake();
 
     const int64_t block_size_;

@@ -37,6 +37,11 @@ Ring::Ring(unsigned entries) {
         release();
         fail(ENOSYS, "io_uring of this kernel");
     }
+    if (syscall(SYS_io_uring_enter, fd_, 0, 0, 0, nullptr, 0) < 0) {
+        const int error = errno;
+        release();
+        fail(error, "io_uring_enter");
+    }
     rings_bytes_ = std::max<size_t>(params.sq_off.array + params.sq_entries * sizeof(unsigned),
                                     params.cq_off.cqes + params.cq_entries * sizeof(io_uring_cqe));
     requests_bytes_ = params.sq_entries * sizeof(io_uring_sqe);
@@ -80,18 +85,27 @@ void Ring::prepare(bool write, int fd, void* memory, size_t bytes, int64_t offse
     ++prepared_;
 }
 
-void Ring::enter(unsigned completions) {
+int Ring::enter(unsigned completions) {
     for (;;) {
         const long taken = syscall(SYS_io_uring_enter, fd_, prepared_, completions, IORING_ENTER_GETEVENTS, nullptr, 0);
         if (taken >= 0) {
             prepared_ -= static_cast<unsigned>(taken);
-            if (!prepared_) return;
+            if (!prepared_) return 0;
         } else if (errno == EAGAIN || errno == EBUSY) {
-            return;  // short of memory, or of room for results: pop those that are there, then come again
+            return 0;  // short of memory, or of room for results: pop those that are there, then come again
         } else if (errno != EINTR) {
-            fail(errno, "io_uring_enter");
+            return errno;
         }
     }
+}
+
+bool Ring::withdraw(uint64_t& tag) {
+    if (!prepared_) return false;
+    const unsigned tail = *request_tail_ - 1;
+    tag = (reinterpret_cast<io_uring_sqe*>(requests_) + (tail & *request_mask_))->user_data;
+    __atomic_store_n(request_tail_, tail, __ATOMIC_RELEASE);
+    --prepared_;
+    return true;
 }
 
 bool Ring::pop(uint64_t& tag, int& result) {
@@ -113,7 +127,8 @@ namespace hfz {
 Ring::Ring(unsigned) { throw std::system_error(ENOSYS, std::generic_category(), "io_uring was not there when this was built"); }
 Ring::~Ring() = default;
 void Ring::prepare(bool, int, void*, size_t, int64_t, uint64_t) {}
-void Ring::enter(unsigned) {}
+int Ring::enter(unsigned) { return ENOSYS; }
+bool Ring::withdraw(uint64_t&) { return false; }
 bool Ring::pop(uint64_t&, int&) { return false; }
 
 }  // namespace hfz

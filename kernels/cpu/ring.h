@@ -10,7 +10,8 @@ namespace hfz {
 
 class Ring {
   public:
-    // Throws std::system_error where the kernel has no io_uring, refuses it, or is older than its plain reads (5.6).
+    // Throws std::system_error where the kernel has no io_uring, refuses one of its calls, or is older than its plain
+    // reads (5.6). Nothing else throws: a thread of its own uses the ring.
     explicit Ring(unsigned entries);
     ~Ring();
     Ring(const Ring&) = delete;
@@ -19,10 +20,14 @@ class Ring {
     // Room for `entries` requests that have not been popped is there; the caller keeps count.
     void prepare(bool write, int fd, void* memory, size_t bytes, int64_t offset, uint64_t tag);
 
-    // Hand over what is prepared and wait until `completions` results can be popped.
-    void enter(unsigned completions);
+    // Hand over what is prepared and wait until `completions` results can be popped: 0, or the errno with which the
+    // kernel refuses, which it may do at any time. What it has taken before still ends, and is popped.
+    int enter(unsigned completions);
 
     bool pop(uint64_t& tag, int& result);
+
+    // Take back the last request that is prepared and not handed over; false where there is none.
+    bool withdraw(uint64_t& tag);
 
   private:
     void release();

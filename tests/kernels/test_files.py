@@ -401,8 +401,8 @@ def test_a_process_ends_with_transfers_under_way(tmp_path: Path) -> None:
 
 SECCOMP = """
 import ctypes, struct, sys
-# A filter of the kernel's that answers io_uring_setup (425) with EPERM, as containers do.
-program = struct.pack("HBBI", 0x20, 0, 0, 0) + struct.pack("HBBI", 0x15, 0, 1, 425)
+# A filter of the kernel's that answers a call of io_uring with EPERM, as containers do.
+program = struct.pack("HBBI", 0x20, 0, 0, 0) + struct.pack("HBBI", 0x15, 0, 1, int(sys.argv[1]))
 program += struct.pack("HBBI", 0x06, 0, 0, 0x00050001) + struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000)
 kept = ctypes.create_string_buffer(program)
 fprog = struct.pack("HxxxxxxP", 4, ctypes.addressof(kept))
@@ -417,13 +417,51 @@ try:
 except ConfigError as error:
     print(error)
 """
+REFUSED = {"io_uring_setup": 425, "io_uring_enter": 426}
+
+
+@pytest.mark.parametrize("call", REFUSED)
+@pytest.mark.parametrize("core", NATIVE[:1])
+def test_threads_do_it_where_the_kernel_refuses_io_uring(core: str, call: str) -> None:
+    environment = {**os.environ, "HF_ZERO_LOG_LEVEL": "INFO"}
+    environment.pop("HF_ZERO_IO", None)
+    done = completed(
+        [sys.executable, "-c", SECCOMP, str(REFUSED[call])], timeout=300, env=environment
+    )
+    assert done.stdout.splitlines()[0] == "threads", done.stderr
+    assert f"the kernel refuses ({call}: Operation not permitted)" in done.stdout
+    assert f"the kernel refuses io_uring ({call}: Operation not permitted)" in done.stderr
+
+
+LOST = """
+import os, sys
+import torch
+from hf_zero.ops.files import FileQueue, OpenFile
+queue = FileQueue(1 << 12, 4, 1, "io_uring")
+file = OpenFile.open(sys.argv[1], create=True)
+data = torch.randint(0, 256, (64, 3 << 12), dtype=torch.uint8)
+out = torch.zeros_like(data)
+def move(call, rows):
+    return [call(file, at * data[0].nbytes, rows[at]) for at in range(len(rows))]
+writes = move(queue.write, data)
+for name in os.listdir("/proc/self/fd"):
+    place = f"/proc/self/fd/{name}"
+    if os.path.islink(place) and "io_uring" in os.readlink(place):
+        os.dup2(os.open("/dev/null", os.O_RDONLY), int(name))  # the kernel refuses it from now on
+for ticket in writes:
+    ticket.wait()
+for ticket in move(queue.read, out):
+    ticket.wait()
+assert torch.equal(out, data)
+again = move(queue.write, data.flip(0))
+queue.close()
+assert all(ticket.done() and not ticket.failed() for ticket in again)
+print("all is there")
+"""
 
 
 @pytest.mark.parametrize("core", NATIVE[:1])
-def test_threads_do_it_where_the_kernel_refuses_io_uring(core: str) -> None:
-    environment = {**os.environ, "HF_ZERO_LOG_LEVEL": "INFO"}
-    environment.pop("HF_ZERO_IO", None)
-    done = completed([sys.executable, "-c", SECCOMP], timeout=300, env=environment)
-    assert done.stdout.splitlines()[0] == "threads", done.stderr
-    assert "the kernel refuses (io_uring_setup: Operation not permitted)" in done.stdout
-    assert "the kernel refuses io_uring (io_uring_setup: Operation not permitted)" in done.stderr
+def test_transfers_go_on_where_the_kernel_refuses_the_ring_later(core: str, tmp_path: Path) -> None:
+    """The thread that uses it raised, which ended the process."""
+    done = completed([sys.executable, "-c", LOST, str(tmp_path / "file")], timeout=300)
+    assert done.returncode == 0 and done.stdout == "all is there\n", done.stderr
