@@ -44,6 +44,10 @@ SIZES: dict[str, Any] = {
     **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "num_layers": 1},
     **{"num_kv_shared_layers": 0},
 }  # fmt: skip
+DECODER = {
+    **{"d_model": 32, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "decoder_layers": 2},
+    **{"encoder_attention_heads": 4, "encoder_layers": 2},
+}  # fmt: skip
 # What these need beside, or otherwise.
 OTHERS: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"intermediate_size": [64, 64], "activation_sparsity_pattern": [0.0, 0.0]},
@@ -68,6 +72,19 @@ OTHERS: dict[str, dict[str, Any]] = {
         "head_dim": 12,
         "shared_experts_intermediate_size": 16,
     },
+    "gptj": {"rotary_dim": 4},
+    "codegen": {"rotary_dim": 4},
+    "gpt_neo": {
+        **{"num_layers": 2, "num_heads": 4, "window_size": 4},
+        "attention_types": [[["global", "local"], 1]],
+    },
+    "plbart": DECODER,
+    "whisper": DECODER,
+    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "xlnet": {"d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 64},
+    "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "bamba": {"attn_layer_indices": [1]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "qwen4_exp_text": {
         **{"indexer_budget": 8, "indexer_compress_ratio": 2, "indexer_n_heads": 4},
@@ -98,7 +115,8 @@ def tiny_config(name: str, **more: Any) -> Any:
         sizes |= {"head_dim": 4, "num_key_value_heads": 4}
     plain: Any = kind()
     kinds = list(dict.fromkeys(getattr(plain, "layer_types", None) or ()))
-    if kinds and "layer_types" in fields:
+    own = getattr(kind, getattr(kind, "attribute_map", {}).get("layer_types", "layer_types"), None)
+    if kinds and "layer_types" in fields and not isinstance(own, property):  # which is computed
         sizes["num_hidden_layers"] = max(2, len(kinds))
         sizes["layer_types"] = (kinds * 2)[: max(2, len(kinds))]
     made = kind(**{**sizes, **OTHERS.get(name, {}), **more})

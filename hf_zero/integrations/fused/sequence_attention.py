@@ -123,6 +123,8 @@ def _check(model: Any, ranks: int, tensor: int) -> None:
         refuse("it attends across two sequences", alone)
     if not model._can_set_attn_implementation():
         refuse("it computes attention outside transformers' AttentionInterface", alone)
+    if not (model._supports_sdpa or model._supports_flash_attn):
+        refuse("it has eager attention alone, or none", alone)
     kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
     if kinds:
         refuse(
