@@ -92,6 +92,13 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
 }
 
+# Types that those sizes do not make small, or that need more than tokens; none has a plan of tensor
+# parallelism, and of sequence parallelism those with states and convolutions are refused.
+NOT_SMALL = frozenset(
+    {"bamba", "blt", "falcon_h1", "gpt_neo", "mamba2", "plbart", "recurrent_gemma", "reformer"}
+    | {"whisper", "xlnet", "xmod", "zamba"}
+)
+
 
 def model_types(with_plan: bool = False) -> list[str]:
     """Those of one configuration; what holds a model of text beside others is there by that.

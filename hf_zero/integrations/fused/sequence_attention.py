@@ -28,8 +28,9 @@ from hf_zero.integrations.fused.replacement import Replacement
 from hf_zero.logs import log_rank0
 from hf_zero.ops.sparse_attention.layouts import HeadsOf
 from hf_zero.parallel.sequence.attention import KEY, attend, check_heads
-from hf_zero.parallel.sequence.batches import is_part
-from hf_zero.parallel.sequence.documents import Documents
+from hf_zero.parallel.sequence.batches import are_counted, is_part
+from hf_zero.parallel.sequence.documents import Documents, knows_positions
+from hf_zero.parallel.sequence.exchange import all_gather
 from hf_zero.parallel.sequence.sequence_parallel import SequenceParallel
 
 PREFIX = "hf_zero_sequence_"
@@ -75,7 +76,7 @@ def install(model: nn.Module, sequence: SequenceParallel) -> Replacement:
         owner.set_attn_implementation(core)
     _register(core)
     owner.set_attn_implementation(PREFIX + core)
-    forward = _Forward(sequence, PREFIX + core)
+    forward = _Forward(sequence, PREFIX + core, _counts(model))
     handles = [
         hook
         for each in inside
@@ -92,6 +93,16 @@ def install(model: nn.Module, sequence: SequenceParallel) -> Replacement:
             config._attn_implementation_internal = implementation
 
     return Replacement(PREFIX + core, "", undo)
+
+
+def _counts(model: nn.Module) -> Any:
+    """The embeddings of ``model`` that count positions by themselves, from behind ``padding_idx``
+    (RoBERTa's and its kin); None: from 0.
+    """
+    return next(
+        (each for each in model.modules() if hasattr(each, "create_position_ids_from_input_ids")),
+        None,
+    )
 
 
 def _core(model: Any, sequence: SequenceParallel) -> str:
@@ -121,7 +132,8 @@ def _check(model: Any, ranks: int, tensor: int) -> None:
     alone = f"set {KEY} to 1"
     if config.is_encoder_decoder:
         refuse("it attends across two sequences", alone)
-    if not model._can_set_attn_implementation():
+    eager = model.config._attn_implementation in (None, "eager")  # sdpa takes its place
+    if not model._can_set_attn_implementation() or (eager and not model._supports_sdpa):
         refuse("it computes attention outside transformers' AttentionInterface", alone)
     if not (model._supports_sdpa or model._supports_flash_attn):
         refuse("it has eager attention alone, or none", alone)
@@ -164,15 +176,15 @@ def _check(model: Any, ranks: int, tensor: int) -> None:
 class _Forward:
     """The forwards of one model: whether they are over parts of sequences, and of which."""
 
-    def __init__(self, sequence: SequenceParallel, name: str):
-        self._sequence, self._name = sequence, name
+    def __init__(self, sequence: SequenceParallel, name: str, counts: Any):
+        self._sequence, self._name, self._counts = sequence, name, counts
         self._depth = threading.local()
 
-    def begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         depth = self._depth.__dict__.setdefault("value", 0)
         self._depth.value = depth + 1
         if depth:
-            return
+            return None
         name, sequence = type(module).__name__, self._sequence
         if not (module.training or sequence.in_evaluation):
             if is_part(kwargs):
@@ -182,7 +194,7 @@ class _Forward:
                     "batch (in Accelerate prepare its loader in a call without the model), or pass "
                     "in_evaluation=True to hf_zero.sequence_parallel"
                 )
-            return
+            return None
         if module.config._attn_implementation != self._name:
             raise ConfigError(
                 f"the attention of {name} was {self._name} at initialize and is "
@@ -212,6 +224,21 @@ class _Forward:
             )
         _under_way.documents = replace(documents, number=sequence.number)
         _under_way.read = False
+        if self._counts is None or not are_counted(positions):
+            return None
+        return args, {**kwargs, "position_ids": self._counted(positions, inputs)}
+
+    def _counted(self, positions: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        """Positions as the model makes them, in the place of those from 0."""
+        embeddings, padding = self._counts, self._counts.padding_idx
+        tokens = inputs.get("input_ids")
+        if tokens is None:
+            return positions + padding + 1
+        dim = self._sequence.dim
+        own = tokens.ne(padding).sum(1, keepdim=True)
+        before = all_gather(dim, "tokens of rows", own)[: dim.rank].sum(0)
+        made: torch.Tensor = embeddings.create_position_ids_from_input_ids(tokens, padding, before)
+        return made
 
     def end(self, module: Any, args: Any, output: Any) -> None:
         self._depth.value -= 1
@@ -245,6 +272,9 @@ def _mask(core: str, *args: Any, **kwargs: Any) -> Any:
 
     documents = getattr(_under_way, "documents", None)
     if documents is not None:
+        if not knows_positions():  # one process would not tell documents apart, either
+            spans = Documents.one_a_row(documents.length).spans
+            documents = replace(documents, spans=spans)
         return documents.as_mask()
     return ALL_MASK_ATTENTION_FUNCTIONS[core](*args, **kwargs)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hf_zero.integrations import finder
+from hf_zero.parallel.sequence import documents
 
 KNOWN = "_hf_zero_pads"  # on a mask: (whether it masks anything out, its _version then)
 
@@ -40,7 +41,7 @@ def note_padding(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def drop_whole_masks(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``transformers.masking_utils._preprocess_mask_arguments``: a mask that is known to mask
-    nothing becomes None.
+    nothing becomes None. Notes whether it was given positions.
     """
 
     def _preprocess_mask_arguments(
@@ -49,6 +50,7 @@ def drop_whole_masks(original: Callable[..., Any]) -> Callable[..., Any]:
         encoder_hidden_states: Any = None,
     ) -> Any:  # fmt: skip
         pads = known_padding(attention_mask)
+        documents.note_positions(position_ids is not None)
         early, mask, packed, q_length, kv_length, q_offset, kv_offset = original(
             config,
             inputs_embeds,

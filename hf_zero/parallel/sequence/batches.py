@@ -25,8 +25,8 @@ from hf_zero.parallel.sequence.exchange import all_gather
 # an attribute of loaders: makes one that is shared out among groups; True of one that is
 SHARE = "_hf_zero_share"
 IGNORED = -100  # what losses of transformers ignore
-# an attribute of the position_ids of parts: the documents of the whole batch, and the version of
-# the tensor then
+# an attribute of the position_ids of parts: the documents of the whole batch, the version of the
+# tensor then, the tokens of that batch, and whether the positions were made here
 _PART = "_hf_zero_part"
 # Said by position_ids already, or of no use without a mask.
 _DROPPED = (
@@ -75,7 +75,7 @@ def cut(batch: Any, part: int, parts: int) -> dict[str, Any]:
     for name in _DROPPED:
         batch.pop(name, None)
     positions = batch.get("position_ids")
-    documents = None
+    documents, counted = None, positions is None
     if positions is None:
         positions = torch.arange(length, device=whole.device)[None]
         documents = Documents.one_a_row(length)
@@ -103,7 +103,7 @@ def cut(batch: Any, part: int, parts: int) -> dict[str, Any]:
         else value
         for name, value in batch.items()
     }
-    return _marked(cuts, documents, rows * length if mask is None else mask.sum())
+    return _marked(cuts, documents, rows * length if mask is None else mask.sum(), counted)
 
 
 def is_part(inputs: Mapping[str, Any]) -> bool:
@@ -117,23 +117,32 @@ def documents_of(positions: torch.Tensor) -> Documents | None:
     """The documents of the batch that ``positions`` is a part of, where the tensor is the one that
     :func:`cut` made, with the values it had then; None: its values have to be read.
     """
-    documents, version, _ = getattr(positions, _PART, (None, 0, 0))
+    documents, version, *_ = getattr(positions, _PART, (None, 0))
     return documents if version == positions._version else None
+
+
+def are_counted(positions: torch.Tensor) -> bool:
+    """Whether :func:`cut` has made ``positions``, from 0, of a batch that had none."""
+    _, version, _, counted = getattr(positions, _PART, (None, 0, 0, False))
+    return counted and version == positions._version
 
 
 def tokens_of(positions: Any) -> int | torch.Tensor | None:
     """The tokens without padding of the whole batch that ``positions``, a tensor that :func:`cut`
     made, is a part of; None of others.
     """
-    tokens: int | torch.Tensor | None = getattr(positions, _PART, (None, 0, None))[2]
+    tokens: int | torch.Tensor | None = getattr(positions, _PART, (None, 0, None, False))[2]
     return tokens
 
 
 def _marked(
-    part: dict[str, Any], documents: Documents | None, tokens: int | torch.Tensor | None
+    part: dict[str, Any],
+    documents: Documents | None,
+    tokens: int | torch.Tensor | None,
+    counted: bool,
 ) -> dict[str, Any]:
     positions = part["position_ids"]
-    setattr(positions, _PART, (documents, positions._version, tokens))
+    setattr(positions, _PART, (documents, positions._version, tokens, counted))
     return part
 
 
@@ -202,7 +211,8 @@ class SequenceBatches:
             for name, value in batch.items()
         }
         positions = batch["position_ids"]
-        return _marked(placed, documents_of(positions), tokens_of(positions))
+        counted = are_counted(positions)
+        return _marked(placed, documents_of(positions), tokens_of(positions), counted)
 
     def over(self, loader: Any, skip: int = 0) -> SequenceBatches:
         """The same of another ``loader``, without the first ``skip`` batches in the next

@@ -9,6 +9,7 @@ attention mask of transformers is boolean or a sum of scores; 4 dimensions of in
 from __future__ import annotations
 
 import itertools
+import threading
 import zlib
 from collections import defaultdict
 from dataclasses import dataclass
@@ -16,6 +17,19 @@ from dataclasses import dataclass
 import torch
 
 ALL_ROWS = -1
+_of_thread = threading.local()  # .has_positions: of the mask that was asked for last
+
+
+def note_positions(given: bool) -> None:
+    """Note that a model of this thread makes a mask, and whether it has ``given`` its positions."""
+    _of_thread.has_positions = given
+
+
+def knows_positions() -> bool:
+    """Whether the model that makes a mask in this thread hands over its position_ids, by which
+    transformers tells packed sequences apart. Some read them in their embeddings alone.
+    """
+    return getattr(_of_thread, "has_positions", True)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,59 @@
+"""Sequences split among two ranks, for every causal model type of transformers: as one process
+reads them, or refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hf_zero.errors import ConfigError
+from tests.helpers import oracle
+from tests.helpers.causal_zoo import NOT_SMALL, model_types, tiny
+from tests.helpers.ranks import RankFailed
+from tests.helpers.sequences import Ranks, SequenceJob, packed, padded, plain, train_on_threads
+from tests.helpers.training import At, Plan
+
+PLAN = Plan(ranks=1, steps=1)
+# positions behind the padding, in embeddings alone, rotary, in a table
+SOON = {"roberta", "opt", "biogpt", "llama", "gpt_neox"}
+
+
+def with_padding_inside(at: At) -> Any:
+    """The padding token among others, which have labels, as where it ends documents."""
+    batch = plain(at)
+    batch["input_ids"][0, [2, 6, 9]] = 0
+    batch["input_ids"][1, 12:] = 0
+    return batch
+
+
+BATCHES = {
+    "plain": plain,
+    "packed": packed,
+    "padded": padded,
+    "padding inside": with_padding_inside,
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in SOON else pytest.param(name, marks=pytest.mark.long)
+        for name in model_types()
+        if name not in NOT_SMALL
+    ],
+)
+def test_as_in_one_process(name: str, batch: str) -> None:
+    def make() -> Any:
+        return tiny(name, **({"pad_token_id": 1} if name == "roberta" else {}))
+
+    job = SequenceJob(make, BATCHES[batch])
+    try:
+        found, _ = train_on_threads(job, PLAN, Ranks(2), 1)
+    except RankFailed as failed:
+        assert isinstance(failed.__cause__, ConfigError)
+        assert name not in SOON
+        return
+    oracle.compare(found, oracle.run(job, PLAN))
