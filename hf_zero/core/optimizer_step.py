@@ -27,7 +27,7 @@ from hf_zero.optim.hyperparameters import scaled_rates
 from hf_zero.spans import span
 from hf_zero.storage.base import MASTER
 from hf_zero.storage.placement import ShardSpec, room_beside_a_step
-from hf_zero.units.flat_memory import ways_back
+from hf_zero.units.flat_memory import keeps_master, ways_back
 from hf_zero.units.gradient_buffer import GradientBuffer
 from hf_zero.units.gradient_offload import GradientOffload, NoGradientOffload
 from hf_zero.units.precision import Fp16LossScaler
@@ -302,7 +302,8 @@ class OptimizerStep:
                 room_beside_a_step(model.mesh.device), "room on the device"
             )
         )
-        chosen = model.placement.fitting(chunks, len(names), room)
+        with_master = {flat.key for flat in model.trainable if keeps_master(flat)}
+        chosen = model.placement.fitting(chunks, len(names), room, with_master)
         self.bound.bring_back(
             ways_back([flat for flat in model.trainable if flat.key in chosen], model.mesh.device)
         )

@@ -5,7 +5,7 @@ and for optimizer state.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,13 +147,16 @@ class Placement:
         """The first step has shown how much fits."""
         self._measured = True
 
-    def fitting(self, specs: Sequence[ShardSpec], moments: int, room: int) -> list[str]:
+    def fitting(
+        self, specs: Sequence[ShardSpec], moments: int, room: int, with_master: Collection[str]
+    ) -> list[str]:
         """Keys of the first offloaded flats whose fp32 state fits into ``room`` bytes of the
-        device, ``moments`` numbers an element.
+        device: ``moments`` numbers an element, a sum of gradients, and a master weight for those
+        ``with_master``.
         """
         chosen = []
         for spec in specs:
-            own_master = 0 if spec.dtype.itemsize >= 4 else 4
+            own_master = 4 if spec.key in with_master else 0
             room -= (own_master + 4 * moments + 4) * spec.numel
             if room < 0:
                 break

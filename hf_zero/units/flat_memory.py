@@ -134,7 +134,12 @@ def ways_back(flats: Sequence[FlatBuffer], device: torch.device) -> dict[str, Ca
     they lie next to each other.
     """
     masters = _arena(
-        [(flat.spec.owned_numel, torch.float32) for flat in flats if _needs_master(flat)], device
+        [
+            (flat.spec.owned_numel, torch.float64 if flat.dtype == torch.float64 else torch.float32)
+            for flat in flats
+            if keeps_master(flat)
+        ],
+        device,
     )
     alone = [flat for flat in flats if flat.gradient.accumulated_grad is None]
     grads = _arena(
@@ -147,7 +152,7 @@ def ways_back(flats: Sequence[FlatBuffer], device: torch.device) -> dict[str, Ca
     return {
         flat.key: partial(
             flat.move_states_to_device,
-            next(masters) if _needs_master(flat) else None,
+            next(masters) if keeps_master(flat) else None,
             next(grads) if flat.gradient.accumulated_grad is None else None,
         )
         for flat in flats
@@ -156,6 +161,11 @@ def ways_back(flats: Sequence[FlatBuffer], device: torch.device) -> dict[str, Ca
 
 def _needs_master(flat: FlatBuffer) -> bool:
     return flat.dtype in (torch.bfloat16, torch.float16) or flat.spec.sends_differences
+
+
+def keeps_master(flat: FlatBuffer) -> bool:
+    """Whether an update on the device keeps master weights of ``flat`` there beside its shard."""
+    return _needs_master(flat) or flat.is_away
 
 
 def _arena(

@@ -189,9 +189,18 @@ def test_bit_for_bit_as_on_the_device(way, stage, core, tmp_path):
 
 @pytest.mark.turns
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage, ranks, whole", [(1, 2, 0), (2, 1, 0), (3, 2, 0), (3, 2, 64)])
+@pytest.mark.parametrize(
+    "way, stage, ranks, whole",
+    [
+        ("optimizer on cpu", 1, 2, 0),
+        ("optimizer on cpu", 2, 1, 0),
+        ("optimizer on cpu", 3, 2, 0),
+        ("optimizer on cpu", 3, 2, 64),
+        ("all on cpu", 3, 2, 0),
+    ],
+)
 def test_what_fits_on_the_device_comes_back_after_the_first_step(
-    stage, ranks, whole, precision, tmp_path, monkeypatch
+    way, stage, ranks, whole, precision, tmp_path, monkeypatch
 ):
     """Device memory that the first step has left over takes the units that come first; training
     goes on as before.
@@ -199,10 +208,10 @@ def test_what_fits_on_the_device_comes_back_after_the_first_step(
     # for some of the flats of a rank, not all
     room = {"fp32": 12 * 12_000, "bf16": 16 * 12_000}[precision] * 2 // ranks
     monkeypatch.setattr(optimizer_step, "room_beside_a_step", lambda device: room)
-    homes, allocations = [], []
+    homes, allocations, taken = [], [], []
 
     def opener(model, optimizer, plan):
-        zero = offload("optimizer on cpu", stage, tmp_path, ratio="auto")
+        zero = offload(way, stage, tmp_path, ratio="auto")
         zero["stage3_param_persistence_threshold"] = whole
         config = config_of(stage, plan, zero_optimization=zero)
 
@@ -212,6 +221,11 @@ def test_what_fits_on_the_device_comes_back_after_the_first_step(
                 flats = [flat for flat in self.engine.flats if not flat.spec.persistent]
                 back = [flat for flat in flats if not flat.optimizer_shard.offloaded]
                 homes.append([flat in back for flat in flats])
+                masters = [flat for flat in back if flat.optimizer_shard.has_own_master]
+                taken.append(
+                    sum(12 * flat.spec.owned_numel for flat in back)
+                    + sum(4 * flat.spec.owned_numel for flat in masters)
+                )
                 allocations.append(
                     [
                         len(
@@ -236,6 +250,7 @@ def test_what_fits_on_the_device_comes_back_after_the_first_step(
         oracle.compare_mixed(got, oracle.mixed(job, plan, stage), exact, plan.dtype)
     assert all(sorted(each, reverse=True) == each for each in homes), "those that come first"
     assert sum(homes[-1]) > 1 and not all(homes[-1])
+    assert max(taken) <= room
     assert allocations[-1] == [1, 1], "neighbours, which one launch updates"
 
 
