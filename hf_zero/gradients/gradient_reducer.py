@@ -287,6 +287,8 @@ class GradientReducer:
         if not learns:
             return
         backward.shown.late = [unit.index for unit in late]
+        trainable = (flat for unit in backward.units for flat in unit.trainable)
+        backward.shown.brought = bool(late) or any(flat.gradient.used for flat in trainable)
         shown = self._mesh.all_gather_object(backward.shown, "what a backward has shown")
         again = {index for each in shown for index in each.late}
         if again:
@@ -295,8 +297,10 @@ class GradientReducer:
             if unit.index in again:
                 self._launch(unit)
         self._reductions.flush()
-        # While an older forward waits, units are not complete before the end, which shows nothing.
-        if not any(each.waits for each in shown):
+        # While an older forward waits, units are not complete before the end, which shows nothing;
+        # no more does a backward that brings no gradient.
+        brought = any(each.brought for each in shown)
+        if brought and not any(each.waits for each in shown):
             self._known.add(backward.key)
             gathers = self._gathers
             places, plan = (gathers.places, gathers.plan) if gathers is not None else ((0,), ())

@@ -95,6 +95,7 @@ class Shown:
 
     # an older forward still waits for its backward, so that units were not complete before the end
     waits: bool
+    brought: bool = False  # gradients to parameters, which torch.autograd.grad does not
     complete: list[int] = field(default_factory=list)  # in the order in which units became complete
     depths: dict[int, int] = field(default_factory=dict)  # gathers issued until then, by unit
     # units of which gradients came after their reduction was launched

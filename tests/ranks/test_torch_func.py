@@ -171,3 +171,38 @@ def test_vmap_alone_trains_at_every_stage(stage: int) -> None:
             )
 
     on_ranks(2, run)
+
+
+def _adapted(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The loss after one step of gradient descent, whose gradient counts as a constant: first-order
+    MAML (arXiv:1703.03400).
+    """
+    weights = dict(model.named_parameters())
+    inner = functional_call(model, weights, (x,)).pow(2).mean()
+    grads = torch.autograd.grad(inner, list(weights.values()))
+    fast = {name: p - 0.1 * g for (name, p), g in zip(weights.items(), grads)}
+    return functional_call(model, fast, (x,)).pow(2).mean()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_first_order_maml_trains_as_in_plain_torch(stage: int) -> None:
+    """A backward that brings no gradient to parameters shows nothing of those that do."""
+    plain = stack()
+    optimizer = plain_sgd(plain)
+    batches = [[floats(step, 0, rank, 3, 7) for rank in range(2)] for step in range(3)]
+    for batch in batches:
+        optimizer.zero_grad()
+        for x in batch:
+            (_adapted(plain, x) / 2).backward()
+        optimizer.step()
+
+    def run(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
+        engine = start(model, plain_sgd(model), config_of(stage))
+        for batch in batches:
+            engine.backward(_adapted(model, batch[rank]))
+            engine.step()
+        return full_weights(engine)
+
+    want = {name: p.detach() for name, p in plain.named_parameters()}
+    for weights in on_ranks(2, run):
+        compare_tensors("weights", weights, want)
