@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from hf_zero.activations.compile import to_be_compiled
@@ -29,7 +30,7 @@ from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.holding import release_holders
 from hf_zero.loading import give_values
-from hf_zero.logs import logger, set_level
+from hf_zero.logs import log_rank0, logger, set_level
 from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.optim.adopted import adopt
 from hf_zero.optim.build import build_optimizer
@@ -392,7 +393,12 @@ def _optimizer(
 
 def _scheduler(given: Any, config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> Any:
     if callable(given) and not hasattr(given, "step"):
-        return given(optimizer)
+        given = given(optimizer)
+    if isinstance(given, ReduceLROnPlateau):
+        log_rank0(
+            "lr_scheduler ReduceLROnPlateau takes a metric, which the engine does not have: call "
+            "its step(metric) where the script knows one; checkpoints hold its state"
+        )
     if given is None and config.scheduler is not None and optimizer is not None:
         return build_scheduler(config.scheduler, optimizer)
     return given

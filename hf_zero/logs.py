@@ -1,18 +1,28 @@
 """One logger for the whole package, named ``hf_zero``; ``HF_ZERO_LOG_LEVEL`` sets its level
-(default INFO).
+(default INFO), and so does ``HF_ZERO_LOG`` where the former is not set.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 def _rank_of(record: logging.LogRecord) -> bool:
     # when it is said: under srun and mpirun RANK is found after this import
     record.rank = os.environ.get("RANK", "0")
     return True
+
+
+LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+def level_in(environment: Mapping[str, str]) -> str:
+    """The level that the variables of ``environment`` set."""
+    asked = environment.get("HF_ZERO_LOG", "").lower()
+    default = asked if asked in LEVELS else "info"
+    return environment.get("HF_ZERO_LOG_LEVEL", default).upper()
 
 
 logger = logging.getLogger("hf_zero")
@@ -22,7 +32,7 @@ if not logger.handlers:
     _handler.addFilter(_rank_of)
     _handler.setFormatter(logging.Formatter("[hf-zero %(levelname)s rank %(rank)s] %(message)s"))
     logger.addHandler(_handler)
-    logger.setLevel(os.environ.get("HF_ZERO_LOG_LEVEL", "INFO").upper())
+    logger.setLevel(level_in(os.environ))
     logger.propagate = False
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-from hf_zero.logs import logger
+from hf_zero.logs import LEVELS, logger
 
 LOGS = {"": False, "debug": True, "debug:all": True}  # what HF_ZERO_LOG may be
 _started = time.perf_counter()
@@ -100,11 +100,14 @@ def _log(what: str, unit: str, nbytes: int, since: float) -> None:
 
 
 def log_steps(how: str) -> None:
-    """Log the order of steps as HF_ZERO_LOG says: ``debug``, ``debug:all``, or empty for not."""
+    """Log the order of steps as HF_ZERO_LOG says: ``debug``, ``debug:all``, or empty for not. The
+    name of another level sets that alone (logs.py).
+    """
     global logs, _everywhere
-    if how not in LOGS:
+    if how not in LOGS and how.lower() not in LEVELS:
         logger.warning(
-            "HF_ZERO_LOG=%s is not known and logs nothing: set it to debug (rank 0) or debug:all",
+            "HF_ZERO_LOG=%s is not known and logs nothing: set it to debug (rank 0), debug:all, or "
+            "the level of the log, such as error",
             how,
         )
     logs, _everywhere = LOGS.get(how, False), how == "debug:all"

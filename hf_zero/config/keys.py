@@ -220,7 +220,9 @@ _FEATURES = (
         "a learning rate by tokens read; write a scheduler",
         "total_layer_tokens warmup_layer_tokens",
     ),
-    switched("autotuning", "autotuning; `hf-zero propose` finds a configuration that fits"),
+    switched(
+        "autotuning", "autotuning; `hf-zero estimate MODEL --fit` finds a configuration that fits"
+    ),
     switched(
         "weight_quantization",
         "quantized weights; load quantised weights",

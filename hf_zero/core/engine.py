@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hf_zero.core.consolidate import consolidated, whole_state_dict
 from hf_zero.core.engine_parts import EngineParts
@@ -294,7 +295,9 @@ class TrainingEngine(EngineParts):
                 self.global_steps,
                 scaler.scale,
             )
-        if self.lr_scheduler is not None and not overflow:
+        # one that takes a metric is the script's to step
+        own = self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau)
+        if own and not overflow:
             self.lr_scheduler.step()
         self.techniques.end_step()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -659,3 +660,16 @@ def test_doctor_shows_why_the_autoload_failed(monkeypatch: pytest.MonkeyPatch) -
     assert [finding.detail for finding in doctor.examine() if finding.name == "autoload"] == [
         "ImportError: half an installation"
     ]
+
+
+def test_every_command_that_is_named_exists() -> None:
+    """In messages, docstrings and documents."""
+    there = {str(command.name) for command in app.registered_commands}
+    files = [*ROOT.glob("hf_zero/**/*.py"), *ROOT.glob("hf_zero/**/*.md"), *ROOT.glob("*.md")]
+    named = {
+        (name, path.relative_to(ROOT))
+        for path in files
+        for name in re.findall(r"`hf-zero ([a-z][a-z-]*)", path.read_text())
+    }
+    assert len({name for name, _ in named}) >= 5
+    assert {(name, path) for name, path in named if name not in there} == set()

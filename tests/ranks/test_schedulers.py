@@ -123,3 +123,36 @@ def test_a_rate_that_a_script_has_written_is_there_after_a_load(tmp_path):
         assert group["lr"] == engine.lr_scheduler.get_last_lr()[0] != 0.25
 
     on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("form", ["object", "callable"])
+def test_a_schedule_that_takes_a_metric_is_the_scripts_to_step(form):
+    """The same losses give the same rates, with the state of the schedule in checkpoints."""
+    metrics = [1.0, 1.0, 0.5, 0.5]
+
+    def plateau(optimizer):
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+
+    rates = []
+
+    def run(rank, model):
+        import hf_zero
+
+        optimizer = plain_sgd(model)
+        given = plateau if form == "callable" else plateau(optimizer)
+        engine, _, _, schedule = hf_zero.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=given, config=config_of(2)
+        )
+        for step, metric in enumerate(metrics):
+            engine.backward(squared(engine, At(step, 0, rank)))
+            engine.step()
+            schedule.step(metric)
+            rates.append(engine.get_lr()[0])
+
+    on_ranks(1, run)
+    theirs = plain_sgd(torch.nn.Linear(1, 1))
+    alone, wanted = plateau(theirs), []
+    for metric in metrics:
+        alone.step(metric)
+        wanted.append(theirs.param_groups[0]["lr"])
+    assert rates == wanted and wanted[0] > wanted[-1]

@@ -10,7 +10,7 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from hf_zero import spans
-from hf_zero.logs import logger
+from hf_zero.logs import level_in, logger
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.stacks import on_ranks, squared
@@ -122,9 +122,19 @@ def test_ranks_but_the_first_log_where_all_are_asked_for(lines, monkeypatch):
 def test_another_value_of_the_variable_is_named(lines):
     spans.log_steps("1")
     assert lines == [
-        "HF_ZERO_LOG=1 is not known and logs nothing: set it to debug (rank 0) or debug:all"
+        "HF_ZERO_LOG=1 is not known and logs nothing: set it to debug (rank 0), debug:all, or "
+        "the level of the log, such as error"
     ]
     assert not spans.logs
+
+
+@pytest.mark.parametrize("asked", ["error", "WARNING", "info"])
+def test_the_variable_may_name_a_level_of_the_log(lines, asked):
+    assert level_in({"HF_ZERO_LOG": asked}) == asked.upper()
+    assert level_in({"HF_ZERO_LOG": asked, "HF_ZERO_LOG_LEVEL": "critical"}) == "CRITICAL"
+    assert level_in({}) == level_in({"HF_ZERO_LOG": "1"}) == "INFO"
+    spans.log_steps(asked)
+    assert not lines and not spans.logs
 
 
 def calls_of_a_step(depth, **more):

@@ -234,7 +234,7 @@ TOP = (
             BY_HOSTS,
             "LAUNCHER_CLASSES parse_node_config parse_node_config_list apply_num_nodes_and_gpus",
         ),
-        left_out("choose the configuration yourself: `hf-zero propose`", "run_autotuning"),
+        left_out("choose the configuration yourself: `hf-zero estimate --fit`", "run_autotuning"),
         left_out(
             CONSTANT,
             "DLTS_HOSTFILE EXPORT_ENVS EXCLUDE_ENVS DEEPSPEED_ENVIRONMENT_PATHS PDSH_MAX_FAN_OUT",
