@@ -280,15 +280,14 @@ class GradientReducer:
         if late and backward.key in self._known:
             raise PartitionError(
                 f"gradients of {[unit.label for unit in late]} came after their reduction had "
-                "started, which the first backward of this kind "
-                "did not show; compute what uses these parameters outside their module after the "
-                "forward, or from the first backward on (times 0)"
+                "started, which the first backward of this kind did not show; compute what uses them "
+                "outside their module after the forward, or from the first backward on (times 0)"
             )
         if not learns:
             return
         backward.shown.late = [unit.index for unit in late]
-        trainable = (flat for unit in backward.units for flat in unit.trainable)
-        backward.shown.brought = bool(late) or any(flat.gradient.used for flat in trainable)
+        used = (flat.gradient.used for unit in backward.units for flat in unit.trainable)
+        backward.shown.brought = bool(late) or any(used)
         shown = self._mesh.all_gather_object(backward.shown, "what a backward has shown")
         again = {index for each in shown for index in each.late}
         if again:
@@ -297,10 +296,8 @@ class GradientReducer:
             if unit.index in again:
                 self._launch(unit)
         self._reductions.flush()
-        # While an older forward waits, units are not complete before the end, which shows nothing;
-        # no more does a backward that brings no gradient.
-        brought = any(each.brought for each in shown)
-        if brought and not any(each.waits for each in shown):
+        # While an older forward waits, units are not complete before the end, which shows nothing.
+        if any(each.brought for each in shown) and not any(each.waits for each in shown):
             self._known.add(backward.key)
             gathers = self._gathers
             places, plan = (gathers.places, gathers.plan) if gathers is not None else ((0,), ())

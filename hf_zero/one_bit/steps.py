@@ -380,7 +380,7 @@ class OneBitSteps:
                 "such blocks are held to %g learning rates (root mean square). The freeze came too "
                 "early: give a larger freeze_step, or take compressed_communication.bits: 4",
                 self._made,
-                self._frozen_at,
+                next(at for at in range(self._made, -1, -1) if self._one_bit.is_dense(at)),
                 limit,
             )
 
