@@ -280,7 +280,7 @@ class GradientReducer:
         if late and backward.key in self._known:
             raise PartitionError(
                 f"gradients of {[unit.label for unit in late]} came after their reduction had "
-                "started, which the first backward of this kind did not show; compute what uses them "
+                "started, unlike in the first backward of this kind; compute what uses them "
                 "outside their module after the forward, or from the first backward on (times 0)"
             )
         if not learns:
