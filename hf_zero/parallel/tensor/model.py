@@ -17,6 +17,7 @@ from hf_zero.loading import make_pending
 from hf_zero.parallel.cutting import cut
 from hf_zero.parallel.tensor import layers
 from hf_zero.parallel.tensor.axis import TensorAxis
+from hf_zero.parallel.tensor.caches import EnteringCaches
 from hf_zero.parallel.tensor.cutting import TensorParallel, cut_layers, cuts_for
 from hf_zero.parallel.tensor.dropout import OwnRandomNumbers
 from hf_zero.parallel.tensor.dtensors import unwrap
@@ -124,6 +125,7 @@ def tensor_parallel(
     if RECORD not in inner.__dict__:
         inner.__dict__[RECORD] = record
         record.agreement.watch(inner)
+        EnteringCaches(record.axis).watch(inner)
     if whole is not None:
         record.is_verified = True
         Verification(whole, record.axis).watch(inner)
