@@ -30,6 +30,7 @@ SWITCH = "HF_ZERO_TRACEBACK"
 OFF = {"", "0", "false", "off", "no"}
 WAIT_SECONDS = 2.0
 PACKAGE = Path(__file__).resolve().parent
+COMMANDS = Path(sys.executable).parent  # accelerate, torchrun and the like
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 # asked about errors of others: what to report in their place, None where nothing is known
 explanations: list[Callable[[BaseException], Exception | None]] = []
@@ -93,6 +94,7 @@ def _line_of_the_script(trace: TracebackType | None) -> str:
         inside = (
             "site-packages" in file
             or file.startswith("<")
+            or Path(file).parent == COMMANDS
             or Path(file).resolve().is_relative_to(PACKAGE)
         )
         if not inside:

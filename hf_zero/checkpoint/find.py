@@ -124,6 +124,11 @@ def latest_tag(root: AnyPath) -> str:
             content = file.read(LONGEST_LATEST)
         name = content.decode().strip()
     except (OSError, UnicodeDecodeError) as error:
+        if not is_remote(root) and not root.exists():
+            raise CheckpointError(
+                f"no checkpoint in {root}: there is no such folder (looked for {root.resolve()}); "
+                "pass the folder that was given to save_checkpoint or save_state"
+            ) from None
         raise CheckpointError(
             f"no checkpoint in {root}: {path} is missing or unreadable; {_remedy(root)}"
         ) from error

@@ -30,6 +30,11 @@ def test_what_cannot_be_a_tag(tag):
         find.check_tag(tag)
 
 
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no such folder \(looked for .*nothere\); pass"):
+        find.locate(tmp_path / "nothere")
+
+
 def test_any_other_name_is_a_tag():
     assert [find.check_tag(tag) for tag in ("global_step5", "best model", 7)] == [
         "global_step5",

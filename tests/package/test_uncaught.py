@@ -50,6 +50,14 @@ def test_a_rank_says_what_is_wrong_and_where(seen, monkeypatch, capsys) -> None:
     )
 
 
+def test_a_command_of_the_environment_is_no_line_of_the_script() -> None:
+    command = compile("raise ConfigError('wrong')", str(uncaught.COMMANDS / "accelerate"), "exec")
+    with pytest.raises(ConfigError) as raised:
+        exec(command, {"ConfigError": ConfigError})
+    trace = raised.value.__traceback__.tb_next  # the frame of the command itself
+    assert "  at " not in uncaught.described(raised.value, trace)
+
+
 def test_errors_of_others_go_to_the_hook_that_was_there(seen, monkeypatch) -> None:
     monkeypatch.setenv("RANK", "1")
     ConfigError("made, not raised")

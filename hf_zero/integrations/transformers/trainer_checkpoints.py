@@ -30,7 +30,7 @@ from hf_zero.integrations.checkpoint_folders import (
     warn_lost_random_states,
 )
 from hf_zero.integrations.transformers.trainer_route import under_zero
-from hf_zero.logs import logger
+from hf_zero.logs import listed, logger
 
 PREFIX = "checkpoint-"
 ASIDE = "_hf-zero-dropped-"  # a name that the Trainer does not push to the hub
@@ -53,7 +53,7 @@ def whole_to_resume(trainer: Any, wanted: Any) -> Any:
         folder = None if found is None else Path(found)
     else:
         folder = Path(wanted)
-        decide_on_rank_0(lambda: _refuse_torn(folder))
+        decide_on_rank_0(lambda: _refuse_torn(folder, output))
     if folder is None:
         return wanted  # the Trainer says that there is none
     if folder.is_dir() and has_engine_checkpoint(folder):
@@ -63,7 +63,14 @@ def whole_to_resume(trainer: Any, wanted: Any) -> Any:
     return str(folder)
 
 
-def _refuse_torn(folder: Path) -> None:
+def _refuse_torn(folder: Path, output: Path) -> None:
+    if not folder.exists():
+        there = [each.name for each in numbered_folders(output, PREFIX)]
+        raise CheckpointError(
+            f"resume_from_checkpoint={str(folder)!r}: there is no such folder (looked for "
+            f"{folder.resolve()}); {output} holds {listed(there) or 'no checkpoint'}: pass the "
+            "path of one, or True for the last"
+        )
     if not (folder.is_dir() and (has_engine_checkpoint(folder) or (folder / STATE).is_file())):
         return  # the Trainer says better what a folder is that it has not written
     said = trainer_folder_error(folder)

@@ -128,6 +128,18 @@ def test_without_any_the_trainer_says_so(tmp_path: Path) -> None:
         routed("ours", 2, tmp_path).train(resume_from_checkpoint=True)
 
 
+def test_a_folder_that_is_not_there_is_refused_with_those_that_are(
+    whole: Any, tmp_path: Path
+) -> None:
+    folder = copied(whole, tmp_path)
+    run = routed("ours", 2, folder)
+    with pytest.raises(
+        CheckpointError,
+        match=r"checkpoint-9': there is no such folder.*holds checkpoint-4, checkpoint-3",
+    ):
+        run.train(resume_from_checkpoint=str(folder / "checkpoint-9"))
+
+
 def test_a_torn_one_asked_for_by_name_is_refused_with_the_whole_one(
     whole: Any, tmp_path: Path
 ) -> None:
