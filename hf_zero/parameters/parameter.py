@@ -142,6 +142,8 @@ class OwnedParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if value is self:
+            return  # as modules do that are moved where they are
         flat = self.__dict__.get("_hf_zero_flat")
         if (
             flat is None
@@ -273,8 +275,11 @@ _post_accumulate_grad_hooks output_nr retains_grad size dim numel nelement eleme
 ndimension is_floating_point is_complex is_contiguous is_inference is_same_size register_hook
 register_post_accumulate_grad_hook get_device __hash__ __len__ __get_device is_signed has_names
 grad_dtype is_distributed is_sparse_csr _is_view _has_symbolic_sizes_strides
+_has_compatible_shallow_copy_type
 """
 METADATA = frozenset(_METADATA.split())  # what may be asked of a parameter whose values are away
+# what module.to() and its kin call; they return the tensor itself where it has the dtype and device
+CONVERSIONS = frozenset(("to", "cpu", "cuda", "xpu", "float", "half", "bfloat16", "double", "type"))
 
 
 def _refuse(parameter_name: str, operation: str) -> ReleasedParameterError:
@@ -379,6 +384,10 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
             engine = flat.engine()
             if engine is not None and engine.gather_on_use(flat.unit):
                 return func(*args, **kwargs)
+            if name in CONVERSIONS and released is args[0]:
+                probe = torch.empty(0, dtype=released.dtype, device=released.device)
+                if func(probe, *args[1:], **kwargs) is probe:
+                    return released
             # adapters read the weights they are made for, on all ranks alike
             if engine is not None and engine.shard_only:
                 with engine.gathered(flat.unit):

@@ -209,3 +209,36 @@ def test_swap_tensors_of_a_released_parameter():
             torch.utils.swap_tensors(model.head.weight, torch.nn.Parameter(torch.zeros(5, 32)))
 
     on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("move", ["to", "cpu", "float", "to dtype"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_new_module_around_a_parameter_is_moved_to_where_that_is(stage, move):
+    """LoRA layers of scripts take the weight of a linear layer, and are moved to its device."""
+
+    class Adapter(torch.nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = weight
+            self.down = torch.nn.Parameter(torch.zeros(3, weight.shape[1], dtype=torch.float64))
+
+    moves = {
+        "to": lambda module: module.to("cpu"),
+        "cpu": lambda module: module.cpu(),
+        "float": lambda module: module.float(),
+        "to dtype": lambda module: module.to(torch.float32),
+    }
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(stage))
+        weight = model.blocks[0].up.weight
+        moved = moves[move](Adapter(weight))
+        assert moved.weight is weight
+        assert moved.down.dtype == (torch.float64 if move in ("to", "cpu") else torch.float32)
+        if stage == 3:
+            with pytest.raises(ReleasedParameterError, match=NAME):
+                Adapter(weight).half()
+        engine.backward(squared(engine, At(0, 0, rank)))
+        engine.step()
+
+    on_ranks(RANKS, run)
