@@ -136,6 +136,8 @@ class EngineParts(AroundModel):
             self.publish_scale()
         with sharded.schedule.shards.writing():
             pass  # what the partition wrote
+        if sharded.schedule.gathers:
+            sharded.schedule.shards.serve()
         installed.callback(self.techniques.remove)
         self.techniques.install(self)
 
@@ -252,3 +254,5 @@ class EngineParts(AroundModel):
             ending.callback(self.sharded_model.release, gather)
             ending.callback(self.stop_requests.restore_handlers)
             ending.callback(self.optimizer_step.close)
+            if not gather:
+                ending.callback(self.mesh.serve_until_nobody_asks)

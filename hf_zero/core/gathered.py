@@ -101,6 +101,7 @@ class GatheredParameters:
         for unit, engine in units.items():
             watched = unit.guard.watched
             self._gathered.enter_context(engine.gathered(unit))
+            self._gathered.callback(engine.schedule.shards.end_asking)
             if not watched:
                 unit.take_user_writes()  # those of a forward, which are not this context's
             self._gathered.callback(unit.drop_user_writes)

@@ -318,6 +318,7 @@ class ModuleGuards:
             self._schedule.unpin(unit)
         if not self._entered:
             self._copies = {}
+            self._schedule.shards.end_asking()
         return module
 
     def _before_load(

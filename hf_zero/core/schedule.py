@@ -174,8 +174,6 @@ class Schedule:
             under_way.plan = self._plans[under_way.key] = plan
             under_way.cursor = len(plan)
             self._issued = under_way
-            if self._mesh.shard.size > 1:
-                self.shards.serve()
         else:
             self.issue_through(len(under_way.plan))
 
@@ -307,13 +305,12 @@ class Schedule:
     def pin(self, unit: Unit) -> None:
         """Keep ``unit`` whole until :meth:`unpin`. All ranks must pin together."""
         unit.pins += 1
-        if self._pass is None and unit.pins == 1 and unit.sharded:
-            if unit.state is not State.RELEASED and unit not in self._kept:
-                # It is here by chance (a graph that lives on, say), which other ranks may not
-                # share: they need this one to join.
-                self._agree_on_gather(GATHER, unit)
-            elif unit.state is not State.RELEASED and unit.is_rounded:
-                unit.launch_gather(exact=True)
+        here = unit.sharded and unit.state is not State.RELEASED
+        known = unit in self._kept and not unit.is_rounded
+        if self._pass is None and unit.pins == 1 and here and not known:
+            # It is here by chance (a graph that lives on, say), which other ranks may not share:
+            # they need this one to join. Or it is rounded.
+            self._agree_on_gather(GATHER, unit)
         self.ensure_gathered(unit, for_script=True)
 
     def unpin(self, unit: Unit) -> None:
@@ -366,7 +363,7 @@ class Schedule:
 
     def _agree_on_gather(self, kind: int, unit: Unit | None) -> bool:
         """Agree with the other ranks on the next gather and issue it; False when all of them are
-        at the end.
+        at the end. Outside passes a rank that is alone fetches ``unit``.
         """
         under_way = self._pass
         sign = 1 if under_way is not None and under_way.backward else -1
@@ -375,7 +372,14 @@ class Schedule:
         if consensus is not None:
             reductions = self.reductions
             launched = reductions.launched if reductions is not None else 0
-            agreed = consensus.gathers.agree(self._where(), wish, self._say, launched)
+            if under_way is None and unit is not None:
+                found = consensus.gathers.agree_or_leave(self._where(), wish, self._say)
+                if found is None:
+                    self.shards.fetch(unit, alone=True)
+                    return True
+                agreed = found
+            else:
+                agreed = consensus.gathers.agree(self._where(), wish, self._say, launched)
             if reductions is not None:
                 reductions.land_launched(consensus.gathers.all_launched)
         if agreed[0] == END:

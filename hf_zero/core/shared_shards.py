@@ -69,10 +69,19 @@ class SharedShards:
             stream.wait_event(written)
             return self._units[index].chunk_bytes()
 
-    def fetch(self, unit: Unit) -> None:
-        """Gather ``unit`` although the others follow an order that does not hold it."""
+    def fetch(self, unit: Unit, alone: bool = False) -> None:
+        """Gather ``unit`` although the others follow an order that does not hold it; ``alone``:
+        outside passes, where no other rank asks for it, the values as they are.
+        """
         consensus = self._mesh.consensus
         assert consensus is not None
         peers = sorted({rank for flat in unit.sharded for rank in flat.axis.peers})
         size = sum(flat.layout.chunk * flat.dtype.itemsize for flat in unit.sharded)
-        unit.fill(consensus.fetches.fetch(unit.index, unit.label, peers, size))
+        fetches = consensus.fetches
+        fetch = fetches.fetch_alone if alone else fetches.fetch
+        unit.fill(fetch(unit.index, unit.label, peers, size), exact=alone)
+
+    def end_asking(self) -> None:
+        """What this rank has fetched alone is complete: the other ranks may end."""
+        if self._mesh.consensus is not None:
+            self._mesh.consensus.gathers.end_asking()

@@ -82,6 +82,11 @@ class CollectiveLog:
         """Let go of the communicator; what this rank has issued stays known."""
         self.abort = lambda: None
 
+    def withdraw(self) -> None:
+        """Take back the last collective, which no rank has met."""
+        self.sequence_number -= 1
+        self.recent.pop()
+
 
 @dataclass
 class CollectiveStats:

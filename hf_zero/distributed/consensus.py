@@ -5,7 +5,10 @@ While an order of gathers is recorded, the ranks agree before every gather
 (:class:`GatherAgreement`), and all of them issue what was agreed. Later a rank may need a unit that
 the order does not hold while the others follow the order. It must not issue a collective that no
 rank joins: it fetches the others' shards through the store, from a thread that each rank keeps for
-that (:class:`ShardFetches`). Such a fetch is slow, and its values are those of the gather. The
+that (:class:`ShardFetches`). Such a fetch is slow, and its values are those of the gather. So does
+a rank that asks outside passes for what no other rank asks for: rank 0 alone calls ``state_dict``,
+while the others are in a pass, wait for it in a collective, or have ended their scripts, which they
+do not before every rank is there (:meth:`GatherAgreement.agree_or_leave`). The
 orders are recorded anew after a step that is the same for all ranks (:class:`StepEvents`). In the
 same way all ranks learn that one of them was asked to stop, and that a save of rank 0 in the
 background has failed.
@@ -43,7 +46,8 @@ class Consensus:
         log = log or CollectiveLog("agreements", ranks, timeout, native=False)
         self.gathers = GatherAgreement(store, rank, ranks, waits, log)
         self.steps = StepEvents(store, rank, ranks, waits)
-        self.fetches = ShardFetches(store, rank, self.steps)
+        awaited = self.gathers.is_awaited_by
+        self.fetches = ShardFetches(store, rank, ranks, self.steps, waits, awaited)
 
     def close(self, why: str = ENDED) -> None:
         """Answer other ranks no more, and let those that ask see ``why``."""

@@ -154,6 +154,11 @@ class Mesh:
         sums = () if self.sums.each is self.shard else (self.sums.each,)
         return [axis for axes in (*of_flats, sums) for axis in axes if axis is not None]
 
+    def serve_until_nobody_asks(self) -> None:
+        """Return when no other rank asks alone for this rank's shards, which are about to go."""
+        if self.consensus is not None:
+            self.consensus.fetches.serve_until_nobody_asks()
+
     def close(self, groups: bool = True, why: str = "destroyed its engine") -> None:
         """Let go of threads and, with ``groups``, of the process groups; collectives of this
         mesh end here.

@@ -29,6 +29,7 @@ PATIENCE_SECONDS = 5.0  # for the post of a rank whose connection was lost
 # that a rank which fails waits until the others have read of it, and they for it to end first
 WAIT_FOR_PEERS_SECONDS = 4.0
 POLL_SECONDS = 0.05
+SCRIPT = "script"  # the state of a rank whose script waits in a collective of its own
 
 
 class RankStatus:
@@ -164,6 +165,20 @@ class RankStatus:
                     "why": "",
                 }
         return diagnose_hang(self.rank, self.post(pending), posts, stuck_in)
+
+    def is_elsewhere(self, rank: int) -> bool:
+        """Whether ``rank`` comes nowhere before this rank goes on: it has ended, waits in a
+        collective that this rank has not issued, or waits in one of its script's own.
+        """
+        posts = self._read()
+        if posts is None or self._dead(rank):
+            return True
+        post = posts.get(rank, {"state": "here"})
+        if post["state"] in (*OVER, "ended", SCRIPT):
+            return True
+        log, number, _, needs = post.get("wait", ("", 0, "", ()))
+        own = self.logs.get(log)
+        return own is not None and self.rank in needs and own.sequence_number <= number
 
     def missing_ranks(self, pending: PendingCollective) -> list[int]:
         """The ranks that ``pending`` needs and that are not known to have issued it: who waits in

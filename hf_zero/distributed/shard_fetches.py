@@ -5,14 +5,24 @@ that serves this rank's.
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from hf_zero.distributed import watchdog
 from hf_zero.distributed.step_events import StepEvents
-from hf_zero.distributed.store_wait import ENDED, POLL_SECONDS, publish_closed
+from hf_zero.distributed.store_wait import (
+    ENDED,
+    POLL_SECONDS,
+    StoreWait,
+    leaving,
+    publish_closed,
+)
+from hf_zero.errors import RankMismatchError
 from hf_zero.logs import logger
 
 JOIN_SECONDS = 5.0
@@ -38,13 +48,26 @@ class Serving:
 class ShardFetches:
     """One rank's side of it: :meth:`fetch` reads the others' shards, :meth:`serve` gives its own.
 
-    ``events`` carries the requests, and has the orders recorded anew.
+    ``events`` carries the requests of passes, and has the orders recorded anew.
     """
 
-    def __init__(self, store: Any, rank: int, events: StepEvents):
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        ranks: Sequence[int],
+        events: StepEvents,
+        waits: StoreWait,
+        awaited: Callable[[int], bool],
+    ):
+        """``awaited``: whether a rank asks alone for values."""
         self._store = store
         self._rank = rank
+        self._others = [each for each in ranks if each != rank]
         self._events = events
+        self._waits = waits
+        self._alone = False  # whether this rank has asked alone
+        self._awaited = awaited
         self._writes = threading.RLock()  # held while shards are written or read
         self.epoch = 0  # writes of shards so far
         self._fetched = 0  # units
@@ -57,6 +80,37 @@ class ShardFetches:
         """
         self._warn(label)
         number = self._events.request(unit, self.epoch, peers, f"serve {label}")
+        return self._read(number, peers, size)
+
+    def fetch_alone(
+        self, unit: int, label: str, peers: Sequence[int], size: int
+    ) -> dict[int, bytes]:
+        """As :meth:`fetch`, outside passes: no order changes, and no rank but ``peers`` need know.
+        Raises RankMismatchError where one of them cannot serve; nothing is told to the others.
+        """
+        if not self._alone:
+            self._alone = True
+            logger.warning(
+                "rank %d asks for %s while the other ranks do something else: its values are "
+                "fetched through the store, which is slow; call state_dict() on all ranks "
+                "together to gather them",
+                self._rank,
+                label,
+            )
+        number = self._store.add("fetch/n", 1)
+        asked = (self._rank, unit, self.epoch, 1, *peers)
+        self._store.set(f"fetch/{number}", "|".join(map(str, asked)))
+        for peer in peers:
+            key = f"fetch/{number}/ack/{peer}"
+            answer = self._waits.wait(key, {peer: key}, f"serve {label}")
+            self._store.delete_key(key)
+            if answer.startswith("!"):
+                raise RankMismatchError(
+                    f"rank {peer} could not serve {label}: {answer[1:]}; its log says where"
+                )
+        return self._read(number, peers, size)
+
+    def _read(self, number: int, peers: Sequence[int], size: int) -> dict[int, bytes]:
         got: dict[int, bytes] = {}
         for peer in peers:
             parts = []
@@ -107,6 +161,7 @@ class ShardFetches:
                 daemon=True,
             )
             _serving.add(self.serving)
+            _owners.add(self)
             self.serving.thread.start()
 
     @contextmanager
@@ -124,13 +179,17 @@ class ShardFetches:
         number: int,
         unit: int,
         epoch: int,
+        alone: int,
         peers: Sequence[int],
         read: Callable[[int, int], bytes],
     ) -> None:
         """Serve request ``number`` through ``store``, the serving thread's own client: this rank's
         shard, if it is among ``peers``, and the step that this rank is at, or what went wrong.
         """
-        rank, step = self._rank, self._events.hear(number)
+        rank = self._rank
+        if alone and rank not in peers:
+            return
+        step = 0 if alone else self._events.hear(number)
         try:
             with self._writes:
                 data = read(unit, epoch) if rank in peers else b""
@@ -142,6 +201,34 @@ class ShardFetches:
             store.set(f"fetch/{number}/{part}/{rank}", data[part * PART : (part + 1) * PART])
         store.set(f"fetch/{number}/ack/{rank}", str(step))
 
+    def serve_until_nobody_asks(self) -> None:
+        """Return when no other rank that lives asks alone for values: this rank is about to end
+        its engine.
+        """
+        if self.closed or self.serving.thread is None:
+            return
+        self._linger(
+            lambda: any(
+                self._awaited(rank) and not self._waits.is_over(rank) for rank in self._others
+            )
+        )
+
+    def serve_until_others_end(self) -> None:
+        """Return when each other rank has ended its engine or its script, or waits for something
+        that no rank which ends will join.
+        """
+        if not self.closed and self.serving.thread is not None:
+            self._linger(lambda: not all(map(self._waits.elsewhere, self._others)))
+
+    def _linger(self, while_true: Callable[[], bool]) -> None:
+        limit = time.monotonic() + self._waits.timeout
+        try:
+            self._store.set(leaving(self._rank), "")
+            while while_true() and time.monotonic() < limit:
+                time.sleep(POLL_SECONDS)
+        except RuntimeError:
+            pass  # the store is gone: no rank can ask
+
     def close(self, why: str = ENDED) -> None:
         """Serve no more, and let ranks that ask see ``why``."""
         if not self.closed:
@@ -150,13 +237,18 @@ class ShardFetches:
 
 
 _serving: weakref.WeakSet[Serving] = weakref.WeakSet()
+_owners: weakref.WeakSet[ShardFetches] = weakref.WeakSet()
 
 
 @atexit.register
 def _end_threads() -> None:
-    """A thread that comes back from the store's C++ while the interpreter shuts down aborts the
-    process: end them before.
+    """Serve until no rank can ask any more, unless this one has failed; then end the threads: one
+    that comes back from the store's C++ while the interpreter shuts down aborts the process.
     """
+    watchdog.leave()
+    if getattr(sys, "last_exc", None) is None and getattr(sys, "last_value", None) is None:
+        for fetches in list(_owners):
+            fetches.serve_until_others_end()
     ending = list(_serving)
     for each in ending:
         each.ending.set()
@@ -207,9 +299,9 @@ def _serve_until_closed(
                 number += 1
             ready = [entry for entry in waiting if entry[1][2] <= fetches.epoch]
             waiting = [entry for entry in waiting if entry not in ready]
-            for each, (requester, unit, epoch, *peers) in ready:
+            for each, (requester, unit, epoch, alone, *peers) in ready:
                 if requester != rank:
-                    fetches.answer(store, each, unit, epoch, peers, reader)
+                    fetches.answer(store, each, unit, epoch, alone, peers, reader)
         except RuntimeError:
             return  # the store is gone: the job is over
         pause = POLL_SECONDS if found or waiting else min(1.5 * pause, IDLE_SECONDS)

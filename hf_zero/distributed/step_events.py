@@ -62,7 +62,9 @@ class StepEvents:
         cannot, or does not answer; those that have answered raise it at the end of their step.
         """
         number = self._store.add("fetch/n", 1)
-        self._store.set(f"fetch/{number}", "|".join(map(str, (self._rank, about, epoch, *peers))))
+        self._store.set(
+            f"fetch/{number}", "|".join(map(str, (self._rank, about, epoch, 0, *peers)))
+        )
         steps = [self._step]
         try:
             for rank in self._ranks:

@@ -24,7 +24,7 @@ class StoreWait:
     def __init__(self, store: Any, rank: int, timeout: float, watchdog: Watchdog):
         self._store = store
         self._rank = rank
-        self._timeout = timeout
+        self.timeout = timeout
         self._watchdog = watchdog
 
     def wait(
@@ -41,27 +41,67 @@ class StoreWait:
         Raises RankMismatchError where one of them has ended, at the timeout, and for what the
         watchdog finds.
         """
+        value = self.wait_or_leave(key, arrivals, what, pending, may_leave=False)
+        assert value is not None
+        return value
+
+    def wait_or_leave(
+        self,
+        key: str,
+        arrivals: Mapping[int, str],
+        what: str,
+        pending: PendingCollective | None = None,
+        may_leave: bool = True,
+        at_once: bool = False,
+    ) -> str | None:
+        """As :meth:`wait`, but with ``may_leave`` None where a rank that has not come is
+        :meth:`elsewhere`, which is looked at after a second, or ``at_once``.
+        """
         pending = pending or PendingCollective(f"ranks to {what}", warns=True)
         try:
             with self._watchdog.watching(pending):
-                self._poll(key, arrivals, what)
+                if not self._poll(key, arrivals, what, may_leave, at_once):
+                    return None
         except RuntimeError as error:
             if isinstance(error, HfZeroError):
                 raise
             raise self._watchdog.explain_failure(pending, error) from error  # the store is gone
         return str(self._store.get(key).decode())
 
-    def _poll(self, key: str, arrivals: Mapping[int, str], what: str) -> None:
+    def is_over(self, rank: int) -> bool:
+        """Whether ``rank`` is known to have failed, died or ended."""
+        status = self._watchdog.rank_status
+        return status is not None and status.exit_reason(rank) is not None
+
+    def elsewhere(self, rank: int) -> bool:
+        """Whether ``rank`` cannot come before this rank goes on: it ends its engine or its
+        script, or it waits in a collective that needs this rank.
+        """
+        status = self._watchdog.rank_status
+        gone = any(self._store.check([key]) for key in (_closed(rank), leaving(rank)))
+        return gone or (status is not None and status.is_elsewhere(rank))
+
+    def _poll(
+        self, key: str, arrivals: Mapping[int, str], what: str, may_leave: bool, at_once: bool
+    ) -> bool:
+        """Whether ``key`` is there; False where this rank may leave, and others do not come."""
         # Not store.wait(): torch writes two lines to the terminal whenever it gives up.
-        started = looked = time.monotonic()
+        started = time.monotonic()
+        looked = started - SLICE_SECONDS if may_leave and at_once else started
         warned, pause = WARN_SECONDS, FIRST_PAUSE
         while True:
             self._watchdog.check()
             if self._store.check([key]):
-                return
+                return True
             now = time.monotonic()
-            if now - looked >= min(SLICE_SECONDS, self._timeout):
+            if now - looked >= min(SLICE_SECONDS, self.timeout):
                 looked = now
+                if may_leave and any(
+                    self.elsewhere(rank)
+                    for rank, arrival in arrivals.items()
+                    if rank != self._rank and not self._store.check([arrival])
+                ):
+                    return False
                 warned = self._report_missing(key, arrivals, what, now - started, warned)
             time.sleep(pause)
             pause = min(1.2 * pause, POLL_SECONDS)
@@ -89,7 +129,7 @@ class StoreWait:
             f"rank {self._rank} has waited {waited:.0f} s for ranks "
             f"{', '.join(map(str, missing))} to {what}"
         )
-        if waited >= self._timeout:
+        if waited >= self.timeout:
             raise RankMismatchError(
                 f"{text}; they never came. Do all ranks call the model, "
                 "state_dict and save together?"
@@ -106,6 +146,11 @@ def publish_closed(store: Any, rank: int, why: str = ENDED) -> None:
         store.set(_closed(rank), why)
     except RuntimeError:
         pass  # the store is gone: no rank can ask
+
+
+def leaving(rank: int) -> str:
+    """The key of a rank that ends its engine, and serves those that ask until then."""
+    return f"leaving/{rank}"
 
 
 def _closed(rank: int) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -26,7 +27,7 @@ from hf_zero import uncaught
 from hf_zero.distributed import rank_hosts
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.hang_diagnosis import HangDiagnosis
-from hf_zero.distributed.rank_status import PATIENCE_SECONDS, POLL_SECONDS, RankStatus
+from hf_zero.distributed.rank_status import PATIENCE_SECONDS, POLL_SECONDS, SCRIPT, RankStatus
 from hf_zero.errors import HfZeroError, RankMismatchError
 from hf_zero.logs import logger
 
@@ -34,6 +35,8 @@ WARN_SECONDS = 60.0
 LOOK_SECONDS = 1.0  # a wait of this length is looked at, and again after as long
 FOLLOWED = 64  # collectives of a communicator that are followed at once: the oldest and the newest
 RANKS_A_LOOK = 32  # more ranks look less often: they share one store
+SCRIPTS_COLLECTIVES = "torch.distributed.distributed_c10d"
+LOOKS_AT_SCRIPT = 4  # in a row that find the script in a collective of its own
 GRACE_SECONDS = 5.0
 JOIN_SECONDS = 5.0
 
@@ -67,6 +70,8 @@ class Watchdog:
         self._following = threading.Lock()
         self._poll = poll
         self._hinted: tuple[PendingCollective, float] | None = None
+        self._script = threading.get_ident()
+        self._script_waits = 0  # looks at which the script waited in a collective of its own
         if rank_status is not None:
             _watches.add(self)
             uncaught.watch(HfZeroError)
@@ -215,6 +220,28 @@ class Watchdog:
         except RuntimeError:
             pass  # the store is gone: no other rank can ask
 
+    def look_at_script(self) -> None:
+        """Publish that the script waits in a collective of its own, and when it does no more."""
+        rank_status = self.rank_status
+        if rank_status is None or self.verdict:
+            return
+        frame = sys._current_frames().get(self._script)
+        waits = (
+            self._current is None
+            and frame is not None
+            and frame.f_globals.get("__name__") == SCRIPTS_COLLECTIVES
+        )
+        del frame
+        if waits:
+            self._script_waits += 1
+            if self._script_waits == LOOKS_AT_SCRIPT:
+                rank_status.publish(SCRIPT)
+                self._posted = None
+        elif self._script_waits:
+            if self._script_waits >= LOOKS_AT_SCRIPT:
+                rank_status.publish("here")
+            self._script_waits = 0
+
     def close(self) -> None:
         self._stop.set()
 
@@ -303,6 +330,7 @@ def _run(owner: weakref.ref[Watchdog], stop: threading.Event) -> None:
         if watchdog is None:
             return
         watchdog.check_current_wait()
+        watchdog.look_at_script()
         watchdog.poll()
         pause = watchdog.pause
         del watchdog
@@ -313,8 +341,8 @@ _ending = threading.Event()
 
 
 @atexit.register
-def _leave() -> None:
-    """Say how this rank ends.
+def leave() -> None:
+    """Say how this rank ends. Idempotent.
 
     A thread that comes back from the store's C++ while the interpreter shuts down would abort the
     process.

@@ -350,13 +350,15 @@ class FlatBuffer:
         """
         self.computing = None if change is None else Computing(self, change)
 
-    def make_room(self) -> None:
-        """Have memory for values that are about to come into ``full``, and then :meth:`fill`."""
+    def make_room(self, exact: bool = False) -> None:
+        """Have memory for values that are about to come into ``full``, and then :meth:`fill`;
+        ``exact``: for a script.
+        """
         storage = self.full.untyped_storage()
         if storage.size() == 0:
             storage.resize_(self.layout.padded * self.dtype.itemsize)
         if self.computing is not None:
-            self.computing.expect(exact=False)
+            self.computing.expect(exact)
 
     def fill(self) -> None:
         """The values are there."""

@@ -335,15 +335,17 @@ class Unit:
             for flat in self.sharded
         )
 
-    def fill(self, chunks: Mapping[int, bytes]) -> None:
+    def fill(self, chunks: Mapping[int, bytes], exact: bool = False) -> None:
         """Become gathered from the :meth:`chunk_bytes` of other ranks (global), without a
-        collective.
+        collective; ``exact`` as for :meth:`launch_gather`.
         """
+        self.finish_gather()
+        self.take_user_writes()
         with torch.inference_mode(False), torch.no_grad():
             at = 0
             for flat in self.sharded:
                 size = flat.layout.chunk * flat.dtype.itemsize
-                flat.make_room()
+                flat.make_room(exact)
                 flat.bring_shard()
                 for rank, data in chunks.items():
                     if rank not in flat.axis.ranks:
@@ -354,7 +356,7 @@ class Unit:
                     start, stop = flat.layout.rank_range(flat.axis.ranks.index(rank))
                     flat.full[start:stop].copy_(values)
                 codec = flat.spec.gather_codec
-                if codec is not None:  # what a gather would have given
+                if codec is not None and not exact:  # what a gather would have given
                     codec.decode(codec.encode(flat.full, flat.layout.shards), flat.full)
                 flat.fill()
                 at += size

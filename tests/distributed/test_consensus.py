@@ -120,9 +120,9 @@ def test_different_passes_raise_on_all_ranks_and_name_each(world: int, odd: int)
 def test_ranks_that_never_come_are_named_at_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     come, poll = threading.Barrier(2), StoreWait._poll
 
-    def together_with_the_other(waits: StoreWait, *args: Any) -> None:
+    def together_with_the_other(waits: StoreWait, *args: Any) -> bool:
         come.wait(60)  # the timeout begins when both are there
-        poll(waits, *args)
+        return poll(waits, *args)
 
     monkeypatch.setattr(StoreWait, "_poll", together_with_the_other)
     answers = together(
@@ -489,9 +489,9 @@ def test_a_peer_that_does_not_serve_is_named_at_the_timeout(
 ) -> None:
     poll = StoreWait._poll
 
-    def long_for_who_serves(waits: StoreWait, key: str, arrivals: Any, what: str) -> None:
-        waits._timeout = 60.0 if 1 in arrivals else 0.2
-        poll(waits, key, arrivals, what)
+    def long_for_who_serves(waits: StoreWait, key: str, arrivals: Any, *args: Any) -> bool:
+        waits.timeout = 60.0 if 1 in arrivals else 0.2
+        return poll(waits, key, arrivals, *args)
 
     monkeypatch.setattr(StoreWait, "_poll", long_for_who_serves)
     store = dist.HashStore()

@@ -47,6 +47,15 @@ def end(engine: Any, rank: int, way: str) -> None:
         engine.module.late = True
 
 
+def read_alone(engine: Any, here: bool) -> None:
+    """All ranks gather the model, then the one that is ``here`` reads it once more."""
+    want = engine.module.state_dict()
+    if here:
+        time.sleep(1.0)
+        got = engine.module.state_dict()
+        print("read", all(torch.equal(got[name], value) for name, value in want.items()))
+
+
 def zero_section(stage: int, disk: str) -> dict[str, Any]:
     section: dict[str, Any] = {"stage": stage}
     if disk:
@@ -70,13 +79,19 @@ def train(rank: int, way: str, odd: int, stage: int, disk: str = "") -> None:
     )
     engine = start(model, adamw(model), config)
     for at in range(30 if disk else 5):
-        if rank == odd and at == 2 and way not in (*DISK_FAULTS, "no room"):
+        if at == 2 and way.startswith("reads alone"):
+            read_alone(engine, rank == odd)  # the other one waits in the forward
+        elif rank == odd and at == 2 and way not in (*DISK_FAULTS, "no room"):
             time.sleep(1.0)  # the others wait by now
             end(engine, rank, way)
             if way == "finish":
                 return
         engine.backward(squared(engine, At(at, 0, rank)))
         engine.step()
+    if way.startswith("reads alone"):
+        read_alone(engine, rank == odd)  # the other one is through
+        if way.endswith("barrier"):
+            torch.distributed.barrier()
 
 
 def spawned(rank: int, port: str, way: str, odd: int, stage: int) -> None:

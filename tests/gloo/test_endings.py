@@ -122,6 +122,20 @@ def test_a_rank_that_ends_is_named_by_the_other_and_leaves_no_file(
 
 
 @pytest.mark.parametrize(
+    "way, odd",
+    fast(
+        [("reads alone", 1), ("reads alone", 0), ("reads alone, barrier", 0)],
+        lambda way, odd: odd == 1,
+    ),
+)
+def test_a_rank_that_reads_the_model_alone_is_served_by_one_that_is_through(way: str, odd: int):
+    """The other rank's script is over, or waits in a collective of its own."""
+    outputs = plainly(SCRIPT, way, str(odd), "3", interpreter=sys.executable, limit=LIMIT)
+    assert [code for code, _ in outputs] == [0, 0], outputs
+    assert re.findall(r"^read (.*)$", outputs[odd][1], re.MULTILINE) == ["True"] * 2, outputs
+
+
+@pytest.mark.parametrize(
     "way, whole",
     fast(
         [("return", True), ("raise", True), ("kill", False), ("full", False)],

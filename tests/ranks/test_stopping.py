@@ -141,7 +141,7 @@ def test_the_ranks_steps_ahead_of_the_one_that_was_told(quick):
 def test_a_rank_that_does_not_listen_is_named(monkeypatch, quick):
     def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(1))
-        engine.mesh.consensus.steps._waits._timeout = 0.3
+        engine.mesh.consensus.steps._waits.timeout = 0.3
         if rank == 0:
             engine.stop_on()
             engine.request_stop()

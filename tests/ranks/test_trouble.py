@@ -45,18 +45,6 @@ def test_work_that_fails_on_one_rank_is_given_up_by_all():
     assert on_ranks(RANKS, run) == [0, 1]
 
 
-def test_ranks_in_different_calls_are_told():
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(3, timeout=20))
-        with pytest.raises(RankMismatchError, match="different collectives"):
-            if rank == 0:
-                squared(engine, At(0, 0, rank))
-            else:
-                engine.module.state_dict()
-
-    on_ranks(RANKS, run)
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_rank_0s_values_reach_every_rank(stage):
     """Ranks that initialised with other seeds start from rank 0's model."""
