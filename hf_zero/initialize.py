@@ -317,9 +317,9 @@ def _shown(config: ZeroConfig, ranks: int) -> str:
     return "\n".join([f"{over} (`hf-zero explain FILE` shows the defaults, too):", *lines])
 
 
-def configuration(args: Any, config: Any, config_params: Any) -> ZeroConfig:
-    """The configuration that one of these arguments of :func:`initialize` holds. Raises
-    ConfigError for none, and for several that differ.
+def configuration(args: Any, config: Any, config_params: Any, foreign: bool = False) -> ZeroConfig:
+    """The configuration that one of these arguments of :func:`initialize` holds; ``foreign`` as
+    for :meth:`ZeroConfig.from_dict`. Raises ConfigError for none, and for several that differ.
     """
     given = [
         (name, value)
@@ -341,7 +341,7 @@ def configuration(args: Any, config: Any, config_params: Any) -> ZeroConfig:
             "initialize was given more than one config: "
             f"{', '.join(name for name, _ in given)}; pass one"
         )
-    return ZeroConfig.coerce(given[0][1], allow_auto=True)
+    return ZeroConfig.coerce(given[0][1], allow_auto=True, foreign=foreign)
 
 
 def _optimizer(

@@ -99,7 +99,12 @@ _BF16 = under(
     inert(
         "immediate_grad_update", BOOLEAN, "gradients join the accumulated ones as they are reduced"
     ),
-    unbuilt("bf16_master_weights_and_grads", BOOLEAN, "master weights in bf16"),
+    unbuilt(
+        "bf16_master_weights_and_grads",
+        BOOLEAN,
+        "master weights in bf16",
+        instead="master weights are in fp32, which takes two more bytes a parameter",
+    ),
     Key(
         "bf16_optimizer_states",
         BOOLEAN,
@@ -118,7 +123,7 @@ _GRADIENTS = (
     ),
     inert(
         "seq_parallel_communication_data_type",
-        DTYPE,
+        TEXT,
         "what attention exchanges under sequence_parallel_size is in its own dtype",
     ),
     unbuilt(
@@ -127,7 +132,11 @@ _GRADIENTS = (
     inert(
         "sparse_gradients", BOOLEAN, "the gradients of embeddings with sparse=True are made dense"
     ),
-    unbuilt("disable_allgather", BOOLEAN, "broadcasts in place of all-gathers"),
+    inert(
+        "disable_allgather",
+        BOOLEAN,
+        "updated parameters are all-gathered, not broadcast one by one",
+    ),
 )
 
 _OPTIMIZER = (
@@ -221,7 +230,9 @@ _FEATURES = (
         "total_layer_tokens warmup_layer_tokens",
     ),
     switched(
-        "autotuning", "autotuning; `hf-zero estimate MODEL --fit` finds a configuration that fits"
+        "autotuning",
+        "autotuning; `hf-zero estimate MODEL --fit` finds a configuration that fits",
+        instead="nothing is tuned; `hf-zero estimate MODEL --fit` finds a configuration that fits",
     ),
     switched(
         "weight_quantization",

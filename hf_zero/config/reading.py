@@ -4,16 +4,19 @@ and remembers where it stood.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from hf_zero.config.keys import ALIASES, KEYS, OWN_AUTOS, SECTIONS
 from hf_zero.config.mistakes import Mistakes
 from hf_zero.config.provenance import SourcedDict
 from hf_zero.config.rows import Key, Status
-from hf_zero.config.spelling import closest, did_you_mean
+from hf_zero.config.spelling import closest, did_you_mean, is_foreign
 from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.logs import log_rank0
 
 AUTO = "auto"
 
@@ -25,7 +28,8 @@ class ConfigReading:
     ``sources`` says where each value stood, ``autos`` are paths whose value is still "auto", and
     ``filled`` are those that were not written: a resolve for some number of ranks computed them.
     ``mistakes`` are all that was found wrong on the way; a value in which something is wrong is
-    left out.
+    left out. ``foreign``: the mapping was written for DeepSpeed, so unknown keys at its top are
+    left out with a warning, and so are the keys that say what is done ``instead``.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -33,13 +37,15 @@ class ConfigReading:
     autos: set[str] = field(default_factory=set)
     filled: set[str] = field(default_factory=set)
     mistakes: Mistakes = field(default_factory=Mistakes)
+    foreign: bool = False
     origins: SourcedDict | None = None
 
     def read(self, mapping: Mapping[str, Any], label: str) -> ConfigReading:
         """Take in a mapping of the DeepSpeed dialect or of our own keywords; later readings
         replace earlier ones.
         """
-        own = ConfigReading(origins=mapping if isinstance(mapping, SourcedDict) else None)
+        origins = mapping if isinstance(mapping, SourcedDict) else None
+        own = ConfigReading(foreign=self.foreign, origins=origins)
         own._walk(
             {key: value for key, value in mapping.items() if "." not in str(key)}, "", "", label
         )
@@ -101,6 +107,8 @@ class ConfigReading:
     def _take(self, path: str, written: str, value: Any, label: str) -> None:
         if path in KEYS:
             self._judge(KEYS[path], value, written, label)
+        elif self.foreign and "." not in written and is_foreign(written, _known()):
+            _warn(f"{label}: the key {written!r} is not known here and has no effect")
         elif path not in SECTIONS:
             raise _unknown(written, path, label)
         elif isinstance(value, Mapping):
@@ -140,6 +148,9 @@ class ConfigReading:
                 self.autos.add(f"{path}.{name}")
                 self.sources[f"{path}.{name}"] = f"{source}.{name}"
                 del converted[name]
+        if key.asks(converted) and self.foreign and key.instead:
+            _warn(f"{label}: {written} has no effect: {key.instead}")
+            return
         if key.asks(converted):
             feature, _, advice = key.note.partition("; ")
             raise NotBuiltError(
@@ -293,9 +304,19 @@ def _expected(path: str) -> str:
     return KEYS[path].kind.expected if path in KEYS else "a value"
 
 
+def _known() -> list[str]:
+    return [*KEYS, *SECTIONS, *ALIASES]
+
+
+@cache
+def _warn(message: str) -> None:
+    """Warn once: libraries read a configuration several times."""
+    log_rank0(message, logging.WARNING)
+
+
 def _unknown(written: str, path: str, label: str) -> ConfigError:
     section = path.rpartition(".")[0]
-    known = [*KEYS, *SECTIONS, *ALIASES]
+    known = _known()
     siblings = [name for name in known if name.rpartition(".")[0] == section]
     name = written.rpartition(".")[2]
     elsewhere = [candidate for candidate in known if candidate.rpartition(".")[2] == name]

@@ -41,7 +41,9 @@ class Key:
     built. ``asks`` tells whether a value asks for that feature, and ``off`` is what to write
     instead. ``members`` are the keys of a section that is taken or refused as a whole; None leaves
     them open. ``idle`` says, from all values by path, why an active key has no effect with them, or
-    "". ``unit`` is what a number counts, ``since`` the version that first knew the key.
+    "". ``unit`` is what a number counts, ``since`` the version that first knew the key. ``instead``
+    says what is done where a file written for DeepSpeed asks for what is not built; without it
+    such a file is refused.
     """
 
     path: str
@@ -56,6 +58,7 @@ class Key:
     idle: Callable[[Mapping[str, Any]], str] = _busy
     unit: str = ""
     since: str = "0.1.0"
+    instead: str = ""
 
     def changes_nothing(self, value: Any) -> bool:
         """Whether a library may have written ``value`` by habit: Accelerate writes an infinite
@@ -143,7 +146,7 @@ def inert(path: str, kind: Kind, why: str) -> Key:
     return Key(path, kind, Status.INERT, why)
 
 
-def unbuilt(path: str, kind: Kind, feature: str, *off: Any) -> Key:
+def unbuilt(path: str, kind: Kind, feature: str, *off: Any, instead: str = "") -> Key:
     """A key that asks for a missing feature unless its value is one of ``off`` (False when none
     is given).
     """
@@ -157,6 +160,7 @@ def unbuilt(path: str, kind: Kind, feature: str, *off: Any) -> Key:
         "",
         lambda value: value not in values,
         json.dumps(values[0]),
+        instead=instead,
     )
 
 
@@ -166,6 +170,7 @@ def switched(
     members: str = "",
     asks: Callable[[Any], bool] | None = None,
     off: str = '{"enabled": false}',
+    instead: str = "",
 ) -> Key:
     """A whole section that asks for a missing feature once it is enabled, or once ``asks`` says
     so.
@@ -182,6 +187,7 @@ def switched(
         lambda section: section.get("enabled") is not False and on(section),
         off,
         names,
+        instead=instead,
     )
 
 

@@ -5,21 +5,34 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+MISSPELT = 0.75  # resemblance above which a foreign name is taken for a misspelt one
 
-def closest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
-    """Names of ``known`` that resemble ``name``, the likeliest first; dotted names are compared
-    by their last part too.
+
+def closest(name: str, known: Iterable[str], limit: int = 3, least: float = 0.7) -> list[str]:
+    """Names of ``known`` that resemble ``name``, by ``least`` on a scale to 1, the likeliest first;
+    dotted names are compared by their last part too.
     """
     bare = _bare(name)
     scored = []
     for candidate in known:
         leaf = _bare(candidate.rpartition(".")[2])
         score = max(_resemblance(bare, leaf), _resemblance(bare, _bare(candidate)))
-        if score >= 0.7:
+        if score >= least:
             scored.append((-score, len(candidate), candidate))
     scored.sort()
     best = [candidate for score, _, candidate in scored if score <= scored[0][0] + 0.12]
     return best[:limit]
+
+
+def is_foreign(name: str, known: Iterable[str]) -> bool:
+    """Whether ``name`` is a comment, or resembles none of ``known`` and is the last part of none:
+    a key of another program, not a misspelt or misplaced one.
+    """
+    if name.startswith(("_", "//", "#")):
+        return True
+    names = list(known)
+    found = closest(name, names, least=MISSPELT)
+    return not found and name not in {each.rpartition(".")[2] for each in names}
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

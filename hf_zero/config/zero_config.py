@@ -64,12 +64,19 @@ class ZeroConfig(Settings):
 
     @classmethod
     def from_dict(
-        cls, values: Mapping[str, Any], *, source: str = "config dict", allow_auto: bool = False
+        cls,
+        values: Mapping[str, Any],
+        *,
+        source: str = "config dict",
+        allow_auto: bool = False,
+        foreign: bool = False,
     ) -> ZeroConfig:
         """Read DeepSpeed's dialect, our own keywords, or the mapping of an Accelerate YAML.
 
         With ``allow_auto`` values may be "auto": they count as their defaults until
-        :meth:`override` sets them, and :meth:`resolve` refuses those that are left.
+        :meth:`override` sets them, and :meth:`resolve` refuses those that are left. ``foreign``:
+        it was written for DeepSpeed, so that an unknown key at its top which resembles no known
+        one is left out with a warning.
         """
         if not isinstance(values, Mapping):
             raise ConfigError(
@@ -78,7 +85,7 @@ class ZeroConfig(Settings):
         reading = (
             read_accelerate(values, source)
             if is_accelerate(values)
-            else ConfigReading().read(values, source)
+            else ConfigReading(foreign=foreign).read(values, source)
         )
         if not allow_auto:
             with reading.mistakes.noted():
@@ -86,21 +93,26 @@ class ZeroConfig(Settings):
         return cls._of(reading)
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str], *, allow_auto: bool = False) -> ZeroConfig:
+    def from_file(
+        cls, path: str | os.PathLike[str], *, allow_auto: bool = False, foreign: bool = False
+    ) -> ZeroConfig:
         """Read a JSON or YAML file in any of the dialects of :meth:`from_dict`."""
         return cls.from_dict(
-            load_file(path), source=f"config file {os.fspath(path)}", allow_auto=allow_auto
+            load_file(path),
+            source=f"config file {os.fspath(path)}",
+            allow_auto=allow_auto,
+            foreign=foreign,
         )
 
     @classmethod
-    def coerce(cls, value: Any, *, allow_auto: bool = False) -> ZeroConfig:
+    def coerce(cls, value: Any, *, allow_auto: bool = False, foreign: bool = False) -> ZeroConfig:
         """Read what a caller may hold: a ZeroConfig, a dict, a path, a JSON string or a preset
         ("zero0" … "zero3").
         """
         if isinstance(value, ZeroConfig):
             return value
         if isinstance(value, Mapping):
-            return cls.from_dict(value, allow_auto=allow_auto)
+            return cls.from_dict(value, allow_auto=allow_auto, foreign=foreign)
         if isinstance(value, str) and value in PRESETS:
             stage = SourcedDict(stage=PRESETS[value]).remember(
                 {"stage": (PRESETS[value], f"preset {value}")}
@@ -109,14 +121,16 @@ class ZeroConfig(Settings):
         if isinstance(value, str) and not os.path.exists(value):
             text = load_text(value)
             if text is not None:
-                return cls.from_dict(text, source="config string", allow_auto=allow_auto)
+                return cls.from_dict(
+                    text, source="config string", allow_auto=allow_auto, foreign=foreign
+                )
             if os.sep not in value and "." not in value:
                 raise ConfigError(
                     f"{value!r} is no file, no JSON and no preset; pass a path, or one of the "
                     f"presets {', '.join(PRESETS)}"
                 )
         if isinstance(value, (str, os.PathLike)):
-            return cls.from_file(value, allow_auto=allow_auto)
+            return cls.from_file(value, allow_auto=allow_auto, foreign=foreign)
         raise ConfigError(
             f"a configuration cannot be a {type(value).__name__}; pass a ZeroConfig, a dict, a "
             "path, a JSON string or one of the presets "

@@ -188,6 +188,52 @@ def test_an_unknown_key_names_the_one_that_was_meant(
     assert repr(meant) in message.partition("did you mean")[2]
 
 
+FOREIGN = ("log", "_comment", "//", "cuda_visible_devices", "comms_config", "monitor_config")
+MISSPELT = (
+    "zero_optimisation",
+    "fp_16",
+    "train_batchsize",
+    "schedular",
+    "stage3",
+    "nvme_swap_path",
+)
+
+
+@pytest.mark.parametrize("key", FOREIGN)
+def test_an_unknown_key_of_a_foreign_file_is_told_once(key: str, heard: list[str]) -> None:
+    given = {key: {"of": "another program"}, "zero_optimization": {"stage": 2}}
+    for _ in range(2):
+        config = ZeroConfig.from_dict(given, source=f"file of {key}", foreign=True)
+    assert (config.stage, key in config.to_dict()) == (2, False)
+    assert heard == [f"file of {key}: the key {key!r} is not known here and has no effect"]
+    with pytest.raises(ConfigError, match=f"unknown key {key!r}"):
+        ZeroConfig.from_dict(given)
+
+
+@pytest.mark.parametrize("key", [*MISSPELT, "zero_optimization.log", "fp16.log"])
+def test_a_misspelt_or_misplaced_key_of_a_foreign_file_is_an_error(key: str) -> None:
+    section, _, name = key.rpartition(".")
+    given = {section: {name: 1}} if section else {key: 1, "bf16": {"enabled": True}}
+    with pytest.raises(ConfigError, match=f"unknown key '{key}'"):
+        ZeroConfig.from_dict(given, foreign=True)
+
+
+@pytest.mark.parametrize(
+    "section, said",
+    [
+        ({"autotuning": {"enabled": True}}, "estimate --fit"),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "in fp32"),
+    ],
+)
+def test_what_is_done_instead_is_told_of_a_foreign_file(
+    section: dict[str, Any], said: str, heard: list[str]
+) -> None:
+    ZeroConfig.from_dict(section, source=f"file with {said}", foreign=True)
+    assert said in heard[0]
+    with pytest.raises(NotBuiltError):
+        ZeroConfig.from_dict(section)
+
+
 def test_numbers_of_numpy_and_paths_become_plain() -> None:
     params = {"lr": np.float32(0.5), "foreach": np.int64(1), "nested": {"a": (1, None)}}
     config = ZeroConfig.from_dict(

@@ -32,12 +32,12 @@ def mapping_of(given: Any) -> Any:
         given in PRESETS or not (os.path.exists(given) or {os.sep, ".", "{", "="} & {*given})
     ):
         # or it raises, with the presets that there are
-        return ZeroConfig.coerce(given, allow_auto=True).to_dict()
+        return ZeroConfig.coerce(given, allow_auto=True, foreign=True).to_dict()
     text = load_text(given) if isinstance(given, str) and not os.path.exists(given) else None
     mapping = load_file(given) if text is None else text
     label = f"config file {given}" if text is None else "config string"
     if is_accelerate(mapping) or "stage" in mapping:
-        return ZeroConfig.from_dict(mapping, source=label, allow_auto=True).to_dict()
+        return ZeroConfig.from_dict(mapping, source=label, allow_auto=True, foreign=True).to_dict()
     return SourcedDict.of(mapping, label)
 
 
@@ -47,7 +47,7 @@ def remember_launch(config: Any) -> None:
     """
     file = os.environ.get(LAUNCH_FILE)
     written = (
-        dict(ZeroConfig.from_file(file, allow_auto=True).to_dict().written)
+        dict(ZeroConfig.from_file(file, allow_auto=True, foreign=True).to_dict().written)
         if file and os.path.isfile(file)
         else {}
     )

@@ -62,7 +62,7 @@ def _read_strictly(path: str | None) -> str:
         os.path.isfile(chosen)
         and load_config_from_file(chosen).distributed_type == DistributedType.DEEPSPEED
     ):
-        ZeroConfig.from_file(chosen, allow_auto=True)
+        ZeroConfig.from_file(chosen, allow_auto=True, foreign=True)
         return str(chosen)
     return ""
 

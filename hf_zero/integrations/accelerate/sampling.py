@@ -105,7 +105,7 @@ def _chooses_samples(accelerator: Any) -> bool:
         return False
     from hf_zero.techniques.data_sampling import sampled_metrics
 
-    return bool(sampled_metrics(ZeroConfig.coerce(config, allow_auto=True)))
+    return bool(sampled_metrics(ZeroConfig.coerce(config, allow_auto=True, foreign=True)))
 
 
 def _shuffles(loader: Any) -> bool:

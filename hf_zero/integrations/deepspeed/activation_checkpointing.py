@@ -56,7 +56,7 @@ def configure(
     config = (
         ZeroConfig(0)
         if deepspeed_config is None
-        else ZeroConfig.coerce(deepspeed_config, allow_auto=True)
+        else ZeroConfig.coerce(deepspeed_config, allow_auto=True, foreign=True)
     )
     section, device = config.activation_checkpointing, process_group.default_device()
     profiles = section.profile if profile is None else profile

@@ -233,7 +233,7 @@ def configure(
     """
     if deepspeed_config is not None:
         config = getattr(deepspeed_config, "zero_config_native", deepspeed_config)
-        comms_logger.take(ZeroConfig.coerce(config))
+        comms_logger.take(ZeroConfig.coerce(config, foreign=True))
     for name, value in (
         ("enabled", enabled),
         ("prof_all", prof_all),

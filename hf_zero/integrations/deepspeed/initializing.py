@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from hf_zero.config import ZeroConfig
-from hf_zero.errors import ConfigError
 from hf_zero.holding import engines_of
 from hf_zero.initialize import configuration, initialize_as
 from hf_zero.initialize import initialize as _initialize
 from hf_zero.integrations.deepspeed.constants import GRADIENT_CLIPPING_DEFAULT
 from hf_zero.integrations.deepspeed.engine import DeepSpeedEngine
 from hf_zero.integrations.deepspeed.optimizers import name_made
-from hf_zero.integrations.deepspeed.zero_config import clipped_by_default
+from hf_zero.integrations.deepspeed.zero_config import clipped_by_default, without_autos
 from hf_zero.logs import log_rank0
 from hf_zero.units.precision import is_raw
 
@@ -60,13 +59,13 @@ def _take_over(model: torch.nn.Module) -> None:
 def _as_deepspeed(arguments: dict[str, Any]) -> None:
     """Read the configuration as DeepSpeed does, in ``arguments``; the log says what follows.
 
-    An optimizer or scheduler that is passed takes the place of the configuration's, and gradients
-    are clipped where nothing is written.
+    A key that is "auto" has its default. An optimizer or scheduler that is passed takes the place
+    of the configuration's, and gradients are clipped where nothing is written.
     """
-    try:
-        config = configuration(arguments["args"], arguments["config"], arguments["config_params"])
-    except ConfigError:
-        return  # initialize raises it
+    config = configuration(
+        arguments["args"], arguments["config"], arguments["config_params"], foreign=True
+    )
+    config = without_autos(config)
     for section, name in (("optimizer", "optimizer"), ("scheduler", "lr_scheduler")):
         given, written = arguments[name], getattr(config, section)
         if given is not None and written is not None:

@@ -47,7 +47,7 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
     """The sections of a whole configuration that is a dict. Raises ConfigError for others' keys."""
     names = [each.name for each in fields(DeepSpeedMonitorConfig)]
     given = {name: param_dict[name] for name in names if name in param_dict}
-    return DeepSpeedMonitorConfig.of(ZeroConfig.from_dict(given))
+    return DeepSpeedMonitorConfig.of(ZeroConfig.from_dict(given, foreign=True))
 
 
 def _library(name: str, monitor: str) -> Any:

@@ -41,7 +41,7 @@ def active_config() -> ZeroConfig | None:
 
     if not (deepspeed.is_deepspeed_zero3_enabled() and finder.chosen()):
         return None
-    return ZeroConfig.coerce(deepspeed.deepspeed_config(), allow_auto=True)
+    return ZeroConfig.coerce(deepspeed.deepspeed_config(), allow_auto=True, foreign=True)
 
 
 def log_zero3() -> None:

@@ -21,8 +21,16 @@ from hf_zero.integrations.deepspeed.constants import (
     LOG_LEVEL_DEFAULT,
 )
 from hf_zero.integrations.deepspeed.monitors import DeepSpeedMonitorConfig
+from hf_zero.logs import log_rank0
 
 ZERO = "zero_optimization"
+WITHOUT_DEFAULT = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "optimizer.",
+    "scheduler.",
+)
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(
         (
@@ -137,7 +145,9 @@ class DeepSpeedZeroConfig(_Section):
     """
 
     def __init__(self, **values: Any) -> None:
-        config = ZeroConfig.from_dict({ZERO: {"stage": 0, **_plain(values)}}, allow_auto=True)
+        config = ZeroConfig.from_dict(
+            {ZERO: {"stage": 0, **_plain(values)}}, allow_auto=True, foreign=True
+        )
         section = config.to_dict()[ZERO]
         offload: dict[str, Any] = {"offload_param": None, "offload_optimizer": None}
         if "offload_param" in section or values.get("offload_param") is not None:
@@ -169,7 +179,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(_Section):
 
 def _offload(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     given = {ZERO: {"stage": 3, name: _plain(values)}}
-    config = ZeroConfig.from_dict(given, allow_auto=True).to_dict("default")
+    config = ZeroConfig.from_dict(given, allow_auto=True, foreign=True).to_dict("default")
     section: dict[str, Any] = config[ZERO].get(name, {})
     return {**section, "device": OffloadDeviceEnum(section.get("device") or "none")}
 
@@ -197,7 +207,7 @@ class DeepSpeedConfig:
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         ranks = process_group.get_world_size()
-        given = ZeroConfig.coerce(config)
+        given = without_autos(ZeroConfig.coerce(config, allow_auto=True, foreign=True))
         if not isinstance(config, ZeroConfig):
             given = clipped_by_default(given)
         self.zero_config_native = given.resolve(ranks)
@@ -256,6 +266,19 @@ def clipped_by_default(config: ZeroConfig) -> ZeroConfig:
         return config
     values = {GRADIENT_CLIPPING: GRADIENT_CLIPPING_DEFAULT}
     return config.override(values, "default of DeepSpeed 0.19.8")
+
+
+def without_autos(config: ZeroConfig) -> ZeroConfig:
+    """``config`` with the default of each key that is "auto", as DeepSpeed reads it where no
+    library has filled the key in. Batch sizes and the parameters of optimizers and schedulers stay
+    "auto": they have no default, neither there.
+    """
+    left = [path for path in sorted(config.autos) if not path.startswith(WITHOUT_DEFAULT)]
+    for path in left:
+        config = config.without(path)
+    if left:
+        log_rank0(f'the default is taken for keys that are "auto": {", ".join(left)}')
+    return config
 
 
 def get_log_level(param_dict: Mapping[str, Any]) -> str | None:

@@ -108,7 +108,7 @@ class Init:
             given = config_dict_or_path if config_dict_or_path is not None else config
             alive = active_config() if "transformers" in sys.modules else None
             self._config = (
-                ZeroConfig.coerce(given, allow_auto=True)
+                ZeroConfig.coerce(given, allow_auto=True, foreign=True)
                 if given is not None
                 else alive or ZeroConfig(stage=3)
             )

@@ -50,7 +50,7 @@ def read(value: ZeroConfigLike) -> dict[str, Any]:
 
     Raises ConfigError for what cannot be used.
     """
-    return ZeroConfig.coerce(value, allow_auto=True).to_dict()
+    return ZeroConfig.coerce(value, allow_auto=True, foreign=True).to_dict()
 
 
 def open_left_out(config: dict[str, Any]) -> list[str]:

@@ -42,7 +42,7 @@ def windows_of(trainer: Any) -> Callable[[int], int] | None:
     if not under_zero(trainer):
         return None
     written = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
-    phases = training_phases.of_config(ZeroConfig.from_dict(written, allow_auto=True))
+    phases = training_phases.of_config(ZeroConfig.from_dict(written, allow_auto=True, foreign=True))
     if phases is None or not phases.changes_batches:
         return None
     args = trainer.args

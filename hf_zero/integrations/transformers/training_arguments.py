@@ -85,7 +85,7 @@ def _refuse_other_stage(stage: int) -> None:
         )
     file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     launched = (
-        ZeroConfig.coerce(file, allow_auto=True).stage
+        ZeroConfig.coerce(file, allow_auto=True, foreign=True).stage
         if file != "none"
         else int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", stage))
     )

@@ -97,6 +97,43 @@ def test_ranks_that_name_different_places(
 
 # -- initialize ------------------------------------------------------------------------------------
 
+
+def test_auto_means_the_default(heard_in_full: list[str]) -> None:
+    """Nothing fills keys in where a script gives its configuration to initialize."""
+    keys = (
+        "reduce_bucket_size",
+        "sub_group_size",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "stage3_param_persistence_threshold",
+        "stage3_prefetch_bucket_size",
+    )
+    config = {
+        "zero_optimization": {"stage": 3, **dict.fromkeys(keys, "auto")},
+        "bf16": {"enabled": "auto"},
+        "gradient_clipping": "auto",
+        "train_micro_batch_size_per_gpu": 3,
+    }
+    model = stack()
+    engine = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)[0]
+    assert (engine.config.precision, engine.config.gradient_clipping) == ("fp32", 1.0)
+    assert engine.zero_reduce_bucket_size() == 500_000_000
+    assert engine.zero_param_persistence_threshold() == 100_000
+    told = [said for said in heard_in_full if '"auto"' in said]
+    assert len(told) == 1 and all(key in told[0] for key in (*keys, "bf16", "gradient_clipping"))
+    with pytest.raises(ConfigError, match="still 'auto'"):
+        hf_zero.initialize(model=(model := stack()), optimizer=adamw(model), config=config)
+    with pytest.raises(ConfigError, match="train_batch_size"):
+        start(stack(), train_batch_size="auto")
+
+
+def test_a_comment_in_a_configuration_is_no_error(heard: list[str]) -> None:
+    engine, *_ = deepspeed.initialize(model=stack(), config={"_comment": "of a script"})
+    assert engine.config.stage == 0 and any("'_comment'" in said for said in heard)
+    with pytest.raises(ConfigError, match="'_comment'"):
+        hf_zero.initialize(model=stack(), config={"_comment": "of a script"})
+
+
 WRITTEN = {
     "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
     "scheduler": {"type": "WarmupLR", "params": {}},
