@@ -15,7 +15,8 @@ import torch
 
 from hf_zero.device import kinds
 from hf_zero.distributed import init, process_group, world_group
-from hf_zero.errors import ConfigError
+from hf_zero.distributed.rendezvous import announce
+from hf_zero.errors import ConfigError, LaunchError
 from hf_zero.integrations.deepspeed.comm_log import comms_logger as comms_logger
 from hf_zero.integrations.deepspeed.comm_log import configure as configure
 from hf_zero.logs import log_rank0
@@ -181,6 +182,20 @@ def barrier(
         world_group.barrier()
         return None
     return dist.barrier(group, async_op=async_op)
+
+
+def mpi_discovery(distributed_port: int = DEFAULT_PORT, verbose: bool = True) -> None:
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of mpirun
+    or srun. Raises LaunchError where no launcher has set any.
+    """
+    found = announce(port=distributed_port)
+    if found is None:
+        raise LaunchError(
+            "mpi_discovery: neither mpirun nor srun has started this process; start it with one of "
+            "them, or with hf-zero launch"
+        )
+    if verbose:
+        log_rank0(f"found by the variables of the launcher: {found}")
 
 
 def is_available() -> bool:

@@ -14,6 +14,15 @@ ROUTE_EVAL = "eval"
 ROUTE_PREDICT = "predict"
 ROUTE_ENCODE = "encode"
 UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
+CROSS_RANK = "CROSS_RANK"
+CROSS_SIZE = "CROSS_SIZE"
+LOCAL_RANK = "LOCAL_RANK"
+INFERENCE_GENERIC_MODE = "generic"
+INFERENCE_SPECIALIZED_MODE = "specialized"
+EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
+"""Prefixes of variables that DeepSpeed's launcher hands to other hosts; hf-zero's hands over all
+that ``.deepspeed_env`` names.
+"""
 DEFAULT_LEAF_MODULE_CLASSES: list[str] = []
 DEFAULT_LEAF_MODULE_NAMES: list[str] = []
 DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []

@@ -343,7 +343,7 @@ class DeepSpeedEngine(ReportingEngine):
         tag = tag_of(self, load_dir, tag)
         if nothing_to_load(self, load_dir, tag):
             return None, {}
-        return super().load_checkpoint(
+        path, state = super().load_checkpoint(
             os.fspath(load_dir),
             tag,
             load_module_strict,
@@ -352,6 +352,8 @@ class DeepSpeedEngine(ReportingEngine):
             load_module_only,
             **more,
         )
+        self.loaded_checkpoint_tag = os.path.basename(path) if path else None
+        return path, state
 
     def empty_partition_cache(self) -> None:
         """Give memory of the device back that nothing uses; parameters are released between

@@ -109,6 +109,7 @@ CONSTANTS: dict[str, Any] = {
 """Methods that ask for what this version has not, or always has."""
 
 NOT_BUILT = {
+    "clip_fp32_gradients": "write gradient_clipping: step() clips, by the norm over all ranks",
     "get_deepcompile_backend": "write compile: blocks in the configuration",
     "random_ltd_initialize": "the engine draws tokens by its configuration alone",
     "register_compile_pass": "write compile: blocks in the configuration",
@@ -159,7 +160,6 @@ LEFT_OUT = {
         ),
         "part of DeepCompile, which is not built; is_deepcompile_enabled() is False",
     ),
-    "clip_fp32_gradients": "step() clips, by the norm over all ranks",
     "collect_python_gc": "Python's own collector is left alone",
     "cpuadam_cores_perc": "part of SuperOffload, which is not built; super_offload() is False",
     "get_optimizer_configuration": "the optimizer is configured in hf_zero.optim.build",

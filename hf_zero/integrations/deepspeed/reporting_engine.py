@@ -13,10 +13,11 @@ from hf_zero.core.sharded_model import DTYPES
 from hf_zero.distributed.process_group import backend_for
 from hf_zero.engine import Engine
 from hf_zero.integrations.deepspeed import tensor_parallel
+from hf_zero.integrations.deepspeed.checkpoint_engines import TorchCheckpointEngine
 from hf_zero.integrations.deepspeed.expert_parameters import has_moe_layers
 from hf_zero.integrations.deepspeed.layer_drop import ProgressiveLayerDrop
 from hf_zero.integrations.deepspeed.parallel_groups import get_data_parallel_group
-from hf_zero.integrations.deepspeed.timers import ThroughputTimer
+from hf_zero.integrations.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
 from hf_zero.integrations.deepspeed.ulysses import get_group
 from hf_zero.parallel.tensor.configured import readers
 from hf_zero.techniques.layer_drop import KEY as LAYER_DROP
@@ -35,6 +36,23 @@ class ReportingEngine(Engine):
     mpu: Any = None
     # a Trainer is writing one of its checkpoints
     saving_in_checkpoint = False
+    loaded_checkpoint_tag: str | None = None  # of the last load
+    losses: Any = None  # DeepSpeed sums them up for its monitors
+
+    @cached_property
+    def timers(self) -> SynchronizedWallClockTimer:
+        """Timers of the script; those of the engine are :meth:`get_wall_clock_timers`."""
+        return SynchronizedWallClockTimer()
+
+    @cached_property
+    def checkpoint_engine(self) -> TorchCheckpointEngine:
+        """Writes files of the script; checkpoints are written by :meth:`save_checkpoint`."""
+        return TorchCheckpointEngine(self.config)
+
+    @property
+    def seq_parallel_group(self) -> Any:
+        """As :meth:`get_sequence_parallel_group`; None where the job is not sequence parallel."""
+        return get_group() if self.config.sequence_parallel_size > 1 else None
 
     @property
     def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -170,6 +171,17 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
 def empty_cache() -> None:
     """Give unused memory of the device back."""
     get_accelerator().empty_cache()
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """The attribute of ``model`` at a dotted name."""
+    return attrgetter(module_name)(model)
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Set the attribute of ``model`` at a dotted name."""
+    owner, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, owner) if owner else model, name, module)
 
 
 def noop_decorator(func: T) -> T:

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_zero.distributed import process_group
 from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.integrations.deepspeed.placeholders import refuse
 from hf_zero.parallel.tensor import tensor_parallel
+from hf_zero.parameters.sharding import sharding_of
 
 
 def tp_model_init(
@@ -48,3 +51,22 @@ def get_rank() -> int:
 def get_first_rank() -> int:
     """The first of them, counted among all ranks."""
     return process_group.get_rank() - get_rank()
+
+
+class GatherReplacedLayerParams:
+    """Context in which parameters of layers that DeepSpeed's AutoTP has replaced are whole. Here
+    no layer is replaced. Raises NotBuiltError on entering for parameters that tensor parallelism
+    has cut: a state dict has them whole.
+    """
+
+    def __init__(self, params: Any, module: nn.Module, enabled: bool = True) -> None:
+        given = [params] if isinstance(params, torch.Tensor) else list(params)
+        self.enabled = enabled and any("tensor" in sharding_of(each).axes for each in given)
+        self.module = module
+
+    def __enter__(self) -> None:
+        if self.enabled:
+            refuse("GatherReplacedLayerParams", "take them from model.state_dict(), on all ranks")
+
+    def __exit__(self, *exc: Any) -> None:
+        pass

@@ -5,6 +5,7 @@ states, an engine's answers.
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import deepspeed
 import pytest
@@ -13,7 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hf_zero.distributed import process_group
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, LaunchError, NotBuiltError
+from hf_zero.parameters.sharding import Sharding, set_sharding
 
 
 @pytest.fixture
@@ -171,3 +173,56 @@ def test_what_an_engine_says_of_itself(plain_process: None) -> None:
     ]
     assert only.get_mom() == []
     only.destroy()
+
+
+def test_names_that_deepspeed_chat_and_others_import(tmp_path: Path) -> None:
+    from deepspeed.comm import TorchBackend, mpi_discovery
+    from deepspeed.compression.helper import recursive_getattr, recursive_setattr
+    from deepspeed.constants import CROSS_RANK
+    from deepspeed.launcher.runner import DLTS_HOSTFILE, EXPORT_ENVS
+    from deepspeed.module_inject.layers import GatherReplacedLayerParams
+    from deepspeed.runtime.activation_checkpointing.checkpointing import _CUDA_RNG_STATE_TRACKER
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    assert recursive_getattr(model, "0.0") is model[0][0]
+    recursive_setattr(model, "0.0", nn.Identity())
+    recursive_setattr(model, "1", nn.Tanh())
+    assert isinstance(model[0][0], nn.Identity) and isinstance(model[1], nn.Tanh)
+    writer = TorchCheckpointEngine()
+    writer.save({"a": torch.ones(2)}, str(tmp_path / "file.pt"))
+    assert torch.equal(writer.load(str(tmp_path / "file.pt"))["a"], torch.ones(2))
+    with GatherReplacedLayerParams(model.parameters(), model):
+        pass
+    assert deepspeed.checkpointing.get_cuda_rng_tracker() is _CUDA_RNG_STATE_TRACKER
+    assert (CROSS_RANK, DLTS_HOSTFILE) == ("CROSS_RANK", "/job/hostfile") and "UCX" in EXPORT_ENVS
+    with pytest.raises(NotBuiltError, match="init_distributed"):
+        TorchBackend("gloo", None, None)
+    with pytest.raises(LaunchError, match="mpirun"):
+        mpi_discovery()
+
+
+def test_parameters_that_are_cut_are_not_whole_in_a_context_of_deepspeeds_layers() -> None:
+    from deepspeed.module_inject.layers import GatherReplacedLayerParams
+
+    layer = nn.Linear(2, 2)
+    set_sharding(layer.weight, Sharding(("tensor",)))
+    with (
+        pytest.raises(NotBuiltError, match="state_dict"),
+        GatherReplacedLayerParams(layer.weight, layer),
+    ):
+        pass
+
+
+def test_attributes_of_an_engine_that_scripts_read(tmp_path: Path) -> None:
+    engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config={})
+    assert engine.loaded_checkpoint_tag is engine.losses is engine.seq_parallel_group is None
+    assert engine.checkpoint_engine.name == "TorchCheckpointEngine"
+    engine.timers("forward").start()
+    engine.timers("forward").stop()
+    with pytest.raises(NotBuiltError, match="gradient_clipping"):
+        engine.clip_fp32_gradients()
+    engine.save_checkpoint(str(tmp_path), tag="first")
+    engine.load_checkpoint(str(tmp_path))
+    assert engine.loaded_checkpoint_tag == "first"
+    engine.destroy()

@@ -25,3 +25,4 @@ BY_LAUNCHER = "hf-zero reads the launcher's variables by itself (hf_zero.distrib
 BY_HOSTS = "hosts are started by hf_zero.hosts, whichever launcher is asked for"
 FILES = "a name of DeepSpeed's file format, which hf_zero.checkpoint.foreign reads"
 OWN_OPTIMIZER = "the engine keeps the user's own optimizer object; engine.optimizer is it"
+TORCH_GROUPS = "call deepspeed.init_distributed, and then torch.distributed"

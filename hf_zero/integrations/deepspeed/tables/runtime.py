@@ -40,6 +40,7 @@ ACTIVATION_CHECKPOINTING: tuple[Row, ...] = (
         f"{HERE}.rng_tracker",
         "RandomStates as CudaRNGStatesTracker",
         "get_cuda_rng_tracker",
+        "_states as _CUDA_RNG_STATE_TRACKER",
         "model_parallel_cuda_manual_seed",
         "model_parallel_cuda_manual_seed as model_parallel_reconfigure_tp_seed",
     ),
@@ -67,7 +68,28 @@ ONE_BIT = classes_not_built(
     base="torch.optim:Optimizer",
 )
 
+CHECKPOINT_ENGINES: tuple[Row, ...] = (
+    *names(
+        f"{HERE}.checkpoint_engines",
+        "CheckpointCommitInfo",
+        "CheckpointEngine",
+        "TorchCheckpointEngine",
+    ),
+    *left_out("engine.save_checkpoint writes; write checkpoint.async_save for another thread", "*"),
+)
+
 RUNTIME = (
+    module("deepspeed.runtime.checkpoint_engine", "Files of scripts.", CHECKPOINT_ENGINES),
+    module(
+        "deepspeed.runtime.checkpoint_engine.checkpoint_engine",
+        "Their base class.",
+        CHECKPOINT_ENGINES,
+    ),
+    module(
+        "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine",
+        "Files of torch.save.",
+        CHECKPOINT_ENGINES,
+    ),
     module(
         "deepspeed.checkpoint",
         "Checkpoints.",

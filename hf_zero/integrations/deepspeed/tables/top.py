@@ -24,6 +24,7 @@ from hf_zero.integrations.deepspeed.tables.remedies import (
     PIPELINE,
     PROPOSE,
     QUANTIZED_MODEL,
+    TORCH_GROUPS,
     TRAIN_ADAPTERS,
 )
 
@@ -79,6 +80,7 @@ COMM: tuple[Row, ...] = (
         "is_available",
         "isend",
         "monitored_barrier",
+        "mpi_discovery",
         "new_group",
         "recv",
         "reduce",
@@ -98,10 +100,11 @@ COMM: tuple[Row, ...] = (
         "log_summary",
         "reset_log",
     ),
+    *classes_not_built(TORCH_GROUPS, "TorchBackend"),
     *left_out(
         BY_LAUNCHER,
         "get_local_rank_from_launcher get_world_rank_from_launcher "
-        "get_world_size_from_launcher mpi_discovery in_aml in_aws_sm in_dlts "
+        "get_world_size_from_launcher in_aml in_aws_sm in_dlts "
         "patch_aml_env_for_torch_nccl_backend patch_aws_sm_env_for_torch_nccl_backend",
     ),
     *left_out(
@@ -162,7 +165,6 @@ TOP = (
         names(f"{HERE}.pipeline", "PipelineEngine"),
         classes_not_built(NO_DUALPIPE, "DualPipeVEngine DualPipeVModule"),
         left_out("hf_zero.ZeroConfig.coerce reads configurations", "load_ds_config"),
-        left_out(INTERNAL, "module_inject"),
         left_out(
             "internal to DeepSpeed's Muon",
             "MUON_OPTIMIZER set_optimizer_flags resolve_per_head_muon_after_sharding",
@@ -180,9 +182,13 @@ TOP = (
         names(
             f"{HERE}.comm", "DEFAULT_PORT as TORCH_DISTRIBUTED_DEFAULT_PORT", "default_pg_timeout"
         ),
-        left_out(
-            CONSTANT,
-            "INFERENCE_GENERIC_MODE INFERENCE_SPECIALIZED_MODE CROSS_RANK CROSS_SIZE LOCAL_RANK",
+        names(
+            f"{HERE}.constants",
+            "INFERENCE_GENERIC_MODE",
+            "INFERENCE_SPECIALIZED_MODE",
+            "CROSS_RANK",
+            "CROSS_SIZE",
+            "LOCAL_RANK",
         ),
     ),
     module(
@@ -222,6 +228,8 @@ TOP = (
         "deepspeed.launcher.runner",
         "The launcher, and the name that `accelerate launch` reads on every launch.",
         names(f"{HERE}.launcher", "ENVIRONMENT_FILE as DEEPSPEED_ENVIRONMENT_NAME", "main"),
+        names(f"{HERE}.launcher", "DEFAULT_HOSTFILE as DLTS_HOSTFILE"),
+        names(f"{HERE}.constants", "EXPORT_ENVS"),
         names(f"{HERE}.launcher", "parse_args"),
         names(
             f"{HERE}.hostfiles",
@@ -237,7 +245,7 @@ TOP = (
         left_out("choose the configuration yourself: `hf-zero estimate --fit`", "run_autotuning"),
         left_out(
             CONSTANT,
-            "DLTS_HOSTFILE EXPORT_ENVS EXCLUDE_ENVS DEEPSPEED_ENVIRONMENT_PATHS PDSH_MAX_FAN_OUT",
+            "EXCLUDE_ENVS DEEPSPEED_ENVIRONMENT_PATHS PDSH_MAX_FAN_OUT",
         ),
         command=f"{HERE}.launcher:main",
     ),
@@ -418,6 +426,30 @@ TOP = (
         "hf-zero's process groups; every name that is not here is torch.distributed's.",
         COMM,
         others="hf_zero.distributed.process_group:dist",
+    ),
+    module(
+        "deepspeed.comm.torch",
+        "DeepSpeed's layer over torch.distributed.",
+        classes_not_built(TORCH_GROUPS, "TorchBackend"),
+        left_out(INTERNAL, "*"),
+    ),
+    module("deepspeed.compression", "Helpers that were a part of it."),
+    module(
+        "deepspeed.compression.helper",
+        "Modules by dotted names.",
+        names(f"{HERE}.runtime_utils", "recursive_getattr", "recursive_setattr"),
+        left_out(INTERNAL, "*"),
+    ),
+    module(
+        "deepspeed.module_inject",
+        "Layers that DeepSpeed puts in the place of others.",
+        left_out(INTERNAL, "*"),
+    ),
+    module(
+        "deepspeed.module_inject.layers",
+        "Their parameters.",
+        names(f"{HERE}.tensor_parallel", "GatherReplacedLayerParams"),
+        left_out(INTERNAL, "*"),
     ),
     module(
         "deepspeed.comm.comm",
