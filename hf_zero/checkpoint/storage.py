@@ -165,7 +165,7 @@ def read_all(fd: int, data: memoryview, at: int) -> int:
 
 
 class _LocalRanges:
-    at_once = 0  # smaller reads cost nothing, and leave what they have read in the caches
+    at_once = 4 << 20  # what is read is still in the caches when it is hashed
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDONLY)

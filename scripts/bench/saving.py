@@ -12,7 +12,8 @@ later, and ``behind`` the time until the files are whole, with nothing else to d
 ``read`` is each rank reading its file once, ``load`` is ``engine.load_checkpoint``, which compares
 what it reads with the hashes of its blocks, ``trust`` the same with ``verify=False``; before each
 the files are dropped from the page cache, and each is first as often as the others. ``of_trust`` is
-the median over the rounds of a load's time beside that of one that trusts. ``hash`` is that of the
+the median over the rounds of a load's time beside that of one that trusts; ``cpu_seconds`` are the
+CPU time of rank 0's process, which other programs change less. ``hash`` is that of the
 rank's file alone. Seconds are those of the slowest rank, the best of the rounds; ``of_raw_speed``
 compares the best with the best, ``of_raw_paired`` is the median over the rounds of one beside the
 other. All rounds are in ``all_seconds``, and ``load_average`` tells whether other programs took
@@ -66,12 +67,15 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
+        self.cpu: dict[str, list[float]] = {}  # of this process
 
     def time(self, name: str, action: Callable[[], Any]) -> None:
         dist.barrier()
-        begun = time.perf_counter()
+        begun, cpu = time.perf_counter(), time.process_time()
         action()
-        self.note(name, time.perf_counter() - begun)
+        own, used = time.perf_counter() - begun, time.process_time() - cpu
+        self.note(name, own)
+        self.cpu.setdefault(name, []).append(used)
 
     def note(self, name: str, own: float) -> None:
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -156,9 +160,10 @@ def measure(rank: int, port: int, folder: Path, options: argparse.Namespace) -> 
             "trust": lambda: engine.load_checkpoint(str(run), tag="beside", verify=False),
         }
         names = sorted(readers)
-        for name in names[at % 3 :] + names[: at % 3]:
-            drop(run / "beside" / mine)
-            clock.time(name, readers[name])
+        for turn in range(at, at + options.loads):
+            for name in names[turn % 3 :] + names[: turn % 3]:
+                drop(run / "beside" / mine)
+                clock.time(name, readers[name])
         for before, after in zip(saved, masters()):
             assert torch.equal(before, after), "what was loaded is not what was saved"
     total: list[Any] = [None] * options.ranks
@@ -195,6 +200,8 @@ def report(clock: Clock, nbytes: int, options: argparse.Namespace) -> None:
             **({"first_seconds": round(first, 4), "of_save": round(seconds / best["save"],
             3)} if name == "stall" else {}),
             **({"of_trust": of_trust} if name == "load" else {}),
+            **({"cpu_seconds": [round(each, 4) for each in clock.cpu[name]]}
+            if name in clock.cpu else {}),
             "all_seconds": [round(each, 4) for each in clock.seconds[name]],
             "cores": len(os.sched_getaffinity(0)),
             "load_average": round(os.getloadavg()[0], 1),
@@ -213,6 +220,7 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--loads", type=int, default=1, help="loads of each kind in a round")
     parser.add_argument(
         "--folder",
         help="a folder on the disk to measure, with room for 36 bytes per parameter "
