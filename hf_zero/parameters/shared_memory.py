@@ -21,7 +21,7 @@ Tied = dict[nn.Parameter, nn.Parameter]
 REMEDY = "give one of them memory of its own (.clone()), or assign the parameter itself to both"
 
 
-class _Held(NamedTuple):
+class _SharedView(NamedTuple):
     """A tensor of a model, and the bytes of its storage between its first and last element."""
 
     name: str
@@ -33,11 +33,11 @@ class _Held(NamedTuple):
     def trains(self) -> bool:
         return isinstance(self.tensor, nn.Parameter) and self.tensor.requires_grad
 
-    def is_same(self, other: _Held) -> bool:
+    def is_same(self, other: _SharedView) -> bool:
         """Whether both are the same elements of their memory, in the same order."""
         return _geometry(self.tensor) == _geometry(other.tensor)
 
-    def meets(self, other: _Held) -> bool:
+    def meets(self, other: _SharedView) -> bool:
         """Whether an element of this one, whose range overlaps that of ``other``, is in it."""
         if self.tensor.dtype != other.tensor.dtype:
             return True
@@ -100,7 +100,7 @@ def without_tied(
             optimizer.state.setdefault(kept, state)
 
 
-def _refusal(one: _Held, other: _Held) -> str:
+def _refusal(one: _SharedView, other: _SharedView) -> str:
     if not all(isinstance(each.tensor, nn.Parameter) for each in (one, other)):
         how = "a buffer and a parameter"
     elif one.is_same(other):
@@ -113,20 +113,20 @@ def _refusal(one: _Held, other: _Held) -> str:
     )
 
 
-def _overlapping(model: nn.Module) -> Iterator[tuple[_Held, _Held]]:
+def _overlapping(model: nn.Module) -> Iterator[tuple[_SharedView, _SharedView]]:
     """Pairs of tensors whose ranges of bytes in one memory overlap."""
-    by_storage: dict[tuple[torch.device, int], list[_Held]] = {}
+    by_storage: dict[tuple[torch.device, int], list[_SharedView]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not _is_plain(tensor):
             continue
         size = tensor.element_size()
         start = int(tensor.storage_offset()) * size
         reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
-        held = _Held(name, tensor, start, start + (int(reach) + 1) * size)
+        held = _SharedView(name, tensor, start, start + (int(reach) + 1) * size)
         place = (tensor.device, tensor.untyped_storage().data_ptr())
         by_storage.setdefault(place, []).append(held)
     for held_there in by_storage.values():
-        under_way: list[_Held] = []
+        under_way: list[_SharedView] = []
         for held in sorted(held_there, key=lambda each: each.start):
             under_way = [each for each in under_way if each.end > held.start]
             for each in under_way:

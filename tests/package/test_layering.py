@@ -110,6 +110,7 @@ TORCH_DISTRIBUTED = (
     "hf_zero.distributed.world_group",
     "hf_zero.distributed.mesh",
     "hf_zero.distributed.collectives",
+    "hf_zero.distributed.group_ends",
     "hf_zero.distributed.dim_maker",
     "hf_zero.distributed.flat_mesh",
     "hf_zero.distributed.parallel_groups",
