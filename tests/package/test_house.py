@@ -15,10 +15,9 @@ import pytest
 from tests.helpers import house
 from tests.package.test_layering import PACKAGE, ROOT
 
-MOST_ATTRIBUTES, MOST_PARAMETERS, MOST_LINES = 16, 8, 450
-# Wider ones, which may only get fewer and narrower.
-ATTRIBUTES: dict[str, int] = {}
-# most of them have the parameters of the class of DeepSpeed or torch that they stand for
+MOST_PARAMETERS = 8
+# Longer lists, which may only get fewer and shorter: most are those of the class of DeepSpeed or
+# torch that ours stands for.
 PARAMETERS = {
     "hf_zero.integrations.deepspeed.optimizers.DeepSpeedCPUAdam": 9,
     "hf_zero.integrations.deepspeed.optimizers.FusedAdam": 9,
@@ -52,20 +51,6 @@ def widths() -> list[house.ClassWidth]:
 def test_no_class_name_is_taken_twice() -> None:
     counts = Counter(each.name.rpartition(".")[2] for each in widths())
     assert {name for name, count in counts.items() if count > 1} == NAMES_TAKEN_TWICE
-
-
-def test_no_file_is_longer() -> None:
-    lines = {module: text.count("\n") for module, (text, _) in SOURCES.items()}
-    assert {module: count for module, count in lines.items() if count > MOST_LINES} == {}, "cut it"
-
-
-def test_no_class_has_more_attributes() -> None:
-    wide = {
-        each.name: each.attributes
-        for each in widths()
-        if not each.frozen and each.attributes > MOST_ATTRIBUTES
-    }
-    assert wide == ATTRIBUTES, "give it parts; or it has become narrower: correct its row"
 
 
 def test_no_init_has_more_parameters() -> None:
