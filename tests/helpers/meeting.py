@@ -115,6 +115,7 @@ class Meetings:
         self._open: dict[tuple[str, int], Meeting] = {}
         self._counts: dict[tuple[int, str], int] = {}
         self._before: dict[str, Any] = {}
+        self._returned: set[int] = set()  # threads of ranks that have done their work
 
     def _start(self, collective: Any, group: Any) -> _Seat:
         with self._lock:
@@ -131,9 +132,16 @@ class Meetings:
     def _shut_down(self, group: Any) -> None:
         group.kept_name = group._world().pg_names[group]
         with self._lock:
+            if threading.get_ident() in self._returned:
+                return
             for (name, _), meeting in self._open.items():
                 if name == group.kept_name:
                     meeting.forget(group.rank())
+
+    def returned(self) -> None:
+        """Keep what this rank has brought: it ends, and the others may still come."""
+        with self._lock:
+            self._returned.add(threading.get_ident())
 
     def release_all(self) -> None:
         """Let every rank that waits go: it ends quietly."""

@@ -111,6 +111,7 @@ class _Rank(threading.Thread):
             try:
                 self.result = self.fn(self.rank, *self.args)
             finally:
+                self.meetings.returned()
                 if dist.is_initialized() and not self.abandoned:  # it may be another run's by now
                     dist.destroy_process_group()
         except SystemExit as ended:  # how a rank ends that waits for one that has failed
