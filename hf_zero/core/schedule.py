@@ -82,7 +82,7 @@ class Schedule:
         self._plans: dict[Hashable, list[Unit]] = {}
         self._before: dict[Hashable, list[Unit]] = {}  # plans that are being recorded anew
         self._pass: GatherPass | None = None  # None: between passes, or nothing to gather in it
-        # the pass whose gathers were all issued last: its plan is complete
+        # the pass that was the last to issue all its gathers: its plan is complete
         self._issued = GatherPass(None, False, [])
         self._to_reshard: list[Unit] = []
         self._ahead: list[Unit] = []
@@ -94,15 +94,16 @@ class Schedule:
 
     @property
     def plan(self) -> Sequence[Unit]:
-        """The order of the gathers of the pass that issued all of them last."""
+        """The order of the gathers of the pass that was the last to issue all of them."""
         return self._issued.plan or ()
 
     @property
     def places(self) -> Sequence[int]:
-        """Where in :attr:`plan` the gathers stand that were recorded in that pass: after none of
+        """Where in :attr:`plan` the gathers stand that were issued in that pass: after none of
         them, one, and so on.
         """
-        return places(self._issued.record, self.plan)
+        recorded = self._issued.record
+        return places(recorded, self.plan) if recorded else range(len(self.plan) + 1)
 
     @property
     def gathered(self) -> tuple[int, ...]:
@@ -158,6 +159,7 @@ class Schedule:
         """
         under_way = self._pass
         if under_way is None:
+            self._issued = GatherPass(None, False, [])
             return
         if under_way.plan is None:
             while self._agree_on_gather(END, None):
@@ -173,9 +175,9 @@ class Schedule:
             )
             under_way.plan = self._plans[under_way.key] = plan
             under_way.cursor = len(plan)
-            self._issued = under_way
         else:
             self.issue_through(len(under_way.plan))
+        self._issued = under_way
 
     def end(self, keep_last: bool) -> None:
         """Finish the pass: issue what the plan still holds, then release.
@@ -238,9 +240,12 @@ class Schedule:
         self._passed = kept
 
     @property
-    def recorded(self) -> int:
-        """How many gathers the pass under way, which is being recorded, has issued."""
-        return len(self._pass.record) if self._pass is not None else 0
+    def issued(self) -> int:
+        """How many gathers the pass under way has issued."""
+        under_way = self._pass
+        if under_way is None:
+            return 0
+        return len(under_way.record) if under_way.plan is None else under_way.cursor
 
     @property
     def recording(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 IN_HOST_MEMORY = frozenset({"cpu", "meta"})
+COPIES = frozenset({"cpu", "cuda", "xpu"})  # methods of tensors that copy to a kind of device
 TRITON = frozenset({"cuda"})  # the kinds that kernels/gpu is written for
 
 

@@ -72,7 +72,7 @@ class DimMaker:
 
     def _check_connections(self, sets: Sequence[Sequence[int]]) -> None:
         one = os.environ.get(CONNECTIONS) == "1"
-        if one and self.device.type == "cuda" and any(len(ranks) > 1 for ranks in sets):
+        if one and kinds.is_nvidia(self.device) and any(len(ranks) > 1 for ranks in sets):
             raise ConfigError(
                 f"{CONNECTIONS} is 1: all streams of a GPU then share one queue, in which the "
                 "gathers and the reductions of two ranks, which are issued in different orders, "

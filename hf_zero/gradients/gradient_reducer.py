@@ -167,8 +167,8 @@ class GradientReducer:
             return
         backward.ready[unit] = grad_versions(unit) if self.learns else None
         backward.shown.complete.append(unit.index)
-        if self._gathers is not None and self._gathers.recording:
-            backward.shown.depths[unit.index] = self._gathers.recorded
+        if self._gathers is not None and self.learns:
+            backward.shown.depths[unit.index] = self._gathers.issued
         if not self._reduces_now:
             self._intake.accumulate(unit, self._batch)
 

@@ -50,7 +50,9 @@ def differing(
     most = torch.tensor(given, dtype=torch.float64, device=device)
     for dim in dims:
         dim.all_reduce(most, name, maximum=True).wait()
-    return [highest != -lowest for highest, lowest in most.view(-1, 2).tolist()]
+    return [
+        highest != -lowest and highest != unknown for highest, lowest in most.view(-1, 2).tolist()
+    ]
 
 
 def hash_of(tensors: Iterable[torch.Tensor]) -> int:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.device import kinds
 from hf_zero.errors import PartitionError, ReleasedParameterError
 from hf_zero.parameters.raw_grads import raw_grad, set_raw_grad
 from hf_zero.parameters.tree import tensors_in, transformed
@@ -279,7 +280,7 @@ _has_compatible_shallow_copy_type
 """
 METADATA = frozenset(_METADATA.split())  # what may be asked of a parameter whose values are away
 # what module.to() and its kin call; they return the tensor itself where it has the dtype and device
-CONVERSIONS = frozenset(("to", "cpu", "cuda", "xpu", "float", "half", "bfloat16", "double", "type"))
+CONVERSIONS = frozenset(("to", "float", "half", "bfloat16", "double", "type")) | kinds.COPIES
 
 
 def _refuse(parameter_name: str, operation: str) -> ReleasedParameterError:

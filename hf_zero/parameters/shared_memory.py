@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_zero.errors import PartitionError
 from hf_zero.logs import log_rank0
@@ -145,7 +144,9 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         return False
     if owner_of(tensor) is not None or source_of(tensor) is not None:
         return False
-    return not is_traceable_wrapper_subclass(tensor) and tensor.untyped_storage().data_ptr() != 0
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return False  # its class says where its values are
+    return tensor.untyped_storage().data_ptr() != 0
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:

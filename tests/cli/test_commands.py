@@ -284,7 +284,7 @@ def test_convert_checkpoint_hands_its_options_over(monkeypatch: pytest.MonkeyPat
         "--workers",
         "5",
     )
-    assert asked[-1][1] == {"verify": False, "only": ["a.*", "b"], "adapters": False, "workers": 5}
+    assert asked[-1][1] == {"verify": None, "only": ["a.*", "b"], "adapters": False, "workers": 5}
     invoke("convert-checkpoint", "from", "to", "--adapters")
     assert asked[-1][1]["adapters"] is True
 

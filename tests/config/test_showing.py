@@ -115,10 +115,12 @@ def nest(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def consistent(nested: dict[str, Any]) -> dict[str, Any]:
-    """What the values that were drawn cannot do without: folders for files, moments that
-    agree.
+    """What the values that were drawn cannot do without: folders for files, moments that agree,
+    blocks without gradients where layers are dropped.
     """
     zero = nested.get("zero_optimization", {})
+    if nested.get("progressive_layer_drop", {}).get("enabled"):
+        zero.pop("ignore_unused_parameters", None)
     for name in ("offload_optimizer", "offload_param"):
         section = zero.get(name, {})
         if section.get("device") == "nvme" and section.get("nvme_path", "none") in ("none", []):

@@ -27,8 +27,10 @@ def test_the_communicator_is_made_with_its_group(monkeypatch: pytest.MonkeyPatch
     )
     bound = []
 
-    def new_group(ranks: list[int], timeout: Any, device_id: torch.device) -> tuple[int, ...]:
-        bound.append(device_id)
+    def new_group(
+        ranks: list[int], timeout: Any, backend: str, device_id: torch.device
+    ) -> tuple[int, ...]:
+        bound.append((backend, device_id))
         return tuple(ranks)
 
     monkeypatch.setattr(dist, "new_group", new_group)
@@ -37,11 +39,12 @@ def test_the_communicator_is_made_with_its_group(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(stage_messages, "get_world_group", lambda: world)
     monkeypatch.setattr(stage_messages, "backend_serving", lambda device: "gloo")
     monkeypatch.setattr(stage_messages, "group_backend", lambda device: "nccl")
+    monkeypatch.setattr(stage_messages, "backends_of_parts", lambda: "cpu:gloo,cuda:nccl")
     messages = StageMessages.over(groups, "engine 1", 5.0)
     assert messages.ranks == [1, 3, 5]
     assert reduced == [((1, DEVICE), (1, 3, 5))]
     # NCCL would make others for messages that are in no batch
-    assert bound == [DEVICE] * 2
+    assert bound == [("cpu:gloo,cuda:nccl", DEVICE)] * 2
 
 
 def test_the_host_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:

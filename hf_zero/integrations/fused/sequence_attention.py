@@ -132,11 +132,6 @@ def _check(model: Any, ranks: int, tensor: int) -> None:
     alone = f"set {KEY} to 1"
     if config.is_encoder_decoder:
         refuse("it attends across two sequences", alone)
-    eager = model.config._attn_implementation in (None, "eager")  # sdpa takes its place
-    if not model._can_set_attn_implementation() or (eager and not model._supports_sdpa):
-        refuse("it computes attention outside transformers' AttentionInterface", alone)
-    if not (model._supports_sdpa or model._supports_flash_attn):
-        refuse("it has eager attention alone, or none", alone)
     kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
     if kinds:
         refuse(
@@ -167,6 +162,11 @@ def _check(model: Any, ranks: int, tensor: int) -> None:
     )
     if both is not None:
         refuse(f"{both} attends in both directions, which needs the masks that are dropped", alone)
+    eager = model.config._attn_implementation in (None, "eager")  # sdpa takes its place
+    if not model._can_set_attn_implementation() or (eager and not model._supports_sdpa):
+        refuse("it computes attention outside transformers' AttentionInterface", alone)
+    if not (model._supports_sdpa or model._supports_flash_attn):
+        refuse("it has eager attention alone, or none", alone)
     heads = getattr(config, "num_attention_heads", None)
     if heads is not None:
         shared = getattr(config, "num_key_value_heads", None) or heads

@@ -13,7 +13,7 @@ Imported in the middle of ``import transformers``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count, islice
 from typing import Any
@@ -121,7 +121,8 @@ def counting_whole_batches(trainer: Any, inputs: Any) -> Iterator[None]:
     from hf_zero.parallel.sequence.batches import tokens_of
 
     counted = getattr(trainer, "_total_train_tokens", None)
-    tokens = None if counted is None else tokens_of(inputs.get("position_ids"))
+    positions = inputs.get("position_ids") if isinstance(inputs, Mapping) else None
+    tokens = None if counted is None else tokens_of(positions)
     yield
     if tokens is not None:
         own = torch.as_tensor(tokens, device=trainer.accelerator.device)

@@ -22,7 +22,7 @@ from hf_zero.distributed.collectives import MeshDim
 RunExperts = Callable[[torch.Tensor, torch.Tensor, Sequence[int]], torch.Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Routes:
     """Where the rows of one forward of a layer go.
 
