@@ -295,8 +295,6 @@ class Backward:
         ``zero_grad``. ``counts_only``: the step counts a micro-batch and updates nothing.
         """
         self._sanity.on_step(counts_only)
-        if not counts_only:
-            self.tracker.end_window()
         self.hooks.reset()
 
     def remove(self) -> None:

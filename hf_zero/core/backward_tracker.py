@@ -66,9 +66,8 @@ class BackwardTracker:
         self._reached: set[RootForward] = set()
         # The forward whose backward has come last to a call of it.
         self.reached: RootForward | None = None
-        # What all forwards leave out that a backward may go through, and how many there are.
-        self._open: tuple[frozenset[Unit], int] = (frozenset(), 0)
-        self._left_out: frozenset[Unit] = frozenset()  # of the backward under way
+        # units that the forwards reached by the backward under way have all left out
+        self._left_out: frozenset[Unit] = frozenset()
         # forwards that no hook tells of: any backward may be theirs
         self._untracked: list[RootForward] = []
         reducer.connect(schedule, self.outstanding)
@@ -89,18 +88,9 @@ class BackwardTracker:
 
     # ---- forwards ----
 
-    def add_forward(self, kind: Hashable, root: RootForward) -> None:
+    def add_forward(self, kind: Hashable) -> None:
         """A forward of ``kind`` with a graph begins."""
         self._forwards[kind] += 1
-        left_out, count = self._open
-        self._open = (left_out & root.left_out if count else root.left_out, count + 1)
-
-    def end_window(self) -> None:
-        """A step or ``zero_grad`` comes: of several forwards none is taken to have a backward
-        yet to come.
-        """
-        if self._open[1] > 1:
-            self._open = frozenset(), 0
 
     def add_call(self, call: UnitForward) -> None:
         """``call``, which has ended, has outputs whose hooks tell of its backward."""
@@ -147,10 +137,9 @@ class BackwardTracker:
                 f"{call.unit.label} that the first has released; "
                 "use stage 2 for losses with gradients of gradients"
             )
-        if self._left_out and call.unit in self._left_out:
-            self._refuse_left_out(call.unit)
         outer = call.outer
         if outer is not self.reached and outer is not self.outstanding.recomputation:
+            self._leave_out(outer.left_out)
             self.reached = outer
         if not outer.whole or outer not in self._reached:
             self.reach(outer)
@@ -189,18 +178,31 @@ class BackwardTracker:
         for call in root.calls:
             # again, if this is not the first backward over its graph
             call.unit.forwards.pending.add(call)
+        self._bring_back(self._left_out & root.reads)
         for unit in root.reads:
-            if unit in self._left_out:
-                self._refuse_left_out(unit)
             unit.forwards.pinned_by.add(root)
             self._schedule.ensure_gathered(unit)
 
-    def _refuse_left_out(self, unit: Unit) -> None:
-        raise PartitionError(
-            f"a backward goes through {unit.label} of an earlier forward, while the last forward "
-            "has left it out on all ranks (progressive_layer_drop); call backward for each forward "
-            "before the next one, or remove the key"
-        )
+    def _leave_out(self, units: frozenset[Unit]) -> None:
+        """The backward under way comes to a forward that has left ``units`` out on all ranks.
+
+        What the first forward reached has left out is neither gathered by the plan nor reduced in
+        its place. Forwards that this backward does not go through, which one rank alone may have
+        run, have no part in that.
+        """
+        if self.reached is not None:
+            self._bring_back(self._left_out - units)
+        elif units:
+            reads = (root.reads for root in self._reached)
+            self._left_out = units.difference(*reads)
+            self._schedule.leave_out(self._left_out)
+            self._reducer.leave_out(self._left_out)
+
+    def _bring_back(self, units: frozenset[Unit]) -> None:
+        """The backward under way uses ``units`` after all: they are fetched, and reduced last."""
+        if units:
+            self._left_out -= units
+            self._reducer.bring_back(units)
 
     def _pass(self, call: UnitForward, moment: int) -> None:
         """The backward has come to ``moment``: reduce what is complete by that."""
@@ -234,7 +236,7 @@ class BackwardTracker:
         if self.tasks and self.tasks[0][1]() is None:
             self._abandon()
         if not self.tasks:
-            self._begin(self._take_open())
+            self._begin()
         callback = partial(self._leave, task)
         self.tasks.append((task, weakref.ref(callback)))
         torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -242,17 +244,8 @@ class BackwardTracker:
     def take_in(self) -> None:
         """A backward without hooks is over: take in what it has left (collective)."""
         with torch.inference_mode(False), torch.no_grad():
-            self._begin(frozenset())
+            self._begin()
             self._end()
-
-    def _take_open(self) -> frozenset[Unit]:
-        """What no rank uses in a backward that begins now. One forward is over with it; of several
-        others may have theirs still to come.
-        """
-        left_out, count = self._open
-        if count == 1:
-            self._open = frozenset(), 0
-        return left_out
 
     def put_away_broken(self) -> None:
         """Called from outside forward and backward: forget the backward that an exception there has
@@ -261,8 +254,8 @@ class BackwardTracker:
         if self.tasks and graph_task() == -1:
             self._abandon()
 
-    def _begin(self, left_out: frozenset[Unit]) -> None:
-        self._left_out, self.reached = left_out, None
+    def _begin(self) -> None:
+        self._left_out, self.reached = frozenset(), None
         kind = (
             "backward",
             *(
@@ -278,8 +271,8 @@ class BackwardTracker:
         # Without sharded parameters a forward concerns no other rank: ranks may have run different
         # numbers of them.
         key = (*kind, self._schedule.resident) if self._schedule.gathers else None
-        self._schedule.begin(kind, True, left_out)
-        self._reducer.begin(key, left_out)
+        self._schedule.begin(kind, True)
+        self._reducer.begin(key)
 
     def _leave(self, task: int) -> None:
         known = [number for number, _ in self.tasks]

@@ -212,7 +212,7 @@ class Hooks:
             self._outer = RootForward(module is self._model, tracker.outstanding.moment())
             if grads:
                 self._draw(self._outer, name)
-                tracker.add_forward(kind, self._outer)
+                tracker.add_forward(kind)
             self._schedule.begin(kind, left_out=self._outer.left_out)
         self._nested += 1
         last, self._last = self._last, None

@@ -10,8 +10,9 @@ enters the plan of every rank. A gather that is not in the rest of a plan is a f
 consensus.py) where other ranks hold shards of the unit, and sends nothing where this rank holds all
 of it.
 
-A pass may leave units out that no rank uses in it, as all ranks know when it begins: they keep
-their places in its plan, and are passed over there. One that is needed all the same is a fetch.
+A pass may leave units out that no rank uses in it, as all ranks know before its first gather: they
+keep their places in its plan, and are passed over there. One that is needed all the same is
+fetched.
 
 A unit is released one step late, when the next unit is needed: a block called twice in a row is not
 gathered twice, and the unit that ends a forward is still there when its backward begins.
@@ -152,6 +153,13 @@ class Schedule:
         self._pass = GatherPass(key, backward, self._plans.get(key), left_out)
         if not backward:
             self._mesh.passes.begin("forward", key)
+
+    def leave_out(self, units: frozenset[Unit]) -> None:
+        """No rank uses ``units`` in the backward under way, as all know. Before its first gather
+        by a plan.
+        """
+        if self._pass is not None:
+            self._pass.left_out = units
 
     def issue_rest(self) -> None:
         """The pass is over on this rank: issue the gathers that others may still need, and wait

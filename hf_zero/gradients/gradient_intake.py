@@ -83,9 +83,12 @@ class GradientIntake:
         self._buffers = buffers
         self._offload = offload
 
-    def accumulate(self, unit: Unit, batch: MicroBatch) -> None:
-        """Add this backward's gradients to the whole gradients that are kept for the window."""
+    def accumulate(self, unit: Unit, batch: MicroBatch) -> bool:
+        """Add this backward's gradients to the whole gradients that are kept for the window; return
+        whether there was any.
+        """
         unit.await_gradients()
+        brought = False
         factor = self.scaling.before(batch.weight) * batch.unscale
         for flat in unit.trainable:
             gradient = flat.gradient
@@ -105,6 +108,8 @@ class GradientIntake:
             else:
                 used = take_in(flat, accumulated, adds, factor)
             gradient.mark_accumulated(used)
+            brought |= used > 0
+        return brought
 
     def upcast(self, flat: FlatBuffer) -> None:
         """Something is going to be added to the gradient of ``flat``, which was kept in 16 bits as

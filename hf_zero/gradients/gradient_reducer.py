@@ -111,10 +111,14 @@ class GradientReducer:
         )
         self._known: set[Hashable] = set()  # kinds of backward that have been learned
         self._pass = _BackwardPass()
+        # units that the backward under way has seemed to leave out, and uses: reduced last
+        self._brought_back: set[Unit] = set()
         self._batch = MicroBatch()
         self._gathers: Gathers | None = None
         self._outstanding: Outstanding | None = None
         self.broken = Broken.NO
+        # backwards that have brought gradients since the last step or ``zero_grad``
+        self.backwards = 0
 
     def connect(self, gathers: Gathers, outstanding: Outstanding) -> None:
         """Make known the gathers of the passes, and what may still come."""
@@ -124,12 +128,13 @@ class GradientReducer:
         """The backward of ``batch`` is about to begin."""
         self._batch = batch
 
-    def begin(self, key: Hashable, left_out: frozenset[Unit] = frozenset()) -> None:
-        """A backward starts; ``key`` tells kinds apart, ``left_out`` no rank uses: alike on all."""
+    def begin(self, key: Hashable) -> None:
+        """A backward starts; ``key`` tells kinds apart, alike on all ranks."""
         self.wait()
         gathers = self._gathers is not None and self._gathers.gathers
         self._mesh.passes.begin("backward", key, joint=self._reduces_now or gathers)
-        self._pass = _BackwardPass(key, True, self._order.without(left_out, self._reduces_now))
+        self._pass = _BackwardPass(key, True, list(self._order.units))
+        self._brought_back = set()
         # A rank must not wait for a reduction that others launch only after a gather it has yet to
         # join.
         self._reductions.begin(
@@ -139,6 +144,16 @@ class GradientReducer:
         if not self._reduces_now:
             for flat in (flat for unit in self._pass.units for flat in unit.trainable):
                 self._intake.upcast(flat)
+
+    def leave_out(self, units: frozenset[Unit]) -> None:
+        """No rank uses ``units`` in the backward under way, as all know. Before its first
+        reduction.
+        """
+        self._pass.units = self._order.without(units, self._reduces_now)
+
+    def bring_back(self, units: frozenset[Unit]) -> None:
+        """The backward under way uses ``units`` after all, on all ranks: they are reduced last."""
+        self._brought_back |= units
 
     def wait_for_older(self) -> None:
         """An older forward still waits for its backward, and this one may go through it: nothing
@@ -170,7 +185,7 @@ class GradientReducer:
         if self._gathers is not None and self.learns:
             backward.shown.depths[unit.index] = self._gathers.issued
         if not self._reduces_now:
-            self._intake.accumulate(unit, self._batch)
+            self._accumulate(unit)
 
     def advance(self) -> None:
         """Launch the reductions whose turn it is and for which nothing can come any more on this
@@ -226,6 +241,9 @@ class GradientReducer:
             return
         learns = learns or self.learns
         self._leave()
+        if self._brought_back:
+            back = self._brought_back.difference(backward.units)
+            backward.units = [*backward.units, *(u for u in self._order.units if u in back)]
         if self._reduces_now:
             launched, waited = backward.units[: backward.next], backward.units[backward.next :]
             backward.shown.parts = [
@@ -241,7 +259,8 @@ class GradientReducer:
             self._usage.drop()
         else:
             for unit in backward.units:
-                self._intake.accumulate(unit, self._batch)
+                self._accumulate(unit)
+        self.backwards += backward.shown.brought
         if self._batch.reduces:
             self._settle()
         for unit in self._units:
@@ -286,8 +305,7 @@ class GradientReducer:
         if not learns:
             return
         backward.shown.late = [unit.index for unit in late]
-        used = (flat.gradient.used for unit in backward.units for flat in unit.trainable)
-        backward.shown.brought = bool(late) or any(used)
+        backward.shown.brought |= bool(late)
         shown = self._mesh.all_gather_object(backward.shown, "what a backward has shown")
         again = {index for each in shown for index in each.late}
         if again:
@@ -374,6 +392,7 @@ class GradientReducer:
     def clear(self) -> None:
         """Forget all gradients: after a step, and for ``zero_grad``."""
         self.broken = Broken.NO
+        self.backwards = 0
         self._drop()
         for unit in self._order.units:
             for flat in unit.trainable:
@@ -392,7 +411,7 @@ class GradientReducer:
         if self._policy.reduces_every_backward:
             unit.await_gradients()
         else:
-            self._intake.accumulate(unit, batch)
+            self._accumulate(unit)
         # the update of the unit may begin as soon as its gradients are here
         if batch.on_reduced is not None:
             for flat in unit.trainable:
@@ -406,9 +425,14 @@ class GradientReducer:
                 flat.layout.padded, self._wire_dtype or flat.dtype, flat.full.device
             )
             before = self._intake.scaling.before(batch.weight, on_the_wire=True) * batch.unscale
-            flat.gradient.mark_used(take_in(flat, wire, False, before))
+            used = take_in(flat, wire, False, before)
+            flat.gradient.mark_used(used)
+            self._pass.shown.brought |= used > 0
             after = self._intake.scaling.after(batch.weight, on_the_wire=True)
             self._reductions.add(flat, wire, wire, after * flat.mesh.gain)
+
+    def _accumulate(self, unit: Unit) -> None:
+        self._pass.shown.brought |= self._intake.accumulate(unit, self._batch)
 
     @property
     def local_scale(self) -> float:

@@ -129,23 +129,6 @@ class ReturnedBefore:
         self._tuples.clear()
 
 
-class ForwardCount:
-    """Numbers the forwards of a step that train, from 0: what is drawn at random goes by it."""
-
-    def __init__(self) -> None:
-        self._step, self._number = -1, 0
-
-    def next(self, step: int) -> int:
-        """The number of a forward that begins after ``step`` steps."""
-        self._number = self._number + 1 if step == self._step else 0
-        self._step = step
-        return self._number
-
-    def restart(self) -> None:
-        """The run goes on from a checkpoint, at the beginning of a step."""
-        self._step = -1
-
-
 class DrawsForBlocks(ABC):
     """What techniques have in common that draw at random for the repeated blocks of a model: a
     :class:`hf_zero.techniques.policy.Technique` but for ``install``.
@@ -153,7 +136,6 @@ class DrawsForBlocks(ABC):
 
     def __init__(self) -> None:
         self._before = ReturnedBefore()
-        self._count = ForwardCount()
         self._calls: BlockCalls | None = None
         self._engine: Any = None
 
@@ -181,9 +163,8 @@ class DrawsForBlocks(ABC):
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is kept; the next forward is the first of its step."""
-        self._count.restart()
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Nothing is kept."""
 
     def remove(self) -> None:
         if self._calls is not None:

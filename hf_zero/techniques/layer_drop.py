@@ -12,13 +12,15 @@ left out gives x. The mean of both is block(x), and evaluation needs no scaling.
 generation, and forwards without gradients, run as they are.
 
 [Note: decisions]
-They are a function of the seed of the configuration, the step, the number of the forward in its
-accumulation window, and the place of the block among all (Philox, counter-based); with ``per_rank``
-also of the rank. So ranks agree without a message, and a run that is resumed makes the
-decisions that it would have made. Where nothing but blocks trains (adapters, say), one of those
-that train is always kept, so that the loss has a gradient. What a checkpoint runs again in a
-backward goes by the decisions of its forward. Blocks that a script calls by themselves, outside a
-forward of a larger module, are kept.
+They are a function of the seed of the configuration, the step, the micro-batch in its accumulation
+window (backwards since the step that have brought gradients), and the place of the block among all
+(Philox, counter-based); with ``per_rank`` also of the rank. So ranks agree without a message,
+whatever forwards one of them adds, and a run that is resumed makes the decisions that it would have
+made. All forwards before the backward of a micro-batch leave out the same blocks: a loss over
+several of them (two answers compared, say) is a loss of one network. Where nothing but blocks
+trains (adapters, say), one of those that train is always kept, so that the loss has a gradient.
+What a checkpoint runs again in a backward goes by the decisions of its forward. Blocks that a
+script calls by themselves, outside a forward of a larger module, are kept.
 
 [Note: what is not there]
 Units whose blocks all ranks leave out are neither gathered nor reduced (``Hooks.draws``), and their
@@ -68,13 +70,14 @@ def keep_probability(layer: int, layers: int, theta: float) -> float:
     return 1.0 - layer / layers * (1.0 - theta)
 
 
-def draw(seed: int, step: int, forward: int, blocks: int, rank: int = 0) -> list[float]:
+def draw(seed: int, step: int, micro_batch: int, blocks: int, rank: int = 0) -> list[float]:
     """A number in [0, 1) for each of ``blocks``: it is kept where its number is below its p.
 
-    The first words of Philox for the counters (step, forward, block, rank), with ``seed`` as key.
+    The first words of Philox for the counters (step, micro_batch, block, rank), with ``seed`` as
+    key.
     """
     block = torch.arange(blocks, dtype=torch.int64, device="cpu")
-    at = [torch.full_like(block, value) for value in (step, forward, rank)]
+    at = [torch.full_like(block, value) for value in (step, micro_batch, rank)]
     words = philox.words((at[0], at[1], block, at[2]), torch.tensor(seed, device="cpu"))
     drawn: list[float] = (words[0].double() / 2**32).tolist()
     return drawn
@@ -125,9 +128,9 @@ class LayerDrop(DrawsForBlocks):
             return []
         return [at for at, held in enumerate(of_blocks) if held & trained]
 
-    def _left_out(self, forward: int, p: Sequence[float], rank: int) -> list[bool]:
+    def _left_out(self, micro_batch: int, p: Sequence[float], rank: int) -> list[bool]:
         """Which blocks ``rank`` leaves out, which are kept with probabilities ``p``."""
-        drawn = draw(self._seed, self._engine.global_steps, forward, len(p), rank)
+        drawn = draw(self._seed, self._engine.global_steps, micro_batch, len(p), rank)
         found = [u >= each for u, each in zip(drawn, p)]
         if self._training and all(found[at] for at in self._training):
             # else the loss would have no gradient at all
@@ -139,14 +142,14 @@ class LayerDrop(DrawsForBlocks):
         engine, section, theta = self._engine, self._section, self.theta
         if not any(layer.block.training for layer in self._layers):
             return ()
-        number = self._count.next(engine.global_steps)
+        micro_batch = engine.backward_pass.reducer.backwards
         p = [
             1.0 if layer.keeps or not layer.block.training
             else keep_probability(layer.place, layer.of, theta)
             for layer in self._layers
         ]  # fmt: skip
         ranks = range(engine.world_size) if section.per_rank else (0,)
-        left_out = [self._left_out(number, p, rank) for rank in ranks]
+        left_out = [self._left_out(micro_batch, p, rank) for rank in ranks]
         own = left_out[engine.global_rank if section.per_rank else 0]
         blocks = [layer.block for layer in self._layers]
         # p of what is kept, and 0 for what is left out

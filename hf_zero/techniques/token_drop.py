@@ -70,12 +70,30 @@ def sample(
     return chosen.sort(dim=1).values
 
 
+class ForwardCount:
+    """Numbers the forwards of a step that train, from 0: each reads tokens of its own."""
+
+    def __init__(self) -> None:
+        self._step, self._number = -1, 0
+
+    def next(self, step: int) -> int:
+        """The number of a forward that begins after ``step`` steps."""
+        self._number = self._number + 1 if step == self._step else 0
+        self._step = step
+        return self._number
+
+    def restart(self) -> None:
+        """The run goes on from a checkpoint, at the beginning of a step."""
+        self._step = -1
+
+
 class TokenDrop(DrawsForBlocks):
     """Random layerwise token dropping on the model of one engine."""
 
     def __init__(self, section: TokenDropSection, seed: int):
         super().__init__()
         self._section, self._seed = section, seed
+        self._count = ForwardCount()
         self._layers: dict[nn.Module, tuple[int, Layer]] = {}
         self._chosen: set[nn.Module] = set()
         self._rows: set[int] = set()  # of the batch of the forward under way
@@ -229,6 +247,10 @@ class TokenDrop(DrawsForBlocks):
         beside = output if before is None else before
         whole = with_first(beside, new if first else new.transpose(0, 1))
         return self._before.note(layer, whole)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is kept; the next forward is the first of its step."""
+        self._count.restart()
 
     def remove(self) -> None:
         super().remove()

@@ -96,9 +96,9 @@ def probabilities(step: int, sizes: list[int], keeps_first: bool = False) -> lis
     ]
 
 
-def left_out(step: int, p: list[float], forward: int = 0, rank: int = 0) -> list[bool]:
+def left_out(step: int, p: list[float], micro: int = 0, rank: int = 0) -> list[bool]:
     """Which blocks are left out, by the probabilities ``p`` of keeping them."""
-    drawn = draw(SEED, step, forward, len(p), rank)
+    drawn = draw(SEED, step, micro, len(p), rank)
     return [number >= each for number, each in zip(drawn, p)]
 
 

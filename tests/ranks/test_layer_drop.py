@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -153,23 +154,28 @@ def test_a_checkpoint_around_blocks_recomputes_what_it_ran(reentrant: bool) -> N
             return model
 
         def window(self, net: Any, at: Any, end_micro: Any) -> list[torch.Tensor]:
-            """Both forwards, then their backwards."""
-            losses = []
-            for each in at:
-                if not hasattr(net, "engine"):
-                    self.by_hand(net.module, each)
-                losses.append(self.loss_of(net, each))
-                if not hasattr(net, "engine"):  # hand-made blocks would recompute the later choice
+            """Each forward runs before the backward of the one before: two have the draws of the
+            first micro-batch, and the last one's are made before the second one's backward.
+            """
+            losses: list[torch.Tensor] = []
+            if not hasattr(net, "engine"):  # hand-made blocks would recompute the later choice
+                for each, drawn in zip(at, (0, 0, 1)):
+                    self.by_hand(net.module, replace(each, micro=drawn))
+                    losses.append(self.loss_of(net, each))
                     net.backward(losses[-1])
-            if hasattr(net, "engine"):
-                for loss in losses:
-                    net.backward(loss)
-            for _ in at:
-                end_micro()
+                    end_micro()
+                return losses
+            for number, each in enumerate(at):
+                losses.append(self.loss_of(net, each))
+                if number:
+                    net.backward(losses[number - 1])
+                    end_micro()
+            net.backward(losses[-1])
+            end_micro()
             return losses
 
     job = Job("stack")
-    plan = Plan(2, 4, 2)
+    plan = Plan(2, 4, 3)
     zero = {"stage": 3, **APART}
     got = train_on_threads(job, plan, engine_opener(3, **job.keys, zero_optimization=zero))
     oracle.compare(got, oracle.run(job, plan), TOLERANCE, oracle.ADAM_ROUNDING)

@@ -5,7 +5,10 @@ run), what it does not send, and what it refuses.
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +28,7 @@ from tests.helpers.layer_drop import (
     left_out,
     probabilities,
 )
-from tests.helpers.models import Block, Stack, features, seeded, tokens
+from tests.helpers.models import Block, Stack, features, floats, seeded, tokens
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_ranks, squared
 from tests.helpers.training import At, Plan, adamw, plain_sgd
@@ -153,13 +156,21 @@ def test_a_run_that_goes_back_makes_the_decisions_of_the_step(tmp_path: Any) -> 
             engine.backward(squared(engine, At(step, 0, rank)))
             engine.step()
         engine.save_checkpoint(str(tmp_path / "run"))
-        first = [float(squared(engine, At(3, 0, rank)).detach()) for _ in range(6)]
+        first = micro_batches(engine, rank)
         assert len({*first}) > 1
         engine.load_checkpoint(str(tmp_path / "run"))
         engine.eval()
         squared(engine, At(3, 0, rank))
         engine.train()
-        assert [float(squared(engine, At(3, 0, rank)).detach()) for _ in range(6)] == first
+        squared(engine, At(3, 0, rank))
+        assert micro_batches(engine, rank) == first
+
+    def micro_batches(engine: Any, rank: int) -> list[float]:
+        losses = []
+        for _ in range(6):
+            losses.append(squared(engine, At(3, 0, rank)))
+            engine.backward(losses[-1])
+        return [float(loss.detach()) for loss in losses]
 
     on_ranks(2, run, build=small)
 
@@ -272,7 +283,7 @@ def test_a_penalty_on_weights_counts_for_blocks_that_are_left_out() -> None:
 
 
 def test_a_loss_of_two_forwards() -> None:
-    """Each has decisions of its own; what one of them uses is gathered and reduced."""
+    """Both leave out the same blocks."""
 
     def run(rank: int, model: Any) -> Any:
         engine = opened(model)
@@ -288,8 +299,8 @@ def test_a_loss_of_two_forwards() -> None:
     for step in range(4):
         for rank in range(2):
             outs = []
-            for forward, x in enumerate((features(step, 0, rank), -features(step, 0, rank))):
-                job.by_hand(plain, At(step, forward, rank))
+            job.by_hand(plain, At(step, 0, rank))
+            for x in (features(step, 0, rank), -features(step, 0, rank)):
                 outs.append(plain(x))
             ((outs[0] * outs[1]).pow(2).mean() / 2).backward()
         optimizer.step()
@@ -297,18 +308,135 @@ def test_a_loss_of_two_forwards() -> None:
     oracle.compare_tensors("weights", got, dict(plain.named_parameters()), 1e-4, 1e-5)
 
 
-def test_an_older_graph_that_a_backward_cannot_know_of() -> None:
-    def run(rank: int, model: Any) -> None:
-        engine = opened(model)
-        engine.counters.global_steps = 50
-        old = squared(engine, At(0, 0, rank))
-        engine.backward(old, retain_graph=True)
-        with pytest.raises(PartitionError, match="of an earlier forward, while the last forward"):
-            for number in range(20):
-                engine.backward(squared(engine, At(0, number, rank)) + old, retain_graph=True)
-        engine.destroy()
+def older(net: Any, model: Any, rank: int, draw: Any) -> Iterator[torch.Tensor]:
+    """A graph of the first micro-batch has a part in the backward of the second."""
+    draw(0)
+    old = squared(net, At(0, 2, rank))
+    yield squared(net, At(0, 0, rank))
+    draw(1)
+    yield squared(net, At(0, 1, rank)) + old
 
-    on_ranks(1, run, build=small)
+
+def evaluated(net: Any, model: Any, rank: int, draw: Any) -> Iterator[torch.Tensor]:
+    """A forward in eval mode, which runs all blocks, before one in training mode."""
+    for micro in range(MICRO):
+        draw(None)
+        model.eval()
+        whole = net(features(0, micro, rank))
+        model.train()
+        draw(micro)
+        yield (whole * net(features(0, micro, rank))).pow(2).mean()
+
+
+def alone(net: Any, model: Any, rank: int, draw: Any) -> Iterator[torch.Tensor]:
+    """All blocks called by themselves before the forward of the model."""
+    for micro in range(MICRO):
+        draw(None)
+        x = floats(0, micro, rank, 3, 8)
+        for block in model.blocks:
+            x = block(x)
+        draw(micro)
+        yield x.pow(2).mean() + squared(net, At(0, micro, rank))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("losses", [older, evaluated, alone])
+def test_a_backward_through_forwards_that_have_left_out_other_blocks(
+    losses: Any, stage: int
+) -> None:
+    """What one of them uses is gathered and reduced."""
+    late = 50  # steps, after which most blocks are left out
+
+    def run(rank: int, model: Any) -> Any:
+        engine = opened(model, stage, MICRO)
+        engine.counters.global_steps = late
+        for _ in range(2):
+            for loss in losses(engine, model, rank, lambda micro: None):
+                engine.backward(loss)
+                engine.step()
+        return OnEngine(engine, Plan()).weights()
+
+    got = on_ranks(2, run, build=small)
+    plain: Any = small()
+    optimizer, job = adamw(plain), LayerDropJob("stack")
+    for step in (late, late + 1):
+        for rank in range(2):
+            at = At(step, 0, rank)
+
+            def draw(micro: int | None, at: At = at) -> None:
+                for block in plain.blocks:
+                    vars(block).pop("forward", None)
+                if micro is not None:
+                    job.by_hand(plain, replace(at, micro=micro))
+
+            for loss in losses(plain, plain, rank, draw):
+                (loss / 2 / MICRO).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert any(map(any, job.left_out.values()))
+    for weights in got:
+        oracle.compare_tensors("weights", weights, dict(plain.named_parameters()), 1e-4, 1e-5)
+
+
+def logged(engine: Any, model: Any) -> None:
+    squared(engine, At(9, 0, 0))
+
+
+def explained(engine: Any, model: Any) -> None:
+    x = features(9, 0, 0).requires_grad_()
+    torch.autograd.grad(engine(x).pow(2).mean(), x)
+
+
+def a_block(engine: Any, model: Any) -> None:
+    model.blocks[DEPTH - 1](floats(9, 0, 0, 3, 8))
+
+
+def in_eval_mode(engine: Any, model: Any) -> None:
+    model.eval()
+    squared(engine, At(9, 0, 0))
+    model.train()
+
+
+@pytest.mark.parametrize(
+    ("stage", "extra"),
+    [(stage, each) for stage in (0, 1, 2) for each in (logged, a_block, in_eval_mode)]
+    # a backward is reduced in the last micro-batch alone
+    + [(stage, explained) for stage in (0, 1)],
+)
+def test_what_one_rank_alone_runs_changes_nothing_for_the_others(stage: int, extra: Any) -> None:
+    """A forward in training mode that is logged by rank 0, say: wherever it is in a step, blocks
+    that are left out are those of plain PyTorch with the draws of the micro-batch.
+    """
+
+    def run(rank: int, model: Any) -> Any:
+        engine = opened(model, stage, MICRO)
+        at_work = itertools.cycle(range(3))
+        for step, micro in itertools.product(range(6), range(MICRO)):
+            runs = next(at_work) if rank == 0 and (micro == 0 or extra is not explained) else None
+            if runs == 0:
+                extra(engine, model)
+            loss = squared(engine, At(step, micro, rank))
+            if runs == 1:
+                extra(engine, model)
+            engine.backward(loss)
+            if runs == 2 and extra is not explained:
+                extra(engine, model)
+            engine.step()
+        return OnEngine(engine, Plan()).weights()
+
+    got = on_ranks(2, run, build=small)
+    plain: Any = small()
+    optimizer, job = adamw(plain), LayerDropJob("stack")
+    for step in range(6):
+        for micro, rank in itertools.product(range(MICRO), range(2)):
+            at = At(step, micro, rank)
+            job.by_hand(plain, at)
+            (squared(plain, at) / 2 / MICRO).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sum(map(sum, job.left_out.values())) > 10
+    for weights in got:
+        oracle.compare_tensors("weights", weights, dict(plain.named_parameters()), 1e-4, 1e-5)
 
 
 class Narrowing(nn.Module):
