@@ -37,6 +37,7 @@ class Use(Enum):
     ACTIVATIONS = "activations leave and come back"
     FETCHES = "shards are read for other ranks"
     COUNTS = "labels are counted"
+    HOPS = "gathers across nodes go on within each"
 
 
 _making = threading.Lock()

@@ -154,7 +154,7 @@ class MeshDim:
         works: list[Any] = []
         beside = self._follows is not None and all(full.device.type == "cpu" for full, _ in pairs)
         if self.hops is not None and not beside:
-            works, pairs = [self.hops.gather(pairs, key)], ()
+            works, pairs = [self.hops.gather(pairs, key, self._follows)], ()
         elif self.size > 1:
             self._stats.record("all_gather", key, size)
         with span("all_gather", key, size), self._launching(pending):

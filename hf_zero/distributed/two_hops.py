@@ -6,13 +6,19 @@ nodes. In two hops the G ranks of a node share them out: each receives those of 
 place in the M other nodes, and passes them on to the others in its node. So of P bytes gathered
 P (M - 1) / M come into a node instead of G times as many (MiCS, arXiv:2205.00119, section 3.3).
 
-The second hop needs what the first has brought. It is issued as soon as this rank waits for the
+The second hop needs what the first has brought. On a device a stream of its own waits for the
+first hop, so the second one is issued right behind it, and both are over before a unit that was
+gathered ahead is used. To the ranks the two are then one gather: it ends when all ranks have issued
+it, and those before it.
+
+Where waiting blocks the host, the second hop is issued as soon as this rank waits for the
 gather or for a later one, or is about to wait for what other ranks may issue only after they have
 waited for the gather (:meth:`TwoHops.advance`): never by a gather ahead of its time, which would
 wait for ranks that may be waiting for this one. So a wait for a first hop stands where the wait for
 the gather does in the common order of gathers and reductions
-(hf_zero/gradients/reduction_order.py, the note), and no circle comes of it; and the hops over each
-communicator have the order of the gathers on all ranks.
+(hf_zero/gradients/reduction_order.py, the note), and no circle comes of it.
+
+The hops over each communicator have the order of the gathers on all ranks.
 """
 
 from __future__ import annotations
@@ -22,6 +28,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from hf_zero.device import streams
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -35,10 +43,22 @@ class TwoHops:
         self.across, self.node = across, node
         self._pending: deque[TwoHopGather] = deque()  # second hops to be issued, in order
 
-    def gather(self, pairs: Pairs, key: str) -> TwoHopGather:
-        """Issue the first hop of :meth:`MeshDim.all_gather`."""
-        gather = TwoHopGather(self, pairs, key)
-        self._pending.append(gather)
+    def gather(self, pairs: Pairs, key: str, follows: torch.device | None) -> TwoHopGather:
+        """Issue the first hop of :meth:`MeshDim.all_gather`, and the second one where streams wait
+        for it; ``follows`` as for a Handle.
+        """
+        if follows is None:
+            gather = TwoHopGather(self, pairs, key)
+            self._pending.append(gather)
+            return gather
+        beside = streams.side_stream(follows, streams.Use.HOPS)
+        beside.wait_stream(streams.current_stream(follows))
+        for _, chunk in pairs:  # the caller may free it
+            chunk.record_stream(beside)
+        with streams.on_stream(beside):
+            gather = TwoHopGather(self, pairs, key)
+            self._pending.append(gather)
+            self.advance()
         return gather
 
     def advance(self, ahead: int = 0) -> None:

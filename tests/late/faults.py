@@ -142,12 +142,11 @@ def _less_ahead() -> Iterator[Callable[[], int]]:
         yield lambda: int(late)
 
 
-def _second_hop_at_once(plain: Any, self: two_hops.TwoHops, *args: Any) -> Any:
-    """Odd ranks issue the second hop of a gather behind its first one, the others later."""
-    gather = plain(self, *args)
-    if int(os.environ["RANK"]) % 2:
-        self.advance(0)
-    return gather
+def _second_hop_later(plain: Any, self: two_hops.TwoHops, ahead: int = 0) -> None:
+    """Odd ranks issue the second hop of a gather behind the first one of the next, the others
+    before it.
+    """
+    plain(self, ahead + int(os.environ["RANK"]) % 2)
 
 
 def _with_its_gather_forgotten(plain: Any, self: unit.Unit, *args: Any, **kwargs: Any) -> None:
@@ -317,8 +316,21 @@ FAULTS: dict[str, Fault] = {
 OVER_HOSTS: dict[str, Fault] = {
     "odd ranks issue second hops in another order": Fault(
         "stage 3, gathers in two hops",
-        replaced(two_hops.TwoHops, "gather", _second_hop_at_once),
+        replaced(two_hops.TwoHops, "advance", _second_hop_later),
         INTERLEAVED,
+    ),
+    "a second hop does not wait for the first": Fault(
+        "stage 3, gathers in two hops", left_out("wait", "two_hops.py pass_on"), COPIES
+    ),
+    "a first hop does not wait for what it gathers": Fault(
+        "stage 3, gathers in two hops, all on the host",
+        left_out("wait", "two_hops.py gather"),
+        COPIES,
+    ),
+    "what is gathered is freed under the first hop": Fault(
+        "stage 3, weights in 8 bits, gathers in two hops",
+        left_out("record_stream", "two_hops.py gather"),
+        COPIES,
     ),
 }
 

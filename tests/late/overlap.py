@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from concurrent import futures
@@ -133,11 +134,11 @@ def computed(ran: list[timeline.Ran], forward: bool | None = None) -> list[timel
     return [task for task in own if forward is None or (" forward" in task.site) == forward]
 
 
-def gathers(prefetch: int, rank: int, world: int) -> dict[str, Any]:
+def gathers(
+    prefetch: int, rank: int, world: int, job: str = "stage 3, one micro-batch"
+) -> dict[str, Any]:
     """Stage 3: how much of the gathers' time the computation stands still."""
-    ran = train("stage 3, one micro-batch", {"stage3_prefetch_bucket_size": prefetch}, rank, world)[
-        -1
-    ]
+    ran = train(job, {"stage3_prefetch_bucket_size": prefetch}, rank, world)[-1]
     found = [task for task in ran if task.what == "all_gather"]
     exposed = timeline.total(found) - timeline.beside(found, computed(ran))
     return {
@@ -173,6 +174,11 @@ def main() -> None:
         "stage 2, optimizer on the host",
         "stage 3, all on the host, updated in the backward",
     )
+    hops = "stage 3, gathers in two hops, one micro-batch"
+    over_hosts = {
+        "in two hops, prefetched": lambda: gathers(40_000, rank, world, hops),
+        "in two hops, not prefetched": lambda: gathers(0, rank, world, hops),
+    }
     cases = {
         "gathers, prefetched": lambda: gathers(40_000, rank, world),
         "gathers, not prefetched": lambda: gathers(0, rank, world),
@@ -180,7 +186,7 @@ def main() -> None:
         "updates beside the backward": lambda: updates(at_once, False, rank, world),
         "updates that a step waits for": lambda: updates(clipped, True, rank, world),
     }
-    for name, case in cases.items():
+    for name, case in (over_hosts if sys.argv[1:] == ["over hosts"] else cases).items():
         print(json.dumps({"case": name, "rank": rank, **case()}), flush=True)
 
 

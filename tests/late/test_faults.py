@@ -22,7 +22,12 @@ FAST = (
     "updated parameters are gathered on another stream",
     "a stage does not wait for what it receives",
 )
-OVER_HOSTS = "odd ranks issue second hops in another order"
+OVER_HOSTS = (
+    "odd ranks issue second hops in another order",
+    "a second hop does not wait for the first",
+    "a first hop does not wait for what it gathers",
+    "what is gathered is freed under the first hop",
+)
 
 
 def survivors(mode: str, *names: str, ranks: int = 2, hosts: int = 1) -> list[str]:
@@ -62,4 +67,4 @@ def test_no_fault_survives_in_other_modes(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["eager", "random:1"])
 def test_no_fault_of_hops_survives(mode: str) -> None:
     launch.needs_the_device()
-    assert survivors(mode, OVER_HOSTS, ranks=4, hosts=2) == []
+    assert survivors(mode, *OVER_HOSTS, ranks=4, hosts=2) == []

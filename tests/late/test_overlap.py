@@ -28,6 +28,17 @@ def test_no_gather_is_exposed_where_computing_takes_longer(
     assert prefetched["exposed"] < 0.01 * prefetched["seconds"]
 
 
+def test_both_hops_of_a_gather_run_beside_the_computation() -> None:
+    """On four ranks of two hosts; the first block has nothing to be gathered beside."""
+    launch.needs_the_device()
+    rows = launch.run_ranks("tests.late.overlap", "over hosts", ranks=4, hosts=2)
+    assert len(rows) == 4 * 2
+    for row in rows:
+        assert row["gathers"] >= 2 * 12
+        share = row["exposed"] / row["seconds"]
+        assert share < 0.25 if row["case"] == "in two hops, prefetched" else share > 0.9, row
+
+
 def test_the_hosts_update_runs_beside_the_device(cases: dict[str, dict[str, Any]]) -> None:
     waited = cases["updates that a step waits for"]
     assert waited["seconds"] > 0 and waited["beside forward"] == waited["beside backward"] == 0, (

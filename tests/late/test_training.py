@@ -58,7 +58,7 @@ ALL = [
 
 def bounds(job: str) -> tuple[float, float]:
     """Between which the worst difference from a plain loop's losses lies."""
-    if job in training.IN_FEW_BITS:  # what their collectives lose shows
+    if job in training.IN_FEW_BITS or "in 8 bits" in job:  # what their collectives lose shows
         return 1e-7, 0.03
     if job in training.BY_MATRICES:  # in bf16, where another order of a sum shows
         return -1.0, 0.01

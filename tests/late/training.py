@@ -90,7 +90,13 @@ HOPS = {"mics_hierarchical_params_gather": True}
 # on four ranks of two hosts
 OVER_HOSTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "stage 3, gathers in two hops": (3, HOPS, {}),
+    "stage 3, gathers in two hops, one micro-batch": (3, HOPS, ONCE),
     "stage 3, gathers in two hops, all on the host": (3, {**BOTH, **HOPS}, {}),
+    "stage 3, weights in 8 bits, gathers in two hops": (
+        3,
+        {**HOPS, "zero_quantized_weights": True},
+        {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+    ),
 }
 
 
