@@ -55,9 +55,8 @@ class Handle:
         if self._follows is not None:
             # The works keep tensors alive; an event in the stream that waits for them does not.
             event = streams.record_here(self._follows)
-            self._watchdog.follow(
-                self._pending, partial(_are_completed, works) if event is None else event.query
-            )
+            is_over = partial(_are_completed, works) if event is None else event.query
+            self._watchdog.follow(self._pending, is_over, self._follows)
         if self._finish is not None:
             self._finish()
 

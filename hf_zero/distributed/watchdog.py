@@ -23,7 +23,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from hf_zero import uncaught
+from hf_zero.device import kinds
 from hf_zero.distributed import rank_hosts
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.hang_diagnosis import HangDiagnosis
@@ -68,6 +71,7 @@ class Watchdog:
             CollectiveLog, deque[tuple[tuple[PendingCollective, float], Callable[[], bool]]]
         ] = {}
         self._following = threading.Lock()
+        self._device: torch.device | None = None  # of what is followed
         self._poll = poll
         self._hinted: tuple[PendingCollective, float] | None = None
         self._script = threading.get_ident()
@@ -96,14 +100,21 @@ class Watchdog:
             )
             self._thread.start()
 
-    def follow(self, pending: PendingCollective, is_over: Callable[[], bool]) -> None:
+    def follow(
+        self,
+        pending: PendingCollective,
+        is_over: Callable[[], bool],
+        device: torch.device | None = None,
+    ) -> None:
         """Watch a collective for which only a stream waits until ``is_over``. Those of a
         communicator are over in their order.
 
-        ``is_over`` is asked on other threads, and should keep no tensor alive.
+        ``is_over`` is asked on other threads, and should keep no tensor alive; ``device``: that of
+        the event which it asks.
         """
         if not self._enabled or pending.log is None:
             return
+        self._device = device
         self._start()
         with self._following:
             followed = self._followed.setdefault(pending.log, deque())
@@ -113,6 +124,13 @@ class Watchdog:
             if len(followed) == FOLLOWED:
                 followed.pop()
             followed.append(((pending, time.monotonic()), is_over))
+
+    def begin_look(self) -> None:
+        """Make the device of what is followed the current one of this thread: asking for an event
+        opens a context on the current device, half a GiB for each rank on device 0.
+        """
+        if self._device is not None and kinds.current_index(self._device) != self._device.index:
+            kinds.set_device(self._device)
 
     def _oldest_followed(self) -> tuple[PendingCollective, float] | None:
         with self._following:
@@ -329,6 +347,7 @@ def _run(owner: weakref.ref[Watchdog], stop: threading.Event) -> None:
         watchdog = owner()
         if watchdog is None:
             return
+        watchdog.begin_look()
         watchdog.check_current_wait()
         watchdog.look_at_script()
         watchdog.poll()

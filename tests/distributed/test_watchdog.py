@@ -5,6 +5,7 @@ Time is a number here.
 
 from __future__ import annotations
 
+import queue
 import threading
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_zero.device import kinds
 from hf_zero.distributed import watchdog as module
 from hf_zero.distributed.collective_handle import Handle
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
@@ -214,6 +216,27 @@ def test_a_collective_that_is_followed_keeps_no_tensor_alive(
     assert held() is None and watches[0]._oldest_followed() is not None
     played.events[0].over = True
     assert watches[0]._oldest_followed() is None
+
+
+def test_the_thread_that_asks_for_events_makes_their_device_its_current_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A new thread begins with device 0, where a question would open a context."""
+    here = threading.local()
+    monkeypatch.setattr(kinds, "set_device", lambda device: setattr(here, "index", device.index))
+    monkeypatch.setattr(kinds, "current_index", lambda device: getattr(here, "index", 0))
+    asked: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def is_over() -> bool:
+        asked.put(kinds.current_index("cuda"))
+        return False
+
+    status = RankStatus(dist.HashStore(), 0, 2)
+    log = status.register(CollectiveLog("gathers", range(2), 1000.0, native=False))
+    watchdog = Watchdog(warn_after=0.01, rank_status=status)
+    watchdog.follow(log.issue("all-gather"), is_over, torch.device("cuda", 1))
+    assert asked.get(timeout=60) == 1
+    watchdog.close()
 
 
 def test_followed_collectives_that_differ_end_both_ranks(

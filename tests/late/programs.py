@@ -411,6 +411,16 @@ def a_thread_without_a_device() -> float:
     return total(x)
 
 
+@broken("context")
+def a_thread_without_a_device_asks_for_an_event() -> float:
+    torch_device.set_device(1)
+    device.only_device(1)
+    x = torch.ones(N, device=torch.device(NAME, 1))
+    event = current().record_event()
+    _in_a_thread(event.query)
+    return total(x)
+
+
 @right
 def a_copy_between_devices() -> float:
     x = torch.ones(N, device=torch.device(NAME, 0))

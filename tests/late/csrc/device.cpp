@@ -76,6 +76,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event && !dropped("wait")) rt().wait_event(slot_of(stream), *(Event*)event);
   }
   bool queryEvent(void* event) const override {
+    if (event) rt().use_device(current_device, "question for an event");
     return !event || dropped("query") || rt().query(*(Event*)event);
   }
   bool queryStream(const c10::Stream& stream) const override {
@@ -88,6 +89,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     if (!event || dropped("synchronize")) return;
+    rt().use_device(current_device, "wait for an event");
     NoGil release;
     rt().host_wait(*(Event*)event);
   }
