@@ -15,11 +15,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from tests.late import device, timeline, training
+from tests.late import device, families, timeline, training
 
+import torch  # isort: skip
 import hf_zero  # isort: skip
 from hf_zero.core import update, update_gathers  # isort: skip
 from hf_zero.optim import sub_group_update  # isort: skip
+from hf_zero.parallel.tensor import shared_inputs  # isort: skip
 
 # A block computes for about twenty times as long as its gather, its copies or its update take. The
 # host launches at no cost.
@@ -149,6 +151,37 @@ def gathers(
     }
 
 
+def sums(rank: int, world: int) -> dict[str, Any]:
+    """Parts of matrices: how much of the time of the sums in the backward the device computes."""
+    config = training.config("stage 1") | families.TENSOR | training.ONCE
+    engine, *_ = hf_zero.initialize(model=families.build("llama", False), config=config)
+    ids = torch.arange(64, device=engine.device).view(4, 16)
+    try:
+        with timeline.traced(**RATES) as ran:
+            for _ in range(2):
+                loss = engine(input_ids=ids, labels=ids).loss
+                loss.item()
+                before = len(ran())
+                engine.backward(loss)
+                engine.step()
+                device.synchronize_all()
+            tasks = ran()[before:]
+    finally:
+        engine.destroy()
+    found = [task for task in tasks if "axis.py:" in task.site and task.what == "all_reduce"]
+    return {
+        "sums": len(found),
+        "seconds": timeline.total(found),
+        "beside": timeline.beside(found, computed(tasks)),
+    }
+
+
+def sums_alone(rank: int, world: int) -> dict[str, Any]:
+    """The same where no gradient of a weight is computed beside them."""
+    with mock.patch.object(shared_inputs.SharedInputs, "_beside", lambda *_: None):
+        return sums(rank, world)
+
+
 def updates(job: str, waits: bool, rank: int, world: int) -> dict[str, Any]:
     """Offload: how much of the host's update lies beside what the device computes, in the last
     step.
@@ -180,6 +213,8 @@ def main() -> None:
         "in two hops, not prefetched": lambda: gathers(0, rank, world, hops),
     }
     cases = {
+        "sums of gradients": lambda: sums(rank, world),
+        "sums of gradients, nothing beside them": lambda: sums_alone(rank, world),
         "gathers, prefetched": lambda: gathers(40_000, rank, world),
         "gathers, not prefetched": lambda: gathers(0, rank, world),
         "updates beside the next forward": lambda: updates(clipped, False, rank, world),

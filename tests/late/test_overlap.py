@@ -15,7 +15,7 @@ from tests.late import launch
 def cases() -> dict[str, dict[str, Any]]:
     launch.needs_the_device()
     rows = launch.run_ranks("tests.late.overlap")
-    assert len(rows) == 2 * 5
+    assert len(rows) == 2 * 7
     return {row["case"]: row for row in rows if row["rank"] == 1}
 
 
@@ -37,6 +37,13 @@ def test_both_hops_of_a_gather_run_beside_the_computation() -> None:
         assert row["gathers"] >= 2 * 12
         share = row["exposed"] / row["seconds"]
         assert share < 0.25 if row["case"] == "in two hops, prefetched" else share > 0.9, row
+
+
+def test_sums_of_gradients_run_beside_those_of_weights(cases: dict[str, dict[str, Any]]) -> None:
+    plain = cases["sums of gradients, nothing beside them"]
+    assert plain["sums"] == 2 * 8 + 1 and plain["beside"] == 0, "the measure sees none"
+    found = cases["sums of gradients"]
+    assert found["sums"] == plain["sums"] and found["beside"] > 0.99 * found["seconds"]
 
 
 def test_the_hosts_update_runs_beside_the_device(cases: dict[str, dict[str, Any]]) -> None:

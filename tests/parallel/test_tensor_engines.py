@@ -161,7 +161,8 @@ def _first_part_for_all(patch: pytest.MonkeyPatch) -> None:
 
 
 def _inputs_not_summed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(shared_inputs, "copy_to", lambda x, axis, name: x)
+    patch.setattr(shared_inputs, "copy_to", lambda x, axis, name, beside: x)
+    patch.setattr(shared_inputs.SharedInputs, "_beside", lambda *_: None)
 
 
 def _outputs_not_summed(patch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 
+from hf_zero.distributed.collective_handle import Handle
 from hf_zero.distributed.collectives import MeshDim
+from hf_zero.parallel.tensor.weight_gradients import WeightGradients
 
 STRETCH = 64 << 20  # bytes of whole tensors that are gathered at once
 
@@ -32,6 +34,8 @@ class TensorAxis:
     """The ranks along the axis "tensor" as sharded layers see them: one of all layers of a model,
     and of its copies.
     """
+
+    is_rehearsed = False  # its graphs are read, and never run
 
     def __init__(self, dim: MeshDim):
         self.dim = dim
@@ -45,9 +49,14 @@ class TensorAxis:
 
     def sum(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """The sum of ``x`` over the ranks, a new tensor; ``name``: whose, in the ledger."""
-        total = x.detach().clone(memory_format=torch.contiguous_format)
-        self.dim.all_reduce(total, name).wait()
+        total, under_way = self.launch_sum(x, name)
+        under_way.wait()
         return total
+
+    def launch_sum(self, x: torch.Tensor, name: str) -> tuple[torch.Tensor, Handle]:
+        """As :meth:`sum`, once the handle is waited for."""
+        total = x.detach().clone(memory_format=torch.contiguous_format)
+        return total, self.dim.all_reduce(total, name)
 
     def join(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """[..., n] of each rank to [..., size * n], in stretches of at most :data:`STRETCH` bytes:
@@ -107,13 +116,27 @@ def _join(x: torch.Tensor, axis: int, name: str) -> torch.Tensor:
 
 class _CopyTo(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: int, name: str) -> torch.Tensor:
-        ctx.axis, ctx.name = axis, name
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        axis: int,
+        name: str,
+        beside: WeightGradients | None,
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.axis, ctx.name, ctx.beside = axis, name, beside
+        if beside is not None:
+            ctx.save_for_backward(x)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return _sum(grad, ctx.axis, ctx.name), None, None
+        if ctx.beside is None:
+            return _sum(grad, ctx.axis, ctx.name), None, None, None
+        total, under_way = _axes[ctx.axis].launch_sum(grad, ctx.name)
+        gradients = ctx.beside.compute(*ctx.saved_tensors)
+        under_way.wait()
+        return total, None, None, None, *gradients
 
 
 class _CopyLast(torch.autograd.Function):
@@ -177,11 +200,18 @@ class _OwnPart(torch.autograd.Function):
         return torch.nn.functional.pad(grad, (ctx.start, after)), None, None, None
 
 
-def copy_to(x: torch.Tensor, axis: TensorAxis, name: str) -> torch.Tensor:
-    """``x``, which all ranks have alike, for layers of which each rank has a part."""
+def copy_to(
+    x: torch.Tensor, axis: TensorAxis, name: str, beside: WeightGradients | None = None
+) -> torch.Tensor:
+    """``x``, which all ranks have alike, for layers of which each rank has a part; ``beside``: the
+    gradients of their weights that are computed while the sum is under way.
+    """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    return _CopyTo.apply(x, axis.number, name)  # type: ignore[no-any-return,no-untyped-call]
+    weights = () if beside is None else beside.weights
+    return _CopyTo.apply(  # type: ignore[no-any-return,no-untyped-call]
+        x, axis.number, name, beside, *weights
+    )
 
 
 def copy_last_to(x: torch.Tensor, axis: TensorAxis, name: str, width: int) -> torch.Tensor:

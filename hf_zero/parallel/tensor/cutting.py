@@ -20,7 +20,8 @@ from hf_zero.parallel.tensor.families import COUNTS
 from hf_zero.parallel.tensor.layers import Part, is_sharded, put_on
 from hf_zero.parallel.tensor.plan import Target
 from hf_zero.parallel.tensor.shared_inputs import SharedInputs
-from hf_zero.parallel.tensor.styles import COLWISE, LayerStyle, dimension, is_conv1d, packed
+from hf_zero.parallel.tensor.styles import COLWISE, LayerStyle, dimension, packed
+from hf_zero.parallel.tensor.weight_gradients import is_conv1d
 from hf_zero.parameters.sharding import Sharding, set_sharding, sharding_of
 
 
@@ -154,7 +155,7 @@ def _run(target: Target, record: TensorParallel, modules: Mapping[str, nn.Module
     if issubclass(kind, (layers.Colwise, layers.ColwiseGathered, layers.KeyValueHeads)):
         own = target.name if target.adapts else target.parent
         part.inputs = record.inputs.setdefault(own, SharedInputs(own or target.name))
-        part.member = part.inputs.join()
+        part.member = part.inputs.join(module)
         if is_conv1d(module) and target.style.cuts:
             module.nf //= axis.size  # to which its forward shapes outputs
     if kind is layers.KeyValueHeads:

@@ -29,6 +29,7 @@ from hf_zero.parallel.tensor.axis import (
 )
 from hf_zero.parallel.tensor.dropout import OwnRandomNumbers
 from hf_zero.parallel.tensor.shared_inputs import SharedInputs
+from hf_zero.parallel.tensor.weight_gradients import separable_weight
 from hf_zero.parameters.parameter import ZeroParamStatus
 from hf_zero.parameters.sharding import sharding_of
 from hf_zero.units import cut_parameters
@@ -63,11 +64,6 @@ class Sharded(HoldsParts):
     def _part(self) -> Part:
         return self.__dict__[ATTRIBUTE]  # type: ignore[no-any-return]
 
-    def _enter(self, x: torch.Tensor) -> torch.Tensor:
-        part = self._part
-        assert part.inputs is not None
-        return part.inputs.copy(x, part.member, part.axis)
-
     def _copied(self, args: Any, kwargs: Any) -> Any:
         """Whole inputs that parts are computed with, such as the weights of a routing."""
         part = self._part
@@ -86,30 +82,47 @@ class Sharded(HoldsParts):
             random.end()
 
 
-class Colwise(Sharded):
+class ReadsWhole(Sharded):
+    """A linear layer whose input is whole, and whose neighbours may read it, too."""
+
+    @property
+    def separable_weight(self) -> nn.Parameter | None:
+        """Its weight, if the gradient may be computed apart from the layer's backward."""
+        return separable_weight(self, type(self).__bases__[1])
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        part = self._part
+        assert part.inputs is not None
+        x, gradients = part.inputs.copy(x, part.member, part.axis)
+        if gradients is not None and gradients.holds(part.member, self):
+            return gradients.product(part.member, self, x)
+        return super().forward(x, *args, **kwargs)  # type: ignore[misc]
+
+
+class Colwise(ReadsWhole):
     """Parts of the outputs of a linear layer; the input is whole."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        y = super().forward(self._enter(x), *args, **kwargs)  # type: ignore[misc]
+        y = super().forward(x, *args, **kwargs)
         self._begin_parts()
         return y
 
 
-class ColwiseGathered(Sharded):
+class ColwiseGathered(ReadsWhole):
     """The same, with whole outputs."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        y = super().forward(self._enter(x), *args, **kwargs)  # type: ignore[misc]
+        y = super().forward(x, *args, **kwargs)
         return gather(y, self._part.axis, self._part.name)
 
 
-class KeyValueHeads(Sharded):
+class KeyValueHeads(ReadsWhole):
     """Keys or values of heads that are fewer than ranks: the layer is whole, and a rank goes on
     with the head of its queries. Its gradient is a part of a sum over the ranks.
     """
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        y = super().forward(self._enter(x), *args, **kwargs)  # type: ignore[misc]
+        y = super().forward(x, *args, **kwargs)
         self._begin_parts()
         part = self._part
         return own_part(y, part.name, part.start, part.width)

@@ -52,6 +52,8 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 class RehearsedAxis(TensorAxis):
     """Rank ``rank`` of ``size``, with collectives that make shapes alone."""
 
+    is_rehearsed = True
+
     def __init__(self, rank: int, size: int):
         super().__init__(SimpleNamespace(rank=rank, size=size))  # type: ignore[arg-type]
 

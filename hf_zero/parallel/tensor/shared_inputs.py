@@ -4,16 +4,19 @@ up.
 
 from __future__ import annotations
 
+import copy
+import weakref
 from typing import Any
 
 import torch
 
 from hf_zero.parallel.tensor.axis import TensorAxis, copy_to
+from hf_zero.parallel.tensor.weight_gradients import WeightGradients, of_one_unit
 
 
 class SharedInputs:
     """What the sharded layers of one module read: each input is copied to them once, so that its
-    gradient is summed over the ranks once.
+    gradient is summed over the ranks once, beside the gradients of their weights.
 
     A copy is kept until each layer has run, or one of them runs again (another forward: an
     exception, or a recomputation that stops early, has broken the one before).
@@ -21,37 +24,52 @@ class SharedInputs:
 
     def __init__(self, name: str):
         self.name = name
-        self._members = 0
+        self._members: list[weakref.ref[Any]] = []
         self._ran: list[int] = []
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor, WeightGradients | None]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedInputs:
-        copied = SharedInputs(self.name)
-        copied._members = self._members
-        memo[id(self)] = copied
+        copied = memo[id(self)] = SharedInputs(self.name)
+        for each in self._members:
+            layer = each()
+            copied._members.append(
+                each if layer is None else weakref.ref(copy.deepcopy(layer, memo))
+            )
         return copied
 
-    def join(self) -> int:
-        """The number of one more layer."""
-        self._members += 1
-        return self._members - 1
+    def join(self, layer: Any) -> int:
+        """The number of one more ``layer``."""
+        self._members.append(weakref.ref(layer))
+        return len(self._members) - 1
 
-    def copy(self, x: torch.Tensor, member: int, axis: TensorAxis) -> torch.Tensor:
-        """``x`` for layer ``member``."""
+    def copy(
+        self, x: torch.Tensor, member: int, axis: TensorAxis
+    ) -> tuple[torch.Tensor, WeightGradients | None]:
+        """``x`` for layer ``member``, and the gradients of weights that its sum is computed
+        beside.
+        """
         if not (torch.is_grad_enabled() and x.requires_grad):
-            return x
-        if self._members == 1:
-            return copy_to(x, axis, self.name)
+            return x, None
         if member in self._ran:
             self._ran, self._copies = [], []
-        self._ran.append(member)
-        made = None
-        for given, copy in self._copies:
-            if given is x:
-                made = copy
+        made = next((each[1:] for each in self._copies if each[0] is x), None)
         if made is None:
-            made = copy_to(x, axis, self.name)
-            self._copies.append((x, made))
-        if len(self._ran) == self._members:
+            beside = self._beside(x, member, axis)
+            made = copy_to(x, axis, self.name, beside), beside
+            self._copies.append((x, *made))
+        self._ran.append(member)
+        if len(self._ran) == len(self._members):
             self._ran, self._copies = [], []
         return made
+
+    def _beside(self, x: torch.Tensor, member: int, axis: TensorAxis) -> WeightGradients | None:
+        """The gradients of layer ``member`` and of those that may read ``x`` after it."""
+        if axis.is_rehearsed or torch.compiler.is_compiling() or not x.is_contiguous():
+            return None
+        weights = {}
+        for number, each in enumerate(self._members):
+            layer = each()
+            if number not in self._ran and layer is not None:
+                weights[number] = getattr(layer, "separable_weight", None)
+        own = weights[member]
+        return None if own is None else of_one_unit(own, weights)

@@ -11,6 +11,7 @@ from torch import nn
 from hf_zero.errors import NotBuiltError
 from hf_zero.parallel.tensor import layers
 from hf_zero.parallel.tensor.layers import Sharded
+from hf_zero.parallel.tensor.weight_gradients import is_conv1d
 
 
 @dataclass(frozen=True)
@@ -75,16 +76,6 @@ def style_of(name: str, where: str) -> LayerStyle:
             f"plan={{{where!r}: ...}}), or set tensor_parallel.autotp_size to 1"
         )
     return STYLES[name]
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether ``module`` is transformers' Conv1D, a linear layer whose weight is [inputs,
-    outputs].
-    """
-    return any(
-        kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
-        for kind in type(module).__mro__
-    )
 
 
 def takes(style: LayerStyle, module: nn.Module) -> bool:
