@@ -412,14 +412,15 @@ class MeshDim:
         """Free the buffers that are kept for the next reductions."""
         self._spare.clear()
 
-    def abort(self) -> None:
-        """End what is under way: nobody waits for it here, and a communicator that is closed
-        waits for collectives that other ranks have not joined.
+    def aborts(self) -> dict[str, Callable[[], None]]:
+        """By name of communicator, what ends what is under way there: nobody waits for it here, and
+        a communicator that is closed waits for collectives that other ranks have not joined.
         """
         self._verified = None
-        for group, log in ((self._group, self.gathers), (self._reduce_group, self.reductions)):
-            if group is not None and self._watchdog.rank_status is not None:
-                log.abort()
+        if self._watchdog.rank_status is None:
+            return {}
+        logs = ((self._group, self.gathers), (self._reduce_group, self.reductions))
+        return {log.name: log.abort for group, log in logs if group is not None}
 
     def close(self) -> None:
         """Give the communicators and spare buffers back."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hf_zero.logs import logger
+
 CPU = torch.device("cpu")
 BREAK_TAG = 0x7FFFFFFF
+ABORT_SECONDS = 30.0  # that aborts are waited for
 
 
 def abort(group: Any, backend: str, size: int, rank: int, device: torch.device) -> None:
@@ -24,6 +30,32 @@ def abort(group: Any, backend: str, size: int, rank: int, device: torch.device) 
                 gloo.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
             except RuntimeError:
                 pass  # as wanted
+
+
+def abort_together(aborts: Mapping[str, Callable[[], None]]) -> None:
+    """Call ``aborts``, by name of communicator, all at once, and return when they have ended or
+    :data:`ABORT_SECONDS` are over. What one raises is logged, and keeps no other from it.
+
+    One after the other they may not end: NCCL gives memory back in an abort, for which the driver
+    waits until the device is idle, and a collective on a communicator whose abort is yet to come
+    never ends.
+    """
+    threads = [
+        threading.Thread(target=_try, args=each, name="hf_zero-abort", daemon=True)
+        for each in aborts.items()
+    ]
+    for thread in threads:
+        thread.start()
+    limit = time.monotonic() + ABORT_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, limit - time.monotonic()))
+
+
+def _try(name: str, abort: Callable[[], None]) -> None:
+    try:
+        abort()
+    except Exception:
+        logger.exception("could not abort %s", name)
 
 
 def destroy_group(group: Any) -> None:

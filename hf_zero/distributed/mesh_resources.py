@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from hf_zero.distributed.collective_log import CollectiveLog
 from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.group_ends import abort_together
 from hf_zero.distributed.rank_group import RankGroup
 from hf_zero.distributed.rank_status import RankStatus
 
@@ -103,8 +104,7 @@ class MeshResources:
         one that all ranks have left.
         """
         if self._abandoned:
-            for axis in self._dims:
-                axis.abort()
+            abort_together(dict(each for axis in self._dims for each in axis.aborts().items()))
             self.close_groups()
             self.leave()
         if self._dims or self._used_elsewhere():

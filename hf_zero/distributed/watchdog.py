@@ -29,6 +29,7 @@ from hf_zero import uncaught
 from hf_zero.device import kinds
 from hf_zero.distributed import rank_hosts
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
+from hf_zero.distributed.group_ends import abort_together
 from hf_zero.distributed.hang_diagnosis import HangDiagnosis
 from hf_zero.distributed.rank_status import PATIENCE_SECONDS, POLL_SECONDS, SCRIPT, RankStatus
 from hf_zero.errors import HfZeroError, RankMismatchError
@@ -202,18 +203,8 @@ class Watchdog:
         if self.rank_status is not None:
             # All communicators, not only the one waited on: a group in which something is still
             # under way joins its thread when it is freed.
-            for log in list(self.rank_status.logs.values()):
-                if not log.closed:
-                    self._abort(log)
-
-    @staticmethod
-    def _abort(log: CollectiveLog) -> None:
-        try:
-            log.abort()
-        except Exception:
-            # the other communicators must raise all the same, and this thread goes on for engines
-            # made later
-            logger.exception("could not abort %s", log.name)
+            logs = list(self.rank_status.logs.values())
+            abort_together({log.name: log.abort for log in logs if not log.closed})
 
     def end(self, verdict: str) -> None:
         """End this rank, and all that it waits for, for a reason that another thread or rank has

@@ -9,6 +9,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.device import kinds
+from hf_zero.distributed import group_ends
 from hf_zero.distributed import watchdog as module
 from hf_zero.distributed.collective_handle import Handle
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
@@ -52,7 +54,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(module.threading.Thread, "start", lambda self: None)
+    monkeypatch.setattr(Watchdog, "_start", lambda self: None)
     return clock
 
 
@@ -267,6 +269,25 @@ def test_followed_works_of_one_communicator_are_bounded(monkeypatch: pytest.Monk
         work.completed = True
     watches[0].follow(logs[0].issue("all-gather"), Work().is_completed)
     assert len(kept) == 1
+
+
+def test_communicators_are_aborted_together(caplog: pytest.LogCaptureFixture) -> None:
+    """NCCL's abort of one returns when the device is idle: when the others are aborted, too."""
+    here, idle = RankStatus(dist.HashStore(), 0, 2), threading.Barrier(3)
+    for name in ("gathers", "reductions", "updates"):
+        off = partial(idle.wait, 10.0)
+        here.register(CollectiveLog(name, range(2), 60.0, off))  # type: ignore[arg-type]
+    watchdog = Watchdog(rank_status=here)
+    watchdog.end("rank 1 has failed")
+    watchdog.close()
+    assert "could not abort" not in caplog.text and not idle.broken
+
+
+def test_an_abort_that_does_not_end_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_ends, "ABORT_SECONDS", 0.01)
+    ends = threading.Event()
+    group_ends.abort_together({"gathers": ends.wait})  # type: ignore[dict-item]
+    ends.set()
 
 
 def test_a_communicator_that_cannot_be_aborted_keeps_no_other_from_it(
