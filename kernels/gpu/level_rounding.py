@@ -16,8 +16,8 @@ TILE, WARPS = 2048, 4
 _TO_INTEGER = tl.constexpr(12582912.0)
 
 
-# Grid: tiles of a part × parts. A part of ``values`` lies between ``lowest`` and ``highest``; of
-# symmetric levels ``highest`` is its largest magnitude.
+# Grid: the tiles of all parts, on one axis, for another holds 65,535 programs. A part of ``values``
+# lies between ``lowest`` and ``highest``; of symmetric levels ``highest`` is its largest magnitude.
 @triton.jit
 def round_kernel(
     values,
@@ -31,8 +31,9 @@ def round_kernel(
     STOCHASTIC: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    part = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    tiles = tl.cdiv(numel, TILE)
+    part = (tl.program_id(0) // tiles).to(tl.int64)
+    at = (tl.program_id(0) % tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside, at = at < numel, part * numel + at
     x = tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(highest + part).to(tl.float32)
@@ -70,7 +71,7 @@ def round_(
     share: float,
 ) -> None:
     parts, numel = highest.numel(), values.numel() // highest.numel()
-    round_kernel[(triton.cdiv(numel, TILE), parts)](
+    round_kernel[(triton.cdiv(numel, TILE) * parts,)](
         values,
         lowest,
         highest,

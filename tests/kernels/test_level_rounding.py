@@ -4,6 +4,8 @@ element, and how many operations a weight takes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -114,3 +116,19 @@ def test_a_weight_takes_two_launches_and_a_draw_one(monkeypatch: pytest.MonkeyPa
     with Operations() as seen:
         philox.first_words(7, (1, 2, 3), 100, DEVICE)
     assert (seen.count, launched) == (0, ["philox_words"])
+
+
+def test_a_grid_has_one_axis_for_any_number_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other two of CUDA's end at 65,535."""
+    from hf_zero.ops.triton_kernels import level_rounding as kernels
+
+    grids: list[tuple[int, ...]] = []
+
+    class Launched:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **kwargs: grids.append(grid)
+
+    monkeypatch.setattr(kernels, "round_kernel", Launched())
+    values, ends = torch.zeros(1).expand(70_000, 3 * kernels.TILE), torch.zeros(1).expand(70_000)
+    kernels.round_(values, ends, ends, 8, True, None, 0.0)
+    assert grids == [(210_000,)]
