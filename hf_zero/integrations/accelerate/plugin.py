@@ -7,15 +7,18 @@ Imported in the middle of ``import accelerate``.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from hf_zero.config import ZeroConfig
 from hf_zero.config.keys import OWN_AUTOS
 from hf_zero.config.provenance import SourcedDict
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.config_sources import mapping_of, remember_launch
 from hf_zero.integrations.accelerate.launch import written_keys
 from hf_zero.integrations.accelerate.shared_batches import name_the_size
+from hf_zero.integrations.deepspeed.zero3_context import forced_config
 
 
 def read_strictly(original: Callable[..., None]) -> Callable[..., None]:
@@ -68,3 +71,21 @@ def leave_own_autos(original: Callable[..., Any]) -> Callable[..., Any]:
             original(self, ds_key_long, mismatches, must_match, **kwargs)
 
     return fill_match
+
+
+def leave_models_whole(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``DeepSpeedPlugin.zero3_init_context_manager``: models of transformers that are made
+    under ``enable=False`` stay whole.
+    """
+
+    @contextmanager
+    def zero3_init_context_manager(self: Any, enable: bool = False) -> Iterator[None]:
+        with original(self, enable):
+            whole = ZeroConfig(stage=0) if finder.chosen() and not enable else forced_config.get()
+            token = forced_config.set(whole)
+            try:
+                yield
+            finally:
+                forced_config.reset(token)
+
+    return zero3_init_context_manager

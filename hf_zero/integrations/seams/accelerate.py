@@ -95,6 +95,14 @@ SEAMS: tuple[Seam, ...] = (
         "offload_optimizer.ratio and kernels mean it",
     ),
     Seam(
+        target="accelerate.utils.dataclasses:DeepSpeedPlugin.zero3_init_context_manager",
+        signature="(self, enable=False)",
+        wrapper="hf_zero.integrations.accelerate.plugin:leave_models_whole",
+        versions=ACCELERATE,
+        why="its enable=False leaves the ZeRO-3 configuration alive in transformers, and frozen "
+        "models that no engine takes are sharded",
+    ),
+    Seam(
         target="accelerate.accelerator:map_pytorch_optim_to_deepspeed",
         signature="(optimizer)",
         wrapper="hf_zero.integrations.accelerate.accelerator:keep_the_optimizer",

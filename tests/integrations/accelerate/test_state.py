@@ -172,3 +172,24 @@ def test_parallelism_of_accelerates_own_is_refused(
 ) -> None:
     with pytest.raises(error, match=said):
         Accelerator(deepspeed_plugin=plugin(), parallelism_config=ParallelismConfig(**sizes))
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_models_made_with_zero_init_disabled_stay_whole(flag: bool) -> None:
+    from transformers import LlamaConfig, LlamaModel
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 8}
+    made_under = DeepSpeedPlugin(
+        hf_ds_config={"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2},
+        zero3_init_flag=flag,
+    )
+
+    def has_facts_of_shards() -> bool:
+        model = LlamaModel._from_config(LlamaConfig(num_hidden_layers=1, **sizes))
+        return hasattr(model.norm.weight, "ds_id")
+
+    Accelerator(deepspeed_plugin=made_under)
+    assert has_facts_of_shards()
+    with made_under.zero3_init_context_manager(enable=False):
+        assert not has_facts_of_shards()
+    assert has_facts_of_shards()
