@@ -4,12 +4,13 @@ each tensor (hf_zero/optim/one_bit_lamb.py), beside what Adam's has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_zero.device.pinned import upload
 from hf_zero.one_bit.flat_momentum import (
     AVERAGE,
     FLOOR,
@@ -20,7 +21,7 @@ from hf_zero.one_bit.flat_momentum import (
 from hf_zero.ops.sign_blocks_reference import powers
 from hf_zero.optim.hyperparameters import FROZEN_AT
 from hf_zero.optim.lamb import step_size
-from hf_zero.optim.one_bit_lamb import FACTOR, FRESH, RATIO, next_factor
+from hf_zero.optim.one_bit_lamb import FACTOR, FACTOR_SETTINGS, FRESH, RATIO, next_factor
 from hf_zero.units.flat_buffer import FlatBuffer
 
 
@@ -37,7 +38,8 @@ class FlatLamb(FlatMomentum):
         self.runs = [(index, slot.offset, slot.end) for index, slot in enumerate(self._slots)]
         self._least: dict[str, Tensor] = {}
         # of each tensor, the same on all ranks: c and f
-        self._scales = torch.ones(2, len(self._slots), dtype=torch.float32)
+        device = flat.full.device
+        self._scales = torch.ones(2, len(self._slots), dtype=torch.float32, device=device)
 
     def freeze(self) -> None:
         self.state(FRESH).copy_(self.state(VARIANCE))
@@ -69,7 +71,7 @@ class FlatLamb(FlatMomentum):
     def held_scales(self) -> Tensor:
         """c and f of the tensors of which this rank has a part, zeros for others: [2, tensors]."""
         held = self._bound.factors.held()
-        found = torch.zeros_like(self._scales)
+        found = torch.zeros(self._scales.shape, dtype=torch.float32)
         for index, slot in enumerate(self._slots):
             kept = held.get(slot.name, {})
             if RATIO in kept:
@@ -79,14 +81,14 @@ class FlatLamb(FlatMomentum):
 
     def set_scales(self, scales: Tensor) -> None:
         """``scales`` of all ranks, the largest of each. A tensor that was never updated has 1."""
-        self._scales = torch.where(scales > 0, scales, torch.ones_like(scales)).cpu()
+        self._scales = torch.where(scales > 0, scales, torch.ones_like(scales))
 
     def store_scales(self) -> None:
         """Before a save: f of each tensor goes into the optimizer's state."""
-        held = self._bound.factors.held()
+        held, factors = self._bound.factors.held(), self._scales[1].cpu()
         for index, slot in enumerate(self._slots):
             if slot.name in held:
-                held[slot.name][FACTOR] = self._scales[1, index : index + 1].clone()
+                held[slot.name][FACTOR] = factors[index : index + 1].clone()
 
     # ---- a step ----
 
@@ -100,7 +102,7 @@ class FlatLamb(FlatMomentum):
         before = self.state(AVERAGE).clone()
         sent = super().combine(came, beta)
         after, fresh = self.state(AVERAGE), self.state(FRESH)
-        said = self.blocks.values(sent, after.numel())
+        said = self._own_blocks.values(sent)
         gradient = (after - before).mul_(beta).div_(1.0 - beta).add_(said)
         for slot in self._slots:
             start, stop = self._own(slot.name)
@@ -117,7 +119,7 @@ class FlatLamb(FlatMomentum):
         assert self.exponents is not None
         first, stop_of = self.flat.owned
         own = self.momentum[self.flat.axis.rank : self.flat.axis.rank + 1]
-        update = self.blocks.values(own, stop_of - first)
+        update = self._own_blocks.values(own)
         update *= powers(self.exponents[first:stop_of])
         sums = torch.zeros(2, len(self._slots), dtype=torch.float64, device=update.device)
         largest = torch.zeros(len(self._slots), dtype=torch.float32, device=update.device)
@@ -138,20 +140,22 @@ class FlatLamb(FlatMomentum):
         return sums, largest
 
     def learn(self, sums: Tensor, largest: Tensor) -> None:
-        """The same of all ranks, on the host: what scales the updates of this step."""
-        norms, most = sums.sqrt().float(), largest
-        for index, slot in enumerate(self._slots):
-            at = slice(index, index + 1)
-            self._scales[1, at] = next_factor(
-                self._group_of(slot.name), most[at], norms[0, at], norms[1, at], self._scales[1, at]
-            )
+        """The same of all ranks: what scales the updates of this step."""
+        groups = [self._group_of(slot.name) for slot in self._slots]
+        given = [[float(group[name]) for group in groups] for name in FACTOR_SETTINGS]
+        settings = upload(torch.tensor(given, dtype=torch.float32), largest.device)
+        without, whole = sums.sqrt().float()
+        self._scales[1] = next_factor(settings, largest, without, whole, self._scales[1])
 
     def settings(self, index: int, made: int, frozen: int) -> tuple[float, float]:
+        """The weight decay of a tensor, and its step size without c and f."""
         group = self._group_of(self._slots[index].name)
-        size = step_size(group, made, frozen) * float(
-            self._scales[0, index] * self._scales[1, index]
-        )
-        return 1.0 - size * float(group["weight_decay"]), size
+        return float(group["weight_decay"]), step_size(group, made, frozen)
+
+    def rates(self, settings: Callable[[int], tuple[float, float]]) -> Tensor:
+        decay, size = super().rates(settings)
+        size = size * self._scales.prod(0)
+        return torch.stack([1.0 - size * decay, size])
 
     def _kept(self, name: str) -> list[Tensor]:
         start, stop = self._own(name)

@@ -9,11 +9,12 @@ weights x. The owner of a chunk also holds a, the momentum with what m lacks (``
     owner    r = mean_i q_i + b1 (a - m);      m = C(r);      a = m + (r - m) / b1  (all-gather)
     all      x = (1 - lr wd) x - lr / (1 - b1^t) m / D, 1 / D as k has it
 
-C is a bit an element and a scale a block (hf_zero/ops/sign_blocks.py). Nothing is lost: what m
-lacks is in a and in the errors, and comes later. This is 1-bit Adam (arXiv:2102.02888) with each
-rank keeping a part of the average instead of all of it. At the freeze v is raised so that D is at
-least FLOOR times its root mean square in its tensor: elements of tiny variance, whose average is
-what others' scales make of it, would be moved far by it, here and in dense steps later.
+C is a bit an element and a scale for each block of a tensor (hf_zero/ops/sign_blocks.py). Nothing
+is lost: what m lacks is in a and in the errors, and comes later. This is 1-bit Adam
+(arXiv:2102.02888) with each rank keeping a part of the average instead of all of it. At the freeze
+v is raised so that D is at least FLOOR times its root mean square in its tensor: elements of tiny
+variance, whose average is what others' scales make of it, would be moved far by it, here and in
+dense steps later.
 
 Nothing bounds m / D where gradients outgrow what they were at the freeze (on a plateau that ends
 later, by thousands). So where the root mean square of m / ((1 - b1^t) D) in a block is over
@@ -29,8 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_zero.device.pinned import upload
 from hf_zero.gradients.norm import sums_of_squares
-from hf_zero.ops.sign_blocks import SignBlocks
+from hf_zero.ops.sign_blocks import BlockTable, SignBlocks
 from hf_zero.ops.sign_blocks_reference import exponents_of
 from hf_zero.optim.table import group_runs
 from hf_zero.units.flat_buffer import FlatBuffer
@@ -52,12 +54,16 @@ class FlatMomentum:
 
     def __init__(self, flat: FlatBuffer, bound: Any) -> None:
         self.flat = flat
-        self.blocks: SignBlocks = flat.spec.momentum_blocks or SignBlocks()
+        layout, form = flat.layout, flat.spec.momentum_blocks or SignBlocks()
+        starts = [slot.offset for slot in layout.slots]
+        self.blocks = form.cut(starts, layout.numel, layout.shards, layout.chunk)
+        self._own_blocks: BlockTable = self.blocks.row(flat.axis.rank)
         self._bound = bound
         self.runs = [  # every element belongs to a group
             (run.group or 0, run.start, run.stop)
             for run in group_runs(flat.layout, (0, flat.layout.numel), bound.group_of)
         ]
+        self._run_of: Tensor | None = None  # int64 [ranks * blocks]: the run of each block
         self.error: Tensor | None = None  # [padded]
         self.momentum: Tensor | None = None  # [ranks, bytes]
         self.exponents: Tensor | None = None  # int8 [padded]
@@ -198,17 +204,13 @@ class FlatMomentum:
 
     def renew(self) -> tuple[Tensor, Tensor]:
         """The (whole, own) pair to gather so that all ranks have C of the owners' averages."""
-        layout, device = self.flat.layout, self.flat.full.device
+        device, average = self.flat.full.device, self.state(AVERAGE)
         if self.momentum is None:
-            self.momentum = self.blocks.empty(layout.shards, layout.chunk, device)
-        nothing = self.blocks.empty(1, layout.chunk, device)
-        own = self.blocks.compress(
-            self.state(AVERAGE).clone(),
-            torch.zeros(layout.chunk, dtype=torch.float32, device=device),
-            nothing,
-            0.0,
-            torch.zeros((), dtype=torch.float32, device=device),
-            self._inside,
+            self.momentum = self.blocks.empty(device)
+        nothing = self._own_blocks.empty(device)
+        zero = torch.zeros((), dtype=torch.float32, device=device)
+        own = self._own_blocks.compress(
+            average.clone(), torch.zeros_like(average), nothing, 0.0, zero
         )
         return self.momentum.view(-1), own.view(-1)
 
@@ -220,15 +222,14 @@ class FlatMomentum:
         of.
         """
         assert self.error is not None and self.momentum is not None
-        numel = self.flat.layout.numel
-        return self.blocks.compress(self.error, gradient, self.momentum, beta, factor, numel)
+        return self.blocks.compress(self.error, gradient, self.momentum, beta, factor)
 
     def combine(self, came: Tensor, beta: float) -> Tensor:
         """The message of this rank's chunk of the momentum, from those that have come for it."""
         assert self.momentum is not None
         rank = self.flat.axis.rank
         own = self.momentum[rank : rank + 1]
-        return self.blocks.combine(came, self.state(AVERAGE), own, beta, self._inside)
+        return self._own_blocks.combine(came, self.state(AVERAGE), own, beta)
 
     def apply(
         self, made: int, settings: Callable[[int], tuple[float, float]], limit: float = LIMIT
@@ -238,10 +239,17 @@ class FlatMomentum:
         """
         assert self.momentum is not None and self.weights is not None
         assert self.exponents is not None
-        momentum = self._bounded(made, limit)
-        for index, start, stop in self.runs:
-            keep, size = settings(index)
-            self.blocks.apply(self.weights, momentum, self.exponents, keep, size, start, stop)
+        if self._run_of is None:
+            numbers = self.blocks.numbers([start for _, start, _ in self.runs])
+            self._run_of = upload(numbers, self.weights.device)
+        of_runs = self.rates(settings).float().index_select(1, self._run_of)
+        keep, step = of_runs.view(2, *self.blocks.shape).unbind()
+        self.blocks.apply(self.weights, self._bounded(made, limit), self.exponents, keep, step)
+
+    def rates(self, settings: Callable[[int], tuple[float, float]]) -> Tensor:
+        """``settings`` of each run: fp64 [2, runs]."""
+        numbers = list(zip(*(settings(index) for index, *_ in self.runs)))
+        return upload(torch.tensor(numbers, dtype=torch.float64), self.flat.full.device)
 
     def largest(self, made: int) -> Tensor:
         """The scale of a block's momentum whose update in step number ``made`` is LIMIT: fp32
@@ -249,8 +257,7 @@ class FlatMomentum:
         """
         assert self.exponents is not None
         if self._largest is None:
-            rows, numel = self.flat.layout.shards, self.flat.layout.numel
-            squares = self.blocks.mean_squares(self.exponents, rows, numel)
+            squares = self.blocks.mean_squares(self.exponents)
             self._largest = squares.rsqrt_().mul_(LIMIT).float()
             self.outgrown = torch.zeros((), dtype=torch.bool, device=self.exponents.device)
         # groups have the same betas
@@ -261,7 +268,7 @@ class FlatMomentum:
         assert self.momentum is not None
         largest, held = self.largest(made), self.momentum.clone()
         assert self.outgrown is not None
-        scales = self.blocks.scales(held, self.flat.layout.chunk)
+        scales = self.blocks.scales(held)
         self.outgrown.logical_or_((scales > largest).any())
         torch.minimum(scales, largest * (limit / LIMIT), out=scales)
         return held
@@ -269,7 +276,7 @@ class FlatMomentum:
     def values(self) -> Tensor:
         """The momentum as all ranks have it: fp32 [padded]."""
         assert self.momentum is not None
-        return self.blocks.values(self.momentum, self.flat.layout.padded)
+        return self.blocks.values(self.momentum)
 
     def settings(self, index: int, made: int, frozen: int) -> tuple[float, float]:
         """What the weights of the runs of group ``index`` are kept by, and the step size."""
@@ -324,12 +331,6 @@ class FlatMomentum:
         own = (self.error, self.momentum, self.exponents)
         whole = None if self.weights is self.flat.full else self.weights
         return sum(tensor.nbytes for tensor in (*own, whole) if tensor is not None)
-
-    @property
-    def _inside(self) -> int:
-        """Elements of this rank's chunk that are no padding."""
-        start, stop = self.flat.owned
-        return max(0, min(stop, self.flat.layout.numel) - start)
 
     def _owned(self) -> list[tuple[str, int, int]]:
         """Each parameter, and where in this rank's chunk its part lies."""

@@ -71,7 +71,6 @@ class LocalMomentum:
             self.forget()
             self._loads = self._bound.numbers.loads
             self._own = momentum.values().clone()
-            self._own[flat.layout.numel :] = 0.0
             self._moved = torch.zeros_like(self._own)
         assert self._own is not None and self._moved is not None
         self._own.mul_(beta)
@@ -90,12 +89,10 @@ class LocalMomentum:
     def _bounded(self, made: int) -> Tensor:
         """m_i as it counts in u_i: [padded]."""
         assert self._own is not None
-        most, block = self.momentum.largest(made), self.momentum.blocks.block
-        rows = self._own.view(most.shape[0], -1)
-        chunk = rows.shape[1]
-        parts = torch.nn.functional.pad(rows.abs(), (0, -chunk % block)).unflatten(1, (-1, block))
-        factors = (most / parts.mean(2).clamp_(min=1e-38)).clamp_(max=1.0)
-        return (rows * factors.repeat_interleave(block, 1)[:, :chunk]).view(-1)
+        own, blocks = self._own, self.momentum.blocks
+        means = blocks.means(lambda start, stop: own[start:stop].abs())
+        factors = (self.momentum.largest(made) / means.clamp_(min=1e-38)).clamp_(max=1.0)
+        return own * blocks.spread(factors)
 
     def mean(self) -> Tensor:
         """u_i / L, [padded], in the memory of u_i."""

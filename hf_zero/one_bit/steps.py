@@ -223,9 +223,7 @@ class OneBitSteps:
             and max(float(group["lr"]) for group in self._bound.groups) > self._lr > 0.0
         )
         dense = sum(2 * m.flat.layout.padded * m.flat.dtype.itemsize for m in self._chosen)
-        sent = sum(
-            2 * m.flat.layout.shards * m.blocks.nbytes(m.flat.layout.chunk) for m in self._chosen
-        )
+        sent = sum(2 * m.blocks.rows * m.blocks.nbytes for m in self._chosen)
         logger.info(
             "step %d: momenta travel in 1 bit (blocks of %d): %s bytes a step instead of %s",
             self._made + 1,
@@ -400,9 +398,9 @@ class OneBitSteps:
         ]
         for handle in waits:
             handle.wait()
-        numbers = torch.cat([sums, largest[None].double()]).cpu()  # the host waits once
-        for each, own in zip(self._lamb, numbers.split(self._tensors, 1)):
-            each.learn(own[:2], own[2].float())
+        split = zip(sums.split(self._tensors, 1), largest.split(self._tensors))
+        for each, own in zip(self._lamb, split):
+            each.learn(*own)
 
     # ---- checkpoints ----
 

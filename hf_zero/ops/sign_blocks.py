@@ -3,20 +3,24 @@ al. 2021, arXiv:2102.02888), with error feedback.
 
 C(z) of a block is s * sign(z); the sign of zero is positive. s is the root mean square of z as in
 the paper, but twice the mean of |z| at most: so |z - C(z)| is at most |z| in every block, also
-where few elements are large. Elements from ``numel`` on are padding: zero, in no scale, never
-changed.
+where few elements are large. Every tensor begins a block, as does every chunk: a scale is never
+that of two tensors. Padding behind the last tensor is in no block, and never read or changed.
 
-A message is a row of bytes for one rank's chunk: bits (element 8 j + k is bit k of byte j, 1 where
-it is not negative), then scales (fp32), both at multiples of 16 bytes.
+A message is a row of bytes for one rank's chunk: bits (element k of block j is bit k % 8 of byte
+(j * block + k) / 8, 1 where it is not negative), then scales (fp32), both at multiples of 16 bytes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from hf_zero.device.pinned import upload
 from hf_zero.errors import KernelError
 from hf_zero.ops import native
 from hf_zero.ops import sign_blocks_reference as reference
@@ -30,7 +34,7 @@ PIECE = 1 << 22  # elements that are squared at once
 
 @dataclass(frozen=True)
 class SignBlocks:
-    """The form of messages with ``block`` elements a scale."""
+    """The form of messages: ``block`` elements of a tensor share a scale."""
 
     block: int = 2048
 
@@ -40,29 +44,83 @@ class SignBlocks:
                 f"SignBlocks({self.block}): there are blocks of {', '.join(map(str, BLOCKS))}"
             )
 
-    def __str__(self) -> str:
-        return f"1 bit, blocks of {self.block}"
+    def cut(self, starts: Sequence[int], numel: int, rows: int, chunk: int) -> BlockTable:
+        """The blocks of a buffer of ``rows`` chunks of ``chunk`` elements. Its tensors begin at
+        ``starts``, one where another has ended; elements from ``numel`` on are padding.
+        """
+        parts: list[list[tuple[int, int]]] = [[] for _ in range(rows)]
+        edges = {*starts, *(row * chunk for row in range(rows + 1)), numel}
+        for start, stop in pairwise(sorted(edges)):
+            if start < numel:
+                parts[start // chunk].append((start % chunk, stop - start))
+        count = max(sum(-(-size // self.block) for _, size in row) for row in parts)
+        return BlockTable(self.block, chunk, max(1, count), tuple(map(tuple, parts)))
 
-    def scales_at(self, numel: int) -> int:
-        """Where in a message of ``numel`` elements the scales begin, in bytes."""
-        return -(-numel // (8 * ROW)) * ROW
 
-    def nbytes(self, numel: int) -> int:
-        """Bytes of a message of ``numel`` elements."""
-        return self.scales_at(numel) + -(-4 * -(-numel // self.block) // ROW) * ROW
+@dataclass(frozen=True, eq=False)
+class BlockTable:
+    """The blocks of a buffer of equal chunks, and the messages of it: a row for each chunk.
 
-    def empty(self, rows: int, chunk: int, device: torch.device) -> Tensor:
-        """Memory for a message of ``chunk`` elements in each of ``rows``: zeros."""
-        return torch.zeros(rows, self.nbytes(chunk), dtype=torch.uint8, device=device)
+    count: blocks of a message; in a row with fewer the last are empty. parts: of each row, in
+    order, where in the chunk a tensor's elements begin and how many there are.
+    """
+
+    block: int
+    chunk: int
+    count: int
+    parts: tuple[tuple[tuple[int, int], ...], ...]
+    _copies: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        return len(self.parts)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows, and blocks of each."""
+        return self.rows, self.count
+
+    def row(self, index: int) -> BlockTable:
+        """The blocks of one chunk."""
+        return BlockTable(self.block, self.chunk, self.count, self.parts[index : index + 1])
+
+    @cached_property
+    def edges(self) -> Tensor:
+        """Where in its chunk each block begins, and where the last one ends: int64 [rows, count +
+        1].
+        """
+        found = torch.empty(self.rows, self.count + 1, dtype=torch.int64)
+        for edges, parts in zip(found, self.parts):
+            starts = [torch.arange(at, at + size, self.block) for at, size in parts]
+            own = torch.cat([torch.empty(0, dtype=torch.int64), *starts])
+            edges[: len(own)] = own
+            edges[len(own) :] = sum(size for _, size in parts)
+        return found
+
+    @cached_property
+    def bounds(self) -> Tensor:
+        """Where in the buffer each block begins, row by row, and where the last one ends: int64
+        [rows * count + 1].
+        """
+        sizes = self.edges.diff().view(-1)
+        return torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+
+    @property
+    def scales_at(self) -> int:
+        """Where in a message the scales begin, in bytes."""
+        return -(-self.count * self.block // (8 * ROW)) * ROW
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a message."""
+        return self.scales_at + -(-4 * self.count // ROW) * ROW
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Memory for a message in each row: zeros."""
+        return torch.zeros(self.rows, self.nbytes, dtype=torch.uint8, device=device)
 
     def compress(
-        self,
-        error: Tensor,
-        grad: Tensor,
-        momentum: Tensor,
-        beta: float,
-        factor: Tensor,
-        numel: int,
+        self, error: Tensor, grad: Tensor, momentum: Tensor, beta: float, factor: Tensor
     ) -> Tensor:
         """A message for each rank: C(z) of z = error + beta * m + factor * grad, where m is what
         the rows of ``momentum`` say. ``error`` becomes z - C(z).
@@ -72,190 +130,232 @@ class SignBlocks:
             grad: fp32, bf16 or fp16, as long as ``error``.
             momentum: uint8 [rows, nbytes]; so is what is returned.
             factor: fp32, 0-dim.
-            numel: how many elements are no padding.
         """
-        rows = momentum.shape[0]
         self._check("compress", momentum, error=(error, FP32), grad=(grad, FLOATS))
-        out = torch.empty_like(momentum)
-        chunk = error.numel() // rows
-        at = self.scales_at(chunk)
+        out = torch.zeros_like(momentum)
         core = native.core() if error.device.type == "cpu" else None
-        if core is not None:
+        if core is None:
+            COMPRESS(out, momentum, error, grad, beta, factor, *self._form(error.device))
+            return out
+        for row, block, at, size in self._pieces():
             core.sign_compress(
-                self._rows(core, out, chunk),
-                self._rows(core, momentum, chunk),
-                address(error),
-                address(grad),
+                self._part(core, out, row, block, size),
+                self._part(core, momentum, row, block, size),
+                address(error) + at * error.itemsize,
+                address(grad) + at * grad.itemsize,
                 kind(grad),
                 beta,
                 float(factor),
-                numel,
+                size,
             )
-        else:
-            COMPRESS(out, momentum, error, grad, beta, factor, self.block, at, numel)
         return out
 
-    def combine(
-        self, came: Tensor, average: Tensor, momentum: Tensor, beta: float, numel: int
-    ) -> Tensor:
-        """The owner's part: C(r), uint8 [1, nbytes], of r = mean of ``came`` + beta * (average -
-        m), where m is what ``momentum`` says. ``average`` becomes C(r) + (r - C(r)) / beta.
+    def combine(self, came: Tensor, average: Tensor, momentum: Tensor, beta: float) -> Tensor:
+        """The owner's part, of a table of one row: C(r), uint8 [1, nbytes], of r = mean of ``came``
+        + beta * (average - m), where m is what ``momentum`` says. ``average`` becomes C(r) + (r -
+        C(r)) / beta.
 
         Args:
             came: uint8 [ranks, nbytes], added up in the order of the rows.
-            average: fp32 [chunk]; of it ``numel`` elements are no padding.
+            average: fp32 [chunk].
             momentum: uint8 [1, nbytes].
         """
         self._check("combine", momentum, average=(average, FP32))
-        self._check_rows("combine", came, average.numel())
-        out = torch.empty_like(momentum)
-        chunk = average.numel()
-        at = self.scales_at(chunk)
+        self._check_rows("combine", came)
+        out = torch.zeros_like(momentum)
         core = native.core() if average.device.type == "cpu" else None
-        if core is not None:
+        if core is None:
+            COMBINE(out, came, momentum, average, beta, *self._form(average.device))
+            return out
+        for row, block, at, size in self._pieces():
             core.sign_combine(
-                self._rows(core, out, chunk),
-                self._rows(core, came, chunk),
-                self._rows(core, momentum, chunk),
-                address(average),
+                self._part(core, out, row, block, size),
+                self._part(core, came, row, block, size, came.shape[0]),
+                self._part(core, momentum, row, block, size),
+                address(average) + at * average.itemsize,
                 beta,
-                numel,
+                size,
             )
-        else:
-            COMBINE(out, came, momentum, average, beta, self.block, at, numel)
         return out
 
     def apply(
-        self,
-        weights: Tensor,
-        momentum: Tensor,
-        exponents: Tensor,
-        keep: float,
-        step: float,
-        begin: int,
-        end: int,
+        self, weights: Tensor, momentum: Tensor, exponents: Tensor, keep: Tensor, step: Tensor
     ) -> None:
         """weights = keep * weights - step * m * 2^(-exponents / 4), about (``powers`` of the
-        reference says how near), of elements ``[begin, end)``, where m
-        is what the rows of ``momentum`` say.
+        reference says how near), where m is what the rows of ``momentum`` say.
 
         Args:
             weights: fp32 [rows * chunk].
             momentum: uint8 [rows, nbytes].
             exponents: int8, as long as ``weights``.
+            keep, step: of each block, those of a tensor alike: fp32 [rows, count].
         """
         self._check("apply", momentum, weights=(weights, FP32), exponents=(exponents, _INT8))
-        if begin >= end:
-            return
-        chunk = weights.numel() // momentum.shape[0]
-        at = self.scales_at(chunk)
+        for name, numbers in (("keep", keep), ("step", step)):
+            if numbers.shape != self.shape or numbers.dtype != torch.float32:
+                raise KernelError(
+                    f"apply: {name} is {numbers.dtype} of shape {tuple(numbers.shape)}; give one "
+                    f"fp32 number for each block, {self.shape}"
+                )
         core = native.core() if weights.device.type == "cpu" else None
-        if core is not None:
+        if core is None:
+            keep, step = keep.contiguous(), step.contiguous()
+            APPLY(weights, momentum, exponents, keep, step, *self._form(weights.device))
+            return
+        keeps, steps = keep.tolist(), step.tolist()
+        for row, block, at, size in self._pieces():
             core.sign_apply(
-                self._rows(core, momentum, chunk),
-                address(weights),
-                address(exponents),
-                keep,
-                step,
-                begin,
-                end,
+                self._part(core, momentum, row, block, size),
+                address(weights) + at * weights.itemsize,
+                address(exponents) + at,
+                keeps[row][block],
+                steps[row][block],
+                0,
+                size,
             )
-        else:
-            APPLY(weights, momentum, exponents, keep, step, self.block, at, begin, end)
 
-    def mean_squares(self, exponents: Tensor, rows: int, numel: int) -> Tensor:
-        """The mean square of what ``exponents``, int8 [rows * chunk], stand for in each block; from
-        ``numel`` on they are padding: fp64 [rows, blocks].
+    def means(self, values: Callable[[int, int], Tensor]) -> Tensor:
+        """The mean in each block, zero in an empty one: [rows, count]. ``values`` gives those of
+        the elements [start, stop), which are a piece: else there are as many fp64 as weights.
         """
-        chunk = exponents.numel() // rows
-        piece = max(1, PIECE // self.block) * self.block  # else as many fp64 as there are weights
-        found = []
-        for begin in (row * chunk + at for row in range(rows) for at in range(0, chunk, piece)):
-            end = min(begin + piece, (begin // chunk + 1) * chunk)
-            inside = torch.arange(begin, end, device=exponents.device) < numel
-            values = reference.powers(exponents[begin:end]).double().square_().mul_(inside)
-            squares, counts = (
-                torch.nn.functional.pad(each, (0, -len(each) % self.block))
-                .unflatten(0, (-1, self.block))
-                .sum(-1)
-                for each in (values, inside)
-            )
-            found.append(squares / counts.clamp(min=1))
-        return torch.cat(found).view(rows, -1)
+        some, found = max(1, PIECE // self.block), []
+        for first in range(0, self.rows * self.count, some):
+            bounds = self.bounds[first : first + some + 1]
+            part = values(int(bounds[0]), int(bounds[-1]))
+            sizes = self._edges_on(part.device).diff().view(-1)[first : first + some]
+            sums = part.new_zeros(len(sizes))
+            if part.numel():
+                sums = torch.segment_reduce(part, "sum", lengths=sizes, unsafe=True)
+            found.append(sums / sizes.clamp(min=1))
+        return torch.cat(found).view(self.shape)
 
-    def scales(self, messages: Tensor, chunk: int) -> Tensor:
-        """Those of the rows of ``messages``, of ``chunk`` elements each: fp32 [rows, blocks], in
-        their memory.
+    def mean_squares(self, exponents: Tensor) -> Tensor:
+        """The mean square of what ``exponents``, int8 [rows * chunk], stand for in each block: fp64
+        [rows, count].
         """
-        at = self.scales_at(chunk)
-        return messages[:, at : at + 4 * -(-chunk // self.block)].view(torch.float32)
-
-    def values(self, messages: Tensor, numel: int) -> Tensor:
-        """What the rows of ``messages`` say, end to end: fp32 [numel]."""
-        return reference.values(
-            messages, numel, self.block, self.scales_at(numel // messages.shape[0])
+        return self.means(
+            lambda start, stop: reference.powers(exponents[start:stop]).double().square_()
         )
 
-    def _rows(self, core: object, messages: Tensor, chunk: int) -> object:
-        bits = address(messages)
+    def numbers(self, starts: Sequence[int]) -> Tensor:
+        """The number of the last of ``starts`` that is not behind each block: int64 [rows *
+        count].
+        """
+        at = torch.searchsorted(torch.tensor(starts), self.bounds[:-1], right=True)
+        return at.sub_(1).clamp_(min=0)
+
+    def scales(self, messages: Tensor) -> Tensor:
+        """Those of ``messages``: fp32 [rows, count], in their memory."""
+        at = self.scales_at
+        return messages[:, at : at + 4 * self.count].view(torch.float32)
+
+    def values(self, messages: Tensor) -> Tensor:
+        """What ``messages`` say: fp32 [rows * chunk], zeros in the padding."""
+        found = torch.zeros(self.rows * self.chunk, dtype=torch.float32, device=messages.device)
+        ones = torch.ones(self.shape, dtype=torch.float32, device=messages.device)
+        nothing = torch.zeros(found.numel(), dtype=torch.int8, device=messages.device)
+        self.apply(found, messages, nothing, ones, -ones)
+        return found
+
+    def spread(self, numbers: Tensor) -> Tensor:
+        """For each element the one of ``numbers`` [rows, count], none negative, of its block: fp32
+        [rows * chunk], zeros in the padding.
+        """
+        messages = self.empty(numbers.device).fill_(255)
+        self.scales(messages).copy_(numbers)
+        return self.values(messages)
+
+    @cached_property
+    def _align(self) -> int:
+        """What all edges are multiples of, as far as kernels care."""
+        whole = all((at | size) % 8 == 0 for parts in self.parts for at, size in parts)
+        return 8 if whole else 1
+
+    def _edges_on(self, device: torch.device) -> Tensor:
+        edges = self._copies.get(device)
+        if edges is None:
+            edges = self._copies[device] = upload(self.edges, device)
+        return edges
+
+    def _form(self, device: torch.device) -> tuple[Tensor, int, int, int]:
+        return self._edges_on(device), self._align, self.block, self.scales_at
+
+    def _pieces(self) -> Iterator[tuple[int, int, int, int]]:
+        """Of each tensor in each row: the row, its first block there, where in the buffer that
+        begins, and how many elements follow.
+        """
+        for row, parts in enumerate(self.parts):
+            block = 0
+            for at, size in parts:
+                yield row, block, row * self.chunk + at, size
+                block += -(-size // self.block)
+
+    def _part(
+        self, core: object, messages: Tensor, row: int, block: int, numel: int, rows: int = 1
+    ) -> object:
+        """``numel`` elements from ``block`` of the messages ``row`` and the ``rows`` - 1 after."""
+        first = address(messages) + row * messages.shape[1]
         return core.Rows(  # type: ignore[attr-defined]
-            bits + self.scales_at(chunk),
-            bits,
+            first + self.scales_at + 4 * block,
+            first + block * self.block // 8,
             messages.shape[1],
             1,
             self.block,
-            messages.shape[0],
-            chunk,
+            rows,
+            numel,
         )
 
     def _check(
         self, op: str, messages: Tensor, **values: tuple[Tensor, tuple[torch.dtype, ...]]
     ) -> None:
-        numel = {name: tensor.numel() for name, (tensor, _) in values.items()}
+        numel = self.rows * self.chunk
         for name, (tensor, dtypes) in values.items():
-            if tensor.dtype not in dtypes or tensor.dim() != 1 or not tensor.is_contiguous():
+            if tensor.dtype not in dtypes or tensor.shape != (numel,) or not tensor.is_contiguous():
                 raise KernelError(
-                    f"{op}: {name} is {tensor.dtype} of shape {tuple(tensor.shape)}; give a "
-                    f"contiguous 1-D tensor of one of {', '.join(map(str, dtypes))}"
+                    f"{op}: {name} is {tensor.dtype} of shape {tuple(tensor.shape)}; give {numel} "
+                    f"contiguous elements of one of {', '.join(map(str, dtypes))}"
                 )
-        if len(set(numel.values())) != 1 or max(numel.values()) % max(1, messages.shape[0]):
+        self._check_rows(op, messages)
+        if len(messages) != self.rows:
             raise KernelError(
-                f"{op}: {numel} elements and {messages.shape[0]} rows; give tensors of one length, "
-                "which the rows divide"
+                f"{op}: {len(messages)} messages for {self.rows} chunks; give one for each"
             )
-        self._check_rows(op, messages, max(numel.values()) // max(1, messages.shape[0]))
 
-    def _check_rows(self, op: str, messages: Tensor, chunk: int) -> None:
-        said = f"{chunk} elements in 1 bit and blocks of {self.block}"
-        rows_of_bytes(op, messages, self.nbytes(chunk), said)
+    def _check_rows(self, op: str, messages: Tensor) -> None:
+        said = f"{self.count} blocks of {self.block} elements in 1 bit"
+        rows_of_bytes(op, messages, self.nbytes, said)
 
 
 _INT8 = (torch.int8,)
+# two rows of 40 elements, of which five are padding; the second tensor begins at 27
+_EXAMPLE = SignBlocks(32).cut((0, 27), 75, 2, 40)
 
 
-def _message(device: torch.device, rows: int) -> Tensor:
-    form = SignBlocks(32)
-    out = form.empty(rows, 40, device)
-    out[:, : form.scales_at(40)] = 0x5A
-    out[:, form.scales_at(40) :].view(torch.float32).fill_(0.5)
+def _message(table: BlockTable, device: torch.device) -> Tensor:
+    out = table.empty(device).fill_(0x5A)
+    table.scales(out).fill_(0.5)
     return out
 
 
 def _compress_example(device: torch.device) -> tuple[object, ...]:
-    message, values = _message(device, 2), torch.linspace(-1, 1, 80, device=device)
+    message, values = _message(_EXAMPLE, device), torch.linspace(-1, 1, 80, device=device)
     factor = torch.full((), 0.1, device=device)
-    return torch.zeros_like(message), message, values, values.clone(), 0.9, factor, 32, 16, 75
+    form = _EXAMPLE._form(device)
+    return torch.zeros_like(message), message, values, values.clone(), 0.9, factor, *form
 
 
 def _combine_example(device: torch.device) -> tuple[object, ...]:
-    message, values = _message(device, 1), torch.linspace(-1, 1, 40, device=device)
-    return torch.zeros_like(message), _message(device, 2), message, values, 0.9, 32, 16, 35
+    own, values = _EXAMPLE.row(1), torch.linspace(-1, 1, 40, device=device)
+    message, came = _message(own, device), _message(_EXAMPLE, device)
+    return torch.zeros_like(message), came, message, values, 0.9, *own._form(device)
 
 
 def _apply_example(device: torch.device) -> tuple[object, ...]:
     weights = torch.linspace(-1, 1, 80, device=device)
     exponents = torch.arange(80, device=device).sub(40).to(torch.int8)
-    return weights, _message(device, 2), exponents, 0.99, 0.01, 32, 16, 3, 77
+    keep = torch.full((2, _EXAMPLE.count), 0.99, device=device)
+    message, form = _message(_EXAMPLE, device), _EXAMPLE._form(device)
+    return weights, message, exponents, keep, keep * 0.01, *form
 
 
 _ROOM = "sign_blocks"

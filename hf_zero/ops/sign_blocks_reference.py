@@ -1,4 +1,7 @@
-"""Sign blocks in plain torch, each line one rounding: see sign_blocks.py."""
+"""Sign blocks in plain torch, each line one rounding: see sign_blocks.py. ``edges``, int64 [rows,
+blocks + 1], say where in its chunk each block begins and the last one ends; they are multiples of
+``align``.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,19 @@ def compress(
     grad: Tensor,
     beta: float,
     factor: Tensor,
+    edges: Tensor,
+    align: int,
     block: int,
     scales_at: int,
-    numel: int,
 ) -> None:
     """Messages of ``error`` + ``beta`` * m + ``factor`` * ``grad`` into ``out``; what they lose
     into ``error``.
     """
-    before = values(momentum, error.numel(), block, scales_at)
-    wanted = (error + beta * before) + factor * grad.float()
-    wanted[numel:] = 0.0
-    error.copy_(wanted - _encode(out, wanted, block, scales_at, numel))
+    places, inside = _places(edges, block, error.numel())
+    before = _said(momentum, edges, block, scales_at)
+    wanted = (_taken(error, places) + beta * before) + factor * _taken(grad.float(), places)
+    wanted *= inside
+    _put(error, places, wanted - _encode(out, wanted, inside, scales_at))
 
 
 def combine(
@@ -34,42 +39,68 @@ def combine(
     momentum: Tensor,
     average: Tensor,
     beta: float,
+    edges: Tensor,
+    align: int,
     block: int,
     scales_at: int,
-    numel: int,
 ) -> None:
     """The message of the mean of ``came`` + ``beta`` * (``average`` - m) into ``out``."""
-    chunk = average.numel()
-    first, *others = values(came, came.shape[0] * chunk, block, scales_at).view(-1, chunk).unbind()
+    places, inside = _places(edges, block, average.numel())
+    first, *others = _said(came, edges, block, scales_at).split(1)
     total = first.clone()
     for row in others:
         total += row
     mean = total * torch.tensor(1.0 / came.shape[0])
-    wanted = mean + beta * (average - values(momentum, chunk, block, scales_at))
-    wanted[numel:] = 0.0
-    sent = _encode(out, wanted, block, scales_at, numel)
-    average.copy_(sent + (wanted - sent) * torch.tensor(1.0 / beta))
+    kept = _taken(average, places) - _said(momentum, edges, block, scales_at)
+    wanted = (mean + beta * kept) * inside
+    sent = _encode(out, wanted, inside, scales_at)
+    _put(average, places, sent + (wanted - sent) * torch.tensor(1.0 / beta))
 
 
 def apply(
     weights: Tensor,
     momentum: Tensor,
     exponents: Tensor,
-    keep: float,
-    step: float,
+    keep: Tensor,
+    step: Tensor,
+    edges: Tensor,
+    align: int,
     block: int,
     scales_at: int,
-    begin: int,
-    end: int,
 ) -> None:
-    """``keep`` * ``weights`` - ``step`` * m * powers(``exponents``) in elements [begin, end)."""
-    sizes = values(momentum, weights.numel(), block, scales_at, torch.tensor(step))
-    here = weights[begin:end]
-    here.copy_(here * torch.tensor(keep) - sizes[begin:end] * powers(exponents[begin:end]))
+    """``keep`` * ``weights`` - ``step`` * m * powers(``exponents``); ``keep`` and ``step`` are
+    those of each block.
+    """
+    places, _ = _places(edges, block, weights.numel())
+    sizes = _said(momentum, edges, block, scales_at, step)
+    powers_of = powers(_taken(exponents, places))
+    _put(weights, places, _taken(weights, places) * keep[:, :, None] - sizes * powers_of)
 
 
-def _places(like: Tensor) -> Tensor:
-    """Of the bits of a byte, on the device of ``like``."""
+def _places(edges: Tensor, block: int, numel: int) -> tuple[Tensor, Tensor]:
+    """Where in the buffer the elements of each block are, ``numel`` for those that it lacks, and
+    which it has: [rows, blocks, block] both.
+    """
+    rows = edges.shape[0]
+    at = edges[:, :-1, None] + torch.arange(block, device=edges.device)
+    inside = at < edges[:, 1:, None]
+    chunks = torch.arange(rows, device=edges.device)[:, None, None] * (numel // rows)
+    return torch.where(inside, at + chunks, numel), inside
+
+
+def _taken(values: Tensor, places: Tensor) -> Tensor:
+    """Zeros where there are none."""
+    return torch.nn.functional.pad(values, (0, 1))[places]
+
+
+def _put(values: Tensor, places: Tensor, new: Tensor) -> None:
+    held = torch.nn.functional.pad(values, (0, 1))
+    held[places] = new
+    values.copy_(held[:-1])
+
+
+def _bits(like: Tensor) -> Tensor:
+    """The places of the bits in a byte, on the device of ``like``."""
     return torch.arange(8, dtype=torch.uint8, device=like.device)
 
 
@@ -85,19 +116,16 @@ def exponents_of(values: Tensor) -> Tensor:
     return (508 - ((values.float().view(torch.int32) + (1 << 20)) >> 21)).clamp(-126, 126)
 
 
-def values(
-    messages: Tensor, numel: int, block: int, scales_at: int, times: Tensor | None = None
+def _said(
+    messages: Tensor, edges: Tensor, block: int, scales_at: int, times: Tensor | None = None
 ) -> Tensor:
-    """What the rows of ``messages`` say, end to end: fp32 [numel]; scales ``times`` a number."""
-    rows = messages.shape[0]
-    chunk = numel // rows
-    blocks = -(-chunk // block)
-    bits = messages[:, : -(-chunk // 8), None] >> _places(messages) & 1
-    scales = messages[:, scales_at : scales_at + 4 * blocks].contiguous().view(torch.float32)
+    """What ``messages`` say, [messages, blocks, block]; scales ``times`` a number."""
+    rows, blocks = messages.shape[0], edges.shape[1] - 1
+    bits = messages[:, : blocks * block // 8, None] >> _bits(messages) & 1
+    sizes = messages[:, scales_at : scales_at + 4 * blocks].contiguous().view(torch.float32)
     if times is not None:
-        scales = scales * times
-    sizes = scales.repeat_interleave(block, 1)[:, :chunk]
-    return torch.where(bits.view(rows, -1)[:, :chunk] == 1, sizes, -sizes).reshape(-1)
+        sizes = sizes * times
+    return torch.where(bits.view(rows, blocks, block) == 1, sizes[:, :, None], -sizes[:, :, None])
 
 
 def _sums(parts: Tensor) -> Tensor:
@@ -111,26 +139,19 @@ def _sums(parts: Tensor) -> Tensor:
     return lanes[..., 0]
 
 
-def _encode(out: Tensor, wanted: Tensor, block: int, scales_at: int, numel: int) -> Tensor:
-    """Messages of ``wanted`` into ``out``; what they say, with zeros in the padding."""
-    rows = out.shape[0]
-    parts = wanted.view(rows, -1)
-    chunk = parts.shape[1]
-    blocks = -(-chunk // block)
-    lacking = blocks * block - chunk
-    padded = torch.nn.functional.pad(parts, (0, lacking)).view(rows, blocks, -1, LANES)
-    sums, squares = _sums(padded.abs()), _sums(padded.square())
-    places = torch.arange(rows * chunk, device=wanted.device).view(rows, chunk) < numel
-    inside = torch.nn.functional.pad(places.float(), (0, lacking)).view(rows, blocks, block).sum(2)
-    count = inside.clamp(min=1.0)
+def _encode(out: Tensor, wanted: Tensor, inside: Tensor, scales_at: int) -> Tensor:
+    """Messages of ``wanted`` [rows, blocks, block], which is zero where it is not ``inside``, into
+    ``out``; what they say.
+    """
+    rows, blocks, _ = wanted.shape
+    parts = wanted.unflatten(2, (-1, LANES))
+    sums, squares = _sums(parts.abs()), _sums(parts.square())
+    count = inside.sum(2).clamp(min=1).float()
     root = (squares / count).double().sqrt().float()  # in fp32, torch's is not the nearest
     scales = torch.minimum(root, 2.0 * (sums / count))
-    bits = torch.nn.functional.pad((parts >= 0).to(torch.uint8), (0, -chunk % 8))
-    packed = (bits.view(rows, -1, 8) << _places(out)).sum(2, dtype=torch.uint8)
+    bits = (wanted >= 0).to(torch.uint8).view(rows, -1, 8)
+    packed = (bits << _bits(out)).sum(2, dtype=torch.uint8)
     out.zero_()
     out[:, : packed.shape[1]] = packed
     out[:, scales_at : scales_at + 4 * blocks] = scales.contiguous().view(torch.uint8)
-    sizes = scales.repeat_interleave(block, 1)[:, :chunk]
-    said = torch.where(parts >= 0, sizes, -sizes).reshape(-1)
-    said[numel:] = 0.0
-    return said
+    return torch.where(wanted >= 0, scales[:, :, None], -scales[:, :, None])

@@ -17,6 +17,7 @@ from hf_zero.optim.whole_tensor import Parts
 
 FRESH = "exp_avg_sq_fresh"  # the variance that goes on after the freeze
 RATIO, FACTOR = "ratio", "factor"  # of each tensor
+FACTOR_SETTINGS = ("factor_min", "factor_max", "factor_threshold")
 
 
 class OneBitLamb(SendsMomentum, Lamb):
@@ -93,7 +94,7 @@ class OneBitLamb(SendsMomentum, Lamb):
             min_coeff=min_coeff,
             eps_inside_sqrt=eps_inside_sqrt,
         )
-        for key in ("coeff_beta", "factor_max", "factor_min", "factor_threshold"):
+        for key in ("coeff_beta", *FACTOR_SETTINGS):
             self.defaults[key] = given[key]
             for group in self.param_groups:
                 group.setdefault(key, given[key])
@@ -112,13 +113,13 @@ class OneBitLamb(SendsMomentum, Lamb):
 
 
 def next_factor(
-    group: Mapping[str, Any], largest: Tensor, without: Tensor, whole: Tensor, last: Tensor
+    settings: Tensor, largest: Tensor, without: Tensor, whole: Tensor, last: Tensor
 ) -> Tensor:
-    """f of each tensor, of the largest quotient of its denominators, the norms of its update
-    without and with weight decay, and the last f: [tensors] each.
+    """f of each tensor, of its ``settings`` [FACTOR_SETTINGS, tensors], the largest quotient of its
+    denominators, the norms of its update without and with weight decay, and the last f: [tensors]
+    each.
     """
+    least, most, change = settings
     share = torch.where(whole > 0, without / whole, torch.ones_like(whole)).clamp(max=1.0)
-    wanted = largest * share + 1.0 - share if group["weight_decay"] else largest
-    wanted = wanted.clamp(group["factor_min"], group["factor_max"])
-    change = group["factor_threshold"]
+    wanted = (largest * share + 1.0 - share).clamp(least, most)
     return torch.maximum(torch.minimum(wanted, last * (1.0 + change)), last * (1.0 - change))

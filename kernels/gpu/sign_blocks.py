@@ -17,31 +17,41 @@ TILE = 2048  # elements that a program takes: several blocks
 WARPS = 8
 
 
-# Elements ``at`` of a row: fp32, the scale of the block or minus the scale.
+# Where in its chunk each of ``blocks`` begins and ends, multiples of ALIGN; ``edges`` are those of
+# the row.
 @triton.jit
-def _signs(bits, scales, at, inside, BLOCK: tl.constexpr):
-    byte = tl.load(bits + at // 8, mask=inside, other=0).to(tl.int32)
-    scale = tl.load(scales + at // BLOCK, mask=inside, other=0.0)
-    return tl.where((byte >> (at % 8).to(tl.int32)) & 1 == 1, scale, -scale)
+def _edges_of(edges, blocks, count, ALIGN: tl.constexpr):
+    known = blocks < count
+    first = tl.load(edges + blocks, mask=known, other=0)
+    last = tl.load(edges + blocks + 1, mask=known, other=0)
+    return tl.multiple_of(first, ALIGN), tl.multiple_of(last, ALIGN)
+
+
+# What a message says of ``blocks``: fp32 [blocks, elements], the scale or minus the scale.
+@triton.jit
+def _signs(bits, sizes, blocks, count, BLOCK: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    place = (blocks * (BLOCK // 8))[:, None] + (lane // 8)[None, :]
+    byte = tl.load(bits + place, mask=(blocks < count)[:, None], other=0).to(tl.int32)
+    return tl.where((byte >> (lane % 8)[None, :]) & 1 == 1, sizes[:, None], -sizes[:, None])
 
 
 # Stores the message of ``wanted`` [blocks, elements]; what it says.
 @triton.jit
-def _send(bits, scales, wanted, at, here, inside, chunk, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    count = tl.maximum(tl.sum(inside.to(tl.float32), 1), 1.0)
-    root = tl.sqrt_rn(tl.div_rn(tl.sum(wanted * wanted, 1), count))
-    scale = tl.minimum(root, 2.0 * tl.div_rn(tl.sum(tl.abs(wanted), 1), count))
-    block = tl.min(at, 1) // BLOCK
-    tl.store(scales + block, scale, mask=block * BLOCK < chunk)
+def _send(bits, scales, wanted, inside, blocks, count, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    numel = tl.maximum(tl.sum(inside.to(tl.float32), 1), 1.0)
+    root = tl.sqrt_rn(tl.div_rn(tl.sum(wanted * wanted, 1), numel))
+    scale = tl.minimum(root, 2.0 * tl.div_rn(tl.sum(tl.abs(wanted), 1), numel))
+    tl.store(scales + blocks, scale, mask=blocks < count)
     positive = (wanted >= 0.0).to(tl.int32)
     eights = tl.reshape(positive, [BLOCKS * BLOCK // 8, 8])
     byte = tl.sum(eights << tl.arange(0, 8)[None, :], 1)
-    place = tl.min(tl.min(at, 1), 0) // 8 + tl.arange(0, BLOCKS * BLOCK // 8)
-    tl.store(bits + place, byte.to(tl.uint8), mask=place * 8 < chunk)
+    place = tl.min(blocks, 0) * (BLOCK // 8) + tl.arange(0, BLOCKS * BLOCK // 8)
+    tl.store(bits + place, byte.to(tl.uint8), mask=place < count * (BLOCK // 8))
     return tl.where(wanted >= 0.0, scale[:, None], -scale[:, None])
 
 
-# Grid: tiles of a chunk × rows.
+# Grid: tiles of a chunk's blocks × rows.
 @triton.jit
 def compress_kernel(
     bits,
@@ -52,38 +62,40 @@ def compress_kernel(
     grad,
     factor,
     beta,
+    edges,
     chunk,
-    numel,
+    count,
     stride,
     scales_stride,
+    ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
     blocks = tl.program_id(0).to(tl.int64) * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
-    at = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    here = at < chunk
+    first, last = _edges_of(edges + row * (count + 1), blocks, count, ALIGN)
+    at = first[:, None] + tl.arange(0, BLOCK)[None, :]
+    inside = at < last[:, None]
     place = row * chunk + at
-    inside = here & (place < numel)
-    before = _signs(momentum + row * stride, momentum_scales + row * scales_stride, at, here, BLOCK)
-    lost = tl.load(error + place, mask=here, other=0.0)
-    new = tl.load(grad + place, mask=here, other=0.0).to(tl.float32) * tl.load(factor)
+    sizes = tl.load(momentum_scales + row * scales_stride + blocks, mask=blocks < count, other=0.0)
+    before = _signs(momentum + row * stride, sizes, blocks, count, BLOCK)
+    lost = tl.load(error + place, mask=inside, other=0.0)
+    new = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32) * tl.load(factor)
     wanted = tl.where(inside, (lost + beta * before) + new, 0.0)
     said = _send(
         bits + row * stride,
         scales + row * scales_stride,
         wanted,
-        at,
-        here,
         inside,
-        chunk,
+        blocks,
+        count,
         BLOCK,
         TILE // BLOCK,
     )
-    tl.store(error + place, tl.where(inside, wanted - said, 0.0), mask=here)
+    tl.store(error + place, wanted - said, mask=inside)
 
 
-# Grid: tiles of the chunk.
+# Grid: tiles of the chunk's blocks.
 @triton.jit
 def combine_kernel(
     bits,
@@ -96,31 +108,35 @@ def combine_kernel(
     beta,
     inverse_beta,
     share,
+    edges,
     rows,
-    chunk,
-    numel,
+    count,
     stride,
     scales_stride,
+    ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
     blocks = tl.program_id(0).to(tl.int64) * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
-    at = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    here = at < chunk
-    inside = at < numel
-    total = _signs(came, came_scales, at, here, BLOCK)
+    known = blocks < count
+    first, last = _edges_of(edges, blocks, count, ALIGN)
+    at = first[:, None] + tl.arange(0, BLOCK)[None, :]
+    inside = at < last[:, None]
+    sizes = tl.load(came_scales + blocks, mask=known, other=0.0)
+    total = _signs(came, sizes, blocks, count, BLOCK)
     for row in range(1, rows):
         place = tl.cast(row, tl.int64)
-        total += _signs(came + place * stride, came_scales + place * scales_stride, at, here, BLOCK)
-    kept = tl.load(average + at, mask=here, other=0.0)
-    kept -= _signs(momentum, momentum_scales, at, here, BLOCK)
+        sizes = tl.load(came_scales + place * scales_stride + blocks, mask=known, other=0.0)
+        total += _signs(came + place * stride, sizes, blocks, count, BLOCK)
+    kept = tl.load(average + at, mask=inside, other=0.0)
+    sizes = tl.load(momentum_scales + blocks, mask=known, other=0.0)
+    kept -= _signs(momentum, sizes, blocks, count, BLOCK)
     wanted = tl.where(inside, total * share + beta * kept, 0.0)
-    said = _send(bits, scales, wanted, at, here, inside, chunk, BLOCK, TILE // BLOCK)
-    new = said + (wanted - said) * inverse_beta
-    tl.store(average + at, tl.where(inside, new, 0.0), mask=here)
+    said = _send(bits, scales, wanted, inside, blocks, count, BLOCK, TILE // BLOCK)
+    tl.store(average + at, said + (wanted - said) * inverse_beta, mask=inside)
 
 
-# Grid: tiles of the elements [begin, end); a tile has at most `chunk` of them.
+# Grid: tiles of a chunk's blocks × rows. ``keep`` and ``step``: a number for each block.
 @triton.jit
 def apply_kernel(
     weights,
@@ -129,30 +145,30 @@ def apply_kernel(
     exponents,
     keep,
     step,
+    edges,
     chunk,
-    begin,
-    end,
+    count,
     stride,
     scales_stride,
+    ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    first = begin + tl.program_id(0).to(tl.int64) * TILE
-    first_row = first // chunk
-    # a tile is no longer than a chunk: it crosses into the next one at most
-    at = (first - first_row * chunk).to(tl.int32) + tl.arange(0, TILE)
-    place = first + tl.arange(0, TILE)
-    inside = place < end
-    next_row = at >= chunk
-    at = tl.where(next_row, at - chunk, at)
-    row = first_row + next_row.to(tl.int64)
-    byte = tl.load(bits + row * stride + at // 8, mask=inside, other=0).to(tl.int32)
-    size = tl.load(scales + row * scales_stride + at // BLOCK, mask=inside, other=0.0) * step
-    size = tl.where((byte >> (at % 8)) & 1 == 1, size, -size)
+    row = tl.program_id(1).to(tl.int64)
+    blocks = tl.program_id(0).to(tl.int64) * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
+    known = blocks < count
+    first, last = _edges_of(edges + row * (count + 1), blocks, count, ALIGN)
+    at = first[:, None] + tl.arange(0, BLOCK)[None, :]
+    inside = at < last[:, None]
+    place = row * chunk + at
+    kept = tl.load(keep + row * count + blocks, mask=known, other=0.0)
+    sizes = tl.load(scales + row * scales_stride + blocks, mask=known, other=0.0)
+    sizes *= tl.load(step + row * count + blocks, mask=known, other=0.0)
+    moved = _signs(bits + row * stride, sizes, blocks, count, BLOCK)
     exponent = tl.load(exponents + place, mask=inside, other=0).to(tl.int32)
     power = ((508 - exponent) << 21).to(tl.float32, bitcast=True)
     here = tl.load(weights + place, mask=inside, other=0.0)
-    tl.store(weights + place, here * keep - size * power, mask=inside)
+    tl.store(weights + place, here * kept[:, None] - moved * power, mask=inside)
 
 
 def _parts(messages: Tensor, scales_at: int) -> tuple[Tensor, Tensor]:
@@ -167,23 +183,26 @@ def compress(
     grad: Tensor,
     beta: float,
     factor: Tensor,
+    edges: Tensor,
+    align: int,
     block: int,
     scales_at: int,
-    numel: int,
 ) -> None:
     rows, stride = out.shape
-    chunk = error.numel() // rows
-    compress_kernel[(triton.cdiv(chunk, TILE), rows)](
+    count = edges.shape[1] - 1
+    compress_kernel[(triton.cdiv(count * block, TILE), rows)](
         *_parts(out, scales_at),
         *_parts(momentum, scales_at),
         error,
         grad,
         factor,
         beta,
-        chunk,
-        numel,
+        edges,
+        error.numel() // rows,
+        count,
         stride,
         stride // 4,
+        align,
         block,
         TILE,
         num_warps=WARPS,
@@ -197,13 +216,14 @@ def combine(
     momentum: Tensor,
     average: Tensor,
     beta: float,
+    edges: Tensor,
+    align: int,
     block: int,
     scales_at: int,
-    numel: int,
 ) -> None:
     rows, stride = came.shape
-    chunk = average.numel()
-    combine_kernel[(triton.cdiv(chunk, TILE),)](
+    count = edges.shape[1] - 1
+    combine_kernel[(triton.cdiv(count * block, TILE),)](
         *_parts(out, scales_at),
         *_parts(came, scales_at),
         *_parts(momentum, scales_at),
@@ -211,11 +231,12 @@ def combine(
         beta,
         1.0 / beta,
         1.0 / rows,
+        edges,
         rows,
-        chunk,
-        numel,
+        count,
         stride,
         stride // 4,
+        align,
         block,
         TILE,
         num_warps=WARPS,
@@ -227,28 +248,29 @@ def apply(
     weights: Tensor,
     momentum: Tensor,
     exponents: Tensor,
-    keep: float,
-    step: float,
+    keep: Tensor,
+    step: Tensor,
+    edges: Tensor,
+    align: int,
     block: int,
     scales_at: int,
-    begin: int,
-    end: int,
 ) -> None:
-    stride, chunk = momentum.shape[1], weights.numel() // momentum.shape[0]
-    tile = min(TILE, 1 << (chunk.bit_length() - 1))
-    apply_kernel[(triton.cdiv(end - begin, tile),)](
+    rows, stride = momentum.shape
+    count = edges.shape[1] - 1
+    apply_kernel[(triton.cdiv(count * block, TILE), rows)](
         weights,
         *_parts(momentum, scales_at),
         exponents,
         keep,
         step,
-        chunk,
-        begin,
-        end,
+        edges,
+        weights.numel() // rows,
+        count,
         stride,
         stride // 4,
+        align,
         block,
-        tile,
+        TILE,
         num_warps=WARPS,
         enable_fp_fusion=False,
     )

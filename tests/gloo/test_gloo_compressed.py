@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_zero.ops.sign_blocks import SignBlocks
 from hf_zero.optim import ZeroOneAdam
 from tests.helpers import one_bit
 from tests.helpers.compressed import GRADIENTS, check_gradients, compressible, trained
@@ -87,7 +86,7 @@ def test_over_gloo():
     for answer in answers:
         seen, sent = answer[-1]
         for state in seen[0][1].values():
-            message = SignBlocks(one_bit.BLOCK).nbytes(state["layout"].chunk)
+            message = one_bit.nbytes(state["layout"])
             # to each other rank, up and down, in each step after the freeze
             assert sent.count(message) >= 2 * (RANKS - 1) * (one_bit.STEPS - one_bit.FREEZE)
     for number, (stage, plan, _, _) in enumerate(CASES):

@@ -43,48 +43,48 @@ def test_symmetric_blocks(bits, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sign_blocks(dtype):
     """Bits alike; scales alike but for the order of a sum."""
-    form = SignBlocks()
     factor = torch.full((), 0.1, device=DEVICE)
     for chunk in CHUNKS:
-        numel, at = 2 * chunk - 3, form.scales_at(chunk)
+        numel = 2 * chunk - 3
+        table = SignBlocks().cut((0, chunk // 3, chunk + 5), numel, 2, chunk)
+        form = table._form(torch.device(DEVICE))
         error, grad = (torch.randn(2 * chunk, device=DEVICE) for _ in range(2))
         grad = grad.to(dtype)
-        momentum = form.compress(
-            error.clone(), grad, form.empty(2, chunk, error.device), 0.0, factor, numel
-        )
+        momentum = table.compress(error.clone(), grad, table.empty(error.device), 0.0, factor)
         left, wanted = error.clone(), torch.zeros_like(momentum)
-        signs.compress(wanted, momentum, left, grad, 0.9, factor, form.block, at, numel)
-        sent = form.compress(error, grad, momentum, 0.9, factor, numel)
-        used = -(-chunk // 8)
+        signs.compress(wanted, momentum, left, grad, 0.9, factor, *form)
+        sent = table.compress(error, grad, momentum, 0.9, factor)
+        found, expected = table.values(sent), table.values(wanted)
         # a sum near zero may have either sign where a scale differs in its last place
-        differ = (sent[:, :used] != wanted[:, :used]).sum()
-        assert int(differ) <= 2 + chunk // 1_000_000, chunk
-        torch.testing.assert_close(
-            form.values(sent, numel + 3).abs(),
-            form.values(wanted, numel + 3).abs(),
-            rtol=1e-5,
-            atol=0,
-        )
+        assert int((found.sign() != expected.sign()).sum()) <= 2 + chunk // 1_000_000, chunk
+        torch.testing.assert_close(found.abs(), expected.abs(), rtol=1e-5, atol=0)
         weights = torch.randn(2 * chunk, device=DEVICE)
-        after = weights.clone()
+        after, numbers = weights.clone(), torch.full(table.shape, 0.99, device=DEVICE)
         exponents = torch.randint(-20, 20, (2 * chunk,), device=DEVICE).to(torch.int8)
-        form.apply(weights, sent, exponents, 0.99, 1e-3, 3, numel)
-        signs.apply(after, sent, exponents, 0.99, 1e-3, form.block, at, 3, numel)
+        table.apply(weights, sent, exponents, numbers, numbers * 1e-3)
+        signs.apply(after, sent, exponents, numbers, numbers * 1e-3, *form)
         assert torch.equal(weights, after), chunk
 
 
 def test_nothing_waits_for_the_device():
-
-    form, chunk = SignBlocks(), 1 << 22
+    chunk = 1 << 22
+    table = SignBlocks().cut((0, chunk // 2), 2 * chunk, 2, chunk)
+    first = table.row(0)
     error, grad = (torch.randn(2 * chunk, device=DEVICE) for _ in range(2))
-    momentum, factor = form.empty(2, chunk, error.device), torch.ones((), device=DEVICE)
-    form.compress(error, grad, momentum, 0.9, factor, 2 * chunk)
+    momentum, factor = table.empty(error.device), torch.ones((), device=DEVICE)
+    exponents = torch.zeros(chunk, dtype=torch.int8, device=DEVICE)
+    numbers = torch.ones(first.shape, device=DEVICE)
+
+    def step() -> None:
+        sent = table.compress(error, grad, momentum, 0.9, factor)
+        own = first.combine(sent, error[:chunk].contiguous(), momentum[:1].contiguous(), 0.9)
+        first.apply(error[:chunk].contiguous(), own, exponents, numbers, numbers)
+        table.spread(table.means(lambda start, stop: error[start:stop].abs()))
+
+    step()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        sent = form.compress(error, grad, momentum, 0.9, factor, 2 * chunk)
-        own = form.combine(sent, error[:chunk].contiguous(), momentum[:1].contiguous(), 0.9, chunk)
-        exponents = torch.zeros(chunk, dtype=torch.int8, device=DEVICE)
-        form.apply(error[:chunk].contiguous(), own, exponents, 1.0, 1e-3, 0, chunk)
+        step()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -4,7 +4,8 @@ vectors in one process with the gradients of N ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,16 +31,30 @@ def mean_of(part: Tensor) -> Tensor:
     return lanes[0] / torch.tensor(float(max(1, part.numel())))
 
 
-def C(z: Tensor, owners: int, numel: int, block: int = BLOCK) -> Tensor:
-    """Of each owner's chunk of ``z``, block by block; zeros from ``numel`` on."""
-    out, chunk = torch.zeros_like(z), z.numel() // owners
-    for first in range(0, min(numel, z.numel()), chunk):
-        end = min(first + chunk, numel)
-        for at in range(first, end, block):
-            part = z[at : min(at + block, end)]
-            root = mean_of(part.square()).double().sqrt().float()
-            scale = torch.minimum(root, 2.0 * mean_of(part.abs()))
-            out[at : at + part.numel()] = torch.where(part >= 0, scale, -scale)
+def blocks_of(layout: Any, block: int = BLOCK) -> Iterator[slice]:
+    """Each tensor and each owner's chunk begins one of at most ``block`` elements."""
+    for slot in layout.slots:
+        for owner in range(layout.shards):
+            first, end = max(slot.offset, owner * layout.chunk), (owner + 1) * layout.chunk
+            for at in range(first, min(slot.end, end), block):
+                yield slice(at, min(at + block, slot.end, end))
+
+
+def nbytes(layout: Any, block: int = BLOCK) -> int:
+    """Bytes of a message: for each block its bits and four of a scale, both parts of whole 16."""
+    owners = Counter(place.start // layout.chunk for place in blocks_of(layout, block))
+    count = max(owners.values())
+    return -(-count * block // 128) * 16 + -(-count // 4) * 16
+
+
+def C(z: Tensor, layout: Any) -> Tensor:
+    """Of ``z``, block by block; zeros in the padding."""
+    out = torch.zeros_like(z)
+    for place in blocks_of(layout):
+        part = z[place]
+        root = mean_of(part.square()).double().sqrt().float()
+        scale = torch.minimum(root, 2.0 * mean_of(part.abs()))
+        out[place] = torch.where(part >= 0, scale, -scale)
     return out
 
 
@@ -77,20 +92,20 @@ class Whole:
     beta: float
 
     def step(self, grads: Sequence[Tensor], number: int, divisor: float = 1.0) -> None:
-        owners, numel, beta = self.layout.shards, self.layout.numel, self.beta
+        numel, beta = self.layout.numel, self.beta
         factor = torch.tensor(1.0 - beta) / torch.tensor(divisor)
         sent = []
         for rank, grad in enumerate(grads):
             z = (self.errors[rank] + beta * self.momentum) + factor * grad
             z[numel:] = 0.0
-            sent.append(C(z, owners, numel))
+            sent.append(C(z, self.layout))
             self.errors[rank] = z - sent[-1]
         total = sent[0].clone()
         for each in sent[1:]:
             total = total + each
         r = total * torch.tensor(1.0 / len(grads)) + beta * (self.average - self.momentum)
         r[numel:] = 0.0
-        self.momentum = C(r, owners, numel)
+        self.momentum = C(r, self.layout)
         self.average = self.momentum + (r - self.momentum) * torch.tensor(1.0 / beta)
         size = self.bounded(number) * torch.tensor(self.lr / (1.0 - beta**number))
         keep = torch.tensor(1.0 - self.lr * self.decay)
@@ -100,14 +115,11 @@ class Whole:
         """The momentum, of which no block makes updates of more than ``limit`` learning rates, root
         mean square.
         """
-        held, chunk = self.momentum.clone(), self.momentum.numel() // self.layout.shards
-        for first in range(0, self.layout.numel, chunk):
-            end = min(first + chunk, self.layout.numel)
-            for at in range(first, end, BLOCK):
-                part = slice(at, min(at + BLOCK, end))
-                usual = self.inverses[part].double().square().mean().sqrt()
-                most = self.limit * (1.0 / usual).float() * (1.0 - self.beta**number)
-                held[part] = held[part].clamp(-most, most)
+        held = self.momentum.clone()
+        for part in blocks_of(self.layout):
+            usual = self.inverses[part].double().square().mean().sqrt()
+            most = self.limit * (1.0 / usual).float() * (1.0 - self.beta**number)
+            held[part] = held[part].clamp(-most, most)
         return held
 
 
@@ -207,7 +219,7 @@ def check(answers: Sequence[Any], plan: Plan) -> None:
             joined(answers, at, key, "master"),
             average,
             inverses(joined(answers, at, key, "variance"), layout, 0.95, 1e-8, FREEZE),
-            C(average, ranks, layout.numel),
+            C(average, layout),
             [torch.zeros(layout.padded) for _ in range(ranks)],
             ADAM["lr"],
             ADAM["weight_decay"],
@@ -278,33 +290,27 @@ class WholeLocal(Whole):
         """``momentum``, of which no block with its mean magnitude everywhere makes updates of more
         than ``limit`` learning rates, root mean square.
         """
-        held, chunk = momentum.clone(), momentum.numel() // self.layout.shards
-        block = BLOCK if self.bits else 2048
-        for first in range(0, self.layout.numel, chunk):
-            end = min(first + chunk, self.layout.numel)
-            for at in range(first, end, block):
-                part = slice(at, min(at + block, end))
-                usual = self.inverses[part].double().square().mean().sqrt()
-                most = limit * (1.0 / usual).float() * (1.0 - self.beta**number)
-                last = min(at + block, first + chunk) - at
-                mean = held[part].abs().sum() / (block if last < block else last)
-                held[part] *= (most / mean).clamp(max=1.0)
+        held = momentum.clone()
+        for part in blocks_of(self.layout, BLOCK if self.bits else 2048):
+            usual = self.inverses[part].double().square().mean().sqrt()
+            most = limit * (1.0 / usual).float() * (1.0 - self.beta**number)
+            held[part] *= (most / held[part].abs().mean()).clamp(max=1.0)
         return held
 
     def computed(self, rank: int) -> Tensor:
         return self.keep * self.weights - self.moved[rank] * self.inverses
 
     def synchronise(self, number: int) -> None:
-        owners, numel = self.layout.shards, self.layout.numel
+        numel = self.layout.numel
         sent = []
         for rank, moved in enumerate(self.moved):
             z = self.errors[rank] + moved / self.size
             z[numel:] = 0.0
-            sent.append(C(z, owners, numel) if self.bits else z)
+            sent.append(C(z, self.layout) if self.bits else z)
             self.errors[rank] = z - sent[-1]
         r = torch.stack(sent).mean(0) + self.beta * (self.average - self.momentum)
         r[numel:] = 0.0
-        self.momentum = C(r, owners, numel) if self.bits else r
+        self.momentum = C(r, self.layout) if self.bits else r
         self.average = self.momentum + (r - self.momentum) / self.beta
         update = self.bounded(number) if self.bits else self.momentum
         self.weights = self.keep * self.weights - self.size * update * self.inverses

@@ -5,6 +5,7 @@ Triton kernels do as the reference does.
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ from torch import Tensor
 from hf_zero.errors import KernelError
 from hf_zero.ops import sign_blocks
 from hf_zero.ops import sign_blocks_reference as plain
-from hf_zero.ops.sign_blocks import SignBlocks
+from hf_zero.ops.sign_blocks import BlockTable, SignBlocks
 from tests.helpers.buffers import Guarded, same_bits
 
 CHUNKS = (8, 32, 40, 256, 264, 2048, 2056, 40_008)
+ONE, CPU = torch.ones(()), torch.device("cpu")
 
 
 def spread(numel: int) -> Tensor:
@@ -28,65 +30,114 @@ def spread(numel: int) -> Tensor:
     return x
 
 
-def said(form: SignBlocks, messages: Tensor, chunk: int) -> Tensor:
-    numel = messages.shape[0] * chunk
-    return plain.values(messages, numel, form.block, form.scales_at(chunk))
+def one(block: int, chunk: int, numel: int | None = None) -> BlockTable:
+    """Of one tensor in one chunk."""
+    return SignBlocks(block).cut((0,), chunk if numel is None else numel, 1, chunk)
 
 
-def messages_of(form: SignBlocks, rows: int, chunk: int, numel: int | None = None) -> Tensor:
+def messages_of(table: BlockTable) -> Tensor:
     """C of random numbers."""
-    error, grad = torch.zeros(rows * chunk), spread(rows * chunk)
-    out = form.empty(rows, chunk, error.device)
-    numel = rows * chunk if numel is None else numel
-    plain.compress(
-        out, out.clone(), error, grad, 0.0, torch.ones(()), form.block, form.scales_at(chunk), numel
-    )
+    error, grad = torch.zeros(table.rows * table.chunk), spread(table.rows * table.chunk)
+    out = table.empty(error.device)
+    plain.compress(out, out.clone(), error, grad, 0.0, ONE, *table._form(CPU))
     return out
 
 
-def same_messages(form: SignBlocks, chunk: int, one: Tensor, other: Tensor, exact: bool) -> None:
-    """Bits alike; scales alike, but for the order of a sum in Triton."""
-    bits = -(-chunk // 8)
-    assert same_bits(one[:, :bits], other[:, :bits])
-    numel = one.shape[0] * chunk
-    a, b = said(form, one, chunk), said(form, other, chunk)
-    assert same_bits(a, b) if exact else torch.allclose(a, b, rtol=2e-6, atol=0), numel
+def same_messages(table: BlockTable, one: Tensor, other: Tensor, exact: bool) -> None:
+    """Signs alike; scales alike, but for the order of a sum in Triton. Bits that are of no element
+    may be any.
+    """
+    found = []
+    for messages in (one, other):
+        form, numel = table._form(CPU), table.rows * table.chunk
+        said, ones = torch.zeros(numel), torch.ones(table.shape)
+        plain.apply(said, messages, torch.zeros(numel, dtype=torch.int8), ones, -ones, *form)
+        found.append(torch.cat([said, table.scales(messages).flatten()]))
+    a, b = found
+    assert same_bits(a.sign(), b.sign())
+    assert same_bits(a, b) if exact else torch.allclose(a, b, rtol=2e-6, atol=0), table
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("block", [32, 256, 2048])
 def test_every_body_gives_what_the_reference_gives(every_body, block, dtype) -> None:
-    form, exact = SignBlocks(block), every_body != "triton"
-    chunks = CHUNKS if every_body not in ("triton", "reference") else (8, 40, 2056)
+    """Of one tensor, of several whose ends are multiples of eight, and of any."""
+    exact = every_body != "triton"
+    chunks = {"triton": (40, 2056), "reference": (8, 40, 2056)}.get(every_body, CHUNKS)
     for chunk in chunks:
-        for rows, lacking in ((1, 0), (3, 5)):
+        cases = (
+            (2, 0, (0, chunk // 16 * 8, chunk)),
+            (3, 5, (0, 7, chunk // 2 + 3, chunk + 1, chunk + 1, 3 * chunk - 6)),
+            (1, 0, (0,)),
+            (3, chunk + 3, (0, chunk - 3)),
+        )
+        for rows, lacking, starts in cases[: 4 if exact else 2]:
             guarded, numel = Guarded(), rows * chunk - lacking
-            at = form.scales_at(chunk)
+            table = SignBlocks(block).cut(starts, numel, rows, chunk)
+            form = table._form(CPU)
+            assert form[1] == (1 if lacking else 8)
             error, grad = guarded(spread(rows * chunk)), guarded(spread(rows * chunk).to(dtype))
-            momentum, factor = messages_of(form, rows, chunk), torch.tensor(0.3)
-            left, out = error.clone(), form.empty(rows, chunk, error.device)
-            plain.compress(out, momentum, left, grad, 0.9, factor, block, at, numel)
-            sent = form.compress(error, grad, momentum, 0.9, factor, numel)
-            same_messages(form, chunk, sent, out, exact)
+            momentum, factor = messages_of(table), torch.tensor(0.3)
+            left, out = error.clone(), table.empty(CPU)
+            plain.compress(out, momentum, left, grad, 0.9, factor, *form)
+            sent = table.compress(error, grad, momentum, 0.9, factor)
+            same_messages(table, sent, out, exact)
             close(error, left, exact)
-            assert not error[numel:].any()
 
-            own, average = momentum[:1].contiguous(), guarded(spread(chunk))
-            kept, inside = average.clone(), min(chunk, numel - (rows - 1) * chunk)
-            down = form.empty(1, chunk, error.device)
-            plain.combine(down, out, own, kept, 0.9, block, at, inside)
-            result = form.combine(out, average, own, 0.9, inside)
-            same_messages(form, chunk, result, down, exact)
+            own = table.row(rows - 1)
+            mine, average = momentum[rows - 1 :].contiguous(), guarded(spread(chunk))
+            kept, down = average.clone(), own.empty(CPU)
+            plain.combine(down, out, mine, kept, 0.9, *own._form(CPU))
+            result = own.combine(out, average, mine, 0.9)
+            same_messages(own, result, down, exact)
             close(average, kept, exact)
 
             weights = guarded(spread(rows * chunk))
             exponents = torch.randint(-126, 127, (rows * chunk,)).to(torch.int8)
-            for begin, end in ((0, rows * chunk), (3, max(3, numel - 3))):
-                after = weights.clone()
-                plain.apply(after, momentum, exponents, 0.99, 1e-3, block, at, begin, end)
-                form.apply(weights, momentum, exponents, 0.99, 1e-3, begin, end)
-                assert same_bits(weights, after), (chunk, rows, begin)
+            after, numbers = weights.clone(), table.numbers(starts)
+            keep, step = torch.rand(2, len(starts))[:, numbers].view(2, *table.shape)
+            plain.apply(after, momentum, exponents, keep, step, *form)
+            table.apply(weights, momentum, exponents, keep, step)
+            assert same_bits(weights, after), (chunk, rows)
             guarded.check()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 150), min_size=1, max_size=6).filter(any),
+    st.integers(1, 4),
+    st.sampled_from([32, 64]),
+    st.integers(0, 2**31),
+)
+def test_each_tensor_has_scales_of_its_own(
+    sizes: list[int], rows: int, block: int, seed: int
+) -> None:
+    """Each tensor and each chunk begins a block, all elements are in one, and the message of a
+    tensor in a chunk is that of these elements alone, whatever lies beside them.
+    """
+    numel, starts = sum(sizes), [0, *accumulate(sizes[:-1])]
+    chunk = -(-numel // (8 * rows)) * 8
+    table = SignBlocks(block).cut(starts, numel, rows, chunk)
+    ends = [row * chunk + edge for row, edges in enumerate(table.edges.tolist()) for edge in edges]
+    assert {start for start in starts if start < numel} <= {*ends}
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(rows * chunk, generator=generator)
+    for number, (start, size) in enumerate(zip(starts, sizes)):
+        z[start : start + size] *= 10.0 ** (3 * (number % 3))
+    sent = table.compress(z.clone(), torch.zeros_like(z), table.empty(CPU), 0.0, ONE)
+    said, seen = table.values(sent), 0
+    for start, size in zip(starts, sizes):
+        for row in range(rows):
+            first, last = max(start, row * chunk), min(start + size, (row + 1) * chunk)
+            if first >= last:
+                continue
+            part, padded = z[first:last], -(-(last - first) // 8) * 8
+            alone = one(block, padded, last - first)
+            held = torch.nn.functional.pad(part, (0, padded - len(part)))
+            message = alone.compress(held, torch.zeros(padded), alone.empty(CPU), 0.0, ONE)
+            assert same_bits(said[first:last], alone.values(message)[: last - first])
+            seen += last - first
+    assert seen == numel and not said[numel:].any()
 
 
 def close(one: Tensor, other: Tensor, exact: bool) -> None:
@@ -97,77 +148,83 @@ def close(one: Tensor, other: Tensor, exact: bool) -> None:
 @given(st.integers(1, 300), st.integers(0, 2**31), st.sampled_from([32, 64, 256]))
 def test_c_loses_at_most_what_there_is(eights: int, seed: int, block: int) -> None:
     """|z - C(z)| <= |z|, and z - C(z) is what is kept."""
-    chunk, form = 8 * eights, SignBlocks(block)
+    table = one(block, 8 * eights)
     generator = torch.Generator().manual_seed(seed)
-    z = torch.randn(chunk, generator=generator) * torch.randn(chunk, generator=generator).exp()
-    error, empty = z.clone(), form.empty(1, chunk, z.device)
-    sent = form.compress(error, torch.zeros(chunk), empty, 0.0, torch.ones(()), chunk)
-    assert torch.equal(error, z - said(form, sent, chunk))
+    z = torch.randn(table.chunk, generator=generator)
+    z *= torch.randn(table.chunk, generator=generator).exp()
+    error = z.clone()
+    sent = table.compress(error, torch.zeros_like(z), table.empty(CPU), 0.0, ONE)
+    assert torch.equal(error, z - table.values(sent))
     assert float(error.norm()) <= float(z.norm()) * (1 + 1e-6)
 
 
 def test_nothing_is_lost_over_steps(every_body) -> None:
     """The sum of what was sent and the last error is the sum of what was to be sent."""
-    form, chunk = SignBlocks(32), 264
-    error, none = torch.zeros(chunk), form.empty(1, chunk, torch.device("cpu"))
+    chunk = 264
+    table = SignBlocks(32).cut((0, 101), chunk - 4, 1, chunk)
+    error, none = torch.zeros(chunk), table.empty(CPU)
     wanted, sent = torch.zeros(chunk, dtype=torch.float64), torch.zeros(chunk, dtype=torch.float64)
     for _ in range(20):
         grad = spread(chunk)
-        message = form.compress(error, grad, none, 0.0, torch.ones(()), chunk - 4)
+        message = table.compress(error, grad, none, 0.0, ONE)
         grad[chunk - 4 :] = 0.0
         wanted += grad
-        sent += said(form, message, chunk) * (torch.arange(chunk) < chunk - 4)
+        sent += table.values(message)
     torch.testing.assert_close(sent + error, wanted, rtol=1e-5, atol=1e-4)
 
 
 def test_signs(every_body) -> None:
     """Zero and minus zero are positive; the first of eight is the lowest bit."""
-    form = SignBlocks(32)
+    table = one(32, 8)
     z = torch.tensor([0.0, -0.0, -1.0, 1.0, -1e-40, 1e-40, -3.0, 3.0])
-    error, none = z.clone(), form.empty(1, 8, z.device)
-    message = form.compress(error, torch.zeros(8), none, 0.0, torch.ones(()), 8)
+    error, none = z.clone(), table.empty(CPU)
+    message = table.compress(error, torch.zeros(8), none, 0.0, ONE)
     assert int(message[0, 0]) == 0b10101011
     size = math.sqrt(20 / 8)
     expected = torch.tensor([size, size, -size, size, -size, size, -size, size])
-    torch.testing.assert_close(said(form, message, 8), expected, rtol=1e-6, atol=0.0)
-    zeros = form.compress(torch.zeros(8), torch.zeros(8), none, 0.0, torch.ones(()), 8)
-    assert not said(form, zeros, 8).any()
+    torch.testing.assert_close(table.values(message), expected, rtol=1e-6, atol=0.0)
+    zeros = table.compress(torch.zeros(8), torch.zeros(8), none, 0.0, ONE)
+    assert not table.values(zeros).any()
 
 
 def test_few_large_elements_do_not_make_the_scale(every_body) -> None:
     """It is twice the mean magnitude at most: else more would be lost than there is."""
-    form, z = SignBlocks(32), torch.zeros(32)
+    table, z = one(32, 32), torch.zeros(32)
     z[5] = 3.0
-    error, none = z.clone(), form.empty(1, 32, z.device)
-    message = form.compress(error, torch.zeros(32), none, 0.0, torch.ones(()), 32)
-    assert said(form, message, 32).tolist() == [2 * 3.0 / 32] * 32
+    error = z.clone()
+    message = table.compress(error, torch.zeros(32), table.empty(CPU), 0.0, ONE)
+    assert table.values(message).tolist() == [2 * 3.0 / 32] * 32
     assert float(error.norm()) <= 3.0
 
 
 def test_padding_is_in_no_scale(every_body) -> None:
-    form, chunk = SignBlocks(32), 64
-    error, none = torch.full((chunk,), 2.0), form.empty(1, chunk, torch.device("cpu"))
-    message = form.compress(error, torch.zeros(chunk), none, 0.0, torch.ones(()), 40)
-    assert said(form, message, chunk)[:40].tolist() == [2.0] * 40
-    assert not error.any()
+    table = one(32, 64, 40)
+    error = torch.full((64,), 2.0)
+    message = table.compress(error, torch.zeros(64), table.empty(CPU), 0.0, ONE)
+    assert table.values(message).tolist() == [2.0] * 40 + [0.0] * 24
+    assert error.tolist() == [0.0] * 40 + [2.0] * 24  # and is not touched
 
 
 def test_bytes_of_a_message() -> None:
-    assert SignBlocks(2048).nbytes(1 << 20) == (1 << 17) + (1 << 11)
-    assert SignBlocks(2048).nbytes(8) == 32
+    assert one(2048, 1 << 20).nbytes == (1 << 17) + (1 << 11)
+    assert one(2048, 8).nbytes == 256 + 16
+    # the second row has three tensors, the first one
+    assert SignBlocks(32).cut((0, 70, 80), 120, 2, 64).shape == (2, 4)
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    form = SignBlocks(32)
-    message, values = form.empty(2, 40, torch.device("cpu")), torch.zeros(80)
-    one = torch.ones(())
+    table = SignBlocks(32).cut((0,), 80, 2, 40)
+    message, values, numbers = table.empty(CPU), torch.zeros(80), torch.zeros(2, 2)
+    first, exponents = table.row(0), torch.zeros(80, dtype=torch.int8)
     cases: list[tuple[Any, str]] = [
         (lambda: SignBlocks(100), r"SignBlocks\(100\): there are blocks of 32"),
-        (lambda: form.compress(values.half(), values, message, 0.9, one, 80), "error is .*float16"),
-        (lambda: form.compress(values, values[:72], message, 0.9, one, 80), "of one length"),
-        (lambda: form.compress(values, values, message[:, :16], 0.9, one, 80), "rows of 32 bytes"),
-        (lambda: form.combine(message[:, :8], values[:40], message[:1], 0.9, 40), "rows of 32"),
-        (lambda: form.apply(values, message, values, 1.0, 0.1, 0, 80), "exponents is .*float32"),
+        (lambda: table.compress(values.half(), values, message, 0.9, ONE), "error is .*float16"),
+        (lambda: table.compress(values, values[:72], message, 0.9, ONE), "grad is .*give 80"),
+        (lambda: table.compress(values, values, message[:, :16], 0.9, ONE), "rows of 32 bytes"),
+        (lambda: table.compress(values, values, message[:1], 0.9, ONE), "1 messages for 2 chunks"),
+        (lambda: first.combine(message[:, :8], values[:40], message[:1], 0.9), "rows of 32"),
+        (lambda: table.apply(values, message, values, numbers, numbers), "exponents is .*float32"),
+        (lambda: table.apply(values, message, exponents, ONE, numbers), "keep is .*for each block"),
     ]
     for call, match in cases:
         with pytest.raises(KernelError, match=match):
@@ -176,16 +233,23 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_mean_squares_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """No temporary is longer than a piece, else each of them has eight bytes a weight."""
-    rows, chunk, numel = 3, 130, 301
+    rows, chunk, numel = 4, 130, 301
     exponents = torch.arange(rows * chunk).remainder(61).sub(30).to(torch.int8)
-    values = plain.powers(exponents).double().square()
-    values[numel:] = 0.0
-    blocks = [part for row in values.view(rows, chunk) for part in row.split(32)]
-    expected = [float(part.sum() / max(1, int((part > 0).sum()))) for part in blocks]
+    table = SignBlocks(32).cut((0, 37), numel, rows, chunk)
+    values = plain.powers(exponents).double().square()[:numel]
+    parts = values.split([37, 93, 130, 41])  # of tensors and chunks
+    blocks = [[*parts[0].split(32), *parts[1].split(32)], *(part.split(32) for part in parts[2:])]
+    wanted = torch.zeros(4, 5, dtype=torch.float64)
+    for row, own in zip(wanted, blocks):
+        row[: len(own)] = torch.stack([part.mean() for part in own])
     longest: list[int] = []
     powers = plain.powers
     monkeypatch.setattr(sign_blocks, "PIECE", 64)
     monkeypatch.setattr(plain, "powers", lambda each: (longest.append(len(each)), powers(each))[1])
-    found = SignBlocks(32).mean_squares(exponents, rows, numel)
-    assert found.shape == (3, 5) and found.flatten().tolist() == pytest.approx(expected, rel=1e-12)
+    found = table.mean_squares(exponents)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0.0)
     assert max(longest) <= 64
+    spread_out = table.spread(found.float())
+    assert torch.equal(spread_out[:32], wanted[0, :1].float().expand(32))
+    assert torch.equal(spread_out[32:37], wanted[0, 1:2].float().expand(5))
+    assert not spread_out[numel:].any()

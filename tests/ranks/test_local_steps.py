@@ -73,7 +73,7 @@ def recorded(rank: int, model: Any, plan: Plan) -> list[Any]:
 def whole_of(answers: Any, key: str) -> WholeLocal:
     """The oracle, before the first local step."""
     first, later = answers[0][BEGIN - 1][1][key], answers[0][BEGIN][1][key]
-    layout, ranks = first["layout"], len(answers)
+    layout = first["layout"]
 
     def joined(name: str) -> torch.Tensor:
         return torch.cat([answer[BEGIN - 1][1][key][name] for answer in answers])
@@ -89,7 +89,7 @@ def whole_of(answers: Any, key: str) -> WholeLocal:
         joined("master"),
         average,
         found,
-        C(average, ranks, layout.numel) if bits else average,
+        C(average, layout) if bits else average,
         [
             torch.zeros(layout.padded) if each is None else each.clone()
             for each in (answer[BEGIN - 1][1][key]["error"] for answer in answers)
@@ -187,7 +187,7 @@ def test_bytes_of_a_step(monkeypatch):
                 assert not sent[rank], (number, sent[rank])
                 continue
             one_bit = engine.optimizer_step.one_bit
-            size = sum(3 * (each.blocks.nbytes(each.flat.layout.chunk)) for each in one_bit._chosen)
+            size = sum(3 * each.blocks.nbytes for each in one_bit._chosen)
             size += sum(4 * each.flat.layout.padded for each in one_bit._local.others)
             gathers = sum(sent[rank][name] for name in CALLS[:2])
             assert sent[rank]["all_to_all_single"] == gathers == size

@@ -12,12 +12,20 @@ import torch
 
 import hf_zero
 from hf_zero.core.local_access import safe_get_local_fp32_param, safe_set_local_fp32_param
-from hf_zero.ops import sign_blocks_reference as plain
-from hf_zero.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
+from hf_zero.optim import Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
 from tests.helpers.compressed import Recorder, flat_of
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import Stack, seeded
-from tests.helpers.one_bit import ADAM, BLOCK, FREEZE, check, config, state_of, trained
+from tests.helpers.one_bit import (
+    ADAM,
+    BLOCK,
+    FREEZE,
+    check,
+    config,
+    nbytes,
+    state_of,
+    trained,
+)
 from tests.helpers.stacks import on_ranks, squared
 from tests.helpers.training import At, Plan
 
@@ -164,15 +172,7 @@ def test_what_is_wanted_is_sent_sooner_or_later(tmp_path):
         momenta = engine.optimizer_step.one_bit._momenta
         if momenta[0].momentum is None:
             return {}
-        return {
-            each.flat.key: plain.values(
-                each.momentum,
-                each.flat.layout.padded,
-                BLOCK,
-                each.blocks.scales_at(each.flat.layout.chunk),
-            )
-            for each in momenta
-        }
+        return {each.flat.key: each.values() for each in momenta}
 
     on_ranks(2, run, range(FREEZE), False)
     left = {}
@@ -528,6 +528,80 @@ def test_rows_without_gradients_hardly_move():
     on_ranks(2, run, build=lambda: seeded(Rows))
 
 
+class Scaled(torch.nn.Module):
+    """Matrices of ``shapes`` that meet inside blocks, whose gradients are ``scales`` times a
+    distance and a noise of each rank.
+    """
+
+    def __init__(self, shapes: dict[str, tuple[int, int]], scales: dict[str, float]) -> None:
+        super().__init__()
+        self.scales = scales
+        for name, shape in shapes.items():
+            generator = torch.Generator().manual_seed(len(name))
+            weight = torch.randn(shape, generator=generator)
+            self.register_parameter(name, torch.nn.Parameter(weight))
+
+    def forward(self, rank: int, step: int) -> torch.Tensor:
+        total = torch.zeros(())
+        for name, weight in self.named_parameters():
+            generator = torch.Generator().manual_seed(1000 * step + 10 * rank + len(name))
+            noise = torch.randn(weight.shape, generator=generator)
+            distance = (weight - 3.0).square() + noise * weight
+            total = total + self.scales[name] * distance.sum()
+        return total
+
+
+SHAPES = {"big": (37, 45), "little": (17, 11), "another": (23, 21)}
+LOCAL = {"var_freeze_step": 10, "local_step_scaler": 4, "local_step_clipper": 2}
+
+
+@pytest.mark.parametrize(
+    ("cls", "more", "dense"),
+    [
+        (OneBitAdam, {"freeze_step": 10}, torch.optim.AdamW),
+        (OneBitLamb, {"freeze_step": 10}, Lamb),
+        (ZeroOneAdam, {"var_freeze_step": 10, "local_step_clipper": 1}, torch.optim.AdamW),
+        (ZeroOneAdam, LOCAL, torch.optim.AdamW),
+        (torch.optim.AdamW, {}, torch.optim.AdamW),
+    ],
+    ids=["1-bit Adam", "1-bit LAMB", "0/1 Adam", "0/1 Adam, local steps", "AdamW, bits: 1"],
+)
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_tensor_moves_as_if_it_were_alone(cls, more, dense, stage):
+    """A scale is never that of two tensors: whatever the gradients of those beside it, each follows
+    the dense run as well as alone, and bit for bit as beside others of another size.
+    """
+    sections = config(stage=stage, **({} if more else {"bits": 1, "freeze_step": 10}))
+
+    def run(rank, model, built, section, **more):
+        optimizer = built(model.parameters(), lr=0.02, betas=(0.8, 0.95), eps=1e-12, **more)
+        engine, seen = start(model, optimizer, section), []
+        for step in range(26):
+            engine.backward(engine(rank, step))
+            engine.step()
+            seen.append(full_weights(engine))
+        return seen
+
+    def trained_with(names, scales, *how, **more):
+        shapes = {name: SHAPES[name] for name in names}
+        return on_ranks(
+            2, lambda *args: run(*args, **more), *how, build=lambda: Scaled(shapes, scales)
+        )[0]
+
+    scales = {"big": 1.0, "little": 1e-4, "another": 100.0}
+    wanted = trained_with(SHAPES, scales, dense, config_of(stage))
+    found = trained_with(SHAPES, scales, cls, sections, **more)
+    others = trained_with(SHAPES, {**scales, "big": 1e4, "another": 1e-3}, cls, sections, **more)
+    assert torch.equal(found[-1]["little"], others[-1]["little"])
+    for name in SHAPES:
+        alone = trained_with([name], scales, cls, sections, **more)
+        moved = (wanted[-1][name] - wanted[9][name]).norm()
+        beside, itself = (
+            float((each[-1][name] - wanted[-1][name]).norm() / moved) for each in (found, alone)
+        )
+        assert 0.0 < beside < 1.3 * itself + 0.02, (name, beside, itself)
+
+
 def test_state_that_a_script_writes_counts():
     """A larger variance means smaller steps at once."""
     import hf_zero
@@ -607,9 +681,9 @@ def test_bytes_of_every_message(monkeypatch):
         return [flat.layout for flat in engine.flats if flat.spec.momentum_blocks], sent[rank]
 
     for layouts, found in on_ranks(2, run, build=lambda: seeded(lambda: Stack(3, 256))):
-        wanted = [2 * (each.chunk // 8 + 4 * -(-each.chunk // 2048)) for each in layouts]
+        wanted = [2 * nbytes(each, 2048) for each in layouts]
         up = sorted(size for name, size in found if name == "all_to_all_single")
-        assert up == sorted(-(-size // 32) * 32 for size in wanted)
+        assert up == sorted(wanted)
         down = {size for name, size in found if name.startswith("all_gather")}
         assert set(up) <= down
         dense = sum(4 * each.padded for each in layouts)

@@ -89,7 +89,7 @@ def test_steps_are_those_of_the_equations(ranks, plan, decay):
             average,
             # LAMB's denominators are not corrected for their start at zero
             inverses(joined(at, "exp_avg_sq"), layout, 0.0, LAMB["eps"], 1),
-            C(average, ranks, layout.numel),
+            C(average, layout),
             [torch.zeros(layout.padded) for _ in range(ranks)],
             LAMB["lr"],
             decay,

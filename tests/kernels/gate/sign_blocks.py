@@ -7,8 +7,8 @@ from tests.helpers.aot_gate import Case
 
 MESSAGE = {"bits": "*u8", "scales": "*fp32"}
 BEFORE = {"momentum": "*u8", "momentum_scales": "*fp32"}
-STRIDES = {"stride": "i32", "scales_stride": "i32"}
-CONSTANTS = {"BLOCK": 2048, "TILE": sign_blocks.TILE}
+STRIDES = {"count": "i32", "stride": "i32", "scales_stride": "i32"}
+CONSTANTS = {"ALIGN": 8, "BLOCK": 2048, "TILE": sign_blocks.TILE}
 
 
 def compress(grad: str) -> Case:
@@ -22,8 +22,8 @@ def compress(grad: str) -> Case:
             "grad": f"*{grad}",
             "factor": "*fp32",
             "beta": "fp32",
+            "edges": "*i64",
             "chunk": "i32",
-            "numel": "i32",
             **STRIDES,
         },
         CONSTANTS,
@@ -51,13 +51,12 @@ CASES = [
             "beta": "fp32",
             "inverse_beta": "fp32",
             "share": "fp32",
+            "edges": "*i64",
             "rows": "i32",
-            "chunk": "i32",
-            "numel": "i32",
             **STRIDES,
         },
         CONSTANTS,
-        ("bits", "scales", "came", "momentum", "average", "chunk", "stride"),
+        ("bits", "scales", "came", "momentum", "average", "stride"),
         sign_blocks.WARPS,
         3,
         False,
@@ -71,11 +70,10 @@ CASES = [
             "weights": "*fp32",
             **MESSAGE,
             "exponents": "*i8",
-            "keep": "fp32",
-            "step": "fp32",
+            "keep": "*fp32",
+            "step": "*fp32",
+            "edges": "*i64",
             "chunk": "i32",
-            "begin": "i32",
-            "end": "i32",
             **STRIDES,
         },
         CONSTANTS,
