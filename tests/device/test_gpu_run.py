@@ -4,8 +4,10 @@ fail, and the table of goals.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -17,7 +19,55 @@ import pytest
 
 from tests.helpers.commands import completed
 
-BENCH = Path(__file__).parents[2] / "scripts" / "bench"
+ROOT = Path(__file__).parents[2]
+BENCH = ROOT / "scripts" / "bench"
+
+
+# a Python that has nothing but torch, writes down what pip is asked for and installs nothing
+BARE = """#!/bin/sh
+case "$*" in
+*find_spec*) shift 2; echo "$@" ;;
+*"-m pip install"*) echo "$@" >"$ASKED"; exit 1 ;;
+esac
+"""
+
+
+def third_party(path: Path) -> set[str]:
+    """The packages that ``path`` imports, and those that modules of ``tests`` do which it names."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        named = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            named = [node.module or ""]
+        for name in named:
+            below = ROOT / (name.replace(".", "/") + ".py")
+            if name.startswith("tests.") and below.exists():
+                found |= third_party(below)
+            found.add(name.partition(".")[0])
+    return found - {"tests", "hf_zero"} - sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("minutes", [(), ("--minutes", "9")], ids=["all", "minutes"])
+def test_what_a_bare_machine_lacks_is_installed_first(
+    minutes: tuple[str, ...], tmp_path: Path
+) -> None:
+    bare, asked = tmp_path / "python", tmp_path / "asked"
+    bare.write_text(BARE)
+    bare.chmod(0o755)
+    env = {**os.environ, "PYTHON": str(bare), "ASKED": str(asked)}
+    script = [str(ROOT / "scripts" / "gpu"), "--out", str(tmp_path / "out"), *minutes]
+    assert subprocess.run(script, env=env, capture_output=True).returncode == 1
+    installed = set(asked.read_text().split())
+    assert {"transformers", "psutil"} <= installed
+    if not minutes:
+        tests = [ROOT / "tests" / "conftest.py", *(ROOT / "tests" / "gpu").glob("*.py")]
+        with_others = {"numpy", "triton", "safetensors", "huggingface_hub", "yaml", "_pytest"}
+        optional = {"xdist"}  # asked for by its own hook alone
+        assert (
+            set().union(*map(third_party, tests)) - {"torch"} - with_others - optional <= installed
+        )
+    else:
+        assert "pytest" not in installed
 
 
 @pytest.fixture(scope="module")
