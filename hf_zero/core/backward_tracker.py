@@ -140,6 +140,7 @@ class BackwardTracker:
         outer = call.outer
         if outer is not self.reached and outer is not self.outstanding.recomputation:
             self._leave_out(outer.left_out)
+            self._reducer.idle.reach(outer.idle)
             self.reached = outer
         if not outer.whole or outer not in self._reached:
             self.reach(outer)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -36,6 +37,7 @@ from hf_zero.core.schedule import Schedule
 from hf_zero.errors import PartitionError
 from hf_zero.parameters.raw_grads import any_raw_grad
 from hf_zero.parameters.tree import requiring_grad, tensors_in, transformed, with_replaced
+from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.unit import RootForward, Unit, UnitForward
 
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -114,6 +116,8 @@ class Hooks:
         # Called with each outermost forward that is to have a graph: gives the modules that no
         # rank is going to run in it.
         self.draws: list[Callable[[RootForward], Collection[nn.Module]]] = []
+        # by module: the parameters that it alone holds, as places in flat buffers
+        self._held: dict[nn.Module, list[tuple[FlatBuffer, int]]] = {}
         self._removable: list[Any] = []
         self._watches = False
         self._training = [
@@ -290,15 +294,47 @@ class Hooks:
     def _draw(self, outer: RootForward, name: str) -> None:
         """Let what changes the training draw for the forward ``outer`` of the module ``name``."""
         modules = {module for draw in self.draws for module in draw(outer)}
+        if name:  # a block that is called by itself is kept
+            part = self._model.get_submodule(name)
+            modules &= {*part.modules()} - {part}
         if modules:
             outer.left_out = frozenset(
                 unit
                 for unit in self._units[1:]
-                if all(
-                    module in modules and (not name or path.startswith(f"{name}."))
-                    for path, module in unit.modules.items()
-                )
+                if all(module in modules for module in unit.modules.values())
             )
+            outer.idle = self._idle(modules)
+
+    def _idle(self, modules: set[nn.Module]) -> dict[FlatBuffer, int]:
+        """A bit for each parameter that one of ``modules`` holds and nothing else does."""
+        if not modules <= self._held.keys():
+            places = {
+                id(parameter): (flat, 1 << place)
+                for unit in self._units
+                for flat in unit.trainable
+                for place, parameter in enumerate(flat.members)
+            }
+            holders = Counter(
+                id(parameter)
+                for module in self._model.modules()
+                for parameter in module._parameters.values()
+            )
+            for module in modules - self._held.keys():
+                found = Counter(
+                    id(parameter)
+                    for part in module.modules()
+                    for parameter in part._parameters.values()
+                )
+                self._held[module] = [
+                    places[held]
+                    for held, number in found.items()
+                    if held in places and number == holders[held]
+                ]
+        idle: dict[FlatBuffer, int] = {}
+        for module in modules:
+            for flat, bit in self._held[module]:
+                idle[flat] = idle.get(flat, 0) | bit
+        return idle
 
     @property
     def forward_at_work(self) -> RootForward | None:

@@ -29,7 +29,7 @@ from hf_zero.gradients.gradient_intake import (
 )
 from hf_zero.gradients.reduction_order import Gathers, Outstanding, ReductionOrder, Shown
 from hf_zero.gradients.reductions import Reductions
-from hf_zero.gradients.usage import Usage, settle_left_out
+from hf_zero.gradients.usage import IdleParameters, Usage, settle_left_out
 from hf_zero.parameters.raw_grads import any_raw_grad
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.gradient_offload import GradientOffload, NoGradientOffload
@@ -113,6 +113,7 @@ class GradientReducer:
         self._pass = _BackwardPass()
         # units that the backward under way has seemed to leave out, and uses: reduced last
         self._brought_back: set[Unit] = set()
+        self.idle = IdleParameters()
         self._batch = MicroBatch()
         self._gathers: Gathers | None = None
         self._outstanding: Outstanding | None = None
@@ -241,9 +242,8 @@ class GradientReducer:
             return
         learns = learns or self.learns
         self._leave()
-        if self._brought_back:
-            back = self._brought_back.difference(backward.units)
-            backward.units = [*backward.units, *(u for u in self._order.units if u in back)]
+        if len(backward.units) < len(self._order.units):
+            backward.units = [*backward.units, *self._used_after_all(backward.units)]
         if self._reduces_now:
             launched, waited = backward.units[: backward.next], backward.units[backward.next :]
             backward.shown.parts = [
@@ -261,6 +261,7 @@ class GradientReducer:
             for unit in backward.units:
                 self._accumulate(unit)
         self.backwards += backward.shown.brought
+        self.idle.end_backward()
         if self._batch.reduces:
             self._settle()
         for unit in self._units:
@@ -268,6 +269,21 @@ class GradientReducer:
                 if not flat.trainable:
                     # it requires grad but is in no optimizer group: nothing would ever clear it
                     drop_grads(flat)
+
+    def _used_after_all(self, units: Sequence[Unit]) -> list[Unit]:
+        """What is not among ``units`` and has a part in the backward that is over: a forward that
+        was reached later has used it, or a penalty on the weights has brought gradients.
+        """
+        left_out = set(self._order.units).difference(units)
+        return [
+            unit
+            for unit in self._order.units
+            if unit in left_out
+            and (
+                unit in self._brought_back
+                or any(any_raw_grad(flat.members) for flat in unit.trainable)
+            )
+        ]
 
     def _leave(self) -> None:
         self._pass.under_way = False
@@ -343,6 +359,7 @@ class GradientReducer:
         if self._order.left_some_out:
             settle_left_out(self._order.units)
             self._order.left_some_out = False
+        self.idle.settle()
 
     def unreduced(self, flat: FlatBuffer) -> float:
         """What an accumulated gradient of ``flat`` is a multiple of that is the same on all its
@@ -393,6 +410,7 @@ class GradientReducer:
         """Forget all gradients: after a step, and for ``zero_grad``."""
         self.broken = Broken.NO
         self.backwards = 0
+        self.idle.clear()
         self._drop()
         for unit in self._order.units:
             for flat in unit.trainable:

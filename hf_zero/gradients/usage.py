@@ -4,16 +4,17 @@
 A parameter for which no rank has a gradient in an accumulation window is left as it is by the step,
 weight and optimizer state, as plain PyTorch leaves one whose ``.grad`` is None. Every rank adds
 what it has used to one message, which travels with the sum of the gradient norm. What this rank has
-used itself is used, and what all ranks have left out of every backward is known to be unused: so
-the message is read, which on a GPU waits for the device, only where another parameter lacks a
-gradient here. A rank that has all of them reads nothing.
+used itself is used, and what all ranks have left out of every backward (:class:`IdleParameters`) is
+known to be unused: so the message is read, which on a GPU waits for the device, only where another
+parameter lacks a gradient here. A rank that has all of them reads nothing. One that has a gradient
+of what all have left out, of a penalty on the weights, reads whether all others have it, too.
 
 The message counts ranks: the counts of as many parameters share an fp64 number as it holds exactly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import mul
 
 import torch
@@ -21,6 +22,7 @@ import torch
 from hf_zero.device.pinned import upload
 from hf_zero.distributed.collective_handle import Handle
 from hf_zero.distributed.mesh import Mesh
+from hf_zero.errors import PartitionError
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.gradient_buffer import GradState
 from hf_zero.units.unit import Unit
@@ -68,7 +70,7 @@ class Usage:
         complete = _complete(self._flats)
         words = (
             self._all
-            if complete
+            if complete and not any(flat.gradient.idle for flat in self._flats)
             else self._message(self._flats, [flat.gradient.used for flat in self._flats])
         )
         if sums.size > 1:
@@ -83,8 +85,7 @@ class Usage:
             )
             if not complete:
                 handle.wait()
-        if not complete:
-            self._read(self._flats, words)
+        self._learn(self._flats, None if complete else words)
         return numbers
 
     def missing(self) -> list[str]:
@@ -122,8 +123,7 @@ class Usage:
         each, repeats, _ = self._mesh.sums
         if each.size > 1 and repeats.size > 1:
             repeats.all_reduce(words, f"used parameters of {unit.label}", ordered=True).wait()
-        if not _complete(unit.trainable):
-            self._read(unit.trainable, words)
+        self._learn(unit.trainable, None if _complete(unit.trainable) else words)
 
     def drop(self) -> None:
         """Wait for what was sent and not received: nothing needs it."""
@@ -131,19 +131,75 @@ class Usage:
             handle.wait()
         self._units.clear()
 
-    def _read(self, flats: Sequence[FlatBuffer], total: torch.Tensor) -> None:
+    def _learn(self, flats: Sequence[FlatBuffer], total: torch.Tensor | None) -> None:
+        """Tell ``flats`` which of their parameters are unused: by the message ``total``, or without
+        it by what is idle.
+        """
+        if total is None:
+            for flat in flats:
+                if flat.gradient.idle and not flat.gradient.all_unused:
+                    flat.gradient.set_unused(_names(flat, flat.gradient.idle))
+            return
         for flat, counts in zip(flats, self._counts(flats, total)):
-            if flat.gradient.unused and flat.gradient.all_unused:
+            gradient = flat.gradient
+            if gradient.unused and gradient.all_unused:
                 continue  # as all ranks know; those that lack nothing else send that they have all
-            flat.gradient.set_unused(
-                frozenset(slot.name for slot, count in zip(flat.layout.slots, counts) if count == 0)
-            )
+            lacking = sum(1 << place for place, count in enumerate(counts) if count == 0)
+            few = sum(1 << place for place, count in enumerate(counts) if count < self._mesh.world)
+            if refused := _names(flat, few & gradient.used & gradient.idle):
+                raise PartitionError(
+                    f"{sorted(refused)} got a gradient on some ranks alone, of a penalty on the "
+                    "weights, say, while all ranks have left out their block "
+                    "(progressive_layer_drop): the others would not update them; have the penalty "
+                    "in the loss of every rank, or of none"
+                )
+            gradient.set_unused(_names(flat, lacking))
 
     def _counts(self, flats: Sequence[FlatBuffer], total: torch.Tensor) -> list[list[int]]:
         """How many ranks have a gradient, for each parameter of each flat."""
         words = [int(word) for word in total.tolist()]
         digits = iter([word // power % self._base for word in words for power in self._powers])
         return [[next(digits) for _ in flat.members] for flat in flats]
+
+
+class IdleParameters:
+    """Parameters that all ranks leave out of every backward of a window, and know it: a bit for
+    each member of a flat buffer.
+    """
+
+    def __init__(self) -> None:
+        self._of_backward: Mapping[FlatBuffer, int] | None = None
+        self._of_window: Mapping[FlatBuffer, int] | None = None
+
+    def reach(self, idle: Mapping[FlatBuffer, int]) -> None:
+        """The backward under way comes to a forward that has used none of ``idle``."""
+        self._of_backward = _both(self._of_backward, idle)
+
+    def end_backward(self) -> None:
+        self._of_window = _both(self._of_window, self._of_backward or {})
+        self._of_backward = None
+
+    def settle(self) -> None:
+        """The gradients of the window are reduced."""
+        for flat, bits in (self._of_window or {}).items():
+            flat.gradient.set_idle(bits)
+
+    def clear(self) -> None:
+        """Another window begins."""
+        self._of_backward = self._of_window = None
+
+
+def _both(
+    one: Mapping[FlatBuffer, int] | None, other: Mapping[FlatBuffer, int]
+) -> Mapping[FlatBuffer, int]:
+    if one is None or one is other:
+        return other
+    return {flat: bits & other[flat] for flat, bits in one.items() if flat in other}
+
+
+def _names(flat: FlatBuffer, bits: int) -> frozenset[str]:
+    """The names of the parameters of ``flat`` whose bits are set."""
+    return frozenset(slot.name for at, slot in enumerate(flat.layout.slots) if bits >> at & 1)
 
 
 def settle_left_out(units: Sequence[Unit]) -> None:
@@ -159,9 +215,11 @@ def settle_left_out(units: Sequence[Unit]) -> None:
 
 
 def _complete(flats: Sequence[FlatBuffer]) -> bool:
-    """Whether nothing has to be read to know which parameters of ``flats`` are unused."""
+    """Whether nothing has to be read to know which parameters of ``flats`` are unused: each is
+    either used here or idle.
+    """
     for flat in flats:
         gradient = flat.gradient
-        if gradient.used != gradient.all_used and not gradient.all_unused:
+        if gradient.used ^ gradient.idle != gradient.all_used and not gradient.all_unused:
             return False
     return True

@@ -53,6 +53,8 @@ class GradientBuffer:
         self.offloaded = False  # ``shard`` is in host memory, apart from ``accumulated_grad``
         self.all_used = (1 << len(spec.layout.slots)) - 1  # a bit for each parameter
         self.used = 0  # those for which this rank has had a gradient in the accumulation window
+        # those that all ranks have left out of every backward of the window, and know it
+        self.idle = 0
         # names of those for which no rank has, once the ranks have agreed
         self.unused = _NONE
         self._others = others
@@ -164,6 +166,12 @@ class GradientBuffer:
         self.mark_reduced()
         self.set_unused(frozenset(slot.name for slot in self.layout.slots))
 
+    def set_idle(self, bits: int) -> None:
+        """All ranks have left the parameters whose bits are set out of every backward of the
+        window, and know it.
+        """
+        self.idle = bits
+
     def set_unused(self, names: frozenset[str]) -> None:
         """No rank has had gradients of these parameters."""
         self.unused = names
@@ -171,7 +179,7 @@ class GradientBuffer:
     def clear(self) -> None:
         """Hold no gradient: after a step, and for ``zero_grad``."""
         self.state, self.pending_grad = GradState.EMPTY, None
-        self.used, self.unused = 0, _NONE
+        self.used, self.idle, self.unused = 0, 0, _NONE
 
     def free(self) -> None:
         """Let go of the memory."""

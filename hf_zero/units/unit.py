@@ -39,7 +39,17 @@ class RootForward:
     It lives as long as its graph.
     """
 
-    __slots__ = ("__weakref__", "began", "calls", "drawn", "left_out", "reads", "tracked", "whole")
+    __slots__ = (
+        "__weakref__",
+        "began",
+        "calls",
+        "drawn",
+        "idle",
+        "left_out",
+        "reads",
+        "tracked",
+        "whole",
+    )
 
     def __init__(self, whole: bool, began: int = 0):
         self.began = began  # as that of a call
@@ -49,6 +59,8 @@ class RootForward:
         self.calls: weakref.WeakSet[UnitForward] = weakref.WeakSet()  # that tell of their backward
         self.drawn: dict[object, object] = {}  # at random, by who has drawn; for recomputations too
         self.left_out: frozenset[Unit] = frozenset()  # units that no rank uses in it
+        # parameters that no rank uses in it: a bit for each member of a flat buffer
+        self.idle: dict[FlatBuffer, int] = {}
 
     @property
     def pending(self) -> bool:

@@ -29,7 +29,7 @@ from tests.helpers.layer_drop import (
     probabilities,
 )
 from tests.helpers.models import Block, Stack, features, floats, seeded, tokens
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import RankFailed, run_ranks
 from tests.helpers.stacks import on_ranks, squared
 from tests.helpers.training import At, Plan, adamw, plain_sgd
 
@@ -103,20 +103,76 @@ def test_what_all_ranks_leave_out_is_neither_gathered_nor_reduced(stage: int) ->
     on_ranks(2, run, build=lambda: seeded(lambda: Stack(DEPTH, 400)))
 
 
-def test_a_dropped_step_asks_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which parameters are unused is known without reading what the ranks have sent."""
+TOGETHER = {"stage3_module_granularity_threshold": 10**6, "reduce_bucket_size": 10**6}
+
+
+def penalized(net: Any, model: Any, at: At) -> torch.Tensor:
+    """A loss whose penalty on weights brings a gradient to a block that may be left out."""
+    penalty = sum(p.pow(2).sum() for p in model.blocks[DEPTH - 1].parameters())
+    return squared(net, at) + 0.1 * penalty
+
+
+def trained(run: Any, loss_of: Any, steps: int) -> LayerDropJob:
+    """Compare what two ranks have trained with the plain model, whose optimizer leaves alone what
+    no micro-batch of a step has used.
+    """
+    plain: Any = small()
+    optimizer, job = adamw(plain), LayerDropJob("stack")
+    for step in range(steps):
+        for micro, rank in itertools.product(range(MICRO), range(2)):
+            at = At(step, micro, rank)
+            job.by_hand(plain, at)
+            (loss_of(plain, plain, at) / 2 / MICRO).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for weights in on_ranks(2, run, build=small):
+        oracle.compare_tensors("weights", weights, dict(plain.named_parameters()), 1e-4, 1e-5)
+    return job
+
+
+@pytest.mark.parametrize("units", [APART, TOGETHER], ids=["apart", "together"])
+@pytest.mark.parametrize(
+    ("stage", "loss_of"),
+    [(stage, lambda net, _, at: squared(net, at)) for stage in (0, 1, 2, 3)]
+    + [(stage, penalized) for stage in (0, 1, 2)],
+)
+def test_which_parameters_are_unused_is_known_without_reading_what_ranks_have_sent(
+    loss_of: Any, stage: int, units: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether blocks are units of their own or share one. A penalty on the weights brings gradients
+    to what was left out: that is read.
+    """
     from hf_zero.gradients.usage import Usage
 
-    monkeypatch.setattr(Usage, "_read", None)
+    if loss_of is not penalized:
+        monkeypatch.setattr(Usage, "_counts", None)
 
-    def run(rank: int, model: Any) -> None:
-        engine = opened(model)
-        for step in range(5):
-            engine.backward(squared(engine, At(step, 0, rank)))
+    def run(rank: int, model: Any) -> Any:
+        engine = opened(model, stage, MICRO, zero=units)
+        for step, micro in itertools.product(range(8), range(MICRO)):
+            engine.backward(loss_of(engine, model, At(step, micro, rank)))
             engine.step()
-        engine.destroy()
+        return OnEngine(engine, Plan()).weights()
 
-    on_ranks(2, run, build=small)
+    job = trained(run, loss_of, 8)
+    found = [
+        [all(outs) for outs in zip(*(job.left_out[step, micro, 0] for micro in range(MICRO)))]
+        for step in range(8)
+    ]
+    assert sum(map(sum, found)) > 3, "blocks that no micro-batch of a step has used"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_penalty_on_one_rank_alone_is_refused_where_it_would_part_the_ranks(stage: int) -> None:
+    def run(rank: int, model: Any) -> None:
+        engine = opened(model, stage, zero=TOGETHER)
+        for step in range(8):
+            at = At(step, 0, rank)
+            engine.backward(penalized(engine, model, at) if rank else squared(engine, at))
+            engine.step()
+
+    with pytest.raises(RankFailed, match=r"blocks\.4.* got a gradient on some ranks alone.*none"):
+        on_ranks(2, run, build=small)
 
 
 def test_a_run_that_is_resumed_makes_the_same_decisions(tmp_path: Any) -> None:
