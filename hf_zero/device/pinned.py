@@ -48,11 +48,14 @@ def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def upload(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Return ``tensor`` on ``device``; the host does not wait for the copy of one in its memory.
+    """Return ``tensor`` on ``device``, as :meth:`torch.Tensor.to` gives it; the host does not wait
+    for the copy of a dense one in its memory.
 
     torch keeps the pinned memory until the copy has been made.
     """
     device = torch.device(device)
-    if not kinds.is_host(device) and tensor.device.type == "cpu" and not tensor.is_pinned():
-        tensor = tensor.pin_memory()
+    dense_here = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    if not kinds.is_host(device) and dense_here and not tensor.is_pinned():
+        # not pin_memory(), which keeps the strides, and refuses those of expanded tensors
+        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
     return tensor.to(device, non_blocking=True)

@@ -430,6 +430,19 @@ def a_copy_between_devices() -> float:
     return total(y)
 
 
+@right
+def uploads_of_any_strides() -> float:
+    from hf_zero.device.pinned import upload
+
+    rows, target = torch.arange(12.0).view(3, 4), torch.device(NAME, 0)
+    given = [rows, rows.t(), rows[:, ::2], rows[:1].expand(5, 4), rows[0, 0], rows[:0]]
+    before = dict(device.stats()["sync_ops"])
+    brought = [upload(each, target) for each in given]
+    assert device.stats()["sync_ops"] == before
+    assert [each.stride() for each in brought] == [each.to(NAME).stride() for each in given]
+    return total(torch.cat([each.flatten() for each in brought]))
+
+
 # ---- random numbers ----
 
 
