@@ -86,28 +86,30 @@ class BlockTable:
 
     @cached_property
     def edges(self) -> Tensor:
-        """Where in its chunk each block begins, and where the last one ends: int64 [rows, count +
-        1].
+        """Beginnings of blocks in their chunks, and the end of the last: int64 [rows, count + 1] in
+        host memory.
         """
-        found = torch.empty(self.rows, self.count + 1, dtype=torch.int64)
+        found = torch.empty(self.rows, self.count + 1, dtype=torch.int64, device="cpu")
         for edges, parts in zip(found, self.parts):
-            starts = [torch.arange(at, at + size, self.block) for at, size in parts]
-            own = torch.cat([torch.empty(0, dtype=torch.int64), *starts])
-            edges[: len(own)] = own
-            edges[len(own) :] = sum(size for _, size in parts)
+            edges.fill_(sum(size for _, size in parts))
+            block = 0
+            for at, size in parts:
+                count = -(-size // self.block)
+                torch.arange(at, at + size, self.block, out=edges[block : block + count])
+                block += count
         return found
 
     @cached_property
     def bounds(self) -> Tensor:
-        """Where in the buffer each block begins, row by row, and where the last one ends: int64
-        [rows * count + 1].
+        """Beginnings of blocks in the buffer, row by row, and the end of the last: int64 [rows *
+        count + 1].
         """
         sizes = self.edges.diff().view(-1)
-        return torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+        return torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
 
     @property
     def scales_at(self) -> int:
-        """Where in a message the scales begin, in bytes."""
+        """Byte of a message with which the scales begin."""
         return -(-self.count * self.block // (8 * ROW)) * ROW
 
     @property
@@ -241,16 +243,16 @@ class BlockTable:
         """The number of the last of ``starts`` that is not behind each block: int64 [rows *
         count].
         """
-        at = torch.searchsorted(torch.tensor(starts), self.bounds[:-1], right=True)
+        at = torch.searchsorted(torch.tensor(starts, device="cpu"), self.bounds[:-1], right=True)
         return at.sub_(1).clamp_(min=0)
 
     def scales(self, messages: Tensor) -> Tensor:
-        """Those of ``messages``: fp32 [rows, count], in their memory."""
+        """Scales of ``messages``: fp32 [rows, count], in their memory."""
         at = self.scales_at
         return messages[:, at : at + 4 * self.count].view(torch.float32)
 
     def values(self, messages: Tensor) -> Tensor:
-        """What ``messages`` say: fp32 [rows * chunk], zeros in the padding."""
+        """Decode ``messages``: fp32 [rows * chunk], zeros in the padding."""
         found = torch.zeros(self.rows * self.chunk, dtype=torch.float32, device=messages.device)
         ones = torch.ones(self.shape, dtype=torch.float32, device=messages.device)
         nothing = torch.zeros(found.numel(), dtype=torch.int8, device=messages.device)
@@ -258,8 +260,8 @@ class BlockTable:
         return found
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """For each element the one of ``numbers`` [rows, count], none negative, of its block: fp32
-        [rows * chunk], zeros in the padding.
+        """Give each element the number of its block, of ``numbers`` [rows, count], none negative:
+        fp32 [rows * chunk], zeros in the padding.
         """
         messages = self.empty(numbers.device).fill_(255)
         self.scales(messages).copy_(numbers)
@@ -267,7 +269,7 @@ class BlockTable:
 
     @cached_property
     def _align(self) -> int:
-        """What all edges are multiples of, as far as kernels care."""
+        """A number that divides all edges, for loads of as many elements at once."""
         whole = all((at | size) % 8 == 0 for parts in self.parts for at, size in parts)
         return 8 if whole else 1
 
@@ -281,8 +283,8 @@ class BlockTable:
         return self._edges_on(device), self._align, self.block, self.scales_at
 
     def _pieces(self) -> Iterator[tuple[int, int, int, int]]:
-        """Of each tensor in each row: the row, its first block there, where in the buffer that
-        begins, and how many elements follow.
+        """Parts of tensors: the row, the first block there, its place in the buffer, and the number
+        of elements.
         """
         for row, parts in enumerate(self.parts):
             block = 0

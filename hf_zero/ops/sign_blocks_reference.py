@@ -78,8 +78,8 @@ def apply(
 
 
 def _places(edges: Tensor, block: int, numel: int) -> tuple[Tensor, Tensor]:
-    """Where in the buffer the elements of each block are, ``numel`` for those that it lacks, and
-    which it has: [rows, blocks, block] both.
+    """Places in the buffer of the elements of each block, ``numel`` for those that it lacks, and
+    whether it has them: [rows, blocks, block] both.
     """
     rows = edges.shape[0]
     at = edges[:, :-1, None] + torch.arange(block, device=edges.device)
@@ -89,11 +89,12 @@ def _places(edges: Tensor, block: int, numel: int) -> tuple[Tensor, Tensor]:
 
 
 def _taken(values: Tensor, places: Tensor) -> Tensor:
-    """Zeros where there are none."""
+    """Take ``values`` from their ``places``, zeros from behind the last."""
     return torch.nn.functional.pad(values, (0, 1))[places]
 
 
 def _put(values: Tensor, places: Tensor, new: Tensor) -> None:
+    """Put ``new`` where :func:`_taken` has taken ``values`` from."""
     held = torch.nn.functional.pad(values, (0, 1))
     held[places] = new
     values.copy_(held[:-1])
@@ -119,7 +120,7 @@ def exponents_of(values: Tensor) -> Tensor:
 def _said(
     messages: Tensor, edges: Tensor, block: int, scales_at: int, times: Tensor | None = None
 ) -> Tensor:
-    """What ``messages`` say, [messages, blocks, block]; scales ``times`` a number."""
+    """Decode ``messages``: [messages, blocks, block]; scales ``times`` a number of each block."""
     rows, blocks = messages.shape[0], edges.shape[1] - 1
     bits = messages[:, : blocks * block // 8, None] >> _bits(messages) & 1
     sizes = messages[:, scales_at : scales_at + 4 * blocks].contiguous().view(torch.float32)

@@ -17,8 +17,8 @@ TILE = 2048  # elements that a program takes: several blocks
 WARPS = 8
 
 
-# Where in its chunk each of ``blocks`` begins and ends, multiples of ALIGN; ``edges`` are those of
-# the row.
+# Loads where in its chunk each of ``blocks`` begins and ends, multiples of ALIGN; ``edges`` are
+# those of the row.
 @triton.jit
 def _edges_of(edges, blocks, count, ALIGN: tl.constexpr):
     known = blocks < count
@@ -27,7 +27,7 @@ def _edges_of(edges, blocks, count, ALIGN: tl.constexpr):
     return tl.multiple_of(first, ALIGN), tl.multiple_of(last, ALIGN)
 
 
-# What a message says of ``blocks``: fp32 [blocks, elements], the scale or minus the scale.
+# Decodes ``blocks`` of a message: fp32 [blocks, elements], the scale or minus the scale.
 @triton.jit
 def _signs(bits, sizes, blocks, count, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)

@@ -31,7 +31,7 @@ def spread(numel: int) -> Tensor:
 
 
 def one(block: int, chunk: int, numel: int | None = None) -> BlockTable:
-    """Of one tensor in one chunk."""
+    """Blocks of one tensor in one chunk."""
     return SignBlocks(block).cut((0,), chunk if numel is None else numel, 1, chunk)
 
 
@@ -61,7 +61,7 @@ def same_messages(table: BlockTable, one: Tensor, other: Tensor, exact: bool) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("block", [32, 256, 2048])
 def test_every_body_gives_what_the_reference_gives(every_body, block, dtype) -> None:
-    """Of one tensor, of several whose ends are multiples of eight, and of any."""
+    """Tensors end at multiples of eight, and at any element."""
     exact = every_body != "triton"
     chunks = {"triton": (40, 2056), "reference": (8, 40, 2056)}.get(every_body, CHUNKS)
     for chunk in chunks:
