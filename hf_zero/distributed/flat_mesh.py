@@ -17,7 +17,6 @@ from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.process_group import backends_of_parts
 from hf_zero.distributed.rank_group import RankGroup
 from hf_zero.distributed.two_hops import TwoHops
-from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import get_world_group
 
 
@@ -130,7 +129,7 @@ class FlatMeshMaker:
         replicate = self._counted(columns, f"{name} across replicas", f" over replicas{kind}")
         updates = of_node = None
         if self._options.updates and shards > 1:
-            name_of_updates, quiet = f"{name} of updates", self._quiet()
+            name_of_updates, quiet = f"{name} of updates", self._maker.watchdog.beside()
             updates = self._maker.make(rows, name_of_updates, self._stats, 1, quiet)
         if node > 1:
             nodes = [row[at : at + node] for row in rows for at in range(0, shards, node)]
@@ -163,14 +162,6 @@ class FlatMeshMaker:
                 log.issue_deferred = get_world_group().deferred.issue
             self.logs |= {f"gathers{role}": axis.gathers, f"reductions{role}": axis.reductions}
         return axis
-
-    def _quiet(self) -> Watchdog:
-        """A watch that knows what ends this rank, and leaves the watching to the caller that waits
-        for the thread: a rank waits for one thing.
-        """
-        watchdog = Watchdog(enabled=False)
-        watchdog.rank_status = self._maker.watchdog.rank_status
-        return watchdog
 
     def group(self, axes: tuple[str, ...]) -> RankGroup | None:
         """All ranks that hold what this one does of what is cut by ``axes``, for calls that block;

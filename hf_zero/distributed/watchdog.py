@@ -73,6 +73,7 @@ class Watchdog:
         ] = {}
         self._following = threading.Lock()
         self._device: torch.device | None = None  # of what is followed
+        self._follower: Watchdog | None = None  # another watch that follows for this one
         self._poll = poll
         self._hinted: tuple[PendingCollective, float] | None = None
         self._script = threading.get_ident()
@@ -80,6 +81,15 @@ class Watchdog:
         if rank_status is not None:
             _watches.add(self)
             uncaught.watch(HfZeroError)
+
+    def beside(self) -> Watchdog:
+        """Return a watch for collectives that another thread issues: it knows what ends this rank,
+        and leaves the watching to the caller that waits for the thread, for a rank waits for one
+        thing. What only streams wait for is followed here.
+        """
+        quiet = Watchdog(enabled=False)
+        quiet.rank_status, quiet._follower = self.rank_status, self
+        return quiet
 
     @contextmanager
     def watching(self, pending: PendingCollective) -> Iterator[None]:
@@ -113,6 +123,8 @@ class Watchdog:
         ``is_over`` is asked on other threads, and should keep no tensor alive; ``device``: that of
         the event which it asks.
         """
+        if self._follower is not None:
+            self._follower.follow(pending, is_over, device)
         if not self._enabled or pending.log is None:
             return
         self._device = device

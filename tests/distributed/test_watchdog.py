@@ -144,6 +144,9 @@ class Work:
     def is_completed(self) -> bool:
         return self.completed
 
+    def wait(self) -> None:
+        """Return at once."""
+
 
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Watchdog], list[CollectiveLog]]:
     store, logs, watches = dist.HashStore(), [], []
@@ -218,6 +221,18 @@ def test_a_collective_that_is_followed_keeps_no_tensor_alive(
     assert held() is None and watches[0]._oldest_followed() is not None
     played.events[0].over = True
     assert watches[0]._oldest_followed() is None
+
+
+def test_what_another_thread_has_issued_is_followed_where_streams_wait_for_it(
+    clock: Clock, heard: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gathers of updated parameters: the host waits until the thread has issued them."""
+    play_streams(monkeypatch, prompt=False)
+    (watchdog, _), (log, _) = two_ranks(monkeypatch)
+    pending = log.issue("all-gather of updated layer.0")
+    Handle([Work()], watchdog.beside(), pending, follows=torch.device("cpu")).wait()
+    clock.run(watchdog, 61)
+    assert len(heard) == 1 and "all-gather of updated layer.0" in heard[0]
 
 
 def test_the_thread_that_asks_for_events_makes_their_device_its_current_one(
