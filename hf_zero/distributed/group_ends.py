@@ -40,14 +40,16 @@ def abort_together(aborts: Mapping[str, Callable[[], None]]) -> None:
     waits until the device is idle, and a collective on a communicator whose abort is yet to come
     never ends.
     """
-    threads = [
-        threading.Thread(target=_try, args=each, name="hf_zero-abort", daemon=True)
-        for each in aborts.items()
-    ]
-    for thread in threads:
-        thread.start()
+    under_way = []
+    for each in aborts.items():
+        thread = threading.Thread(target=_try, args=each, name="hf_zero-abort", daemon=True)
+        try:
+            thread.start()
+            under_way.append(thread)
+        except RuntimeError:  # the interpreter shuts down, and starts none
+            _try(*each)
     limit = time.monotonic() + ABORT_SECONDS
-    for thread in threads:
+    for thread in under_way:
         thread.join(max(0.0, limit - time.monotonic()))
 
 

@@ -305,6 +305,19 @@ def test_an_abort_that_does_not_end_holds_nothing_up(monkeypatch: pytest.MonkeyP
     ends.set()
 
 
+def test_communicators_are_aborted_where_no_thread_starts_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    aborted: list[str] = []
+    names = ("gathers", "reductions")
+    group_ends.abort_together({name: partial(aborted.append, name) for name in names})
+    assert aborted == [*names]
+
+
 def test_a_communicator_that_cannot_be_aborted_keeps_no_other_from_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
