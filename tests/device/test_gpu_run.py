@@ -27,7 +27,12 @@ BENCH = ROOT / "scripts" / "bench"
 BARE = """#!/bin/sh
 case "$*" in
 *find_spec*) shift 2; echo "$@" ;;
-*"-m pip install"*) echo "$@" >"$ASKED"; exit 1 ;;
+*"-m pip install"*)
+    echo "$@" >"$ASKED"
+    while [ "$1" != -c ]; do shift; done
+    cat "$2" >"$ASKED.pinned"
+    exit 1
+    ;;
 esac
 """
 
@@ -57,6 +62,10 @@ def test_what_a_bare_machine_lacks_is_installed_first(
     env = {**os.environ, "PYTHON": str(bare), "ASKED": str(asked)}
     script = [str(ROOT / "scripts" / "gpu"), "--out", str(tmp_path / "out"), *minutes]
     assert subprocess.run(script, env=env, capture_output=True).returncode == 1
+    pinned = {line.partition("==")[0] for line in Path(f"{asked}.pinned").read_text().splitlines()}
+    assert "transformers" in pinned, "versions that were tested"
+    # the torch that is there asks for a Triton of its own, which a pin would contradict
+    assert not {"torch", "triton"} & pinned
     installed = set(asked.read_text().split())
     assert {"transformers", "psutil"} <= installed
     if not minutes:
