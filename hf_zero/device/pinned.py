@@ -6,6 +6,7 @@ node that was chosen. Other kinds give pinned memory by torch's own allocator on
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,15 @@ def register(device: torch.device, address: int, nbytes: int) -> tuple[int, Any]
         error = int(runtime.cudaHostRegister(address, nbytes, _PORTABLE))
     if error:
         _forget_error(device)
-    return error, runtime.cudaHostUnregister
+    return error, partial(_unregister, device, runtime)
+
+
+def _unregister(device: torch.device, runtime: Any, address: int) -> None:
+    """Undo :func:`register`, in whatever thread the memory dies: one that has not set its device
+    would open a context on device 0.
+    """
+    with kinds.current(device):
+        runtime.cudaHostUnregister(address)
 
 
 def _forget_error(device: torch.device) -> None:

@@ -193,15 +193,23 @@ class Cuda:
     def __init__(self, answer: int = 0):
         self.answer = answer
         self.registered: dict[int, int] = {}
+        self.current: torch.device | None = None  # where a call opens a context
+
+    @contextlib.contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.current = self.current, device
+        yield
+        self.current = before
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        assert flags == 1
+        assert flags == 1 and self.current == GPU
         if self.answer == 0:
             self.registered[address] = nbytes
         return self.answer
 
     def cudaHostUnregister(self, address: int) -> int:
         assert mapping_of(address) is not None, "unregistered after it was unmapped"
+        assert self.current == GPU, "a context on the device of the thread in which it dies"
         self.registered.pop(address)
         return 0
 
@@ -212,7 +220,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cuda]:
     properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: played)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", played.device)
     monkeypatch.setattr(pinned, "_forget_error", lambda device: None)
     monkeypatch.setattr(host_memory, "_PCI", tmp_path)
     (tmp_path / "0000:1b:00.0").mkdir()
