@@ -32,6 +32,7 @@ from hf_zero.parallel.tensor import cuts_of
 from hf_zero.parameters.sharding import Sharding
 from hf_zero.parameters.wrap import find_units, persistent_names
 from hf_zero.preflight import ACTIVATIONS, Fit, FlatParameters, MemoryPlan, fit, groups_of, needs
+from hf_zero.preflight.communicators import communicators
 from hf_zero.preflight.fit import ActivationWay
 from hf_zero.preflight.moments import moments_of
 from hf_zero.preflight.needs import gradient_buffers, unit_bytes
@@ -397,6 +398,7 @@ def _row(groups: Sequence[FlatParameters], plan: MemoryPlan) -> StageEstimate:
         largest,
         gradient_buffers(groups, plain),
         Tiers(**in_places(needs(groups, plan))),
+        sum(communicators((group.axes for group in groups), plan).values()),
     )
 
 

@@ -34,7 +34,8 @@ class StageEstimate:
     the time; they are what they are without offload, and ``tiers`` says where the bytes lie with
     it. The largest unit is whole while it computes (stage 3), and so are its neighbours ahead.
     ``gradient_buffers`` hold gradients on their way between ranks and stay for the next step; over
-    gloo with more than two ranks, chunks from all peers add to it. ``pipeline_stage``: of a
+    gloo with more than two ranks, chunks from all peers add to it. ``communicators``: how many a
+    rank takes on a GPU, at most, whose bytes are in none of these. ``pipeline_stage``: of a
     pipeline, the stage that needs most.
     """
 
@@ -46,6 +47,7 @@ class StageEstimate:
     largest_unit_name: str
     gradient_buffers: int
     tiers: Tiers
+    communicators: int
     pipeline_stage: int = 0
 
     @property

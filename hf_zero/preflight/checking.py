@@ -19,6 +19,7 @@ from hf_zero.errors import DoesNotFitError
 from hf_zero.memory import Free, measure
 from hf_zero.parameters.parameter import owner_of
 from hf_zero.parameters.wrap import UnitSpec, find_units, persistent_names
+from hf_zero.preflight.communicators import REPORTED, allowance, communicators
 from hf_zero.preflight.fit import Fit, fit
 from hf_zero.preflight.needs import Needs, needs
 from hf_zero.preflight.plan import FlatParameters, MemoryPlan, groups_of
@@ -85,19 +86,21 @@ def check(
     plan, parallel = MemoryPlan.of(config, world, not kinds.is_host(where), moments), get_parallel()
     if parallel is not None:  # not all of it is in the configuration
         dims = parallel.dims
-        plan = replace(plan, tensor=dims.tensor, expert=dims.expert, pipeline=dims.pipeline)
+        plan = replace(plan, tensor=dims.tensor, sequence=dims.sequence, expert=dims.expert)
+        plan = replace(plan, pipeline=dims.pipeline)
     found = free if free is not None else room_for(root, config, where)
     own = needs(groups, plan)
     verdict = judge(own, found)
+    beside = _of_communicators(groups, plan, own, found)
     if verdict.fits:
         return PreflightReport(
             plan,
             own,
             found,
             verdict,
-            note="; ".join([*_slower(groups, plan, found), *verdict.notes]),
+            note="; ".join([*_slower(groups, plan, found), *verdict.notes, *beside]),
         )
-    said = refusal(plan, own, verdict, fit(groups, plan, found))
+    said = "\n".join([refusal(plan, own, verdict, fit(groups, plan, found)), *beside])
     if os.environ.get(SWITCH, "1").strip() != "0":
         raise DoesNotFitError(f"{said}\n{SWITCH}=0 in the environment tries it all the same")
     return PreflightReport(plan, own, found, verdict, note="; ".join(verdict.notes), warning=said)
@@ -186,6 +189,17 @@ def table(verdict: MemoryVerdict) -> list[str]:
         f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip()
         for a, b, c, d in cells
     ]
+
+
+def _of_communicators(
+    groups: Sequence[FlatParameters], plan: MemoryPlan, own: Needs, free: Free
+) -> list[str]:
+    """What to say of communicators on a device that may be too small for them."""
+    if not plan.gpu or free.host_device or plan.ranks * plan.pipeline == 1:
+        return []
+    count = sum(communicators((group.axes for group in groups), plan).values())
+    fits = own.device_bytes + count * REPORTED[1] <= free.device
+    return [] if fits else [allowance(count)]
 
 
 def _slower(groups: Sequence[FlatParameters], plan: MemoryPlan, free: Free) -> list[str]:

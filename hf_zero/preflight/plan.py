@@ -117,10 +117,12 @@ class MemoryPlan:
     one_bit: bool = False  # momenta travel in one bit
     local_steps: bool = False  # and later not in every step
     tensor: int = 1  # ranks that share a layer
+    sequence: int = 1  # ranks that share a sequence
     expert: int = 1  # ranks that hold one set of experts together
     pipeline: int = 1  # stages that hold different layers, of as many ranks each
     # ranks of a node among which gathered weights are sharded once more; 1: they are not
     node: int = 1
+    hops: bool = False  # gathers over several hosts take two hops
     # elements of a block of gradients in few bits whose errors are kept, and of the smallest tensor
     # that has some
     errors: tuple[int, int] | None = None
@@ -160,8 +162,10 @@ class MemoryPlan:
             local_steps=wanted.type.lower() == "zerooneadam"
             and wanted.params.get("local_step_clipper") != 1,
             tensor=config.tensor_parallel.size,
+            sequence=config.sequence_parallel_size,
             expert=config.expert_parallel.size,
             node=max(1, config.zero.hpz_partition_size),
+            hops=config.zero.hierarchical_gather,
             errors=(block or DEFAULT_BLOCKS[4], block or SMALLEST_TENSOR)
             if config.zeropp_loco_param.on
             else None,

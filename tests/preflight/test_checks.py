@@ -472,3 +472,18 @@ def test_on_a_cpu_there_is_nothing_to_share_out() -> None:
 
 def test_the_public_names() -> None:
     assert hf_zero.propose is not None and issubclass(DoesNotFitError, MemoryError)
+
+
+def test_communicators_that_may_not_fit_are_told_of() -> None:
+    """Three at stage 3 over two ranks: told of where 0.7 GB for each would not fit beside the rest,
+    in a refusal, and nowhere else.
+    """
+    config = ZeroConfig(3, bf16=True).resolve(2)
+    words = "3 NCCL communicators of a GPU's rank are not counted: users report 0.5 to 0.7 GB each"
+    roomy, tight = Free(3_000_000_000, GIB), Free(2_000_000_000, GIB)
+    assert check(SMALL, config, 2, device=GPU, free=roomy).note == ""
+    assert words in check(SMALL, config, 2, device=GPU, free=tight).note
+    with pytest.raises(DoesNotFitError, match=re.escape(words)):
+        check(SMALL, config, 2, device=GPU, free=Free(1000, GIB))
+    alone = check(SMALL, ZeroConfig(3, bf16=True).resolve(1), 1, device=GPU, free=tight)
+    assert alone.note == ""

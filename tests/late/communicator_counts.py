@@ -1,0 +1,96 @@
+"""The communicators that a step makes on one rank of the device, and those that preflight foresees:
+``python -m tests.late.communicator_counts``, with RANK and so on set, and the device in the place
+of CUDA. One line of JSON a case.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from typing import Any
+
+from tests.late import device, families, pipelines, training
+
+import torch  # isort: skip
+import hf_zero  # isort: skip
+from hf_zero.distributed import world_group  # isort: skip
+from hf_zero.hosts.reaching import free_port  # isort: skip
+from hf_zero.estimate import estimate  # isort: skip
+from hf_zero.preflight.communicators import communicators  # isort: skip
+from hf_zero.preflight.plan import MemoryPlan  # isort: skip
+
+EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+SEQUENCE = {"sequence_parallel_size": 2}
+# stage, keys of zero_optimization, other keys
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "stage 0": (0, {}, {}),
+    "stage 3": (3, {}, {}),
+    "stage 2, optimizer on the host": (2, training.OPTIMIZER, {}),
+    "stage 3, in a node": (3, {"zero_hpz_partition_size": 2}, {}),
+    "stage 3, replicas": (3, {"mics_shard_size": 2}, {}),
+    "stage 3, parts of matrices": (3, {}, families.TENSOR),
+    "stage 1, parts of matrices": (1, {}, families.TENSOR),
+    "stage 3, parts of sequences": (3, {}, SEQUENCE),
+    "stage 3, experts": (3, {}, EXPERTS),
+}
+OVER_HOSTS = {"stage 3, in two hops": (3, training.HOPS, {})}  # of two ranks each
+
+
+def made() -> set[str]:
+    """The communicators on which something was issued, which is what makes them; messages of a
+    group that is bound to its device are on its own.
+    """
+    issued = [each["name"] for each in device.C.communicators() if each["issued"]]
+    return {name.split(", messages")[0] for name in issued}
+
+
+def start_again() -> None:
+    """End the job: what is made next is another one's."""
+    port = world_group.get_world_group().broadcast_object(free_port())
+    torch.distributed.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port)
+
+
+def pipeline(rank: int) -> None:
+    """Two stages: nothing is sent over the group of all ranks, which is foreseen."""
+    before = made()
+    pipelines.train("1f1b")
+    foreseen = sum(communicators([], MemoryPlan(1, 1, pipeline=2)).values())
+    counted = {"made": len(made() - before), "foreseen": foreseen - 1}
+    start_again()
+    print(json.dumps({"case": "pipeline", "rank": rank, **counted}), flush=True)
+
+
+def main() -> None:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device.configure("eager")
+    device.only_device(int(os.environ["LOCAL_RANK"]))
+    if world == 2:
+        pipeline(rank)
+    for name, (stage, zero, more) in (CASES | (OVER_HOSTS if world == 4 else {})).items():
+        before = made()
+        config = {
+            **copy.deepcopy(training.config("stage 1")),
+            **training.ONCE,
+            "zero_optimization": {"stage": stage, **zero},
+            **more,
+        }
+        family = "mixtral" if more is EXPERTS else "llama"
+        foreseen = estimate(families.build(family, False), world, config=config).at(stage)
+        engine, *_ = hf_zero.initialize(model=families.build(family, False), config=config)
+        batch = {"input_ids": torch.arange(64, device=engine.device).view(4, 16)}
+        batch["labels"] = batch["input_ids"]
+        if more is SEQUENCE:
+            batch = hf_zero.sequence_parallel().shard(batch)
+        engine.backward(engine(**batch).loss)
+        engine.step()
+        device.synchronize_all()
+        counted = {"made": len(made() - before), "foreseen": foreseen.communicators}
+        engine.destroy()
+        start_again()
+        print(json.dumps({"case": name, "rank": rank, **counted}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
