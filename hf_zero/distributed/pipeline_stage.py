@@ -130,16 +130,17 @@ class Stage:
     def get_bwd_recv_ops(self, micro_batch: int) -> list[Any]:
         if self.is_last or not self.has_backward:
             return []
-        memory = [
-            torch.empty_like(each, memory_format=torch.contiguous_format)
+        outputs = [
+            each
             for each in self._outputs[micro_batch][0]
             if each is not None and each.requires_grad
         ]
-        self._gradients[micro_batch] = memory
         # with several stages on a rank a schedule receives ahead
         blocks = self.num_stages == self.group_size
         key = self._key(self.stage_index, micro_batch)
-        return self._messages.receive_gradients(self._after, memory, key, blocks)
+        memory, operations = self._messages.receive_gradients(self._after, outputs, key, blocks)
+        self._gradients[micro_batch] = memory
+        return operations
 
     def get_bwd_send_ops(self, micro_batch: int) -> list[Any]:
         if self.is_first or not self.has_backward:

@@ -4,10 +4,19 @@ A message of activations is preceded by a header of fixed size that says what co
 differ from one micro-batch to the next. The gradients of what a stage has sent come back in the
 same shapes, so they need none. Headers travel through host memory where the process group has a
 backend for it; a stage waits there for the one before it, which the watchdog sees.
+
+[Note: one operation]
+On NCCL the messages of a pipeline follow each other on the stream of one communicator, in batches
+or not: a batch takes the communicator of its group, and so does a single operation where the group
+is bound to its device. Each operation waits there until the other rank has come to it. So a message
+is one operation: several tensors travel end to end in one buffer, and are parts of one where they
+arrive.
 """
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -46,8 +55,12 @@ DTYPES = (
     torch.bool,
 )
 HEADER_TAG, FORWARD_TAG, BACKWARD_TAG = 1, 2, 3
+ALIGNED = 16  # bytes, to a multiple of which each tensor of a message begins
+# torch warns of single operations on a group that is bound to its device
+WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 
 Activations = tuple[torch.Tensor | None, ...]
+Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 class StageMessages:
@@ -101,6 +114,8 @@ class StageMessages:
             # NCCL then has one communicator for all messages. Else those that schedules issue alone
             # take one of two ranks each, and never meet the other end where that is in a batch.
             bound = None if kinds.is_host(groups.device) else groups.device
+            if bound is not None:
+                os.environ.setdefault(WARNING, "0")
             for ranks in dict.fromkeys(
                 dims.ranks_along(rank, "pipeline") for rank in range(dims.world)
             ):
@@ -143,7 +158,7 @@ class StageMessages:
         self._sent = [(w, h) for w, h in self._sent if not w.is_completed()]
         self._sent.append((work, header))
         tensors = [each.detach() for each in activations if each is not None]
-        return self._operations(dist.isend, tensors, peer, FORWARD_TAG, key)
+        return self._send("send_activations", tensors, peer, FORWARD_TAG, key)
 
     def receive(self, peer: int, key: str) -> tuple[Activations, tuple[bool, ...], bool, list[Any]]:
         """Wait for the header of the next activations of ``peer``: memory for them, which of them
@@ -160,31 +175,31 @@ class StageMessages:
                 numbers = header.tolist()
         except RuntimeError as error:
             raise self._watchdog.explain_failure(pending, error) from error
-        activations, grads, single = _memory(numbers, self.device)
-        tensors = [each for each in activations if each is not None]
-        return (
-            activations,
-            grads,
-            single,
-            self._operations(dist.irecv, tensors, peer, FORWARD_TAG, key),
-        )
+        announced, grads, single = _announced(numbers)
+        tensors, buffer = _room([each for each in announced if each is not None], self.device)
+        left = iter(tensors)
+        activations = tuple(None if each is None else next(left) for each in announced)
+        return activations, grads, single, self._operation(dist.irecv, buffer, peer, FORWARD_TAG)
 
     # ---- gradients ----
 
     def send_gradients(self, peer: int, gradients: Sequence[torch.Tensor], key: str) -> list[Any]:
         self._issue(self.rank, peer, f"{key} backward")
-        return self._operations(dist.isend, gradients, peer, BACKWARD_TAG, key)
+        return self._send("send_gradients", gradients, peer, BACKWARD_TAG, key)
 
     def receive_gradients(
-        self, peer: int, into: Sequence[torch.Tensor], key: str, blocks: bool
-    ) -> list[Any]:
-        """The operations that receive the gradients that ``peer`` sends next. ``blocks``: the
-        caller waits for them before it does anything else, and calls :meth:`came`.
+        self, peer: int, outputs: Sequence[torch.Tensor], key: str, blocks: bool
+    ) -> tuple[list[torch.Tensor], list[Any]]:
+        """Memory for the gradients of ``outputs`` that ``peer`` sends next, and the operations that
+        fill it. ``blocks``: the caller waits for them before it does anything else, and calls
+        :meth:`came`.
         """
         pending = self._issue(peer, self.rank, f"{key} backward")
         if blocks:
             self._waiting.enter_context(self._watchdog.watching(pending))
-        return self._operations(dist.irecv, into, peer, BACKWARD_TAG, key)
+        shapes = [(tuple(each.shape), each.dtype) for each in outputs]
+        gradients, buffer = _room(shapes, self.device)
+        return gradients, self._operation(dist.irecv, buffer, peer, BACKWARD_TAG)
 
     def came(self) -> None:
         """What the caller has waited for is here."""
@@ -203,20 +218,59 @@ class StageMessages:
             work.wait()
         self._sent = []
 
-    def _operations(
-        self, operation: Any, tensors: Sequence[torch.Tensor], peer: int, tag: int, key: str
+    def _send(
+        self, what: str, tensors: Sequence[torch.Tensor], peer: int, tag: int, key: str
     ) -> list[Any]:
-        found = []
-        for tensor in tensors:
-            if not tensor.numel():
-                continue
-            # as bytes: not every backend knows every dtype
-            flat = tensor.contiguous().view(-1).view(torch.uint8)
-            if operation is dist.isend:
-                what = "send_activations" if tag == FORWARD_TAG else "send_gradients"
-                self._stats.record(what, f"{key} (pipeline)", flat.numel())
-            found.append(dist.P2POp(operation, flat, group=self._group, tag=tag, group_peer=peer))
-        return found
+        if size := sum(each.numel() * each.element_size() for each in tensors):
+            self._stats.record(what, f"{key} (pipeline)", size)
+        return self._operation(dist.isend, _packed(tensors), peer, tag)
+
+    def _operation(self, operation: Any, buffer: torch.Tensor, peer: int, tag: int) -> list[Any]:
+        if not buffer.numel():
+            return []
+        return [dist.P2POp(operation, buffer, group=self._group, tag=tag, group_peer=peer)]
+
+
+def _places(shapes: Sequence[Shape]) -> tuple[list[int], int]:
+    """At which byte each of ``shapes`` begins in a message, and how many bytes that has."""
+    starts, at = [], 0
+    for shape, dtype in shapes:
+        at = -(-at // ALIGNED) * ALIGNED
+        starts.append(at)
+        at += math.prod(shape) * dtype.itemsize
+    return starts, at
+
+
+def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``tensors`` as the bytes of one message: not every backend knows every dtype."""
+    flat = [each.contiguous().view(-1).view(torch.uint8) for each in tensors if each.numel()]
+    if len(flat) < 2:
+        return flat[0] if flat else torch.empty(0, dtype=torch.uint8)
+    starts, size = _places([((each.numel(),), torch.uint8) for each in flat])
+    message = flat[0].new_empty(size)
+    for start, part in zip(starts, flat):
+        message[start : start + part.numel()].copy_(part)
+    return message
+
+
+def _room(shapes: Sequence[Shape], device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Memory for tensors of ``shapes``, and all of it as the bytes of the message that brings them.
+
+    No tensor is a view of it, so that one may be changed in place where another is saved for a
+    backward.
+    """
+    full = [each for each in shapes if math.prod(each[0])]
+    starts, size = _places(full)
+    buffer = torch.empty(size, dtype=torch.uint8, device=device)
+    left = iter(starts)
+    tensors = []
+    for shape, dtype in shapes:
+        if not math.prod(shape):
+            tensors.append(torch.empty(shape, dtype=dtype, device=device))
+            continue
+        at, part = next(left), torch.empty(0, dtype=dtype, device=device)
+        tensors.append(part.set_(buffer.untyped_storage(), at // dtype.itemsize, shape))  # type: ignore[call-overload]
+    return tensors, buffer
 
 
 def _header(activations: Activations, single: bool) -> torch.Tensor:
@@ -234,13 +288,13 @@ def _header(activations: Activations, single: bool) -> torch.Tensor:
     return torch.tensor([*numbers, *[0] * (HEADER - len(numbers))], dtype=torch.int64)
 
 
-def _memory(
-    numbers: Sequence[int], device: torch.device
-) -> tuple[Activations, tuple[bool, ...], bool]:
-    """Memory for what a header announces, which of it requires grad, whether it is one tensor."""
+def _announced(
+    numbers: Sequence[int],
+) -> tuple[list[Shape | None], tuple[bool, ...], bool]:
+    """What a header announces, which of it requires grad, whether it is one tensor."""
     left = iter(numbers)
     count, single = next(left), bool(next(left))
-    found: list[torch.Tensor | None] = []
+    found: list[Shape | None] = []
     grads: list[bool] = []
     for _ in range(count):
         code = next(left)
@@ -249,9 +303,8 @@ def _memory(
             grads.append(False)
             continue
         grads.append(bool(next(left)))
-        shape = [next(left) for _ in range(next(left))]
-        found.append(torch.empty(shape, dtype=DTYPES[code], device=device))
-    return tuple(found), tuple(grads), single
+        found.append((tuple(next(left) for _ in range(next(left))), DTYPES[code]))
+    return found, tuple(grads), single
 
 
 def dim_of_stages(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +41,10 @@ def test_the_communicator_is_made_with_its_group(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(stage_messages, "backend_serving", lambda device: "gloo")
     monkeypatch.setattr(stage_messages, "group_backend", lambda device: "nccl")
     monkeypatch.setattr(stage_messages, "backends_of_parts", lambda: "cpu:gloo,cuda:nccl")
+    environ: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", environ)
     messages = StageMessages.over(groups, "engine 1", 5.0)
+    assert environ == {stage_messages.WARNING: "0"}
     assert messages.ranks == [1, 3, 5]
     assert reduced == [((1, DEVICE), (1, 3, 5))]
     # NCCL would make others for messages that are in no batch
@@ -50,3 +54,61 @@ def test_the_communicator_is_made_with_its_group(monkeypatch: pytest.MonkeyPatch
 def test_the_host_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_reduce", None)
     dim_maker.connect(None, (0, 1), torch.device("cpu"), Watchdog(enabled=False), "an axis")
+
+
+def _messages() -> StageMessages:
+    stats, watchdog = CollectiveStats(keep_log=True), Watchdog(enabled=False)
+    return StageMessages([0, 1], 0, None, torch.device("cpu"), stats, watchdog, "engine 1", 5.0)
+
+
+def _travel(sent: list[Any], received: list[Any]) -> None:
+    """One operation on each side, of the same bytes."""
+    (out,), (into,) = sent, received
+    assert (out.op, into.op) == (dist.isend, dist.irecv)
+    assert out.tensor.dtype == into.tensor.dtype == torch.uint8
+    into.tensor.copy_(out.tensor)
+
+
+def test_a_message_of_several_tensors_is_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other dtypes, gaps and shapes, of no elements, and None; there and back."""
+    monkeypatch.setattr(
+        dist, "P2POp", lambda op, tensor, **_: SimpleNamespace(op=op, tensor=tensor)
+    )
+    for name in ("backend_serving", "group_backend"):
+        monkeypatch.setattr(stage_messages, name, lambda device: "gloo")
+    headers: list[torch.Tensor] = []
+    arrives = SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
+
+    def isend(header: torch.Tensor, **_: Any) -> Any:
+        headers.append(header)
+        return arrives
+
+    def irecv(header: torch.Tensor, **_: Any) -> Any:
+        header.copy_(headers.pop())
+        return arrives
+
+    monkeypatch.setattr(dist, "isend", isend)
+    monkeypatch.setattr(dist, "irecv", irecv)
+    hidden = torch.randn(3, 5, 7).transpose(0, 1).requires_grad_()
+    mask = torch.rand(3, 5) < 0.5
+    given = (hidden, None, mask, torch.empty(0, 4), torch.randn(5, dtype=torch.bfloat16))
+    messages = _messages()
+    sent = messages.send(1, given, False, "micro-batch 0")
+    came, grads, single, received = messages.receive(1, "micro-batch 0")
+    _travel(sent, received)
+    assert grads == (True, False, False, False, False) and not single
+    for mine, theirs in zip(came, given, strict=True):
+        assert mine is theirs is None or torch.equal(mine, theirs)
+    saved = came[4] * came[4].requires_grad_()
+    came[0].zero_()  # a layer may change its input
+    saved.sum().backward()
+    assert torch.equal(came[4].grad, 2 * given[4])
+
+    outputs = [torch.empty(2, 3), torch.empty(5, dtype=torch.float64)]
+    gradients = [torch.randn(2, 3), torch.randn(5, dtype=torch.float64)]
+    into, received = messages.receive_gradients(1, outputs, "micro-batch 0", False)
+    _travel(messages.send_gradients(1, gradients, "micro-batch 0"), received)
+    assert all(map(torch.equal, into, gradients))
+    counted = [size for what, _, size in messages._stats.log if what.startswith("send_")]
+    assert counted == [3 * 5 * 7 * 4 + 15 + 10, 6 * 4 + 5 * 8]
+    assert messages.receive_gradients(1, [], "micro-batch 1", False) == ([], [])
