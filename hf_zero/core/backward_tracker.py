@@ -59,7 +59,8 @@ class BackwardTracker:
         self.outstanding = Outstanding()
         # graph tasks under way, outermost first, and their callbacks
         self.tasks: list[tuple[int, weakref.ref[Any]]] = []
-        self._forwards: Counter[Hashable] = Counter()  # forwards since the last backward, by kind
+        # forwards since the last backward, by kind; None: those that one rank may have run alone
+        self._forwards: Counter[Hashable] = Counter()
         self._first = False  # no call of the backward under way has been reached
         self._older: weakref.WeakSet[RootForward] = weakref.WeakSet()  # forwards with a graph
         # forwards that the backward under way goes back through
@@ -88,9 +89,9 @@ class BackwardTracker:
 
     # ---- forwards ----
 
-    def add_forward(self, kind: Hashable) -> None:
-        """A forward of ``kind`` with a graph begins."""
-        self._forwards[kind] += 1
+    def add_forward(self, kind: Hashable, joint: bool) -> None:
+        """A forward of ``kind`` with a graph begins; ``joint``: all ranks run it together."""
+        self._forwards[kind if joint else None] += 1
 
     def add_call(self, call: UnitForward) -> None:
         """``call``, which has ended, has outputs whose hooks tell of its backward."""
@@ -262,6 +263,7 @@ class BackwardTracker:
             *(
                 (forward, min(count, FORWARDS_TOLD_APART))
                 for forward, count in self._forwards.items()
+                if forward is not None
             ),
         )
         self._forwards.clear()

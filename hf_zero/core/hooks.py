@@ -216,8 +216,9 @@ class Hooks:
             self._outer = RootForward(module is self._model, tracker.outstanding.moment())
             if grads:
                 self._draw(self._outer, name)
-                tracker.add_forward(kind)
             self._schedule.begin(kind, left_out=self._outer.left_out)
+            if grads:
+                tracker.add_forward(kind, joint=not self._schedule.between_passes)
         self._nested += 1
         last, self._last = self._last, None
         if unit is None:

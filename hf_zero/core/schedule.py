@@ -139,13 +139,13 @@ class Schedule:
         if not self.gathers:
             return
         if not backward:
-            self._kept = []
-            self._release_unused()
             if all(unit.pins for unit in self._units if unit.sharded):
                 # Nothing to gather and so nothing to agree on: ranks may run different numbers of
-                # such forwards.
+                # such forwards, which leave nothing behind that chooses a plan.
                 self._pass = None
                 return
+            self._kept = []
+            self._release_unused()
             if self._mesh.whole.node is not None:
                 for unit in self._units:
                     unit.forget_secondary()

@@ -4,17 +4,29 @@ for what was left out.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+import hf_zero
 from tests.helpers import oracle
 from tests.helpers.cells import fast
-from tests.helpers.engines import config_of, engine_opener, start, train_on_threads
+from tests.helpers.engines import (
+    config_of,
+    engine_opener,
+    full_weights,
+    start,
+    train_on_threads,
+)
 from tests.helpers.left_out import Dropping, LeftOut, at_random, first_used, on_one
-from tests.helpers.models import features, floats, seeded
+from tests.helpers.models import Stack, features, floats, seeded
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import At, Driver, Plan, adamw
+from tests.helpers.stacks import by_hand, squared
+from tests.helpers.training import At, Driver, Plan, adamw, plain_sgd
 
 COMPILED = {"blocks": True, "backend": "aot_eager"}
 
@@ -75,6 +87,84 @@ def test_blocks_that_the_first_pass_leaves_out_are_used_later(axis):
 
 def test_compiled_blocks():
     check(LeftOut(10, at_random(10, 0.4)), 2, 1, 3, steps=2, compile=COMPILED)
+
+
+class _Explained(LeftOut):
+    """The gradient of the input is asked of the graph of each loss in ``when`` before its backward:
+    a backward that brings no gradient to parameters.
+    """
+
+    def __init__(self, depth: int, choose: Any, when: Callable[[At], bool]) -> None:
+        super().__init__(depth, choose)
+        self.when = when
+
+    def loss(self, net: Driver, at: At) -> torch.Tensor:
+        out = self.choose(at)
+        net.module.chosen = [index for index in range(self.depth) if index not in out]
+        x = features(at.step, at.micro, at.rank).to(net.dtype).requires_grad_()
+        loss = net(x).float().pow(2).mean()
+        slope = torch.zeros(())
+        if self.when(at):
+            slope = torch.autograd.grad(loss, x, retain_graph=True)[0].pow(2).sum()
+        return loss + slope  # whose value is compared with the oracle's
+
+
+WHEN: dict[str, Callable[[At], bool]] = {
+    "always": lambda at: True,
+    "in the first micro-batch": lambda at: at.micro == 0,
+    "in the last micro-batch": lambda at: at.micro == 1,
+    "from the second step on": lambda at: at.step > 0,
+    "in the first step": lambda at: at.step == 0,
+}
+CHOICES = {
+    "all used": lambda at: set(),
+    "others on each rank": at_random(6, 0.4),
+    "none in the first step": first_used(1, 2, 3),
+}
+
+
+@pytest.mark.parametrize(
+    ("when", "choose", "stage", "ranks"),
+    fast(
+        list(itertools.product(WHEN, CHOICES, (0, 1, 2, 3), (2, 3))),
+        lambda when, choose, stage, ranks: (
+            ranks == 2 and (stage == 3 or (stage == 1 and choose == "others on each rank"))
+        ),
+    ),
+)
+def test_gradients_asked_of_the_graph_of_a_loss(when, choose, stage, ranks):
+    """They come in the order in which units are reduced, learned from backwards that reduce."""
+    apart = {"stage3_module_granularity_threshold": 0, "stage3_param_persistence_threshold": 0}
+    job = _Explained(6, CHOICES[choose], WHEN[when])
+    check(job, ranks, 2, stage, timeout=60, zero_optimization={"stage": stage, **apart})
+
+
+@pytest.mark.parametrize("place", ["before the forward", "before the backward", "before the step"])
+def test_a_forward_that_one_rank_adds_where_all_is_gathered(place):
+    """It concerns no other rank, and the next backward is the same on all."""
+    models = [seeded(Stack) for _ in range(2)]
+    apart = {"stage3_module_granularity_threshold": 0, "stage3_param_persistence_threshold": 0}
+
+    def run(rank: int) -> dict[str, torch.Tensor]:
+        model = models[rank]
+        config = {**config_of(3), "zero_optimization": {"stage": 3, **apart}}
+        engine = start(model, plain_sgd(model), config)
+        for step in range(3):
+            for at in ("before the forward", "before the backward", "before the step"):
+                if at == place:
+                    with hf_zero.GatheredParameters(list(model.parameters())):
+                        if rank == 0 and step:
+                            squared(engine, At(9, 0, 0))
+                if at == "before the forward":
+                    loss = squared(engine, At(step, 0, rank))
+                elif at == "before the backward":
+                    engine.backward(loss)
+            engine.step()
+        return full_weights(engine)
+
+    want = by_hand(plain_sgd, [[(1.0, 0)]] * 3, 2)[0]
+    for weights in run_ranks(2, run, timeout=60):
+        oracle.compare_tensors("weights", weights, want)
 
 
 class _Masking(Dropping):

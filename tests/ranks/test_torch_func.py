@@ -4,6 +4,7 @@ is left behind either way.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.helpers.engines import STAGES, config_of, full_weights, start
 from tests.helpers.models import floats
 from tests.helpers.oracle import compare_tensors
 from tests.helpers.stacks import by_hand, on_ranks, squared, stack
-from tests.helpers.training import At, plain_sgd
+from tests.helpers.training import At, Plan, plain_sgd
 
 X = floats(0, 0, 0, 3, 7)
 Way = Callable[[Any, nn.Module], Any]
@@ -184,21 +185,25 @@ def _adapted(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return functional_call(model, fast, (x,)).pow(2).mean()
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_first_order_maml_trains_as_in_plain_torch(stage: int) -> None:
+def test_first_order_maml_trains_as_in_plain_torch(stage: int, accumulation: int) -> None:
     """A backward that brings no gradient to parameters shows nothing of those that do."""
     plain = stack()
     optimizer = plain_sgd(plain)
-    batches = [[floats(step, 0, rank, 3, 7) for rank in range(2)] for step in range(3)]
-    for batch in batches:
+    windows = [
+        [[floats(step, micro, rank, 3, 7) for rank in range(2)] for micro in range(accumulation)]
+        for step in range(3)
+    ]
+    for window in windows:
         optimizer.zero_grad()
-        for x in batch:
-            (_adapted(plain, x) / 2).backward()
+        for x in itertools.chain.from_iterable(window):
+            (_adapted(plain, x) / 2 / accumulation).backward()
         optimizer.step()
 
     def run(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
-        engine = start(model, plain_sgd(model), config_of(stage))
-        for batch in batches:
+        engine = start(model, plain_sgd(model), config_of(stage, Plan(accumulation=accumulation)))
+        for batch in itertools.chain.from_iterable(windows):
             engine.backward(_adapted(model, batch[rank]))
             engine.step()
         return full_weights(engine)
