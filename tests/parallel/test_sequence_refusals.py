@@ -93,6 +93,8 @@ def test_models_that_cannot_be_split(kind: str) -> None:
 
 BATCH = plain(At(0, 0, 0))
 ONES = torch.ones(ROWS, TOKENS, dtype=torch.int64)
+COUNTED = torch.arange(TOKENS)
+PACKED = BATCH | {"position_ids": torch.where(COUNTED < 6, COUNTED, COUNTED - 6)[None]}
 PADDED = torch.where(torch.arange(TOKENS) < 10, ONES, 0)
 
 
@@ -104,6 +106,7 @@ PADDED = torch.where(torch.arange(TOKENS) < 10, ONES, 0)
         (BATCH, 3, "16 tokens do not divide .* pad_to_multiple_of=3"),
         (BATCH | {"attention_mask": ONES.tril() * 0 + ONES.triu()}, 2, "padding on the left"),
         (BATCH | {"attention_mask": PADDED}, 2, r"labels\[attention_mask == 0\] = -100"),
+        (PACKED | {"attention_mask": ONES}, 2, "begin anew .* at token 6, .* leave attention_mask"),
         (BATCH | {"attention_mask": ONES[:, None, None]}, 2, r"attention_mask of shape \[2, 1"),
         (BATCH | {"position_ids": ONES.expand(3, ROWS, TOKENS)}, 2, r"position_ids of shape \[3"),
     ],
@@ -111,6 +114,16 @@ PADDED = torch.where(torch.arange(TOKENS) < 10, ONES, 0)
 def test_batches_that_cannot_be_cut(batch: Any, parts: int, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         cut(batch, 0, parts)
+
+
+def test_positions_of_padding_may_begin_anew_beside_a_mask() -> None:
+    """As ``mask.cumsum(1) - 1`` gives them, with any value for what is padding."""
+    labels = BATCH["labels"].masked_fill(PADDED == 0, -100)
+    positions = torch.where(PADDED == 0, 1, PADDED.cumsum(1) - 1)
+    part = cut(
+        BATCH | {"labels": labels, "attention_mask": PADDED, "position_ids": positions}, 1, 2
+    )
+    assert part["position_ids"].tolist() == positions[:, TOKENS // 2 :].tolist()
 
 
 def test_a_batch_is_cut_after_its_labels_are_shifted() -> None:

@@ -109,6 +109,21 @@ def test_adapters_of_the_parameters_of_experts(
 
 
 @pytest.mark.parametrize("tied", (False, True))
+def test_tokens_that_train_in_an_adapter(tied: bool) -> None:
+    """PEFT keeps the layer under the name of what ``modules_to_save`` keeps."""
+    models = [seeded(lambda: llama(tied=tied)) for _ in range(2)]
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[1, 5])
+
+    def run(rank: int) -> None:
+        hf_zero.tensor_parallel(peft.get_peft_model(models[rank], lora), 2)  # type: ignore[arg-type]
+
+    said = r"embed_tokens has an adapter .* leave the layer out of .*trainable_token_indices"
+    with pytest.raises(RankFailed, match=said) as raised:
+        run_ranks(2, run)
+    assert isinstance(raised.value.__cause__, ConfigError)
+
+
+@pytest.mark.parametrize("tied", (False, True))
 def test_a_head_whose_weight_trl_reads(tied: bool) -> None:
     models = [seeded(lambda: llama(tied=tied)) for _ in range(3)]
     ids = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))

@@ -86,6 +86,8 @@ def cut(batch: Any, part: int, parts: int) -> dict[str, Any]:
         )
     if documents is None:
         documents = Documents.of(0, positions)
+        if mask is not None:
+            _check_packing(mask, positions)
     batch["position_ids"] = positions.expand(rows, -1)
     if batch.get("shift_labels") is None and batch.get("labels") is not None:
         batch["shift_labels"] = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
@@ -159,6 +161,21 @@ def _check_mask(mask: Any) -> None:
             f"the attention_mask of a batch has padding on the left, or between tokens, and under "
             f"{KEY} masks are dropped: pad on the right (tokenizer.padding_side = 'right'), where "
             "causal attention does not read it"
+        )
+
+
+def _check_packing(mask: torch.Tensor, positions: torch.Tensor) -> None:
+    """Transformers looks for packed sequences in batches without a mask alone; with one, tokens
+    attend to all before them in their row, whatever their positions.
+    """
+    begins = (positions[:, 1:] - positions[:, :-1] != 1) & (mask[:, 1:] != 0)
+    if bool(begins.any()):
+        token = int(begins.any(dim=0).nonzero()[0]) + 1
+        raise ConfigError(
+            f"a batch has position_ids that begin anew or skip some at token {token}, and an "
+            f"attention_mask: one process attends across that token, and under {KEY} what stands "
+            "before it is another sequence; leave attention_mask out where sequences are packed, "
+            "or position_ids where each row is one"
         )
 
 

@@ -184,6 +184,8 @@ def _layers(
         return
     original = getattr(module, "original_module", None)
     if isinstance(original, nn.Module):  # PEFT's modules_to_save
+        if _own_parts(module) - {"original_module", "modules_to_save"}:
+            raise _unbuilt_adapter(name, module)
         yield from _layers(f"{name}.original_module", original, style)
         for key, copy in getattr(module, "modules_to_save", {}).items():
             yield from _layers(f"{name}.modules_to_save.{key}", copy, style)
@@ -195,6 +197,19 @@ def _layers(
             f"plan={{{_NUMBER.sub('*', name)!r}: None}}), or remove tensor_parallel.autotp_size"
         )
     yield name, module, style, False
+
+
+def _own_parts(module: nn.Module) -> set[str]:
+    """The attributes of ``module`` that its parameters are in."""
+    return {name.split(".")[0] for name, _ in module.named_parameters()}
+
+
+def _unbuilt_adapter(name: str, module: nn.Module) -> ConfigError:
+    return ConfigError(
+        f"{name} has an adapter ({type(module).__name__}) that is not built under tensor "
+        "parallelism; use LoRA without DoRA, leave the layer out of target_modules, "
+        "target_parameters and trainable_token_indices, or remove tensor_parallel.autotp_size"
+    )
 
 
 _LOW_RANK = ("lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embedding_B")
@@ -211,18 +226,10 @@ def _adapted(
     plain = not any(getattr(module, "use_dora", {}).values()) and not getattr(
         module, "lora_magnitude_vector", {}
     )
-    others = {
-        key.split(".")[0]
-        for key, _ in module.named_parameters()
-        if key.split(".")[0] not in (*_LOW_RANK, "base_layer")
-    }
+    others = _own_parts(module) - {*_LOW_RANK, "base_layer"}
     weight = getattr(base, "weight", None)  # experts have others, which LoRA may be added to
     if others or not plain or weight is None:
-        raise ConfigError(
-            f"{name} has an adapter ({type(module).__name__}) that is not built under tensor "
-            "parallelism; use LoRA without DoRA, leave the layer out of target_modules and "
-            "target_parameters, or remove tensor_parallel.autotp_size"
-        )
+        raise _unbuilt_adapter(name, module)
     cut = sharding_of(weight).box if isinstance(weight, nn.Parameter) else None
     sizes = {
         layer.weight.shape[dim]
