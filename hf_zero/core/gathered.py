@@ -16,7 +16,7 @@ from hf_zero.distributed import process_group, world_group
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import PartitionError
 from hf_zero.logs import listed, logger
-from hf_zero.parameters.parameter import OwnedParameter, name_of, owner_of
+from hf_zero.parameters.parameter import LEFT_SHARDED, OwnedParameter, name_of, owner_of
 from hf_zero.parameters.sharding import sharding_of
 from hf_zero.units.flat_buffer import FlatBuffer
 
@@ -24,11 +24,7 @@ from hf_zero.units.flat_buffer import FlatBuffer
 def _engine_of(flat: FlatBuffer) -> Any:
     engine = None if flat.retired else flat.engine()
     if engine is None:
-        raise PartitionError(
-            f"the engine of {next(iter(flat.parameters))} was destroyed and left its parameters "
-            "sharded; call hf_zero.initialize again, or "
-            "destroy(gather=True) next time"
-        )
+        raise PartitionError(f"the engine of {next(iter(flat.parameters))} {LEFT_SHARDED}")
     return engine
 
 

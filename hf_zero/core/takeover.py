@@ -17,6 +17,8 @@ from hf_zero.optim.adopted import give_back
 from hf_zero.parameters.parameter import name_of, owner_of
 
 TAKEN = ("step", "add_param_group", "zero_grad", "state_dict", "load_state_dict")
+# an attribute by which GradScaler.step hands itself to the step of an optimizer, as grad_scaler
+_SUPPORTS_AMP = "_step_supports_amp_scaling"
 
 
 class SegmentStates(defaultdict[Any, dict[str, Any]]):
@@ -125,8 +127,16 @@ def patch_optimizer(optimizer: Any, owner: Any) -> None:
     """
     engine = weakref.ref(owner)
 
-    def step(closure: Any = None) -> None:
+    def step(closure: Any = None, grad_scaler: Any = None) -> None:
         optimizer._opt_called = True  # what torch's schedulers look for
+        if grad_scaler is not None:
+            raise PartitionError(
+                "torch.amp.GradScaler cannot step under ZeRO: it looks for gradients on "
+                "parameters, and the engine has taken them in; write "
+                '"fp16": {"enabled": true} in the configuration and call '
+                "engine.backward(loss) and engine.step(), which scale and unscale, or make it "
+                "with enabled=False"
+            )
         if closure is not None:
             raise PartitionError(
                 "optimizer.step(closure) cannot run under ZeRO: the closure would need a second "
@@ -190,6 +200,8 @@ def patch_optimizer(optimizer: Any, owner: Any) -> None:
     )
     optimizer.state_dict, optimizer.load_state_dict = state_dict, load_state_dict
     optimizer.overflow = False
+    step.supports_amp = vars(optimizer).get(_SUPPORTS_AMP)  # type: ignore[attr-defined]
+    setattr(optimizer, _SUPPORTS_AMP, True)
 
 
 def restore_optimizer(
@@ -199,8 +211,11 @@ def restore_optimizer(
 
     What the optimizer has learnt went with the engine, and the memory its segments were in.
     """
-    for name in TAKEN:
+    given = getattr(optimizer.step, "supports_amp", None)
+    for name in (*TAKEN, _SUPPORTS_AMP):
         optimizer.__dict__.pop(name, None)
+    if given is not None:
+        setattr(optimizer, _SUPPORTS_AMP, given)
     optimizer.state = defaultdict(dict)
     for group, given in zip(optimizer.param_groups, parameters):
         for segment in group["params"]:

@@ -283,7 +283,15 @@ METADATA = frozenset(_METADATA.split())  # what may be asked of a parameter whos
 CONVERSIONS = frozenset(("to", "float", "half", "bfloat16", "double", "type")) | kinds.COPIES
 
 
-def _refuse(parameter_name: str, operation: str) -> ReleasedParameterError:
+LEFT_SHARDED = (
+    "was destroyed and left its parameters sharded; call hf_zero.initialize again, or "
+    "destroy(gather=True) next time"
+)
+
+
+def _refuse(parameter_name: str, operation: str, flat: Any = None) -> ReleasedParameterError:
+    if flat is not None and (flat.retired or flat.engine() is None):
+        return ReleasedParameterError(f"{operation} on {parameter_name}: its engine {LEFT_SHARDED}")
     return ReleasedParameterError(
         f"{operation} on {parameter_name}: its values are sharded over the ranks and not "
         "here. Gather them first: "
@@ -393,7 +401,9 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
             if engine is not None and engine.shard_only:
                 with engine.gathered(flat.unit):
                     return func(*args, **kwargs)
-        raise _refuse(name_of(released) if released is not None else "a released parameter", name)
+        if released is None:
+            raise _refuse("a released parameter", name)
+        raise _refuse(name_of(released), name, released.__dict__["_hf_zero_flat"])
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ReleasedParameter({name_of(self)}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -402,9 +412,9 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
         flat = self.__dict__["_hf_zero_flat"]
         engine = flat.engine()
         if engine is None or not engine.shard_only:
-            raise _refuse(name_of(self), "deepcopy")
+            raise _refuse(name_of(self), "deepcopy", flat)
         with engine.gathered(flat.unit):
             return OwnedParameter.__deepcopy__(self, memo)  # its class is another one now
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _refuse(name_of(self), "pickling")
+        raise _refuse(name_of(self), "pickling", self.__dict__["_hf_zero_flat"])

@@ -160,6 +160,38 @@ def test_add_param_group_after_initialize(stage):
     on_ranks(RANKS, run)
 
 
+@pytest.mark.parametrize("stage", (0, 3))
+@pytest.mark.parametrize("fused", (False, True))
+@pytest.mark.parametrize("unscaled", (False, True))
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop")
+def test_a_scaler_of_torch_steps(stage: int, fused: bool, unscaled: bool) -> None:
+    def run(rank, model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+        engine = start(model, optimizer, config_of(stage))
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(squared(engine, At(0, 0, rank))).backward()
+        if unscaled:
+            scaler.unscale_(optimizer)
+        with pytest.raises(
+            PartitionError, match=r'GradScaler .*"fp16": .* or make it with enabled'
+        ):
+            scaler.step(optimizer)
+        torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+        engine.destroy()
+        assert vars(optimizer).get("_step_supports_amp_scaling", False) is fused
+
+    on_ranks(RANKS, run)
+
+
+def test_a_model_whose_engine_is_gone_is_called() -> None:
+    def run(rank, model):
+        start(model, adamw(model), config_of(3)).destroy()
+        with pytest.raises(ReleasedParameterError, match=r"its engine was destroyed .*initialize"):
+            squared(model, At(0, 0, rank))
+
+    on_ranks(RANKS, run)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_foreign_optimizer_over_released_parameters(kind, fused):
