@@ -33,7 +33,7 @@ _EXPORTS = {
     "TrainingArguments": "hf_zero.integrations.transformers",
     "ZeroCallback": "hf_zero.integrations.transformers",
     "from_pretrained": "hf_zero.integrations.transformers.loading",
-    "Init": "hf_zero.integrations.deepspeed.zero_init",
+    "Init": "hf_zero.deepspeed.zero_init",
     "optimize": "hf_zero.integrations.fused",
     "restore": "hf_zero.integrations.fused",
     "expert_parallel": "hf_zero.parallel.expert.model",
@@ -42,8 +42,8 @@ _EXPORTS = {
     "tensor_parallel": "hf_zero.parallel.tensor",
     "sequence_parallel": "hf_zero.parallel.sequence.sequence_parallel",
     "analyze": "hf_zero.integrations.datasets.analyze",
-    "estimate": "hf_zero.estimate",
-    "propose": "hf_zero.estimate",
+    "estimate": "hf_zero.planning.estimate",
+    "propose": "hf_zero.planning.estimate",
     "HfZeroError": "hf_zero.errors",
 }
 

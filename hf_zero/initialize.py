@@ -45,7 +45,7 @@ from hf_zero.parallel.tensor.configured import as_configured, ranks_of_a_stage, 
 from hf_zero.parameters.leaf_modules import mark_configured
 from hf_zero.parameters.shared_memory import tie_shared_memory, without_tied
 from hf_zero.parameters.wrap import PERSISTENCE
-from hf_zero.preflight import check_on_all_ranks
+from hf_zero.planning import check_on_all_ranks
 from hf_zero.techniques.curriculum_sampler import (
     CurriculumLoader,
     CurriculumSampler,

@@ -3,7 +3,7 @@
 
 ``python scripts/deepspeed_names.py FOLDER`` reads the source of an installed DeepSpeed
 (``.../site-packages/deepspeed``), imports nothing of it, and writes
-``hf_zero/integrations/deepspeed/NAMES.md``. It fails, naming them, while names are unaccounted for.
+``hf_zero/deepspeed/NAMES.md``. It fails, naming them, while names are unaccounted for.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ sys.path.insert(0, str(ROOT))
 
 import torch.distributed as dist  # noqa: E402
 
-from hf_zero.integrations.deepspeed.api import API  # noqa: E402
-from hf_zero.integrations.deepspeed.engine import DeepSpeedEngine  # noqa: E402
-from hf_zero.integrations.deepspeed.engine_getters import LEFT_OUT, NOT_BUILT  # noqa: E402
-from hf_zero.integrations.deepspeed.facade import _submodules  # noqa: E402
-from hf_zero.integrations.deepspeed.rows import NotBuilt  # noqa: E402
+from hf_zero.deepspeed.api import API  # noqa: E402
+from hf_zero.deepspeed.engine import DeepSpeedEngine  # noqa: E402
+from hf_zero.deepspeed.engine_getters import LEFT_OUT, NOT_BUILT  # noqa: E402
+from hf_zero.deepspeed.facade import _submodules  # noqa: E402
+from hf_zero.deepspeed.rows import NotBuilt  # noqa: E402
 
-OUT = ROOT / "hf_zero" / "integrations" / "deepspeed" / "NAMES.md"
+OUT = ROOT / "hf_zero" / "deepspeed" / "NAMES.md"
 HEAD = """# DeepSpeed's public names, and what becomes of each
 
 Made by `scripts/deepspeed_names.py` from the source of DeepSpeed {version}: the functions, classes

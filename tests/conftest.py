@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from tests.helpers.cells import off_turn
+from tests.helpers.plain_process import plain_process as plain_process
 
 # how long an example takes, and to draw it, depends on what else runs on the machine
 hypothesis.settings.register_profile(

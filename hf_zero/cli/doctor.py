@@ -227,8 +227,8 @@ def _owner_of_deepspeed() -> Finding:
 
     import torch  # noqa: F401  (what registers the facade in a real process)
 
+    from hf_zero.deepspeed import facade
     from hf_zero.integrations import finder
-    from hf_zero.integrations.deepspeed import facade
 
     spec = find_spec(facade.NAME)
     if spec is None:

@@ -18,8 +18,8 @@ from hf_zero.cli.printing import AsJson, in_units, print_json, print_table
 from hf_zero.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hf_zero.estimate import MemoryEstimate, Proposal
-    from hf_zero.memory import Free
+    from hf_zero.device.free_memory import Free
+    from hf_zero.planning.estimate import MemoryEstimate, Proposal
 
 NOTHING_FITS = 1
 
@@ -145,8 +145,8 @@ def estimate(
 
     Example: hf-zero estimate meta-llama/Llama-3.1-8B --ranks 1 --fit --device-memory 80GB
     """
-    from hf_zero.estimate import estimate as compute
-    from hf_zero.estimate import propose
+    from hf_zero.planning.estimate import estimate as compute
+    from hf_zero.planning.estimate import propose
 
     described = {
         "--device-memory": device_memory,
@@ -229,7 +229,7 @@ def _free(
     import torch
 
     from hf_zero.device import kinds
-    from hf_zero.memory import measure
+    from hf_zero.device.free_memory import measure
     from hf_zero.sizes import parse_size
 
     gpus = kinds.device_count()

@@ -11,8 +11,8 @@ import typer
 
 from hf_zero.cli.printing import AsJson, print_json
 from hf_zero.errors import ConfigError, LaunchError
-from hf_zero.hosts.front import carry_out
-from hf_zero.hosts.plan import LaunchPlan, Request, plan
+from hf_zero.launch.front import carry_out
+from hf_zero.launch.plan import LaunchPlan, Request, plan
 
 MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 CPU_RANKS = 2

@@ -10,7 +10,7 @@ from rich.table import Table
 from hf_zero.cli.printing import in_units
 
 if TYPE_CHECKING:
-    from hf_zero.activation_memory import LengthEstimate
+    from hf_zero.planning.activation_memory import LengthEstimate
 
 
 def lengths_table(rows: Sequence[LengthEstimate], ranks: int) -> Table:

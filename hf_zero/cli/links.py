@@ -10,7 +10,7 @@ from hf_zero.cli.printing import in_units
 from hf_zero.sizes import parse_rate, rate_in_units
 
 if TYPE_CHECKING:
-    from hf_zero.preflight.traffic import Traffic
+    from hf_zero.planning.traffic import Traffic
 
 # a way of sending, its seconds on the link, the link below which it pays
 Row = tuple["Traffic", float, float | None]
@@ -27,7 +27,7 @@ def link_rows(
     """The ways of each stage, the dense one first; ``given``: more for
     :func:`hf_zero.estimate.traffic`. Raises ConfigError for a speed that is none."""
     rate = parse_rate(link)
-    from hf_zero.estimate import traffic
+    from hf_zero.planning.estimate import traffic
 
     found = traffic(model, ranks, precision, stage, **given)
     return {

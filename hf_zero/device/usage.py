@@ -1,6 +1,6 @@
 """Bytes of a device: free, in use, at most in use.
 
-None of these is asked of the host, whose memory is counted by hf_zero.memory.
+None of these is asked of the host, whose memory is counted by hf_zero.device.free_memory.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 from hf_zero.distributed.network_interface import own_address
 
 NAMES = ("HF_ZERO_HOST", "SLURMD_NODENAME")  # as the user knows them: from the hostfile, from SLURM
-KEY = "hf_zero/hosts"
+KEY = "hf_zero/launch"
 
 _hosts: list[str] = []
 

@@ -15,7 +15,7 @@ import os
 import sys
 from typing import Any
 
-from hf_zero.integrations.deepspeed.facade import NAME, ORIGIN, FacadeFinder, is_ours
+from hf_zero.deepspeed.facade import NAME, ORIGIN, FacadeFinder, is_ours
 
 BACKENDS = ("hf_zero", NAME)
 

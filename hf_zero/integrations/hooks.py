@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from hf_zero.integrations.deepspeed.facade import NAME, FacadeFinder, facade_spec
+from hf_zero.deepspeed.facade import NAME, FacadeFinder, facade_spec
 
 WATCHED = ("accelerate", "lightning", "peft", "pytorch_lightning", "transformers")
 """Top-level packages that have seams: the table itself is read when one of them is first

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from hf_zero.device import kinds, pinned
+from hf_zero.device.host_limits import free_ram
 from hf_zero.errors import HostMemoryError
 from hf_zero.logs import logger
-from hf_zero.memory.host import free_ram
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p

@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from hf_zero.device.host_limits import release_freed
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.errors import PartitionError, RankMismatchError
-from hf_zero.memory.host import release_freed
 from hf_zero.parameters import attributes
 from hf_zero.parameters.flat_spec import FlatSpec
 from hf_zero.parameters.layout import ALIGNMENT, FlatLayout

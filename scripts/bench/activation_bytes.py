@@ -19,8 +19,8 @@ import torch
 import transformers
 
 import hf_zero
-from hf_zero.activation_memory import length_estimate
 from hf_zero.config import ZeroConfig
+from hf_zero.planning.activation_memory import length_estimate
 
 
 def peak_of(run: Any) -> int:

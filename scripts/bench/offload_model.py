@@ -262,7 +262,7 @@ def device_bytes(shape: Shape, case: Case, activations: float) -> float:
     """Bytes on the GPU: state as the preflight adds it up, and activations."""
     from hf_zero.config import ZeroConfig
     from hf_zero.parameters.wrap import find_units
-    from hf_zero.preflight import MemoryPlan, groups_of, needs
+    from hf_zero.planning import MemoryPlan, groups_of, needs
 
     model = shape.build(device="meta")
     plan = MemoryPlan.of(ZeroConfig.coerce(case.config("/tmp", PIECE)).resolve(1), 1)

@@ -44,7 +44,7 @@ from hf_zero.checkpoint.file_writer import aligned_buffer
 from hf_zero.checkpoint.hashes import hash_of
 from hf_zero.checkpoint.storage import BLOCK
 from hf_zero.checkpoint.tensorfile import bytes_view
-from hf_zero.hosts.reaching import free_port
+from hf_zero.launch.reaching import free_port
 
 WIDTH = 1024
 

@@ -7,7 +7,7 @@ FOLDER`` a checkout that is there; ``--kind public`` names all files of a kind. 
 installed DeepSpeed with its requirements (``pip install --target FOLDER deepspeed``, without its
 torch): a file runs over it first, and over the facade those tests that it passes.
 
-Results are added to ``tests/integrations/deepspeed/deepspeed_tests.json`` file by file, and
+Results are added to ``tests/deepspeed/deepspeed_tests.json`` file by file, and
 DEEPSPEED_TESTS.md is written anew from all of them. What is there from the same versions is not run
 again, so a run that was broken off, or ended by ``--minutes``, goes on with what is missing;
 ``--again failed`` and ``--again all`` run tests over the facade anew.

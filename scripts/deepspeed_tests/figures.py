@@ -10,7 +10,7 @@ from scripts.deepspeed_tests.kinds import KINDS
 from scripts.deepspeed_tests.reasons import KEPT, REASONS, WORKS_HERE, about_what, on_purpose
 from scripts.deepspeed_tests.runs import ROOT
 
-FIGURES = ROOT / "tests" / "integrations" / "deepspeed"
+FIGURES = ROOT / "tests" / "deepspeed"
 RAW, TABLE = FIGURES / "deepspeed_tests.json", FIGURES / "DEEPSPEED_TESTS.md"
 HEAD = """# DeepSpeed's own unit tests over the facade
 

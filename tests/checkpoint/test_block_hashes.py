@@ -25,8 +25,8 @@ from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.storage import as_path
 from hf_zero.checkpoint.tensorfile import TensorFile, plan_file
 from hf_zero.cli.app import app
+from hf_zero.deepspeed import fp32_files, universal_files
 from hf_zero.errors import CheckpointError
-from hf_zero.integrations.deepspeed import fp32_files, universal_files
 from tests.checkpoint.jobs import Job, good, other, run, small, state_of, train_some, value
 from tests.checkpoint.written import write
 from tests.helpers.engines import start

@@ -15,11 +15,11 @@ import transformers
 from typer.testing import CliRunner
 
 import hf_zero
-from hf_zero.activation_memory import Saving, Sequences, activation_bytes
 from hf_zero.cli.app import app
 from hf_zero.config import ZeroConfig
+from hf_zero.device.free_memory import Free
 from hf_zero.errors import ConfigError
-from hf_zero.memory import Free
+from hf_zero.planning.activation_memory import Saving, Sequences, activation_bytes
 from scripts.bench.activation_bytes import peak_of
 from tests.helpers.engines import start
 from tests.helpers.models import seeded

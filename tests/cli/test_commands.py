@@ -24,7 +24,7 @@ from hf_zero.cli.app import BAD_INPUT, app
 from hf_zero.cli.printing import in_units
 from hf_zero.config import PRESETS
 from hf_zero.errors import ConfigError
-from hf_zero.hosts.plan import LAUNCHER
+from hf_zero.launch.plan import LAUNCHER
 from hf_zero.ops import dispatch, native, trial
 from tests.helpers.accelerators import play_accelerator
 from tests.helpers.commands import completed
@@ -192,7 +192,7 @@ def test_fit_takes_as_many_ranks_a_host_as_it_has_gpus(
     model: str, monkeypatch: pytest.MonkeyPatch, gpus: int, share: int
 ) -> None:
     play_accelerator(monkeypatch, count=gpus)
-    monkeypatch.setattr("hf_zero.memory.free.free_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr("hf_zero.device.free_memory.free_bytes", lambda device: 1 << 30)
     found = json.loads(
         invoke("estimate", model, "--ranks", "8", "--fit", "--ram", "8GiB", "--json")
     )["free"]

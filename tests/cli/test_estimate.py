@@ -15,10 +15,10 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, LlamaConfig
 
 import hf_zero
 from hf_zero.config import OptimizerConfig
+from hf_zero.device.free_memory import Free
 from hf_zero.errors import ConfigError
-from hf_zero.estimate import moments_of
-from hf_zero.memory import Free
 from hf_zero.parameters.layout import ALIGNMENT
+from hf_zero.planning.estimate import moments_of
 from hf_zero.units.policy import bytes_per_parameter
 
 TINY = BertConfig(

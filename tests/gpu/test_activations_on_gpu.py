@@ -20,9 +20,9 @@ from hf_zero.activations.offload import Offload
 from hf_zero.activations.policy import offload_of
 from hf_zero.activations.streams import Streams
 from hf_zero.config import ActivationOffload
+from hf_zero.deepspeed import activation_checkpointing
 from hf_zero.distributed.init import init_distributed
 from hf_zero.distributed.process_group import destroy_process_group
-from hf_zero.integrations.deepspeed import activation_checkpointing
 from tests.helpers.models import seeded
 
 ROWS, WIDTH, DEPTH, STEPS = 512, 256, 8, 3

@@ -21,9 +21,9 @@ import pytest
 
 import hf_zero
 from hf_zero import _autoload
+from hf_zero.deepspeed import facade
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder, hooks
-from hf_zero.integrations.deepspeed import facade
 from tests.helpers.commands import completed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,9 +105,9 @@ def test_registering_imports_next_to_nothing() -> None:
         "hf_zero",
         "hf_zero._autoload",
         "hf_zero.integrations",
-        "hf_zero.integrations.deepspeed",
-        "hf_zero.integrations.deepspeed.facade",
-        "hf_zero.integrations.deepspeed.version",
+        "hf_zero.deepspeed",
+        "hf_zero.deepspeed.facade",
+        "hf_zero.deepspeed.version",
         "hf_zero.integrations.finder",
         "hf_zero.integrations.hooks",
     }
@@ -316,7 +316,7 @@ def test_the_wheel_carries_the_pth_and_it_registers(tmp_path: Path) -> None:
         PYTHONPATH="",  # else a working copy named there would answer in its place
     )
     assert seen == {
-        "origin": str(site / "hf_zero/integrations/deepspeed/api.py"),
+        "origin": str(site / "hf_zero/deepspeed/api.py"),
         "version": facade.VERSION,
         "torch": False,
     }

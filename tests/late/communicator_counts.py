@@ -17,8 +17,8 @@ import hf_zero  # isort: skip
 from hf_zero.distributed import world_group  # isort: skip
 from hf_zero.hosts.reaching import free_port  # isort: skip
 from hf_zero.estimate import estimate  # isort: skip
-from hf_zero.preflight.communicators import communicators  # isort: skip
-from hf_zero.preflight.plan import MemoryPlan  # isort: skip
+from hf_zero.planning.communicators import communicators  # isort: skip
+from hf_zero.planning.plan import MemoryPlan  # isort: skip
 
 EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 SEQUENCE = {"sequence_parallel_size": 2}

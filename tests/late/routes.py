@@ -39,7 +39,7 @@ def trainer() -> None:
 
 
 def deepspeed() -> None:
-    from hf_zero.integrations.deepspeed import comm
+    from hf_zero.deepspeed import comm
 
     comm.init_distributed("nccl")
 

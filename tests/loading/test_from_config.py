@@ -60,7 +60,7 @@ def make(rank: int, names: list[str]) -> dict[str, Any]:
     import transformers
     from transformers.integrations import HfDeepSpeedConfig
 
-    from hf_zero.integrations.deepspeed import zero_init
+    from hf_zero.deepspeed import zero_init
     from hf_zero.loading import building as lazily
     from hf_zero.parameters.parameter import ReleasedParameter
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.integrations.deepspeed import zero_init
-from hf_zero.integrations.deepspeed.zero_init import Init
+from hf_zero.deepspeed import zero_init
+from hf_zero.deepspeed.zero_init import Init
 from hf_zero.loading import building as lazily
 from hf_zero.parameters.parameter import ReleasedParameter, ZeroParamStatus, owner_of
 from tests.helpers.processes import run_processes, say

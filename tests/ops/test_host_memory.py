@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from hf_zero.device import pinned
+from hf_zero.device.host_limits import MemoryLimit
 from hf_zero.errors import HostMemoryError
-from hf_zero.memory.host import MemoryLimit
 from hf_zero.ops import host_memory
 from hf_zero.ops.host_memory import HostArena
 from tests.helpers.commands import completed

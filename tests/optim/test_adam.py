@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_zero.deepspeed import optimizers
 from hf_zero.errors import ConfigError
-from hf_zero.integrations.deepspeed import optimizers
 from hf_zero.ops import dispatch
 from hf_zero.optim import Adam, CPUAdam
 from hf_zero.optim.fused import FusedStep

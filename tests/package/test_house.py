@@ -19,11 +19,11 @@ MOST_PARAMETERS = 8
 # Longer lists, which may only get fewer and shorter: most are those of the class of DeepSpeed or
 # torch that ours stands for.
 PARAMETERS = {
-    "hf_zero.integrations.deepspeed.optimizers.DeepSpeedCPUAdam": 9,
-    "hf_zero.integrations.deepspeed.optimizers.FusedAdam": 9,
-    "hf_zero.integrations.deepspeed.optimizers.FusedLamb": 11,
-    "hf_zero.integrations.deepspeed.tiled_linear.TiledLinear": 10,
-    "hf_zero.integrations.deepspeed.zero_init.Init": 15,
+    "hf_zero.deepspeed.optimizers.DeepSpeedCPUAdam": 9,
+    "hf_zero.deepspeed.optimizers.FusedAdam": 9,
+    "hf_zero.deepspeed.optimizers.FusedLamb": 11,
+    "hf_zero.deepspeed.tiled_linear.TiledLinear": 10,
+    "hf_zero.deepspeed.zero_init.Init": 15,
     "hf_zero.ops.files_reference.Block": 10,
     "hf_zero.ops.files_reference.Transfer": 10,
     "hf_zero.ops.sparse_attention.layouts.VariableSparsityConfig": 10,

@@ -387,11 +387,7 @@ def test_another_deepspeed_in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_our_own_deepspeed_and_a_bare_name_are_no_other(
     inside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    where = (
-        str(Path(hf_zero.__file__).parent / "integrations" / "deepspeed" / "__init__.py")
-        if inside
-        else None
-    )
+    where = str(Path(hf_zero.__file__).parent / "deepspeed" / "__init__.py") if inside else None
     monkeypatch.setitem(sys.modules, "deepspeed", deepspeed_at(where))
     assert hf_zero.initialize(model=stack(), config="zero1")[0].stage == 1
 

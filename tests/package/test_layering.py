@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.integrations.deepspeed.api import API
-from hf_zero.integrations.deepspeed.rows import Provided
+from hf_zero.deepspeed.api import API
+from hf_zero.deepspeed.rows import Provided
 from tests.helpers.cells import in_one_item
 from tests.helpers.house import imports, module_name
 
@@ -25,7 +25,6 @@ LAYERS = {
     "hf_zero.device": 0,
     "hf_zero.errors": 0,
     "hf_zero.logs": 0,
-    "hf_zero.memory": 0,
     "hf_zero.sizes": 0,
     "hf_zero.spans": 0,
     "hf_zero.step_times": 0,
@@ -41,8 +40,8 @@ LAYERS = {
     "hf_zero.optim": 2,
     "hf_zero.checkpoint": 3,
     "hf_zero.loading": 3,
-    "hf_zero.hosts": 1,
-    "hf_zero.preflight": 3,
+    "hf_zero.launch": 1,
+    "hf_zero.planning": 3,
     "hf_zero.activations": 3,
     "hf_zero.parallel": 3,
     "hf_zero.techniques": 3,
@@ -51,9 +50,10 @@ LAYERS = {
     "hf_zero.initialize": 3,
     "hf_zero._autoload": 4,
     "hf_zero.integrations": 4,
-    "hf_zero.activation_memory": 5,
-    "hf_zero.estimate": 5,
-    "hf_zero.estimated": 5,
+    "hf_zero.deepspeed": 4,
+    "hf_zero.planning.activation_memory": 5,
+    "hf_zero.planning.estimate": 5,
+    "hf_zero.planning.estimated": 5,
     "hf_zero.cli": 5,
 }
 # Of these packages none imports one that stands after it.
@@ -76,10 +76,10 @@ STACK = [
         "initialize",
     )
 ]
-# The order inside integrations/: a module imports nothing that stands after it, except out of
-# its own folder.
+# The order of the facade and of what integrations/ holds: a module imports no later one, except
+# out of its own folder.
 INTEGRATIONS = [
-    f"hf_zero.integrations.{name}"
+    f"hf_zero.{name}" if name.startswith("deepspeed") else f"hf_zero.integrations.{name}"
     for name in (
         "seams",
         "checkpoint_folders",
@@ -158,8 +158,9 @@ def height(module: str) -> int | None:
 
 
 def library(module: str) -> str:
-    """The folder of integrations/ that ``module`` lies in."""
-    return module.removeprefix("hf_zero.integrations.").partition(".")[0]
+    """The folder of integrations/ that holds ``module``; ``deepspeed`` for the facade."""
+    below = module.removeprefix("hf_zero.").removeprefix("integrations.")
+    return below.partition(".")[0]
 
 
 def violations(source: str, module: str, is_package: bool = False) -> list[str]:
@@ -198,6 +199,9 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
 
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+INTEGRATION_SOURCES = [
+    path for path in SOURCES if path.relative_to(PACKAGE).parts[0] in ("integrations", "deepspeed")
+]
 
 
 @in_one_item(SOURCES, named=lambda path: path.relative_to(ROOT))
@@ -206,7 +210,7 @@ def test_imports_go_down(path: Path) -> None:
 
 
 def test_every_module_of_integrations_has_a_place() -> None:
-    modules = {module_name(path, ROOT) for path in (PACKAGE / "integrations").rglob("*.py")}
+    modules = {module_name(path, ROOT) for path in INTEGRATION_SOURCES}
     modules.discard("hf_zero.integrations")
     assert [module for module in sorted(modules) if place(module) is None] == []
     for name in INTEGRATIONS:
@@ -220,13 +224,13 @@ def test_the_facade_names_nothing_that_comes_after_it() -> None:
         for name in module.names.values()
         if isinstance(name, Provided)
     }
-    facade = INTEGRATIONS.index("hf_zero.integrations.deepspeed")
+    facade = INTEGRATIONS.index("hf_zero.deepspeed")
     assert [home for home in sorted(homes) if (place(home) or 0) > facade] == []
     assert [home for home in sorted(homes) if (layer(home) or 0) > 4] == []
 
 
 def test_modules_of_integrations_import_each_other_in_no_circle() -> None:
-    modules = {module_name(path, ROOT): path for path in (PACKAGE / "integrations").rglob("*.py")}
+    modules = {module_name(path, ROOT): path for path in INTEGRATION_SOURCES}
     graph = {
         module: {
             name

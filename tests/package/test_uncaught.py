@@ -15,7 +15,7 @@ from torch.distributed import DistNetworkError, TCPStore
 
 from hf_zero import uncaught
 from hf_zero.errors import ConfigError, DiskSpaceError, HfZeroError
-from hf_zero.hosts import launcher
+from hf_zero.launch import launcher
 from tests.helpers.commands import completed
 from tests.helpers.launched import environment
 

@@ -15,11 +15,11 @@ import transformers
 from torch import nn
 
 import hf_zero
+from hf_zero.deepspeed import expert_groups, parallel_groups
 from hf_zero.distributed.flat_mesh import FlatMesh
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError, PartitionError
-from hf_zero.integrations.deepspeed import expert_groups, parallel_groups
 from hf_zero.parallel.expert import model as expert_model
 from hf_zero.parallel.expert.axis import expert_axis
 from hf_zero.parallel.expert.dispatch import Routes, run_experts

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hf_zero.parameters.wrap import find_units
-from hf_zero.preflight import MemoryPlan, groups_of
-from hf_zero.preflight.needs import gathered_bytes
+from hf_zero.planning import MemoryPlan, groups_of
+from hf_zero.planning.needs import gathered_bytes
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.stacks import on_ranks, squared

@@ -9,8 +9,8 @@ import pytest
 
 from hf_zero.config import ZeroConfig
 from hf_zero.parameters.wrap import find_units
-from hf_zero.preflight.needs import NamedBytes, needs
-from hf_zero.preflight.plan import MemoryPlan, groups_of
+from hf_zero.planning.needs import NamedBytes, needs
+from hf_zero.planning.plan import MemoryPlan, groups_of
 from hf_zero.units import materialize
 from tests.helpers.cells import fast
 from tests.helpers.engines import config_of, start

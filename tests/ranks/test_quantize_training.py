@@ -18,8 +18,8 @@ import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.parameters.wrap import find_units
-from hf_zero.preflight.needs import needs
-from hf_zero.preflight.plan import MemoryPlan, groups_of
+from hf_zero.planning.needs import needs
+from hf_zero.planning.plan import MemoryPlan, groups_of
 from hf_zero.techniques.rounding import noise_for
 from tests.helpers.engines import config_of as configured
 from tests.helpers.engines import full_weights, start

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_zero import step_times
-from hf_zero.integrations.deepspeed.engine import DeepSpeedEngine
+from hf_zero.deepspeed.engine import DeepSpeedEngine
 from tests.helpers.engines import config_of, start
 from tests.helpers.stacks import on_ranks, squared, stack
 from tests.helpers.training import At, Plan, adamw

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hf_zero.errors import ConfigError
-from hf_zero.estimate import traffic
-from hf_zero.preflight.traffic import Traffic
+from hf_zero.planning.estimate import traffic
+from hf_zero.planning.traffic import Traffic
 from hf_zero.sizes import parse_rate, rate_in_units
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import Stack, seeded

@@ -22,13 +22,13 @@ from hf_zero.checkpoint.objects import split
 from hf_zero.config.curriculum import METRICS
 from hf_zero.config.training_phases import PHASES
 from hf_zero.core.consolidate import whole_state_dict
+from hf_zero.deepspeed.zero_init import Init
 from hf_zero.distributed import init, process_group
 from hf_zero.engine import Engine
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.holding import hold, release_holders
 from hf_zero.initialize import initialize
 from hf_zero.integrations import finder
-from hf_zero.integrations.deepspeed.zero_init import Init
 from hf_zero.integrations.engine_teardown import destroy_and_restore
 from hf_zero.integrations.lightning.settings import read, resolve
 from hf_zero.integrations.transformers.loading import made_under

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from hf_zero.distributed import init, process_group
-from hf_zero.integrations.deepspeed import zero_init
-from hf_zero.integrations.deepspeed.zero3_context import (
+from hf_zero.deepspeed import zero_init
+from hf_zero.deepspeed.zero3_context import (
     Loading,
     active_config,
     current_loading,
     log_zero3,
     postponed,
 )
+from hf_zero.distributed import init, process_group
 from hf_zero.loading import Building, record_in
 
 

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from hf_zero.core.gathered import summon_full_params
+from hf_zero.device.free_memory import free_bytes
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.engine import Engine
-from hf_zero.memory import free_bytes
 from hf_zero.parallel.tensor.model import model_record
 from hf_zero.parameters.parameter import owner_of
 from hf_zero.units.cut_parameters import dims_of_parts

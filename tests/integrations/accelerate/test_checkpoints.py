@@ -16,7 +16,7 @@ from accelerate.utils import ProjectConfiguration
 
 from hf_zero.errors import CheckpointError
 from tests.integrations.accelerate.test_loop import accelerator_with, loader, small
-from tests.integrations.conftest import forget
+from tests.helpers.plain_process import forget
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 

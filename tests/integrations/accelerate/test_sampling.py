@@ -20,13 +20,13 @@ from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
 
 from hf_zero.errors import ConfigError
-from hf_zero.hosts.reaching import free_port
 from hf_zero.integrations.accelerate.sampling import skip_what_was_trained
 from hf_zero.integrations.accelerate.shared_batches import _DataParallelState
+from hf_zero.launch.reaching import free_port
 from hf_zero.techniques.curriculum_sampler import CurriculumSampler
 from tests.helpers import launched, sampled
 from tests.helpers.sampled import BATCH, ROWS, index_in, metric, section
-from tests.integrations.conftest import forget
+from tests.helpers.plain_process import forget
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 

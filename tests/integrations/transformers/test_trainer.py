@@ -32,7 +32,7 @@ from tests.helpers.trainers import (
     rows,
     weights,
 )
-from tests.integrations.conftest import forget
+from tests.helpers.plain_process import forget
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 

@@ -18,7 +18,7 @@ import transformers
 from hf_zero.checkpoint import find
 from hf_zero.errors import CheckpointError
 from tests.helpers.trainers import logged, routed, weights
-from tests.integrations.conftest import forget
+from tests.helpers.plain_process import forget
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 

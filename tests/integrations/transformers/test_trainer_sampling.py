@@ -18,7 +18,7 @@ from tests.helpers import sampled
 from tests.helpers.models import VOCAB
 from tests.helpers.sampled import metric, section
 from tests.helpers.trainers import model, options
-from tests.integrations.conftest import forget
+from tests.helpers.plain_process import forget
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 

@@ -1,0 +1,233 @@
+"""``deepspeed.accelerator``: the device this process computes on, under DeepSpeed's names."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from hf_zero.deepspeed import cpu_accelerator, op_builders
+from hf_zero.device import kinds
+from hf_zero.distributed.process_group import backend_for, default_device
+
+TENSORS = {
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+}
+
+
+class DeepSpeedAccelerator:
+    """CPU or accelerator, whichever the engine uses here; a class of your own may derive from it
+    and be given to :func:`set_accelerator`.
+
+    Whatever is not listed is asked of torch's module for it, or of ``cpu_accelerator``.
+    """
+
+    def __init__(self, kind: str = "cpu") -> None:
+        self._name = kind
+        self._module: Any = cpu_accelerator if kind == "cpu" else kinds.module_of(kind)
+        self._compile_backend = "inductor"
+
+    # ---- which device ----
+
+    def device_name(self, device_index: int | str | None = None) -> str:
+        return (
+            self._name
+            if self._name == "cpu" or device_index is None
+            else f"{self._name}:{device_index}"
+        )
+
+    def current_device_name(self) -> str:
+        return self.device_name(self.current_device())
+
+    def current_device(self) -> int:
+        return kinds.current_index(self._name)
+
+    def device(self, device_index: int | None = None) -> Any:
+        return torch.device(self.device_name(device_index))
+
+    def set_device(self, device_index: int) -> None:
+        kinds.set_device(torch.device(self._name, int(device_index)))
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        kinds.synchronize(torch.device(self.device_name(device_index)))
+
+    def communication_backend_name(self) -> str:
+        return backend_for(self._name)
+
+    def is_available(self) -> bool:
+        return bool(self._name == "cpu" or self._module.is_available())
+
+    # ---- how it works: on the CPU in the order of the host ----
+
+    def is_synchronized_device(self) -> bool:
+        return kinds.is_host(self._name)
+
+    use_host_timers = resolves_data_dependency = handles_memory_backpressure = (
+        is_synchronized_device
+    )
+
+    def is_triton_supported(self) -> bool:
+        return kinds.runs_triton(self._name)
+
+    def is_current_stream_capturing(self) -> bool:
+        asked = getattr(self._module, "is_current_stream_capturing", None)
+        return asked is not None and bool(asked())
+
+    def random(self) -> Any:
+        return torch.random
+
+    # ---- dtypes and tensors ----
+
+    def is_bf16_supported(self) -> bool:
+        return bool(self._name == "cpu" or self._module.is_bf16_supported())
+
+    def is_fp16_supported(self) -> bool:
+        return True
+
+    def is_fp64_supported(self) -> bool:
+        return self._name != "mps"
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        return [
+            torch.float,
+            *([torch.half] if self.is_fp16_supported() else []),
+            *([torch.bfloat16] if self.is_bf16_supported() else []),
+        ]
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self._name
+
+    # ---- memory ----
+
+    def pin_memory(
+        self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True
+    ) -> torch.Tensor:
+        """``tensor`` in page-locked memory; on the CPU itself, where no copy goes to a device."""
+        if self._name == "cpu":
+            return tensor
+        pinned = tensor.pin_memory() if make_copy else torch.empty_like(tensor, pin_memory=True)
+        return pinned if match_shape else pinned.view(-1)
+
+    def pin_empty(self, *size: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device, pin_memory=self._name != "cpu")
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return self._name != "cpu" and tensor.is_pinned()
+
+    def unpin_memory(self, tensor: torch.Tensor) -> None:
+        """Page-locked memory is given back with its tensor."""
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        return int(self.mem_get_info(device_index)[1])
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        return int(self.mem_get_info(device_index)[0])
+
+    def memory_cached(self, device_index: int | None = None) -> int:
+        return int(self.memory_reserved(device_index))
+
+    def max_memory_cached(self, device_index: int | None = None) -> int:
+        return int(self.max_memory_reserved(device_index))
+
+    def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
+        self.reset_peak_memory_stats(device_index)
+
+    reset_max_memory_cached = reset_max_memory_allocated
+
+    def empty_cache(self) -> None:
+        if self._name != "cpu":
+            self._module.empty_cache()
+
+    # ---- profiling, compilation, kernels ----
+
+    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
+        """Open a range that a profiler shows; nested, each ends with :meth:`range_pop`."""
+        ranges = getattr(self._module, "nvtx", None)
+        if ranges is not None:
+            ranges.range_push(msg)
+
+    def range_pop(self, domain: str | None = None) -> None:
+        ranges = getattr(self._module, "nvtx", None)
+        if ranges is not None:
+            ranges.range_pop()
+
+    def lazy_call(self, callback: Any) -> Any:
+        """Call it, once the device is in use: at once, as torch initialises it by itself."""
+        return callback()
+
+    def get_compile_backend(self) -> str:
+        return self._compile_backend
+
+    def set_compile_backend(self, backend: str) -> None:
+        """Raises ValueError for a backend that torch.compile does not have."""
+        known = torch._dynamo.list_backends(exclude_tags=())
+        if backend not in known:
+            raise ValueError(f"torch.compile has no backend {backend!r}; it has {known}")
+        self._compile_backend = backend
+
+    def op_builder_dir(self) -> str:
+        return "deepspeed.ops.op_builder"
+
+    def get_op_builder(self, class_name: str) -> Any:
+        return getattr(op_builders, class_name, op_builders.NotImplementedBuilder)
+
+    def create_op_builder(self, class_name: str) -> Any:
+        return self.get_op_builder(class_name)()
+
+    # ---- what the launcher sets ----
+
+    def export_envs(self) -> list[str]:
+        return ["NCCL"] if backend_for(self._name) == "nccl" else []
+
+    def visible_devices_envs(self) -> list[str]:
+        return ["CUDA_VISIBLE_DEVICES"] if backend_for(self._name) == "nccl" else []
+
+    def set_visible_devices_envs(
+        self, current_env: dict[str, str], local_accelerator_ids: list[int]
+    ) -> None:
+        for name in self.visible_devices_envs():
+            current_env[name] = ",".join(map(str, local_accelerator_ids))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in TENSORS:
+            return functools.partial(torch.tensor, dtype=TENSORS[name], device=self._name)
+        return getattr(self._module, name)
+
+
+_set: DeepSpeedAccelerator | None = None
+
+
+@functools.cache
+def _device(kind: str) -> DeepSpeedAccelerator:
+    return DeepSpeedAccelerator(kind)
+
+
+def get_accelerator() -> DeepSpeedAccelerator:
+    """The one given to :func:`set_accelerator`, else that of the engine's device."""
+    return _device(default_device().type) if _set is None else _set
+
+
+def set_accelerator(accel_obj: DeepSpeedAccelerator | None) -> None:
+    """What :func:`get_accelerator` answers from now on; None: the engine's device again. The
+    engine itself goes on computing on the device of its launcher.
+    """
+    global _set
+    _set = accel_obj
+
+
+def is_current_accelerator_supported() -> bool:
+    return get_accelerator().device_name() in ("cpu", kinds.accelerator())
+
+
+class CPUAccelerator(DeepSpeedAccelerator):
+    """The CPU, whatever else is here."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")

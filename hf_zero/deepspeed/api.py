@@ -1,0 +1,19 @@
+"""``import deepspeed``, answered by hf-zero: every module and name of DeepSpeed that there is.
+
+The rows are in ``tables/``. A row is a module: its dotted path, what it holds, and its names with
+the module each comes from, or what to do instead where it is not built. ``facade.py`` makes the
+modules; a name is imported when it is first used. To provide another name, add it to its row; its
+code lives in a file of this folder or in the package that does the work.
+"""
+
+from __future__ import annotations
+
+from hf_zero.deepspeed.rows import Module
+from hf_zero.deepspeed.tables.ops import OPS
+from hf_zero.deepspeed.tables.runtime import RUNTIME
+from hf_zero.deepspeed.tables.top import TOP
+from hf_zero.deepspeed.tables.utils import UTILS
+from hf_zero.deepspeed.tables.zero import ZERO_ROWS
+
+MODULES: tuple[Module, ...] = (*TOP, *OPS, *RUNTIME, *ZERO_ROWS, *UTILS)
+API: dict[str, Module] = {row.path: row for row in MODULES}

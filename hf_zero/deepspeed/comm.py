@@ -1,0 +1,235 @@
+"""``deepspeed.comm``: torch.distributed's collectives under DeepSpeed's names and arguments, and
+the process group that hf-zero joins.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import wraps
+from typing import Any
+
+import torch
+
+from hf_zero.deepspeed.comm_log import comms_logger as comms_logger
+from hf_zero.deepspeed.comm_log import configure as configure
+from hf_zero.device import kinds
+from hf_zero.distributed import init, process_group, world_group
+from hf_zero.distributed.rendezvous import announce
+from hf_zero.errors import ConfigError, LaunchError
+from hf_zero.logs import log_rank0
+
+dist = process_group.dist
+DEFAULT_PORT = 29500
+default_pg_timeout = timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT") or 30))
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
+    timeout: float | timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """``hf_zero.distributed.init.init_distributed`` with DeepSpeed's arguments; ranks are found in
+    the launcher's variables, without mpi4py. Without a timeout DEEPSPEED_TIMEOUT, in minutes, is
+    it. On the CPU a backend of GPUs alone, as scripts write "nccl", is gloo, with a warning. Raises
+    ConfigError where ``dist_init_required`` is False and there is no group.
+    """
+    if timeout is None and os.environ.get("DEEPSPEED_TIMEOUT"):
+        timeout = default_pg_timeout
+    if dist_init_required is False and not process_group.is_initialized():
+        raise ConfigError(
+            "dist_init_required=False but no process group exists; start one first, or drop the "
+            "argument"
+        )
+    if dist_backend is not None and kinds.is_host(process_group.default_device()):
+        runs_on = dist.Backend.backend_capability.get(dist_backend.lower(), ["cpu"])
+        if "cpu" not in runs_on:
+            log_rank0(
+                f"dist_backend={dist_backend!r} is for {', '.join(runs_on)}: ranks on the CPU "
+                "communicate by gloo",
+                logging.WARNING,
+            )
+            dist_backend = None
+    if dist_init_required is not False:
+        init.init_distributed(
+            dist_backend, timeout, init_method, rank, world_size, distributed_port
+        )
+
+
+def _collective(name: str, **renamed: str) -> Callable[..., Any]:
+    """torch.distributed's function ``name``, with DeepSpeed's further arguments: ``prof`` and
+    ``log_name``, by which a call is logged, and ``debug``. ``renamed``: arguments by torch's names.
+    """
+    function = getattr(dist, name)
+
+    @wraps(function)
+    def call(
+        *args: Any, prof: bool = False, log_name: str = "", debug: Any = None, **kwargs: Any
+    ) -> Any:
+        kwargs = {renamed.get(key, key): value for key, value in kwargs.items()}
+        if not comms_logger.wants(log_name or name, prof):
+            return function(*args, **kwargs)
+        return comms_logger.timed(name, log_name or name, function, args, kwargs)
+
+    call.__name__ = call.__qualname__ = name
+    call.__module__ = __name__
+    return call
+
+
+def _first_of(*names: str) -> str:
+    """The first of ``names`` that this torch has: some were renamed."""
+    return next(name for name in names if hasattr(dist, name))
+
+
+all_gather = _collective("all_gather")
+all_gather_into_tensor = _collective(_first_of("all_gather_single", "all_gather_into_tensor"))
+all_gather_object = _collective("all_gather_object")
+all_reduce = _collective("all_reduce")
+all_to_all = _collective("all_to_all")
+all_to_all_single = _collective("all_to_all_single", tensor="input")
+batch_isend_irecv = _collective("batch_isend_irecv")
+broadcast = _collective("broadcast")
+broadcast_object_list = _collective("broadcast_object_list")
+gather = _collective("gather")
+irecv = _collective("irecv")
+isend = _collective("isend")
+monitored_barrier = _collective("monitored_barrier")
+recv = _collective("recv")
+reduce = _collective("reduce")
+reduce_scatter = _collective("reduce_scatter")
+reduce_scatter_tensor = _collective(
+    _first_of("reduce_scatter_single", "reduce_scatter_tensor"),
+    output_tensor="output",
+    tensor="input",
+)
+scatter = _collective("scatter")
+send = _collective("send")
+allgather_fn = all_gather_into_tensor
+reduce_scatter_fn = reduce_scatter_tensor
+
+
+def inference_all_reduce(
+    tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any
+) -> Any:
+    """As :func:`all_reduce`; DeepSpeed has kernels of its own for it in inference."""
+    return all_reduce(tensor, op=op, group=group, **options)
+
+
+class Several:
+    """The collectives of a list of tensors as one to wait for."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self, timeout: Any = None) -> bool:
+        for work in self._works:
+            work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[torch.Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    **options: Any,
+) -> Several | None:
+    """Reduce each tensor over all ranks, in place. ``async_op``: returns what waits for all."""
+    works = Several([all_reduce(each, op, group, async_op=True, **options) for each in tensors])
+    if async_op:
+        return works
+    works.wait()
+    return None
+
+
+def all_gather_coalesced(
+    output_tensors: Sequence[torch.Tensor],
+    input_tensors: Sequence[torch.Tensor],
+    group: Any = None,
+    async_op: bool = False,
+) -> Several | None:
+    """Gather each of ``input_tensors`` from all ranks into one of ``output_tensors``."""
+    pairs = zip(output_tensors, input_tensors, strict=True)
+    works = Several([all_gather_into_tensor(out, own, group, async_op=True) for out, own in pairs])
+    if async_op:
+        return works
+    works.wait()
+    return None
+
+
+def barrier(
+    group: Any = None,
+    async_op: bool = False,
+    device_ids: Any = None,
+    prof: bool = False,
+    log_name: str = "barrier",
+    debug: Any = None,
+) -> Any:
+    """Returns when all ranks have come; of all ranks, it names those that do not."""
+    if group is None and not async_op:
+        world_group.barrier()
+        return None
+    return dist.barrier(group, async_op=async_op)
+
+
+def mpi_discovery(distributed_port: int = DEFAULT_PORT, verbose: bool = True) -> None:
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of mpirun
+    or srun. Raises LaunchError where no launcher has set any.
+    """
+    found = announce(port=distributed_port)
+    if found is None:
+        raise LaunchError(
+            "mpi_discovery: neither mpirun nor srun has started this process; start it with one of "
+            "them, or with hf-zero launch"
+        )
+    if verbose:
+        log_rank0(f"found by the variables of the launcher: {found}")
+
+
+def is_available() -> bool:
+    return bool(dist.is_available())
+
+
+def get_world_group() -> Any:
+    """The group of all ranks."""
+    return dist.group.WORLD
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    return int(dist.get_global_rank(group or get_world_group(), group_rank))
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    return list(dist.get_process_group_ranks(group or get_world_group()))
+
+
+def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
+    """A group of these ranks (collective: all ranks call it)."""
+    return dist.new_group(ranks, **options)
+
+
+def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
+    """A torch DeviceMesh over all ranks (collective)."""
+    kind = process_group.default_device().type
+    return dist.init_device_mesh(kind, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+
+
+def has_all_gather_into_tensor() -> bool:
+    return True
+
+
+has_reduce_scatter_tensor = has_all_reduce_coalesced = has_coalescing_manager = (
+    has_all_gather_into_tensor
+)

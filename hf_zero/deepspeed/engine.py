@@ -1,0 +1,409 @@
+"""The engine under DeepSpeed's names: what scripts, Accelerate and transformers ask of theirs."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from hf_zero.core.consolidate import whole_state_dict
+from hf_zero.core.gathered import GatheredParameters
+from hf_zero.deepspeed.checkpoint_targets import agreed_target, nothing_to_load, tag_of
+from hf_zero.deepspeed.comm_log import comms_logger
+from hf_zero.deepspeed.engine_getters import methods
+from hf_zero.deepspeed.loss_scalers import EngineLossScaler
+from hf_zero.deepspeed.monitors import (
+    DeepSpeedMonitorConfig,
+    MonitorMaster,
+    StepFigures,
+)
+from hf_zero.deepspeed.placeholders import refuse
+from hf_zero.deepspeed.reporting_engine import ReportingEngine
+from hf_zero.deepspeed.states_away import StatesAway, checked
+from hf_zero.deepspeed.step_profile import StepProfile
+from hf_zero.device import kinds
+from hf_zero.errors import (
+    ConfigError,
+    UnreducedGradientsError,
+    UnscalableLossError,
+)
+from hf_zero.initialize import data_loader
+from hf_zero.parallel.tensor.configured import readers
+from hf_zero.techniques.policy import follow
+from hf_zero.units.precision import Fp16LossScaler
+
+
+class _ScaledLoss(torch.autograd.Function):
+    """A loss times the fp16 scale, whose backward leaves that out: the engine puts it in where a
+    plain backward reaches the outputs of the model.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, scale: float) -> torch.Tensor:
+        return loss * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class DeepSpeedEngine(ReportingEngine):
+    """An :class:`hf_zero.Engine` that also answers what DeepSpeed's engine answers."""
+
+    writes_figures = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._states_away = StatesAway()
+        comms_logger.take(self.config)
+        self.monitor = MonitorMaster(DeepSpeedMonitorConfig.of(self.config))
+        self._figures = StepFigures() if self.monitor.writes else None
+        self._profile: StepProfile | None = None
+        if self.config.flops_profiler.enabled:
+            self._profile = StepProfile(self, self.config.flops_profiler)
+            self.flops_profiler = self._profile.profiler
+
+    def _loss_scaler(self) -> Fp16LossScaler:
+        """As the native engine's; at stage 0 every overflow halves it, whatever ``hysteresis``."""
+        config = self.config
+        if config.stage == 0:
+            config = replace(config, fp16=replace(config.fp16, hysteresis=1))
+        return Fp16LossScaler.from_config(config)
+
+    def publish_scale(self) -> None:
+        """Show the loss scale on the optimizer, also as the object that DeepSpeed's has."""
+        super().publish_scale()
+        if self.optimizer is not None and self._shown_scaler is None:
+            counters = self.counters
+            self._shown_scaler = EngineLossScaler(self.scaler, lambda: counters.global_steps)
+            self.optimizer.loss_scaler = self._shown_scaler
+            self.optimizer.loss_scale_config = self._shown_scaler
+            self.optimizer.needs_scaler = self._shown_scaler.needs_scaler
+            self.optimizer.dynamic_loss_scale = self._shown_scaler.dynamic
+            if self.config.stage or self.config.precision != "fp32":
+                self.optimizer.optimizer = self.optimizer  # what DeepSpeed's own would wrap
+
+    _shown_scaler: EngineLossScaler | None = None
+
+    # ---- forward, backward, step ----
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._states_away.refuse("a forward")
+        if self.training and "tput_timer" in self.__dict__:
+            self.tput_timer.start()
+        if self._profile is None:
+            return super().forward(*args, **kwargs)
+        with self._profile.forward():
+            return super().forward(*args, **kwargs)
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        """As :meth:`hf_zero.Engine.backward`; returns the loss divided by the accumulation steps,
+        or with ``scale_wrt_gas=False`` the loss as it is.
+        """
+        self._states_away.refuse("a backward")
+        super().backward(loss, retain_graph, scale_wrt_gas)
+        if self._figures is not None:
+            self._figures.add(loss)
+        steps = self.gradient_accumulation_steps()
+        return loss / steps if scale_wrt_gas and steps != 1 else loss
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """As :meth:`hf_zero.Engine.step`. ``lr_kwargs`` go to the scheduler's step."""
+        self._states_away.refuse("a step")
+        ends = self.is_gradient_accumulation_boundary()
+        self._step(lr_kwargs)
+        if "tput_timer" in self.__dict__:
+            self.tput_timer.stop(global_step=ends)
+        if ends and self._figures is not None:
+            self._figures.step_has_ended(self)
+        if self._profile is not None:
+            self._profile.step_has_ended()
+
+    def _step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
+        scheduler = self.lr_scheduler
+        if not lr_kwargs or scheduler is None:
+            super().step()
+            return
+        self.lr_scheduler = None
+        try:
+            super().step()
+        finally:
+            self.lr_scheduler = scheduler
+        if self.was_step_applied():
+            scheduler.step(**lr_kwargs)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """``loss`` times the loss scale, for a ``backward()`` of its own, which leaves the same
+        gradients as :meth:`backward`. Raises UnscalableLossError without an optimizer, or for what
+        is no scalar with a graph.
+        """
+        if self.optimizer is None:
+            raise UnscalableLossError(
+                "scale() needs an optimizer; pass one to deepspeed.initialize"
+            )
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise UnscalableLossError(
+                "scale() needs a loss that is a scalar tensor with a graph; call "
+                "backward(gradient) of other outputs"
+            )
+        scaled: torch.Tensor = _ScaledLoss.apply(loss, self.loss_scale())
+        return scaled
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """The backwards inside belong to one step, and their gradients are reduced at the end of
+        the block (collective); at stages 2 and 3 in every backward, as in :meth:`no_sync`, with an
+        equal result. Raises UnreducedGradientsError inside another such block, and
+        UnmanagedWindowError where every step ends a window.
+        """
+        self.accumulation.refuse_unmanaged("coalesce_grad_reduction()")
+        if self.in_no_sync:
+            raise UnreducedGradientsError(
+                "coalesce_grad_reduction() cannot be nested inside another no_sync context; leave "
+                "that block first"
+            )
+        with self.no_sync():
+            yield
+        self.reduce_gradients()
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Reduce what backwards have left unreduced (collective); ``bucket_size`` is the unit's."""
+        self.reduce_gradients()
+
+    # ---- batches ----
+
+    def _batches(self, micro: int, steps: int) -> dict[str, int]:
+        return {
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": steps,
+            "train_batch_size": micro * steps * self.world_size,
+        }
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples of a step, samples of a micro-batch on one rank, micro-batches of a step."""
+        return (
+            self.train_batch_size(),
+            self.train_micro_batch_size_per_gpu(),
+            self.gradient_accumulation_steps(),
+        )
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """A loader that gives each rank its share of ``dataset`` in micro-batches, shuffled for
+        the route "train" alone. Raises ConfigError for what is no Dataset.
+        """
+        micro = batch_size or self.train_micro_batch_size_per_gpu()
+        collate = collate_fn or self.collate_fn
+        if data_sampler is None and route == "train":
+            batches = self._batches(micro, self.gradient_accumulation_steps())
+            config = self.config.override(batches, "set by the script")
+            loader = data_loader(dataset, collate, config.resolve(self.world_size))
+            assert loader is not None
+            follow(self.techniques, getattr(loader, "data_sampler", None))
+            return loader
+        if not hasattr(dataset, "__getitem__"):
+            raise ConfigError(f"dataset is a {type(dataset).__name__}; pass a torch Dataset")
+        sampler = data_sampler or torch.utils.data.DistributedSampler(
+            dataset, *readers(), shuffle=False
+        )
+        return DataLoader(
+            dataset,
+            batch_size=micro,
+            sampler=sampler,
+            collate_fn=collate,
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory and not kinds.is_host(self.device),
+            drop_last=bool(self.config.dataloader_drop_last),
+        )
+
+    @staticmethod
+    def is_map_style_dataset(obj: Any) -> bool:
+        return isinstance(obj, Dataset) and not isinstance(obj, IterableDataset)
+
+    @staticmethod
+    def is_iterable_style_dataset(obj: Any) -> bool:
+        return isinstance(obj, IterableDataset)
+
+    # ---- state ----
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The whole model's state dict (collective at stage 3)."""
+        given: dict[str, Any] = {} if destination is None else {"destination": destination}
+        state: dict[str, Any] = self.module.state_dict(prefix=prefix, keep_vars=keep_vars, **given)
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters():
+                if not parameter.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+        z3_params_to_fetch: Iterable[torch.Tensor] | None = None,
+        allowed_missing_keys: Iterable[str] | None = None,
+    ) -> None:
+        """Load ``checkpoint["module"]``, a whole state dict, into the model (collective), or have
+        ``custom_load_fn(src=state_dict, dst=module)`` do it on rank 0's whole parameters.
+        """
+        state = checkpoint["module"]
+        if custom_load_fn is not None:
+            chosen = self.module.parameters() if z3_params_to_fetch is None else z3_params_to_fetch
+            with GatheredParameters(list(chosen), modifier_rank=0):
+                custom_load_fn(src=state, dst=self.module)
+            return
+        answer = self.load_state_dict(state, strict=strict and allowed_missing_keys is None)
+        if strict and allowed_missing_keys is not None:
+            missing = set(answer.missing_keys) - set(allowed_missing_keys)
+            if missing or answer.unexpected_keys:
+                raise ConfigError(
+                    f"the state dict lacks {sorted(missing)} and has {answer.unexpected_keys} that "
+                    "the model has not; load another one, or allow these keys"
+                )
+
+    def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
+        """The former name of :meth:`save_16bit_model`."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def offload_states(
+        self,
+        include: Iterable[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move training state from the device to host memory until :meth:`reload_states`.
+
+        ``include``: which, as :class:`OffloadStateTypeEnum` or its values; None: all. Training,
+        saving and access to parameters need it back. Does nothing where the device is the host.
+        Raises ConfigError for another device than the CPU.
+        """
+        wanted = checked(include, device)
+        if not kinds.is_host(self.device):
+            self._states_away.send(self, wanted, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what :meth:`offload_states` has moved."""
+        self._states_away.bring(self.device, non_blocking)
+
+    def save_checkpoint(  # type: ignore[override]
+        self, save_dir: str | os.PathLike[str], tag: Any = None, *args: Any, **kwargs: Any
+    ) -> bool:
+        """As :meth:`hf_zero.Engine.save_checkpoint`, where rank 0 says."""
+        self._states_away.refuse("a save")
+        folder, name = agreed_target(self, save_dir, tag)
+        return super().save_checkpoint(folder, name, *args, **kwargs)
+
+    def load_checkpoint(  # type: ignore[override]
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+        **more: Any,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """As :meth:`hf_zero.Engine.load_checkpoint`; (None, {}), with a warning, where no tag is
+        passed and the folder holds no checkpoint. With ``checkpoint.load_universal`` the tag is
+        what ``latest_universal`` names, where that is there. Raises NotBuiltError for
+        ``custom_load_fn``.
+        """
+        self._states_away.refuse("a load")
+        if custom_load_fn is not None:
+            refuse(
+                "load_checkpoint(custom_load_fn=...)",
+                "call load_module_state_dict with it, on the whole weights",
+            )
+        tag = tag_of(self, load_dir, tag)
+        if nothing_to_load(self, load_dir, tag):
+            return None, {}
+        path, state = super().load_checkpoint(
+            os.fspath(load_dir),
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            **more,
+        )
+        self.loaded_checkpoint_tag = os.path.basename(path) if path else None
+        return path, state
+
+    def empty_partition_cache(self) -> None:
+        """Give memory of the device back that nothing uses; parameters are released between
+        forwards by themselves.
+        """
+        gc.collect()
+        if not kinds.is_host(self.device):
+            kinds.module_of(self.device).empty_cache()
+
+    def destroy(self, gather: bool = False) -> None:
+        """As :meth:`hf_zero.Engine.destroy`."""
+        if self.optimizer is not None:
+            self.optimizer.__dict__.pop("optimizer", None)  # a cycle would keep it
+        self._profile = None
+        super().destroy(gather)
+
+    # ---- what it says about itself ----
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the blocks' forwards are compiled."""
+        return bool(self.config.compile.blocks) or self._compiled
+
+    _compiled = False
+
+    def compile(
+        self,
+        backend: str = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+        **options: Any,
+    ) -> None:
+        """As :meth:`hf_zero.Engine.compile`. Raises NotBuiltError for a schedule of DeepCompile's
+        passes, and for compiled autograd.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            refuse("engine.compile(schedule=..., compiled_autograd_enabled=True)", "leave both out")
+        super().compile(backend, compile_kwargs, **options)
+        self._compiled = True
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Any] | None:
+        """The whole model on rank 0, None elsewhere (collective)."""
+        return whole_state_dict(self, everywhere=False, exclude_frozen=exclude_frozen_parameters)
+
+    # which Accelerate calls where ranks share layers, at any stage
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+
+for _name, _method in methods().items():
+    setattr(DeepSpeedEngine, _name, _method)

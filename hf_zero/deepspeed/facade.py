@@ -1,0 +1,132 @@
+"""The finder and loader of the package ``deepspeed`` that hf-zero offers, and its distribution
+metadata.
+
+Nothing of that name is put into site-packages; an instance of :class:`FacadeFinder` in
+``sys.meta_path`` answers instead (``hf_zero/integrations/finder.py`` says when). The modules are
+made from the table in ``api.py``, and a name is imported when it is first used. Imported in every
+Python process: standard library only, and the costly parts of it late.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from functools import partial
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from hf_zero.deepspeed.version import VERSION as VERSION
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
+
+    from hf_zero.deepspeed.rows import Module
+
+NAME = "deepspeed"
+
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+ORIGIN = os.path.join(FOLDER, "api.py")
+"""``__file__`` of every module of the facade: the table that it is made from."""
+
+
+class FacadeFinder:
+    """An instance, not a class: ``importlib.invalidate_caches()`` calls a method on every finder
+    that has one.
+    """
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname == NAME:
+            return facade_spec()
+        # Of a DeepSpeed that is installed, modules that it does not have stay missing.
+        parent = sys.modules.get(NAME)
+        if not fullname.startswith(f"{NAME}.") or parent is None or not is_ours(parent):
+            return None
+        return facade_spec(fullname) if fullname in _api() else None
+
+    def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
+        # Asked by name and without a folder, else silent: pip lists the folders it manages and must
+        # not find us there.
+        name = getattr(context, "name", None)
+        if name is None or name.lower() != NAME or "path" in vars(context):
+            return ()
+        from hf_zero.deepspeed.metadata import FacadeDistribution
+
+        return (FacadeDistribution(NAME, VERSION, FOLDER),)
+
+    def invalidate_caches(self) -> None:
+        """Nothing is cached: the facade lies where this file lies."""
+
+
+class FacadeLoader:
+    """Makes the modules of the facade from the table."""
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """None: Python makes an ordinary module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        row = _api()[module.__name__]
+        module.__doc__ = row.about
+        exported = {*row.names, *_submodules(row.path)}
+        own: dict[str, Any] = vars(module)
+        own["__all__"] = sorted(exported)
+        own["__getattr__"] = partial(_attribute, module, row)
+        own["__dir__"] = lambda: sorted({*own, *exported})
+
+    def get_code(self, fullname: str) -> CodeType:
+        """What ``python -m fullname`` runs."""
+        home, _, function = _api()[fullname].command.partition(":")
+        source = (
+            f"if __name__ == '__main__':\n    from {home} import {function}\n    {function}()\n"
+            if home
+            else ""
+        )
+        return compile(source, ORIGIN, "exec")
+
+    def is_package(self, fullname: str) -> bool:
+        return bool(_submodules(fullname))
+
+
+def facade_spec(fullname: str = NAME) -> ModuleSpec:
+    """The spec of a module of the facade. Its packages have an empty ``__path__``: their modules
+    are no files.
+    """
+    package = fullname == NAME or bool(_submodules(fullname))
+    loader: Any = FacadeLoader()
+    spec = ModuleSpec(fullname, loader, origin=ORIGIN, is_package=package)
+    spec.has_location = True
+    return spec
+
+
+def is_ours(module: ModuleType) -> bool:
+    """Whether a module named ``deepspeed`` is hf-zero's facade."""
+    return os.path.dirname(os.path.abspath(getattr(module, "__file__", None) or "")) == FOLDER
+
+
+def _api() -> dict[str, Module]:
+    from hf_zero.deepspeed.api import API
+
+    return API
+
+
+def _submodules(path: str) -> list[str]:
+    """Names of the modules directly inside the module ``path``."""
+    parts = (name.rpartition(".") for name in _api())
+    return [leaf for parent, _, leaf in parts if parent == path]
+
+
+def _attribute(module: ModuleType, row: Module, name: str) -> Any:
+    """The ``__getattr__`` of a module of the facade: finds ``name`` and keeps it in the module."""
+    if name in row.names:
+        value = row.names[name].load(row.path)
+        setattr(module, name, value)
+        return value
+    if f"{row.path}.{name}" in _api():
+        return import_module(f"{row.path}.{name}")
+    if row.others and not name.startswith("__"):
+        home, _, attribute = row.others.partition(":")
+        return getattr(getattr(import_module(home), attribute), name)
+    why = "" if name.startswith("__") else row.why_not(name)
+    raise AttributeError(f"module {row.path!r} has no attribute {name!r}{why and f': {why}'}")

@@ -1,0 +1,274 @@
+"""``deepspeed.profiling.flops_profiler``: the floating-point operations of a model's forward, as
+torch.utils.flop_counter counts them: those of matrix products, convolutions and attention.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from hf_zero.deepspeed.accelerator import get_accelerator
+from hf_zero.errors import ConfigError
+
+DEFAULT_PRECISION = 2
+UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
+
+
+def number_to_string(
+    num: float, units: str | None = None, precision: int = DEFAULT_PRECISION
+) -> str:
+    """``num`` in ``units`` (None: those that fit), such as "1.5 G"."""
+    if units is None:
+        units = next((unit for unit, size in UNITS.items() if num >= size), "u") if num else ""
+    return f"{round(num / UNITS.get(units, 1.0), precision):g} {units}"
+
+
+def flops_to_string(
+    flops: float, units: str | None = None, precision: int = DEFAULT_PRECISION
+) -> str:
+    return f"{number_to_string(flops, units, precision)}FLOPS"
+
+
+def macs_to_string(
+    macs: float, units: str | None = None, precision: int = DEFAULT_PRECISION
+) -> str:
+    return f"{number_to_string(macs, units, precision)}MACs"
+
+
+def params_to_string(
+    params_num: float, units: str | None = None, precision: int = DEFAULT_PRECISION
+) -> str:
+    """As :func:`number_to_string`, with "B" for 10^9."""
+    units = units.replace("B", "G") if units else units
+    return number_to_string(params_num, units, precision).replace("G", "B").strip()
+
+
+def duration_to_string(
+    duration: float, units: str | None = None, precision: int = DEFAULT_PRECISION
+) -> str:
+    return f"{number_to_string(duration, units, precision)}s"
+
+
+def depth_of(module: str) -> int:
+    """Modules around the one with this name."""
+    return module.count(".") + 1 if module else 0
+
+
+class FlopsProfiler:
+    """Counts what ``model`` computes between :meth:`start_profile` and :meth:`stop_profile`, and
+    measures the seconds of its forwards; the host waits for the device around them.
+    """
+
+    def __init__(
+        self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0
+    ) -> None:
+        self.model, self.ds_engine = model, ds_engine
+        self.recompute_fwd_factor = recompute_fwd_factor
+        self.started = False
+        self.flops = self.macs = self.params = 0
+        self._counter: FlopCounterMode | None = None
+        self._by_module: Mapping[str, Mapping[Any, int]] = {}
+        self._hooks: list[Any] = []
+        self._began = self._seconds = 0.0
+        self._ignored: tuple[type, ...] = ()
+
+    def start_profile(self, ignore_list: Iterable[type] | None = None) -> None:
+        """Count from here; ``ignore_list``: classes of modules that do not count."""
+        self.end_profile()
+        self.reset_profile()
+        self._ignored = tuple(ignore_list or ())
+        self._counter = FlopCounterMode(display=False)
+        self._counter.__enter__()
+        self._hooks = [
+            self.model.register_forward_pre_hook(self._begin),
+            self.model.register_forward_hook(self._end),
+        ]
+        self.started = True
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        get_accelerator().synchronize()
+        self._began = time.perf_counter()
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        get_accelerator().synchronize()
+        self._seconds += time.perf_counter() - self._began
+
+    def stop_profile(self) -> None:
+        """Count no further; what was counted can be read."""
+        counter, self._counter = self._counter, None
+        if counter is not None:
+            counter.__exit__(None, None, None)
+            self._by_module = counter.get_flop_counts()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def end_profile(self) -> None:
+        """Forget what was counted."""
+        self.stop_profile()
+        self.started = False
+
+    def reset_profile(self) -> None:
+        """Begin again at nothing."""
+        self._by_module, self._seconds = {}, 0.0
+
+    def _counts(self) -> dict[str, int]:
+        """Operations by the name of a module, "" for the model itself."""
+        counted = self._by_module if self._counter is None else self._counter.get_flop_counts()
+        root = type(self.model).__name__
+        found = {name: sum(ops.values()) for name, ops in counted.items()}
+        made = {"": found.get("Global", 0)}
+        for name, module in self.model.named_modules():
+            own = found.get(f"{root}.{name}", 0)
+            if name and own:
+                made[name] = own
+                if isinstance(module, self._ignored):
+                    parents = name.split(".")[:-1]
+                    for depth in range(len(parents) + 1):
+                        parent = ".".join(parents[:depth])
+                        made[parent] = made.get(parent, 0) - own
+                    made[name] = 0
+        return made
+
+    def get_total_flops(self, as_string: bool = False) -> Any:
+        """Floating-point operations, two of a multiplication and an addition."""
+        flops = self._counts()[""]
+        return number_to_string(flops) if as_string else flops
+
+    def get_total_macs(self, as_string: bool = False) -> Any:
+        """Multiplications with an addition."""
+        macs = self._counts()[""] // 2
+        return macs_to_string(macs) if as_string else macs
+
+    def get_total_duration(self, as_string: bool = False) -> Any:
+        """Seconds of the forwards."""
+        return duration_to_string(self._seconds) if as_string else self._seconds
+
+    def get_total_params(self, as_string: bool = False) -> Any:
+        """Elements of the model's parameters."""
+        params = sum(parameter.numel() for parameter in self.model.parameters())
+        return params_to_string(params) if as_string else params
+
+    def print_model_profile(
+        self,
+        profile_step: int = 1,
+        module_depth: int = -1,
+        top_modules: int = 1,
+        detailed: bool = True,
+        output_file: str | None = None,
+    ) -> None:
+        """Print a summary, to ``output_file`` where one is given; ``detailed``: and the
+        ``top_modules`` classes with the most operations at each depth, and the operations of each
+        module, down to ``module_depth`` (-1: all). Nothing before :meth:`start_profile`.
+        """
+        if not self.started:
+            return
+        counts = self._counts()
+        self.flops, self.macs = self.get_total_flops(), self.get_total_macs()
+        self.params = self.get_total_params()
+        rows = [*self._of_engine(), ("params per GPU", params_to_string(self.params))]
+        rows += [
+            ("fwd MACs per GPU", macs_to_string(self.macs)),
+            ("fwd flops per GPU", number_to_string(self.flops)),
+            ("fwd latency", duration_to_string(self._seconds)),
+        ]
+        if self._seconds:
+            speed = flops_to_string(self.flops / self._seconds)
+            rows.append(("fwd FLOPS per GPU = fwd flops per GPU / fwd latency", speed))
+        text = f"Profile Summary at step {profile_step}:\n"
+        text += "".join(f"{name + ': ':<70}  {value}\n" for name, value in rows)
+        if not detailed:
+            counts = {}
+        elif module_depth >= 0:
+            counts = {name: n for name, n in counts.items() if depth_of(name) <= module_depth}
+        for depth, classes in self._by_class(counts).items():
+            largest = ", ".join(
+                f"{name} {number_to_string(flops)}flops"
+                for name, flops in classes.most_common(top_modules)
+            )
+            text += f"depth {depth}: {largest}\n" if largest else ""
+        for name, flops in counts.items():
+            label = name.rpartition(".")[2] or type(self.model).__name__
+            share = 100 * flops / self.flops if self.flops else 0
+            indent = "  " * depth_of(name)
+            text += f"{indent}{label}: {number_to_string(flops)}flops, {share:.1f}%\n"
+        if output_file:
+            Path(output_file).parent.mkdir(parents=True, exist_ok=True)
+            Path(output_file).write_text(text)
+        else:
+            print(text)
+
+    def _by_class(self, counts: Mapping[str, int]) -> dict[int, Counter[str]]:
+        """Operations by depth and class of module."""
+        modules = dict(self.model.named_modules())
+        found: dict[int, Counter[str]] = {}
+        for name, flops in counts.items():
+            kind = type(modules[name]).__name__
+            found.setdefault(depth_of(name), Counter())[kind] += flops
+        return found
+
+    def _of_engine(self) -> list[tuple[str, Any]]:
+        engine = self.ds_engine
+        if engine is None:
+            return []
+        ranks = engine.dp_world_size
+        return [
+            ("world size", engine.world_size),
+            ("data parallel size", engine.seq_dp_world_size if ranks is None else ranks),
+            ("model parallel size", engine.mp_world_size),
+            ("batch size per GPU", engine.train_micro_batch_size_per_gpu()),
+        ]
+
+
+def get_model_profile(
+    model: nn.Module,
+    input_shape: tuple[int, ...] | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    print_profile: bool = True,
+    detailed: bool = True,
+    module_depth: int = -1,
+    top_modules: int = 1,
+    warm_up: int = 1,
+    as_string: bool = True,
+    output_file: str | None = None,
+    ignore_modules: Iterable[type] | None = None,
+    mode: str = "forward",
+) -> tuple[Any, Any, Any]:
+    """Operations, multiplications with additions and parameters of one call of ``model``, as
+    strings or as numbers: of its forward, or of ``generate`` by ``mode``. It is called with a
+    tensor of ``input_shape``, or with ``args`` and ``kwargs``, and stays in eval mode.
+
+    Raises ConfigError for another mode, and where there is nothing to call it with.
+    """
+    if mode not in ("forward", "generate"):
+        raise ConfigError(f"mode {mode!r} is neither 'forward' nor 'generate'; write one of them")
+    if input_shape is not None:
+        like = next(model.parameters(), torch.empty(()))
+        args = [torch.ones(input_shape, dtype=like.dtype, device=like.device)]
+    if not args and not kwargs:
+        raise ConfigError("get_model_profile needs input_shape, args or kwargs to call the model")
+    model.eval()
+    call = model if mode == "forward" else model.generate
+    profiler = FlopsProfiler(model)
+    for _ in range(warm_up):
+        call(*args, **(kwargs or {}))  # type: ignore[operator]
+    profiler.start_profile(ignore_modules)
+    try:
+        call(*args, **(kwargs or {}))  # type: ignore[operator]
+        if print_profile:
+            profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
+        return (
+            profiler.get_total_flops(as_string),
+            profiler.get_total_macs(as_string),
+            profiler.get_total_params(as_string),
+        )
+    finally:
+        profiler.end_profile()

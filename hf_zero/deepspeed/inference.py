@@ -1,0 +1,177 @@
+"""``deepspeed.init_inference``: a model that only computes, in one dtype, on the device, its layers
+cut over ranks and with fused kernels where that is asked for.
+
+Needs pydantic, whose ValidationError the configuration raises.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field, field_validator
+from torch import nn
+
+from hf_zero.core.engine_parts import AroundModel
+from hf_zero.deepspeed.config_model import DeepSpeedConfigModel
+from hf_zero.deepspeed.placeholders import refuse
+from hf_zero.deepspeed.rows import lazily
+from hf_zero.distributed import init
+from hf_zero.distributed.process_group import default_device
+from hf_zero.errors import ConfigError
+from hf_zero.parallel.tensor import tensor_parallel
+
+DTYPES = {
+    torch.float32: ("fp32", "float32", "float"),
+    torch.float16: ("fp16", "float16", "half"),
+    torch.bfloat16: ("bf16", "bfloat16", "bfloat"),
+    torch.int8: ("int8",),
+}
+
+
+class DeepSpeedTPConfig(DeepSpeedConfigModel):
+    """Over how many ranks the layers are cut. hf-zero makes the groups itself."""
+
+    enabled: bool = True
+    tp_size: int = Field(1, ge=1)
+    tp_grain_size: int = 64
+    mpu: Any = None
+    tp_group: Any = None
+
+
+class DeepSpeedMoEConfig(DeepSpeedConfigModel):
+    """Accepted for mixtures of experts, which compute as they are on each rank."""
+
+    enabled: bool = True
+    ep_size: int = 1
+    moe_experts: list[int] = Field([1], alias="num_experts")
+    type: str = "standard"
+    ep_mp_group: Any = None
+    ep_group: Any = Field(None, alias="expert_group")
+
+
+class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
+    """What :func:`init_inference` is given.
+
+    ``dtype``, ``tensor_parallel`` and ``replace_with_kernel_inject`` act. Limits of tokens, masks
+    and policies are the model's own here; what asks for a feature of DeepSpeed's engine is refused
+    by :class:`InferenceEngine`.
+    """
+
+    replace_with_kernel_inject: bool = Field(False, alias="kernel_inject")
+    dtype: torch.dtype = torch.float16
+    tensor_parallel: DeepSpeedTPConfig = Field({}, alias="tp")  # type: ignore[assignment]
+    moe: bool | DeepSpeedMoEConfig = True
+    # the model's own
+    max_out_tokens: int = Field(1024, alias="max_tokens", gt=0)
+    min_out_tokens: int = Field(1, alias="min_tokens")
+    triangular_masking: bool = Field(True, alias="tm")
+    return_tuple: bool = True
+    injection_policy: Any = Field(None, alias="injection_dict")
+    injection_policy_tuple: Any = None
+    replace_method: str = Field("auto", json_schema_extra={"deprecated": True})
+    training_mp_size: int = 1
+    base_dir: str = ""
+    config: Any = Field(None, alias="args")
+    # not built
+    checkpoint: Any = None
+    enable_cuda_graph: bool = False
+    keep_module_on_host: bool = False
+    quant: Any = None
+    save_mp_checkpoint_path: str | None = None
+    set_empty_params: bool = False
+    use_triton: bool = False
+    zero: Any = None
+    # former names
+    mp_size: int = Field(
+        1, json_schema_extra={"deprecated": True, "new_param": "tensor_parallel.tp_size"}
+    )
+    ep_size: int = Field(1, json_schema_extra={"deprecated": True, "new_param": "moe.ep_size"})
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        """A dtype, or one of its names."""
+        name = str(value).removeprefix("torch.")
+        found = [dtype for dtype, names in DTYPES.items() if name in names]
+        if not found:
+            known = ", ".join(name for names in DTYPES.values() for name in names)
+            raise ValueError(f"dtype is {value!r}; known are {known}")
+        return found[0]
+
+    @field_validator("moe")
+    @classmethod
+    def _section(cls, value: Any) -> Any:
+        """A boolean is that of the section."""
+        if isinstance(value, bool):
+            return DeepSpeedMoEConfig.model_validate({"enabled": value})
+        return value
+
+
+_INSTEAD = {
+    "checkpoint": "load the weights into the model first",
+    "enable_cuda_graph": "compile the model with torch.compile(mode='reduce-overhead')",
+    "keep_module_on_host": "call init_inference where the whole model fits on the device",
+    "quant": "load the model with its weights quantised",
+    "save_mp_checkpoint_path": "save the model with save_pretrained before",
+    "set_empty_params": "load the weights into the model first",
+    "use_triton": "write replace_with_kernel_inject, which puts in fused kernels",
+    "zero": "train with initialize at stage 3, and generate with the engine",
+}
+
+
+class InferenceEngine(AroundModel):
+    """``module``, ready to compute; whatever else is asked of it, ``generate`` and ``config``, is
+    the module's. Collective over all ranks where layers are cut: the ranks of a group must read the
+    same inputs.
+
+    Raises NotBuiltError for features of DeepSpeed's engine: checkpoints that it reads or writes,
+    CUDA graphs, int8, ZeRO.
+    """
+
+    def __init__(self, model: nn.Module, config: DeepSpeedInferenceConfig) -> None:
+        super().__init__()
+        for name, instead in _INSTEAD.items():
+            if getattr(config, name):
+                refuse(f"init_inference({name}=...)", instead)
+        if config.dtype is torch.int8:
+            refuse("init_inference(dtype=torch.int8)", _INSTEAD["quant"])
+        self._config = config
+        size = config.tensor_parallel.tp_size if config.tensor_parallel.enabled else 1
+        if size > 1:
+            init.init_distributed()
+            tensor_parallel(model, size)
+        model.to(device=default_device(), dtype=config.dtype).eval()
+        if config.replace_with_kernel_inject:
+            lazily("hf_zero.integrations.fused", "optimize")(model)
+        self.module = model
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+
+def init_inference(
+    model: nn.Module, config: str | os.PathLike[str] | Mapping[str, Any] | None = None, **more: Any
+) -> InferenceEngine:
+    """An engine for ``model``, which is changed in place. ``config`` is a dict or the path of a
+    JSON file; ``more`` are further keys. Raises ConfigError for a key that both give, differently.
+    """
+    if isinstance(config, (str, os.PathLike)):
+        given = json.loads(Path(config).read_text())
+    else:
+        given = dict(config or {})
+    for key in given.keys() & more.keys():
+        if given[key] != more[key]:
+            raise ConfigError(
+                f"{key} is {given[key]!r} in config and {more[key]!r} as an argument; pass one"
+            )
+    return InferenceEngine(model, DeepSpeedInferenceConfig(**(given | more)))
+
+
+def default_inference_config() -> dict[str, Any]:
+    """Every key with its default."""
+    return DeepSpeedInferenceConfig.model_validate({}).model_dump()

@@ -1,0 +1,111 @@
+"""``deepspeed.initialize``."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from functools import wraps
+from typing import Any
+
+import torch
+
+from hf_zero.config import ZeroConfig
+from hf_zero.deepspeed.constants import GRADIENT_CLIPPING_DEFAULT
+from hf_zero.deepspeed.engine import DeepSpeedEngine
+from hf_zero.deepspeed.optimizers import name_made
+from hf_zero.deepspeed.zero_config import clipped_by_default, without_autos
+from hf_zero.holding import engines_of
+from hf_zero.initialize import configuration, initialize_as
+from hf_zero.initialize import initialize as _initialize
+from hf_zero.logs import log_rank0
+from hf_zero.units.precision import is_raw
+
+_SIGNATURE = inspect.signature(_initialize)
+
+
+@wraps(_initialize)
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    """As :func:`hf_zero.initialize`; the engine is a :class:`DeepSpeedEngine`."""
+    given = _SIGNATURE.bind(*args, **kwargs)
+    given.apply_defaults()
+    arguments = given.arguments
+    if not isinstance(arguments["args"], torch.nn.Module):
+        _as_deepspeed(arguments)
+    if isinstance(arguments["model"], torch.nn.Module):
+        _take_over(arguments["model"])
+    answer = initialize_as(DeepSpeedEngine, *given.args)
+    engine, optimizer = answer[:2]
+    engine.client_optimizer = arguments["optimizer"]
+    engine.client_lr_scheduler = arguments["lr_scheduler"]
+    for name in ("training_data", "collate_fn", "mpu"):
+        setattr(engine, name, arguments[name])
+    if optimizer is not None:
+        name_made(optimizer, engine.config)
+    return answer
+
+
+def _take_over(model: torch.nn.Module) -> None:
+    """End the training of an earlier engine with ``model``, as another one begins."""
+    for engine in engines_of(model):
+        if engine.module is model and engine.bound is not None:
+            log_rank0(
+                "initialize was called again for a model: its former engine is destroyed, and its "
+                "weights are where the new one starts",
+                logging.WARNING,
+            )
+            engine.destroy()
+
+
+def _as_deepspeed(arguments: dict[str, Any]) -> None:
+    """Read the configuration as DeepSpeed does, in ``arguments``; the log says what follows.
+
+    A key that is "auto" has its default. An optimizer or scheduler that is passed takes the place
+    of the configuration's, and gradients are clipped where nothing is written.
+    """
+    config = configuration(
+        arguments["args"], arguments["config"], arguments["config_params"], foreign=True
+    )
+    config = without_autos(config)
+    for section, name in (("optimizer", "optimizer"), ("scheduler", "lr_scheduler")):
+        given, written = arguments[name], getattr(config, section)
+        if given is not None and written is not None:
+            log_rank0(
+                f"the {name} that is passed ({type(given).__name__}) is used, and the "
+                f"configuration's {section} {written.type!r} is not",
+                logging.WARNING,
+            )
+            config = config.without(section)
+    if not any(isinstance(arguments[name], ZeroConfig) for name in ("config", "config_params")):
+        clipped = clipped_by_default(config)
+        if clipped is not config and (arguments["optimizer"] or config.optimizer) is not None:
+            log_rank0(
+                "gradient_clipping is not written: gradients are clipped at "
+                f"{GRADIENT_CLIPPING_DEFAULT}, as DeepSpeed 0.19.8 does and older ones do not; "
+                "write gradient_clipping, 0 for none",
+                logging.WARNING,
+            )
+        config = _in_precision_of(arguments["model"], clipped)
+    arguments.update(args=None, config=config, config_params=None)
+
+
+def _in_precision_of(model: Any, config: ZeroConfig) -> ZeroConfig:
+    """``config`` with bf16 or fp16 where none is enabled and all that is trained is in it: like
+    DeepSpeed's ZeRO, the engine keeps fp32 master weights of such a model all the same.
+    """
+    if config.precision != "fp32" or not isinstance(model, torch.nn.Module):
+        return config
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad and not is_raw(p)}
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    if len(dtypes) != 1 or not dtypes <= names.keys():
+        return config
+    name = names[dtypes.pop()]
+    log_rank0(
+        f"the model is in {name} and neither bf16 nor fp16 is enabled: it trains as with {name}, "
+        'from fp32 master weights, without a loss scale; write "'
+        f'{name}": {{"enabled": true}}',
+        logging.WARNING,
+    )
+    section: dict[str, Any] = {"enabled": True}
+    if name == "fp16":
+        section["loss_scale"] = 1.0
+    return config.override({name: section}, "computed: the model's dtype")

@@ -1,0 +1,198 @@
+"""The ``deepspeed`` command line (``deepspeed.launcher.runner.main``) in terms of
+``hf_zero.launch``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hf_zero.deepspeed.hostfiles import (
+    encode_world_info,
+    fetch_hostfile,
+    parse_inclusion_exclusion,
+)
+from hf_zero.deepspeed.multinode_runner import RUNNERS, MultiNodeRunner
+from hf_zero.errors import ConfigError, LaunchError, NotBuiltError
+from hf_zero.launch.exported import exported
+from hf_zero.launch.front import carry_out
+from hf_zero.launch.plan import Request, plan
+
+ENVIRONMENT_FILE = os.getenv("DS_ENV_FILE", ".deepspeed_env")
+DEFAULT_HOSTFILE = "/job/hostfile"
+DEFAULT_PORT = 29500  # without ssh all hosts have to assume the same one
+OVER_SSH = ("pdsh", "ssh")
+NOT_BUILT = {
+    "launcher_args": "pass options of ssh with HF_ZERO_SSH",
+    "save_pid": "the process that you start ends all others",
+    "enable_each_rank_log": "redirect the output: each line begins with its host",
+    "autotuning": "choose the configuration yourself",
+    "bind_cores_to_rank": "start the script with numactl and --no_python",
+    "bind_core_list": "start the script with numactl and --no_python",
+    "venv_script": "start this command from the environment: the hosts use the same Python",
+}
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """DeepSpeed's options: the hosts of a hostfile, or this machine.
+
+    Ends the process where something has failed.
+    """
+    given = parse_args(args)
+    runner = RUNNERS.get(given.launcher.lower())
+    for name, instead in NOT_BUILT.items():
+        if getattr(given, name) and not (runner and name == "launcher_args"):
+            raise NotBuiltError(
+                f"--{name} of the deepspeed command is not built in this version; {instead}"
+            )
+    if runner is None and given.launcher.lower() not in OVER_SSH:
+        raise NotBuiltError(
+            f"--launcher {given.launcher} is not built in this version; write one of "
+            f"{', '.join([*OVER_SSH, *RUNNERS])}"
+        )
+    if max(given.num_nodes, given.num_gpus) >= 0 and (given.include or given.exclude):
+        raise ConfigError(
+            "--num_nodes and --num_gpus cannot be given with --include or --exclude; write the "
+            "hosts and slots there"
+        )
+    os.environ.setdefault("HF_ZERO_LOG_LEVEL", "error" if given.quiet else given.log_level)
+    default = Path(DEFAULT_HOSTFILE)
+    hostfile = Path(given.hostfile) if given.hostfile else default if default.is_file() else None
+    files = [Path(folder, ENVIRONMENT_FILE) for folder in (Path.home(), Path.cwd())]
+    files = [file for file in dict.fromkeys(files) if file.is_file()]
+    if runner is not None:
+        _run_by(runner, given, hostfile, files)
+        return
+    request = Request(
+        given.user_script,
+        tuple(given.user_args),
+        given.module,
+        given.no_python,
+        local_rank_argument=not given.no_local_rank,
+        hostfile=hostfile,
+        include=given.include,
+        exclude=given.exclude,
+        num_nodes=_unless_negative(given.num_nodes),
+        num_procs=_unless_negative(given.num_gpus),
+        master_addr=given.master_addr or None,
+        master_port=given.master_port or (DEFAULT_PORT if given.no_ssh else None),
+        node_rank=_unless_negative(given.node_rank) if given.no_ssh else None,
+        env_files=tuple(files),
+        ssh_port=given.ssh_port,
+    )
+    code = carry_out(plan(request, _ranks_here))
+    if code:
+        sys.exit(code)
+
+
+def _run_by(
+    runner_class: type[MultiNodeRunner],
+    given: argparse.Namespace,
+    hostfile: Path | None,
+    files: Sequence[Path],
+) -> None:
+    """Replace this process by the launcher's program. Raises LaunchError where that is not
+    installed, and without a hostfile.
+    """
+    if hostfile is None:
+        raise LaunchError(
+            f"--launcher {given.launcher} starts ranks on the hosts of a hostfile; pass --hostfile"
+        )
+    given.hostfile = os.fspath(hostfile)
+    pool = fetch_hostfile(hostfile)
+    if pool is None:
+        raise LaunchError(f"--hostfile {hostfile}: there is no such file; pass another one")
+    chosen = parse_inclusion_exclusion(pool, given.include, given.exclude)
+    runner_class.validate_active_resources(chosen)
+    given.master_addr = given.master_addr or next(iter(chosen))
+    given.master_port = given.master_port or DEFAULT_PORT
+    runner = runner_class(given, encode_world_info(chosen), pool)
+    if not runner.backend_exists():
+        raise LaunchError(
+            f"--launcher {given.launcher}: its program is not installed here; load its module, or "
+            "leave --launcher out to reach the hosts over ssh"
+        )
+    for name, value in exported(os.environ, files=files).items():
+        runner.add_export(name, value)
+    environment = dict(os.environ)
+    command = runner.get_cmd(environment, chosen)
+    sys.stdout.flush()
+    os.execvpe(command[0], command, environment)
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the ``deepspeed`` command; None: this process's arguments."""
+    return _parser().parse_args(args)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="deepspeed",
+        description="hf-zero in place of the deepspeed launcher; see also `hf-zero launch --help`",
+    )
+    parser.add_argument(
+        "-H",
+        "--hostfile",
+        help=f"lines of `host slots=N`; default: {DEFAULT_HOSTFILE}, if there is one",
+    )
+    parser.add_argument(
+        "-i", "--include", default="", help="only these hosts and slots: worker-0@worker-1:0,2"
+    )
+    parser.add_argument("-e", "--exclude", default="", help="all but these")
+    parser.add_argument("--num_nodes", type=int, default=-1, help="the first hosts of the hostfile")
+    parser.add_argument(
+        "--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks on each host"
+    )
+    parser.add_argument("--master_addr", default="", help="default: the first host's address")
+    parser.add_argument("--master_port", type=int, help="where the ranks meet; default: a free one")
+    parser.add_argument(
+        "--node_rank", type=int, default=-1, help="the number of this host, with --no_ssh"
+    )
+    parser.add_argument("--no_ssh", action="store_true", help="start the part of this host alone")
+    parser.add_argument("--ssh_port", type=int)
+    for flag in (
+        "--module",
+        "--no_python",
+        "--no_local_rank",
+        "--save_pid",
+        "--bind_cores_to_rank",
+    ):
+        parser.add_argument(flag, action="store_true")
+    for flag in ("--no_ssh_check", "--force_multi"):
+        parser.add_argument(
+            flag,
+            action="store_true",
+            help="accepted: a host that cannot be reached says so by itself",
+        )
+    for option in (
+        "--launcher_args",
+        "--slurm_comment",
+        "--autotuning",
+        "--venv_script",
+        "--bind_core_list",
+    ):
+        parser.add_argument(option, default="")
+    parser.add_argument(
+        "--enable_each_rank_log", type=lambda text: "" if text == "None" else text, default=""
+    )
+    parser.add_argument("--launcher", default=OVER_SSH[0])
+    parser.add_argument(
+        "--log_level", default="info", choices=["debug", "info", "warning", "error", "critical"]
+    )
+    parser.add_argument("-q", "--quiet", action="store_true")
+    parser.add_argument("user_script")
+    parser.add_argument("user_args", nargs=argparse.REMAINDER)
+    return parser
+
+
+def _unless_negative(number: int) -> int | None:
+    return None if number < 0 else number
+
+
+def _ranks_here() -> int:
+    from hf_zero.device import kinds
+
+    return kinds.device_count() or 2

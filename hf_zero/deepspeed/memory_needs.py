@@ -1,0 +1,167 @@
+"""``estimate_zero*_model_states_mem_needs*``: hf-zero's own estimates under DeepSpeed's names.
+
+A model known by two numbers alone is made on the meta device, in blocks of the largest layer's
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from hf_zero.deepspeed.rows import lazily
+
+GIB = 1 << 30
+
+
+def _blocks(total: int, largest: int) -> nn.Module:
+    sizes = [largest] * (total // largest) + ([total % largest] if total % largest else [])
+    model = nn.Module()
+    model.blocks = nn.ModuleList()
+    for size in sizes:
+        block = nn.Module()
+        block.weight = nn.Parameter(torch.empty(size, device="meta"))
+        model.blocks.append(block)
+    return model
+
+
+def _needs(
+    model: nn.Module, stage: int, per_node: int, nodes: int, optimizer: bool, params: bool
+) -> tuple[int, int]:
+    """Bytes of host memory on each machine, and of each device."""
+    row = lazily("hf_zero.planning.estimate", "estimate")(
+        model,
+        per_node * nodes,
+        stage=stage,
+        offload_optimizer="cpu" if optimizer else None,
+        offload_param="cpu" if params else None,
+    ).at(stage)
+    return row.tiers.ram * per_node, row.tiers.device
+
+
+def estimate_zero3_model_states_mem_needs(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    cpu_offload_params: bool = True,
+    zero_init: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int, int]:
+    """Bytes of host memory on each machine, of each device, and of the largest layer in fp32, at
+    stage 3. A model made outside ``zero.Init`` is whole on every rank first, in fp32.
+    """
+    model = _blocks(total_params, largest_layer_params)
+    host, device = _needs(
+        model, 3, num_gpus_per_node, num_nodes, cpu_offload, cpu_offload and cpu_offload_params
+    )
+    if not zero_init:
+        host = max(host, 4 * total_params * num_gpus_per_node)
+    return int(host * additional_buffer_factor), device, 4 * largest_layer_params
+
+
+def estimate_zero2_model_states_mem_needs(
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int]:
+    """Bytes of host memory on each machine, and of each device, at stage 2."""
+    model = _blocks(total_params, max(total_params // 32, 1))
+    host, device = _needs(model, 2, num_gpus_per_node, num_nodes, cpu_offload, False)
+    host = max(host, 4 * total_params * num_gpus_per_node)  # the model before it is sharded
+    return int(host * additional_buffer_factor), device
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """Print what stage 3 needs with every choice of offloading, of a model known by numbers."""
+    _heading(3, total_params, num_gpus_per_node, num_nodes)
+    for optimizer, params, init in _choices():
+        host, device, _ = estimate_zero3_model_states_mem_needs(
+            total_params,
+            largest_layer_params,
+            num_gpus_per_node,
+            num_nodes,
+            optimizer,
+            params,
+            init,
+            additional_buffer_factor,
+        )
+        where = f"offload_param={_place(params)}, offload_optimizer={_place(optimizer)}"
+        _line(host, device, f"{where}, zero_init={int(init)}")
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """Print what stage 2 needs with and without offloading, of a model known by its size."""
+    _heading(2, total_params, num_gpus_per_node, num_nodes)
+    for optimizer in (True, False):
+        host, device = estimate_zero2_model_states_mem_needs(
+            total_params, num_gpus_per_node, num_nodes, optimizer, additional_buffer_factor
+        )
+        _line(host, device, f"offload_optimizer={_place(optimizer)}")
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """Print what ``model`` needs at stage 3 with every choice of offloading."""
+    sizes = [sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()]
+    estimate_zero3_model_states_mem_needs_all_cold(
+        sum(parameter.numel() for parameter in model.parameters()),
+        max(sizes),
+        num_gpus_per_node,
+        num_nodes,
+        additional_buffer_factor,
+    )
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """Print what ``model`` needs at stage 2 with and without offloading."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    estimate_zero2_model_states_mem_needs_all_cold(
+        total, num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
+
+
+def _choices() -> Iterator[tuple[bool, bool, bool]]:
+    for optimizer, params in ((True, True), (True, False), (False, False)):
+        yield from ((optimizer, params, init) for init in (True, False))
+
+
+def _place(offloaded: bool) -> str:
+    return "cpu" if offloaded else "none"
+
+
+def _heading(stage: int, total: int, per_node: int, nodes: int) -> None:
+    print(
+        f"Estimated memory of parameters, gradients and optimizer state at stage {stage}: "
+        f"{total / 1e6:.0f}M parameters, {nodes} x {per_node} ranks\n"
+        "   machine | device | options"
+    )
+
+
+def _line(host: int, device: int, options: str) -> None:
+    print(f" {host / GIB:7.2f}GB | {device / GIB:6.2f}GB | {options}")

@@ -1,0 +1,259 @@
+"""What DeepSpeed's engine says about its state and settings, where that is computed; what it reads
+from the configuration as it is stands in engine_getters.py.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+
+from hf_zero.core.sharded_model import DTYPES
+from hf_zero.deepspeed import tensor_parallel
+from hf_zero.deepspeed.checkpoint_engines import TorchCheckpointEngine
+from hf_zero.deepspeed.expert_parameters import has_moe_layers
+from hf_zero.deepspeed.layer_drop import ProgressiveLayerDrop
+from hf_zero.deepspeed.parallel_groups import get_data_parallel_group
+from hf_zero.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
+from hf_zero.deepspeed.ulysses import get_group
+from hf_zero.distributed.process_group import backend_for
+from hf_zero.engine import Engine
+from hf_zero.parallel.tensor.configured import readers
+from hf_zero.techniques.layer_drop import KEY as LAYER_DROP
+from hf_zero.techniques.layer_drop import LayerDrop
+from hf_zero.techniques.policy import TrainingTechniques
+
+
+class ReportingEngine(Engine):
+    """An :class:`hf_zero.Engine` with DeepSpeed's getters."""
+
+    # arguments of ``deepspeed.initialize``
+    client_optimizer: Any = None
+    client_lr_scheduler: Any = None
+    training_data: Any = None
+    collate_fn: Any = None
+    mpu: Any = None
+    # a Trainer is writing one of its checkpoints
+    saving_in_checkpoint = False
+    loaded_checkpoint_tag: str | None = None  # of the last load
+    losses: Any = None  # DeepSpeed sums them up for its monitors
+
+    @cached_property
+    def timers(self) -> SynchronizedWallClockTimer:
+        """Timers of the script; those of the engine are :meth:`get_wall_clock_timers`."""
+        return SynchronizedWallClockTimer()
+
+    @cached_property
+    def checkpoint_engine(self) -> TorchCheckpointEngine:
+        """Writes files of the script; checkpoints are written by :meth:`save_checkpoint`."""
+        return TorchCheckpointEngine(self.config)
+
+    @property
+    def seq_parallel_group(self) -> Any:
+        """As :meth:`get_sequence_parallel_group`; None where the job is not sequence parallel."""
+        return get_group() if self.config.sequence_parallel_size > 1 else None
+
+    @property
+    def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
+        """What leaves blocks out, under DeepSpeed's names; None where nothing does."""
+        technique = cast(TrainingTechniques, self.techniques).by_key.get(LAYER_DROP)
+        return ProgressiveLayerDrop(technique) if isinstance(technique, LayerDrop) else None
+
+    def get_sequence_parallel_group(self) -> Any:
+        """The process group of the ranks that read parts of the same sequences. Raises ConfigError
+        where the job is not sequence parallel.
+        """
+        return get_group()
+
+    def get_mom(self) -> list[Any]:
+        """Each group's momentum or betas, whichever its optimizer has; None for neither."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [group.get("betas", group.get("momentum")) for group in groups]
+
+    def get_type(self) -> list[Any]:
+        """Each group's ``type``, where the script has set one; None elsewhere."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [group.get("type") for group in groups]
+
+    def gradient_clipping(self) -> float:
+        """The norm that gradients are clipped to; 0.0: never."""
+        return float(self.config.gradient_clipping or 0.0)
+
+    def dynamic_loss_scale(self) -> bool:
+        return bool(self.scaler.dynamic)
+
+    def initial_dynamic_scale(self) -> float:
+        """The loss scale that dynamic scaling starts with."""
+        return 2.0**self.config.fp16.initial_scale_power
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any] | None:
+        """The settings of dynamic scaling; None where it is off."""
+        fp16 = self.config.fp16
+        settings = {
+            "init_scale": self.initial_dynamic_scale(),
+            "scale_window": fp16.loss_scale_window,
+            "min_scale": fp16.min_loss_scale,
+            "delayed_shift": fp16.hysteresis,
+            "consecutive_hysteresis": fp16.consecutive_hysteresis,
+        }
+        return settings if self.dynamic_loss_scale() else None
+
+    def fp16_enabled(self) -> bool:
+        return self.config.precision == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        return self.config.precision == "bf16"
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """The dtypes of the model and of summed gradients."""
+        summed = self.config.gradient_accumulation_dtype
+        return DTYPES[self.config.precision], DTYPES[summed or self.config.precision]
+
+    def torch_autocast_dtype(self) -> torch.dtype:
+        """What the engine's forward computes in where ``torch_autocast`` is enabled."""
+        return DTYPES[self.config.torch_autocast.dtype]
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """The dtype of reductions."""
+        return DTYPES[self.config.communication_data_type or self.config.precision]
+
+    def postscale_gradients(self) -> bool:
+        return not self.config.prescale_gradients
+
+    def zero_optimization(self) -> bool:
+        return bool(self.stage > 0)
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.stage
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return bool(self.stage >= 2)
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return bool(self.stage == 3)
+
+    is_first_weights_partition_group = zero_optimization_partition_weights
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether optimizer state lives in host memory."""
+        return self.config.offload_optimizer.device == "cpu"
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        """Whether optimizer state lives in files."""
+        return self.config.offload_optimizer.device == "nvme"
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """Whether the update runs on the host."""
+        return bool(self.config.offload_optimizer.on)
+
+    def zero_partial_offload(self) -> float | str:
+        """The part of the optimizer's state that is offloaded; "auto": what does not fit."""
+        return self.config.offload_optimizer.ratio
+
+    def get_tensor_parallel_rank(self) -> int:
+        """This rank among those that share its layers."""
+        return tensor_parallel.get_rank()
+
+    get_model_parallel_rank = get_tensor_parallel_rank
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether a save of the model gathers whole weights: always where a script asks for it. The
+        key decides for checkpoints of a Trainer at stage 3, which write the model beside the shards
+        (:attr:`saving_in_checkpoint`).
+        """
+        return (
+            not self.saving_in_checkpoint
+            or self.config.stage < 3
+            or self.config.zero.gather_16bit_weights_on_model_save
+        )
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        return str(self.checkpoint_tag_validation_enabled()).lower() == "fail"
+
+    def optimizer_name(self) -> str | None:
+        """The class of the optimizer; None without one."""
+        return None if self.optimizer is None else type(self.optimizer).__name__
+
+    def scheduler_name(self) -> str | None:
+        """The scheduler that the configuration names; None if it names none."""
+        return None if self.config.scheduler is None else self.config.scheduler.type
+
+    def get_data_parallel_rank(self) -> int:
+        return readers()[1]
+
+    @property
+    def dp_world_size(self) -> int:
+        """The ranks that data is divided among."""
+        return int(self.world_size)
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Modules whose gradients are sparse: embeddings with ``sparse=True``."""
+        named = self.module.named_modules()
+        return {name for name, module in named if getattr(module, "sparse", False) is True}
+
+    @property
+    def seq_dp_world_size(self) -> int:
+        """As :attr:`dp_world_size`: sequences are not divided."""
+        return self.dp_world_size
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of all ranks."""
+        return get_data_parallel_group()
+
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer: no other object stands before it."""
+        return self.optimizer
+
+    @property
+    def gradient_average(self) -> bool:
+        """Whether gradients are averaged over ranks, not summed."""
+        return self.config.gradient_allreduce_op == "mean"
+
+    @property
+    def inside_no_sync_ctxt(self) -> bool:
+        return bool(self.in_no_sync)
+
+    @property
+    def param_names(self) -> dict[torch.nn.Parameter, str]:
+        """The names of the model's parameters."""
+        return {parameter: name for name, parameter in self.module.named_parameters()}
+
+    mp_world_size = 1
+    pipeline_parallelism = False
+
+    @property
+    def has_moe_layers(self) -> bool:
+        """Whether the model has layers of the class MoE."""
+        return has_moe_layers(self.module)[0]
+
+    @property
+    def dist_backend(self) -> str:
+        return backend_for(self.device)
+
+    @cached_property
+    def tput_timer(self) -> ThroughputTimer:
+        """Samples a second. It runs from its first reading on, as a step then waits for the device
+        several times.
+        """
+        return ThroughputTimer(
+            batch_size=self.train_batch_size(), steps_per_output=self.config.steps_per_print
+        )
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of the last micro-batch (``fwd_microstep``, ``bwd_microstep``,
+        ``step_microstep``) and of the last accumulation window (``fwd``, ``bwd``, ``step``); empty
+        without ``wall_clock_breakdown``. Reductions are a part of the backward, which they overlap.
+        """
+        times = self.step_times
+        return {f"{part}_microstep": ms for part, ms in times.micro_batch.items()} | times.window
+
+    def log_level(self) -> str | None:
+        """What ``log_level`` of the configuration names, such as "ERROR"; None: the level of the
+        log is as it was.
+        """
+        return self.config.log_level and self.config.log_level.upper()

@@ -1,0 +1,128 @@
+"""The rows of the table in ``api.py``: a module of DeepSpeed's, its names, and where each comes
+from.
+
+Read by the import of ``deepspeed``: standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Provided:
+    """A name that is an attribute of a module of hf-zero, of torch or of the facade itself."""
+
+    name: str
+    home: str
+    attribute: str
+
+    def load(self, module: str) -> Any:
+        """The object, importing its home. ``module`` is the facade's module that has the name."""
+        return getattr(import_module(self.home), self.attribute)
+
+
+@dataclass(frozen=True)
+class NotBuilt:
+    """A name that is known and not provided: it imports, and raises NotBuiltError when it is used.
+
+    ``instead`` ends the sentence of that error.
+    """
+
+    name: str
+    instead: str
+    is_class: bool
+    base: str = ""
+    """``module:class`` that the class derives from, for ``issubclass``."""
+
+    def load(self, module: str) -> Any:
+        """A function or class that raises NotBuiltError when it is called."""
+        from hf_zero.deepspeed import placeholders
+
+        dotted = f"{module}.{self.name}"
+        if not self.is_class:
+            return placeholders.function(dotted, self.instead)
+        home, _, attribute = self.base.partition(":")
+        bases = (getattr(import_module(home), attribute),) if home else ()
+        return placeholders.type_of(dotted, self.instead, *bases)
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A name of DeepSpeed's that there is not, and why; asking for it is an AttributeError."""
+
+    name: str
+    reason: str
+
+
+Row = Provided | NotBuilt | LeftOut
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module of the facade."""
+
+    path: str
+    about: str
+    names: dict[str, Provided | NotBuilt]
+    left_out: dict[str, str]
+    others: str
+    """``module:attribute`` of the module that has every name which is not in ``names``."""
+    command: str
+    """``module:function`` that ``python -m`` calls."""
+
+    def why_not(self, name: str) -> str:
+        """Why ``name`` is left out; "" if it is in no row. ``*`` stands for every other name."""
+        return self.left_out.get(name) or self.left_out.get("*", "")
+
+
+def module(
+    path: str,
+    about: str,
+    *rows: Iterable[Row],
+    others: str = "",
+    command: str = "",
+) -> Module:
+    """A row of the table; ``rows`` are results of the functions below."""
+    found = [row for part in rows for row in part]
+    left_out = {row.name: row.reason for row in found if isinstance(row, LeftOut)}
+    there = {row.name: row for row in found if not isinstance(row, LeftOut)}
+    return Module(path, about, there, left_out, others, command)
+
+
+def names(home: str, *wanted: str) -> list[Provided]:
+    """Attributes of the module ``home``, as ``"name"`` or ``"attribute as name"``."""
+    found = []
+    for each in wanted:
+        attribute, _, name = each.partition(" as ")
+        found.append(Provided(name or attribute, home, attribute))
+    return found
+
+
+def functions_not_built(instead: str, *wanted: str) -> list[NotBuilt]:
+    """Names that raise NotBuiltError when they are called; ``wanted`` may hold several each."""
+    return [NotBuilt(name, instead, is_class=False) for name in _split(wanted)]
+
+
+def classes_not_built(instead: str, *wanted: str, base: str = "") -> list[NotBuilt]:
+    """Classes that raise NotBuiltError when they are constructed or asked for a method."""
+    return [NotBuilt(name, instead, is_class=True, base=base) for name in _split(wanted)]
+
+
+def left_out(reason: str, *wanted: str) -> list[LeftOut]:
+    """Names that there are not; ``*``: all others of the module."""
+    return [LeftOut(name, reason) for name in _split(wanted)]
+
+
+def _split(wanted: Iterable[str]) -> list[str]:
+    return [name for each in wanted for name in each.split()]
+
+
+def lazily(home: str, attribute: str) -> Any:
+    """An attribute of a module that stands above the facade in the layers, or costs much to
+    import: imported when it is asked for.
+    """
+    return getattr(import_module(home), attribute)

@@ -1,0 +1,208 @@
+"""``deepspeed.runtime.utils``: small helpers that scripts import."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from hf_zero.deepspeed.accelerator import get_accelerator
+from hf_zero.deepspeed.comm import all_reduce, dist
+from hf_zero.deepspeed.placeholders import refuse
+from hf_zero.distributed import process_group
+from hf_zero.errors import ConfigError
+from hf_zero.parallel.expert.marks import is_expert_parameter
+from hf_zero.parameters.parameter import OwnedParameter
+
+T = TypeVar("T")
+
+
+def clip_grad_norm_(
+    parameters: Any, max_norm: float, norm_type: float = 2.0, mpu: Any = None
+) -> torch.Tensor:
+    """torch's, for parameters that no engine owns; the engine clips by ``gradient_clipping``.
+
+    With parameters of experts, of which ranks hold others, it is collective: all ranks clip by the
+    mean of their norms. Raises NotBuiltError for an engine's, whose gradients are sharded.
+    """
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if any(isinstance(parameter, OwnedParameter) for parameter in given):
+        refuse(
+            "clip_grad_norm_ of parameters that an engine owns",
+            "write gradient_clipping into the configuration: engine.step() clips by the norm over "
+            "all ranks",
+        )
+    if not any(map(is_expert_parameter, given)):
+        return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
+    gradients = [parameter.grad for parameter in given if parameter.grad is not None]
+    norm = nn.utils.get_total_norm(gradients, norm_type) / process_group.get_world_size()
+    norm = norm.to(process_group.default_device())  # of no gradient it is a number on the CPU
+    all_reduce(norm)
+    nn.utils.clip_grads_with_norm_(given, max_norm, norm)
+    return norm
+
+
+class CheckOverflow:
+    """Whether a gradient of ``param_groups``, lists of parameters, is not finite: on this rank, and
+    where there are parameters of experts on any (collective then).
+    """
+
+    def __init__(
+        self,
+        param_groups: Iterable[Iterable[nn.Parameter]] | None = None,
+        mpu: Any = None,
+        zero_reduce_scatter: bool = False,
+        deepspeed: Any = None,
+    ) -> None:
+        self.params = [p for group in param_groups or () for p in group]
+
+    def check(self, param_groups: Iterable[Iterable[nn.Parameter]] | None = None) -> bool:
+        given = self.params if param_groups is None else [p for g in param_groups for p in g]
+        return self.has_overflow(given)
+
+    def has_overflow(
+        self, params: Iterable[nn.Parameter], has_moe_params: bool | None = None
+    ) -> bool:
+        given = list(params)
+        found = any(p.grad is not None and bool(has_inf_or_nan(p.grad)) for p in given)
+        if has_moe_params is None:
+            has_moe_params = any(map(is_expert_parameter, given))
+        return _on_any_rank(found) if has_moe_params else found
+
+    def check_using_norm(self, norm_group: Iterable[float], reduce_overflow: bool = True) -> bool:
+        """The same of gradients with these norms, -1 for one that is not finite; on any rank
+        (collective), unless ``reduce_overflow`` is False and there are no experts.
+        """
+        found = any(norm == -1 or not math.isfinite(norm) for norm in norm_group)
+        together = reduce_overflow or any(map(is_expert_parameter, self.params))
+        return _on_any_rank(found) if together else found
+
+
+def _on_any_rank(found: bool) -> bool:
+    """Whether any rank has found it (collective)."""
+    flag = torch.tensor(float(found), device=process_group.default_device())
+    all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
+
+
+def get_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> float:
+    """The norm of the gradients that are there; -1 where it is not finite."""
+    gradients = [p.grad.float() for p in parameters if p.grad is not None]
+    return _finite(torch.nn.utils.get_total_norm(gradients, norm_type))
+
+
+def get_weight_norm(parameters: Any, norm_type: float = 2.0, mpu: Any = None) -> float:
+    """The norm of the values; -1 where it is not finite."""
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    return _finite(torch.nn.utils.get_total_norm([p.detach().float() for p in given], norm_type))
+
+
+def _finite(norm: torch.Tensor) -> float:
+    return float(norm) if torch.isfinite(norm) else -1.0
+
+
+def get_global_norm(norm_list: Sequence[float]) -> float:
+    """The 2-norm of a vector whose parts have these 2-norms."""
+    return float(sum(float(norm) ** 2 for norm in norm_list) ** 0.5)
+
+
+def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
+    """Whether an element is not finite, as a tensor on its device."""
+    return torch.logical_not(torch.isfinite(x.float())).any()
+
+
+def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
+    """Make the folder that the file ``filename`` is to lie in."""
+    os.makedirs(os.path.dirname(os.fspath(filename)) or ".", exist_ok=True)
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> Any:
+    """``item`` with the tensors of its lists, tuples and dicts on ``device``; of those for which
+    ``criterion_func`` holds, where it is given.
+    """
+    if isinstance(item, torch.Tensor):
+        wanted = criterion_func is None or criterion_func(item)
+        return item.to(device) if wanted else item
+    if isinstance(item, dict):
+        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
+    if isinstance(item, (list, tuple)):
+        return type(item)(move_to_device(value, device, criterion_func) for value in item)
+    return item
+
+
+def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
+    """As :func:`move_to_device`; the tensors that are moved are copies, cut from the graph."""
+    if isinstance(item, torch.Tensor):
+        return item.detach().clone().to(device) if criterion_func(item) else item
+    if isinstance(item, dict):
+        return {key: copy_to_device(value, device, criterion_func) for key, value in item.items()}
+    if isinstance(item, (list, tuple)):
+        return type(item)(copy_to_device(value, device, criterion_func) for value in item)
+    return item
+
+
+def prefix_sum_inc(weights: Sequence[int]) -> list[int]:
+    """Sums of the first 1, 2, … of ``weights``."""
+    sums: list[int] = []
+    for weight in weights:
+        sums.append(weight + (sums[-1] if sums else 0))
+    return sums
+
+
+def get_only_unique_item(items: Iterable[T]) -> T:
+    """The item that all of ``items`` are. Raises ConfigError if they differ, or there is none."""
+    found = set(items)
+    if len(found) != 1:
+        raise ConfigError(f"expected one value, got {sorted(map(str, found))}; pass equal ones")
+    return found.pop()
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """``base(args, key=value)`` as text."""
+    parts = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
+    return f"{base}({', '.join(parts)})"
+
+
+def empty_cache() -> None:
+    """Give unused memory of the device back."""
+    get_accelerator().empty_cache()
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """The attribute of ``model`` at a dotted name."""
+    return attrgetter(module_name)(model)
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Set the attribute of ``model`` at a dotted name."""
+    owner, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, owner) if owner else model, name, module)
+
+
+def noop_decorator(func: T) -> T:
+    return func
+
+
+def required_torch_version(
+    min_version: float | None = None, max_version: float | None = None
+) -> bool:
+    """Whether torch's version, as major.minor, lies between the two, both included.
+
+    Raises ConfigError where neither is given.
+    """
+    if min_version is None and max_version is None:
+        raise ConfigError("required_torch_version needs min_version or max_version; pass one")
+    have = _pair(torch.__version__)
+    return (min_version is None or have >= _pair(str(min_version))) and (
+        max_version is None or have <= _pair(str(max_version))
+    )
+
+
+def _pair(version: str) -> tuple[int, int]:
+    major, minor = version.split("+")[0].split(".")[:2]
+    return int(major), int(minor)

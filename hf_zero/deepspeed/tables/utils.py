@@ -1,0 +1,253 @@
+"""``deepspeed.utils``: access to shards, leaf modules, groups, logging, timers."""
+
+from __future__ import annotations
+
+from hf_zero.deepspeed.rows import (
+    Row,
+    classes_not_built,
+    functions_not_built,
+    left_out,
+    module,
+    names,
+)
+from hf_zero.deepspeed.tables.remedies import (
+    BY_TENSOR_PARALLEL,
+    CONSTANT,
+    FILES,
+    HERE,
+    INTERNAL,
+    PROFILE,
+)
+
+ACCESS: tuple[Row, ...] = (
+    *names(
+        "hf_zero.core.gathered",
+        "safe_get_full_fp32_param",
+        "safe_get_full_grad",
+        "safe_get_full_optimizer_state",
+        "safe_set_full_fp32_param",
+        "safe_set_full_grad",
+        "safe_set_full_optimizer_state",
+    ),
+    *names(
+        "hf_zero.core.local_access",
+        "safe_get_local_fp32_param",
+        "safe_get_local_grad",
+        "safe_get_local_optimizer_state",
+        "safe_set_local_fp32_param",
+        "safe_set_local_grad",
+        "safe_set_local_optimizer_state",
+        "safe_update_full_grad_vectorized",
+    ),
+    *left_out(
+        "use safe_get_full_* and safe_set_full_*",
+        "tensor_fragment fragment_address get_full_hp_param set_full_hp_param get_full_hp_grad "
+        "set_full_hp_grad get_hp_fragment_mapping map_to_flat_opt_states",
+    ),
+)
+LEAVES: tuple[Row, ...] = (
+    *names(
+        "hf_zero.parameters.leaf_modules",
+        "get_z3_leaf_modules",
+        "set_z3_leaf_module",
+        "set_z3_leaf_modules",
+        "set_z3_leaf_modules_by_name",
+        "set_z3_leaf_modules_by_suffix",
+        "unset_z3_leaf_modules",
+        "z3_leaf_module",
+    ),
+    *left_out("ask z3_leaf_module of its module", "z3_leaf_parameter"),
+)
+GROUPS: tuple[Row, ...] = (
+    *names(
+        f"{HERE}.parallel_groups",
+        "get_data_parallel_group",
+        "get_data_parallel_rank",
+        "get_data_parallel_world_size",
+        "initialize",
+    ),
+    *names(
+        f"{HERE}.tensor_parallel",
+        "get_group as get_model_parallel_group",
+        "get_group as get_tensor_model_parallel_group",
+        "get_rank as get_model_parallel_rank",
+        "get_rank as get_tensor_model_parallel_rank",
+        "get_world_size as get_model_parallel_world_size",
+        "get_world_size as get_tensor_model_parallel_world_size",
+        "get_first_rank as get_tensor_model_parallel_src_rank",
+    ),
+    *functions_not_built(
+        BY_TENSOR_PARALLEL,
+        "set_tensor_model_parallel_rank set_tensor_model_parallel_world_size",
+    ),
+    *left_out(
+        "the state of DeepSpeed's module", "mpu mesh_device expert_tensor_parallel_world_size"
+    ),
+)
+ON_DEVICE = names(f"{HERE}.on_device", "OnDevice")
+NVTX = names(f"{HERE}.profiling", "instrument_w_nvtx")
+
+UTILS = (
+    module(
+        "deepspeed.utils",
+        "Access to shards, leaf modules, logging.",
+        ACCESS,
+        LEAVES,
+        GROUPS,
+        ON_DEVICE,
+        NVTX,
+        names("hf_zero.distributed.process_group", "is_initialized"),
+        names("hf_zero.logs", "logger"),
+        names(
+            f"{HERE}.rank_logging",
+            "log_dist",
+            "log_dist_once",
+            "set_log_level_from_string",
+        ),
+        names(f"{HERE}.repeating_loader", "RepeatingLoader"),
+        names(f"{HERE}.profiling", "recursive_getattr", "recursive_setattr"),
+        left_out(INTERNAL, "get_caller_func link_hp_params lazy_init_hp_params_optimizer_state"),
+        left_out("start the script with numactl and --no_python", "get_numactl_cmd"),
+    ),
+    module(
+        "deepspeed.utils.groups",
+        "All ranks are data parallel; of other parallelism there is one rank.",
+        GROUPS,
+        names(
+            f"{HERE}.parallel_groups",
+            "get_data_parallel_group as _get_data_parallel_group",
+            "get_data_parallel_group_ranks as _get_data_parallel_group_ranks",
+            "get_data_parallel_rank as _get_data_parallel_rank",
+            "get_data_parallel_world_size as _get_data_parallel_world_size",
+            "get_data_parallel_group as _get_sequence_data_parallel_group",
+            "get_data_parallel_rank as _get_sequence_data_parallel_rank",
+            "get_data_parallel_world_size as _get_sequence_data_parallel_world_size",
+            "first_rank as _get_broadcast_src_rank",
+        ),
+        names(f"{HERE}.tensor_parallel", "get_world_size as _get_model_parallel_world_size"),
+        names(
+            f"{HERE}.ulysses",
+            "get_group as _get_sequence_parallel_group",
+            "get_rank as _get_sequence_parallel_rank",
+            "get_world_size as _get_sequence_parallel_world_size",
+        ),
+        names(
+            f"{HERE}.expert_groups",
+            "create as _create_expert_and_data_parallel",
+            "get_expert_data_parallel_rank as _get_expert_data_parallel_rank",
+            "get_expert_data_parallel_world_size as _get_expert_data_parallel_world_size",
+            "get_expert_parallel_group as _get_expert_parallel_group",
+            "get_expert_parallel_rank as _get_expert_parallel_rank",
+            "get_expert_parallel_world_size as _get_expert_parallel_world_size",
+            "get_max_expert_size as _get_max_expert_size",
+            "get_max_expert_size_name as _get_max_expert_size_name",
+        ),
+        functions_not_built("use the engine's own reductions", "_get_expert_data_parallel_group"),
+    ),
+    module(
+        "deepspeed.utils.logging",
+        "Logging on chosen ranks.",
+        names("hf_zero.logs", "logger"),
+        names(
+            f"{HERE}.rank_logging",
+            "LEVELS as log_levels",
+            "get_current_level",
+            "get_log_level_from_string",
+            "log_dist",
+            "log_dist_once",
+            "print_dist",
+            "print_json_dist",
+            "print_rank_0",
+            "set_log_level_from_string",
+            "should_log_le",
+            "warning_once",
+        ),
+        left_out("logging.getLogger makes loggers", "LoggerFactory"),
+        left_out("print(vars(args))", "print_configuration"),
+        left_out(INTERNAL, "get_dist_msg"),
+    ),
+    module(
+        "deepspeed.utils.comms_logging",
+        "The log of collectives.",
+        names(f"{HERE}.comm_log", "CommsLogger", "convert_size"),
+        left_out(INTERNAL, "*"),
+    ),
+    module(
+        "deepspeed.utils.numa",
+        "Cores of this machine.",
+        names(f"{HERE}.hostfiles", "parse_range_list"),
+        functions_not_built(
+            "start the script with numactl and --no_python",
+            "get_numactl_cmd get_numa_cores check_for_numactl_pkg",
+        ),
+        left_out(INTERNAL, "*"),
+    ),
+    module("deepspeed.utils.init_on_device", "Models made on a device.", ON_DEVICE),
+    module(
+        "deepspeed.utils.nvtx",
+        "Ranges that a profiler shows.",
+        NVTX,
+        left_out(CONSTANT, "enable_nvtx DEEPSPEED_NVTX_DOMAIN"),
+    ),
+    module(
+        "deepspeed.utils.pin_memory",
+        "Who pins host memory: torch.",
+        names(f"{HERE}.locked_memory", "get_active_native_pinned_memory"),
+        left_out(
+            "torch pins and frees; PinMemoryBuilder().load().pin_handle() locks by itself",
+            "NativePinnedMemory get_native_pinned_memory",
+        ),
+    ),
+    module("deepspeed.utils.tensor_fragment", "Access to shards.", ACCESS),
+    module(
+        "deepspeed.utils.timer",
+        "Timers.",
+        names(
+            f"{HERE}.timers",
+            "NoopTimer",
+            "SynchronizedWallClockTimer",
+            "ThroughputTimer",
+            "trim_mean",
+        ),
+        classes_not_built(PROFILE, "CudaEventTimer"),
+        left_out(
+            CONSTANT,
+            "FORWARD_MICRO_TIMER FORWARD_GLOBAL_TIMER BACKWARD_MICRO_TIMER BACKWARD_GLOBAL_TIMER "
+            "BACKWARD_INNER_MICRO_TIMER BACKWARD_INNER_GLOBAL_TIMER BACKWARD_REDUCE_MICRO_TIMER "
+            "BACKWARD_REDUCE_GLOBAL_TIMER STEP_MICRO_TIMER STEP_GLOBAL_TIMER TIME_EPSILON",
+        ),
+    ),
+    module(
+        "deepspeed.utils.torch",
+        "Versions of torch.",
+        names(f"{HERE}.runtime_utils", "required_torch_version"),
+        left_out(INTERNAL, "is_functorch_transforming register_grad_hook jit_script_compat"),
+    ),
+    module(
+        "deepspeed.utils.z3_leaf_module",
+        "Modules that are gathered whole.",
+        LEAVES,
+        left_out("the engine reads zero_optimization.leaf_module", "apply_zero_leaf_module_config"),
+    ),
+    module(
+        "deepspeed.utils.zero_to_fp32",
+        "Whole weights out of a sharded checkpoint.",
+        names(
+            "hf_zero.checkpoint",
+            "get_fp32_state_dict_from_zero_checkpoint",
+            "load_state_dict_from_zero_checkpoint",
+        ),
+        names(f"{HERE}.fp32_files", "convert_zero_checkpoint_to_fp32_state_dict"),
+        names(f"{HERE}.state_dicts", "get_model_state_file", "get_optim_files"),
+        functions_not_built(
+            "convert_zero_checkpoint_to_fp32_state_dict writes fp32; cast what it wrote",
+            "convert_zero_checkpoint_to_state_dict",
+        ),
+        left_out(
+            FILES,
+            "zero_model_state debug device OUTPUT_DTYPE_NAMES atoi natural_keys "
+            "get_checkpoint_files get_model_state_files parse_model_states parse_optim_states "
+            "zero3_partitioned_param_info GatheredTensor to_torch_tensor",
+        ),
+    ),
+)

@@ -1,0 +1,286 @@
+"""``deepspeed.runtime.config`` and ``deepspeed.runtime.zero.config``: configurations under
+DeepSpeed's names, read by :class:`hf_zero.ZeroConfig`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from enum import Enum, IntEnum
+from typing import Any
+
+from hf_zero.config import ZeroConfig
+from hf_zero.deepspeed.constants import (
+    DEFAULT_LEAF_MODULE_CLASSES,
+    DEFAULT_LEAF_MODULE_NAME_SUFFIXES,
+    DEFAULT_LEAF_MODULE_NAMES,
+    GRADIENT_CLIPPING,
+    GRADIENT_CLIPPING_DEFAULT,
+    LOG_LEVEL,
+    LOG_LEVEL_DEFAULT,
+)
+from hf_zero.deepspeed.monitors import DeepSpeedMonitorConfig
+from hf_zero.distributed import process_group
+from hf_zero.logs import log_rank0
+
+ZERO = "zero_optimization"
+WITHOUT_DEFAULT = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "optimizer.",
+    "scheduler.",
+)
+DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(
+        (
+            "allgather_partitions",
+            "contiguous_gradients",
+            "load_from_fp32_weights",
+            "memory_efficient_linear",
+            "override_module_apply",
+            "reduce_scatter",
+            "use_multi_rank_bucket_allreduce",
+        ),
+        True,
+    ),
+    **dict.fromkeys(
+        (
+            "elastic_checkpoint",
+            "legacy_stage1",
+            "log_trace_cache_warnings",
+            "pipeline_loading_checkpoint",
+            "round_robin_gradients",
+            "zero_quantized_gradients",
+            "zero_quantized_nontrainable_weights",
+            "zero_quantized_weights",
+        ),
+        False,
+    ),
+    **dict.fromkeys(("allgather_bucket_size", "reduce_bucket_size"), 500_000_000),
+    **dict.fromkeys(("sub_group_size", "stage3_max_reuse_distance"), 1_000_000_000),
+    "ignore_unused_parameters": True,
+    "mics_shard_size": -1,
+    "stage3_gather_16bit_weights_on_model_save": False,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_model_persistence_threshold": sys.maxsize,
+    "stage3_module_granularity_threshold": 0,
+    "stage3_param_persistence_threshold": 100_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "zero_hpz_partition_size": 1,
+}
+"""What DeepSpeed documents for keys of the section that are not written."""
+
+ADAGRAD_OPTIMIZER = "adagrad"
+ADAMW_OPTIMIZER = "adamw"
+ADAM_OPTIMIZER = "adam"
+LAMB_OPTIMIZER = "lamb"
+LION_OPTIMIZER = "lion"
+
+
+class OffloadDeviceEnum(str, Enum):
+    """Where something is offloaded to."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, Enum):
+    """What ``engine.offload_states`` moves."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class ZeroStageEnum(IntEnum):
+    """The stages."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+
+
+class _Section:
+    """Keys of a section as attributes: those that were written, and the defaults of others."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        for spelled in (name, f"stage3_{name}", f"zero_{name}"):
+            if spelled in self._values:
+                return self._values[spelled]
+        raise AttributeError(f"the section has no key {name!r}; it has {sorted(self._values)}")
+
+    def model_dump(self) -> dict[str, Any]:
+        return dict(self._values)
+
+    dict = model_dump
+
+
+class _LeafModules(_Section):
+    """The section ``leaf_module``: lists, also where a single name was written."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        given = {key: [item] if isinstance(item, str) else item for key, item in values.items()}
+        defaults = {
+            "classes": list(DEFAULT_LEAF_MODULE_CLASSES),
+            "names": list(DEFAULT_LEAF_MODULE_NAMES),
+            "name_suffixes": list(DEFAULT_LEAF_MODULE_NAME_SUFFIXES),
+        }
+        super().__init__({**defaults, **given})
+
+
+class DeepSpeedZeroConfig(_Section):
+    """The section ``zero_optimization``: its keys are keyword arguments and attributes.
+
+    Raises ConfigError for keys and values that cannot be.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        config = ZeroConfig.from_dict(
+            {ZERO: {"stage": 0, **_plain(values)}}, allow_auto=True, foreign=True
+        )
+        section = config.to_dict()[ZERO]
+        offload: dict[str, Any] = {"offload_param": None, "offload_optimizer": None}
+        if "offload_param" in section or values.get("offload_param") is not None:
+            given = section.pop("offload_param", {})
+            offload["offload_param"] = DeepSpeedZeroOffloadParamConfig(**given)
+        if "offload_optimizer" in section or values.get("offload_optimizer") is not None:
+            given = section.pop("offload_optimizer", {})
+            offload["offload_optimizer"] = DeepSpeedZeroOffloadOptimizerConfig(**given)
+        leaves = {"leaf_module": _LeafModules(values.get("leaf_module") or {})}
+        whole = {**DEFAULTS, "overlap_comm": config.stage == 3, **section, **offload, **leaves}
+        super().__init__({**whole, "stage": ZeroStageEnum(config.stage)})
+
+
+class DeepSpeedZeroOffloadParamConfig(_Section):
+    """The section ``offload_param``."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(_offload("offload_param", values))
+
+
+class DeepSpeedZeroOffloadOptimizerConfig(_Section):
+    """The section ``offload_optimizer``."""
+
+    def __init__(self, **values: Any) -> None:
+        section = _offload("offload_optimizer", values)
+        pipelined = bool(values.get("pipeline_read") or values.get("pipeline_write"))
+        super().__init__({**section, "pipeline": pipelined})
+
+
+def _offload(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    given = {ZERO: {"stage": 3, name: _plain(values)}}
+    config = ZeroConfig.from_dict(given, allow_auto=True, foreign=True).to_dict("default")
+    section: dict[str, Any] = config[ZERO].get(name, {})
+    return {**section, "device": OffloadDeviceEnum(section.get("device") or "none")}
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with sections as dicts and enums as their values."""
+    if isinstance(value, _Section):
+        value = value.model_dump()
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return value.value if isinstance(value, Enum) else value
+
+
+def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
+    """The section of a whole configuration."""
+    return DeepSpeedZeroConfig(**param_dict.get(ZERO, {}))
+
+
+class DeepSpeedConfig:
+    """A configuration (dict, path or JSON text) resolved for the ranks that there are: batch sizes
+    agree, and keys are attributes, in DeepSpeed's names for them too.
+
+    Raises ConfigError for keys and values that cannot be.
+    """
+
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+        ranks = process_group.get_world_size()
+        given = without_autos(ZeroConfig.coerce(config, allow_auto=True, foreign=True))
+        if not isinstance(config, ZeroConfig):
+            given = clipped_by_default(given)
+        self.zero_config_native = given.resolve(ranks)
+        values = self.zero_config_native.to_dict("default")
+        self.world_size = ranks
+        self._values: dict[str, Any] = dict(values)
+        self._named = {
+            "monitor_config": DeepSpeedMonitorConfig.of(self.zero_config_native),
+            "zero_config": DeepSpeedZeroConfig(**values.get(ZERO, {})),
+            "zero_enabled": self.zero_config_native.stage > 0,
+            "zero_optimization_stage": self.zero_config_native.stage,
+            "float16_enabled": self.zero_config_native.precision == "fp16",
+            "fp16_enabled": self.zero_config_native.precision == "fp16",
+            "bfloat16_enabled": self.zero_config_native.precision == "bf16",
+            "loss_scale": self.zero_config_native.fp16.loss_scale,
+            "optimizer_name": _type(self.zero_config_native.optimizer),
+            "optimizer_params": _params(self.zero_config_native.optimizer),
+            "scheduler_name": getattr(self.zero_config_native.scheduler, "type", None),
+            "scheduler_params": _params(self.zero_config_native.scheduler),
+            "train_batch_size": self.zero_config_native.train_batch_size,
+            "train_micro_batch_size_per_gpu": (
+                self.zero_config_native.train_micro_batch_size_per_gpu
+            ),
+            "gradient_accumulation_steps": self.zero_config_native.gradient_accumulation_steps,
+            "gradient_clipping": self.zero_config_native.gradient_clipping,
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        for values in (self._named, self._values):
+            if name in values:
+                return values[name]
+        raise AttributeError(f"the configuration has no key {name!r}")
+
+    def print(self, name: str = "DeepSpeedConfig") -> None:
+        print(f"{name}:\n{self.zero_config_native.describe()}")
+
+
+def _type(section: Any) -> str | None:
+    return None if section is None else str(section.type).lower()
+
+
+def _params(section: Any) -> dict[str, Any] | None:
+    return None if section is None else dict(section.params)
+
+
+def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
+    """What gradients are clipped to by this configuration; 0.0: never."""
+    return float(param_dict.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT) or 0.0)
+
+
+def clipped_by_default(config: ZeroConfig) -> ZeroConfig:
+    """``config`` with DeepSpeed's default of gradient_clipping, where it says nothing of it."""
+    if config.sources.get(GRADIENT_CLIPPING, "default") != "default":
+        return config
+    values = {GRADIENT_CLIPPING: GRADIENT_CLIPPING_DEFAULT}
+    return config.override(values, "default of DeepSpeed 0.19.8")
+
+
+def without_autos(config: ZeroConfig) -> ZeroConfig:
+    """``config`` with the default of each key that is "auto", as DeepSpeed reads it where no
+    library has filled the key in. Batch sizes and the parameters of optimizers and schedulers stay
+    "auto": they have no default, neither there.
+    """
+    left = [path for path in sorted(config.autos) if not path.startswith(WITHOUT_DEFAULT)]
+    for path in left:
+        config = config.without(path)
+    if left:
+        log_rank0(f'the default is taken for keys that are "auto": {", ".join(left)}')
+    return config
+
+
+def get_log_level(param_dict: Mapping[str, Any]) -> str | None:
+    """The level of the log that this configuration names; None: it stays as it is."""
+    return param_dict.get(LOG_LEVEL, LOG_LEVEL_DEFAULT)

@@ -1,0 +1,191 @@
+"""The process that starts the agents of all hosts, shows what they print, and ends them
+together.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import BinaryIO
+
+from hf_zero.launch.agent import GRACE_SECONDS
+from hf_zero.launch.plan import LaunchPlan, Start
+
+# The agents give their ranks so long; who has not come back after that is cut off.
+PATIENCE_SECONDS = GRACE_SECONDS + 10.0
+LAST_WORDS_SECONDS = 5.0
+LOST = 255
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PIECE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A host whose agent is gone, or a signal to this process."""
+
+    what: str
+    code: int
+    signalled: bool = False
+
+
+def carry_out(plan: LaunchPlan, patience: float = PATIENCE_SECONDS) -> int:
+    """Run the plan to its end: 0 if every host ended with 0, else the code of the first that did
+    not.
+
+    A plan for this machine alone takes the place of this process. The failure of one host ends the
+    others; so do Ctrl-C, SIGTERM and a hang-up.
+    """
+    if not plan.alone:
+        return _Front(plan.starts, patience).run()
+    (start,) = plan.starts
+    os.environ.update(start.environment)
+    sys.stdout.flush()
+    os.execv(start.command[0], start.command)
+
+
+class _Front:
+    def __init__(self, starts: Sequence[Start], patience: float) -> None:
+        self._patience = patience
+        self._news: SimpleQueue[Ended] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._names = [start.host.name for start in starts]
+        self._starts = starts
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pumps: list[threading.Thread] = []
+
+    def run(self) -> int:
+        with ExitStack() as stack:
+            for number in SIGNALS:
+                before = signal.signal(
+                    number,
+                    lambda caught, _: self._news.put(
+                        Ended(signal.Signals(caught).name, 128 + caught, True)
+                    ),
+                )
+                stack.callback(signal.signal, number, before)
+            stack.callback(self._cut_off)
+            for start in self._starts:
+                self._start(start)
+            code = self._until_one_fails()
+            if code:
+                self._end()
+        return code
+
+    def _start(self, start: Start) -> None:
+        # Sessions of their own: Ctrl-C reaches this process alone, which ends them in order.
+        process = subprocess.Popen(
+            start.reached_by,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._processes.append(process)
+        assert process.stdout is not None and process.stderr is not None
+        for source, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            pump = threading.Thread(
+                target=self._pump, args=(start.host.name, source, sink.buffer), daemon=True
+            )
+            pump.start()
+            self._pumps.append(pump)
+        threading.Thread(target=self._attend, args=(start, process), daemon=True).start()
+
+    def _attend(self, start: Start, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None
+        # it has ended already, and its code says why; or all are being ended
+        with suppress(BrokenPipeError, ValueError):
+            process.stdin.write(start.order)
+            process.stdin.flush()
+        code = process.wait()
+        self._news.put(Ended(start.host.name, code if code >= 0 else 128 - code))
+
+    def _until_one_fails(self) -> int:
+        left = len(self._processes)
+        while left:
+            news = self._news.get()
+            left -= not news.signalled
+            if news.code:
+                hint = "; it could not be reached, or was lost" if news.code == LOST else ""
+                self._say(
+                    f"{news.what}, ending all hosts"
+                    if news.signalled
+                    else f"{news.what} ended with code {news.code}{hint}; ending the other hosts"
+                )
+                return news.code
+        return 0
+
+    def _end(self) -> None:
+        """Close the agents' inputs, which tells them to end; those that do not are cut off."""
+        for process in self._processes:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+        waiting = threading.Event()
+        threading.Thread(target=self._wait_for_all, args=(waiting,), daemon=True).start()
+        impatient = threading.Thread(target=self._wait_for_impatience, args=(waiting,), daemon=True)
+        impatient.start()
+        if not waiting.wait(self._patience):
+            late = [
+                name
+                for name, process in zip(self._names, self._processes)
+                if process.poll() is None
+            ]
+            self._say(
+                f"{', '.join(late)} did not end within {self._patience:.0f} s: cut off from here; "
+                "look for what is left of it there"
+            )
+
+    def _wait_for_all(self, done: threading.Event) -> None:
+        for process in self._processes:
+            process.wait()
+        done.set()
+
+    def _wait_for_impatience(self, done: threading.Event) -> None:
+        while True:
+            if self._news.get().signalled:  # a second Ctrl-C
+                done.set()
+                return
+
+    def _cut_off(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        for pump in self._pumps:
+            pump.join(LAST_WORDS_SECONDS)
+
+    def _pump(self, name: str, source: BinaryIO, sink: BinaryIO) -> None:
+        """Copy line by line, each with its host before it; a progress bar redraws with a
+        carriage return.
+        """
+        prefix = f"[{name}] ".encode() if len(self._starts) > 1 else b""
+        held = b""
+        while block := os.read(source.fileno(), 1 << 16):
+            held += block
+            end = 0
+            pieces = []
+            for piece in PIECE.finditer(held):
+                pieces.append(prefix + piece[0])
+                end = piece.end()
+            held = held[end:]
+            self._write(sink, b"".join(pieces))
+        if held:
+            self._write(sink, prefix + held + b"\n")
+
+    def _write(self, sink: BinaryIO, data: bytes) -> None:
+        # the reader is gone; the ranks are not to wait for it
+        with self._lock, suppress(BrokenPipeError):
+            sink.write(data)
+            sink.flush()
+
+    def _say(self, text: str) -> None:
+        self._write(sys.stderr.buffer, f"hf-zero: {text}\n".encode())

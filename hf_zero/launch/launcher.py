@@ -1,0 +1,91 @@
+"""Runs ``torch.distributed.run`` or ``accelerate.commands.launch`` as ``python -m`` does; of a rank
+that fails it says in a line how it ended.
+
+    python -m hf_zero.launch.launcher torch.distributed.run --nproc-per-node 2 train.py
+
+A rank has shown its own error. The launchers add their traceback and a table, which say nothing
+about it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import runpy
+import signal
+import sys
+from typing import Any
+
+SWITCH = "HF_ZERO_TRACEBACK"
+NOISE = ("failed (exitcode", "closing signal")
+# what torchrun and accelerate launch say of the port where the ranks are to meet
+TAKEN = re.compile(r"port:? `?(\d+).*(?:EADDRINUSE|another process is utilizing it)", re.DOTALL)
+LOGGERS = (
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.distributed.elastic.agent.server.api",
+)
+
+
+def main() -> int:
+    """Run the launcher named first; the exit code of the rank that failed first, as a shell
+    would give it.
+    """
+    launcher = sys.argv[1]
+    sys.argv = sys.argv[1:]
+    if os.environ.get(SWITCH, "0").strip().lower() not in {"", "0", "false", "off", "no"}:
+        runpy.run_module(launcher, run_name="__main__", alter_sys=True)
+        return 0
+    for name in LOGGERS:
+        logging.getLogger(name).addFilter(
+            lambda record: not any(part in record.getMessage() for part in NOISE)
+        )
+    try:
+        runpy.run_module(launcher, run_name="__main__", alter_sys=True)
+    except Exception as error:
+        ended = _ended(error)
+        if ended is None:
+            raise
+        code, said = ended
+        print(f"hf-zero launch: {said}", file=sys.stderr, flush=True)
+        return code
+    return 0
+
+
+def _ended(error: Any) -> tuple[int, str] | None:
+    """The exit code, and which rank ended how, or that a port is taken; None for another error of
+    the launcher itself.
+    """
+    kind = type(error).__name__
+    if kind == "ChildFailedError":
+        rank, failure = error.get_first_failure()
+        others = len(error.failures) - 1
+        rest = f"; {others} other{'s' if others > 1 else ''} ended with it" if others else ""
+        return _described(f"rank {rank} (pid {failure.pid})", failure.exitcode, rest)
+    if kind == "SignalException":  # to the launcher itself, which has ended the ranks
+        return _described("this launcher", -error.sigval, "")
+    if taken := TAKEN.search(str(error)):
+        return 1, (
+            f"port {taken[1]}, where the ranks are to meet, is taken on this machine; leave "
+            "--master-port out for a free one, or pass another (main_process_port in a YAML; "
+            "0 is a free one)"
+        )
+    if kind == "CalledProcessError":  # accelerate launch with one process and no torchrun
+        return _described("the script", error.returncode, "")
+    return None
+
+
+def _described(who: str, code: int, rest: str) -> tuple[int, str]:
+    if code >= 0:
+        return code or 1, f"{who} ended with code {code}{rest}"
+    name = (
+        signal.Signals(-code).name
+        if -code in signal.Signals.__members__.values()
+        else f"signal {-code}"
+    )
+    hint = " (the kernel does so when memory runs out)" if -code == signal.SIGKILL else ""
+    return 128 - code, f"{who} was ended by {name}{hint}{rest}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,291 @@
+"""From what a user asks for to what each host runs: hosts chosen, the address and port where
+they meet, one command each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hf_zero.errors import LaunchError
+from hf_zero.launch.exported import exported
+from hf_zero.launch.hostfile import LOCAL, Host, read_hostfile, select
+from hf_zero.launch.reaching import address_of, free_port, is_here, ssh_command
+
+AGENT = "hf_zero.launch.agent"
+LAUNCHER = "hf_zero.launch.launcher"
+LOOPBACK = "127.0.0.1"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+HOST_NAME = "HF_ZERO_HOST"  # by which errors name the hosts of ranks that are lost
+PORTS = range(15000, 29000)  # below those that Linux hands out by itself
+WITH_LOCAL_RANK = (
+    'script=$1; shift; exec {python} -u {module}"$script" --local_rank="$LOCAL_RANK" "$@"'
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks for.
+
+    ``accelerate``: options of ``accelerate launch``, which starts the ranks then; None is torchrun.
+    """
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    no_python: bool = False
+    local_rank_argument: bool = False
+    hostfile: Path | None = None
+    include: str = ""
+    exclude: str = ""
+    num_nodes: int | None = None
+    num_procs: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    node_rank: int | None = None
+    interface: str | None = None
+    accelerate: tuple[str, ...] | None = None
+    export: tuple[str, ...] = ()
+    env_files: tuple[Path, ...] = ()
+    ssh: str | None = None
+    ssh_port: int | None = None
+    python: str = field(default_factory=lambda: sys.executable)
+
+
+@dataclass(frozen=True)
+class Start:
+    """One host's part: the command of its ranks, the variables it gets, and how its agent is
+    started from here.
+    """
+
+    host: Host
+    command: list[str]
+    environment: dict[str, str]
+    reached_by: list[str]
+    here: bool
+
+    @property
+    def order(self) -> bytes:
+        """The line that the agent reads."""
+        return (
+            json.dumps({"command": self.command, "environment": self.environment}).encode() + b"\n"
+        )
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """All hosts' parts; ``alone`` where one part is all there is and runs here, in place of this
+    process.
+    """
+
+    starts: list[Start]
+    meeting: str | None
+
+    @property
+    def alone(self) -> bool:
+        return len(self.starts) == 1 and self.starts[0].here
+
+
+def plan(request: Request, default_ranks: Callable[[], int]) -> LaunchPlan:
+    """Raises LaunchError for hosts that cannot be chosen or reached as asked.
+
+    ``default_ranks`` counts those of this machine.
+    """
+    if request.module and request.no_python:
+        raise LaunchError(
+            "--module and --no-python cannot be given together; a module is run by python"
+        )
+    hosts = _hosts(request, default_ranks)
+    if request.node_rank is not None and not 0 <= request.node_rank < len(hosts):
+        raise LaunchError(
+            f"--node-rank {request.node_rank}: there are {len(hosts)} host(s); pass 0 to "
+            f"{len(hosts) - 1}, and --num-nodes or --hostfile"
+        )
+    if request.accelerate is not None and len({len(host.slots) for host in hosts}) > 1:
+        counts = ", ".join(f"{host.name}: {len(host.slots)}" for host in hosts)
+        raise LaunchError(
+            f"accelerate launch starts equally many ranks on every host ({counts}); pass "
+            "--num-procs, or leave --preset and --config out"
+        )
+    ssh = ssh_command(request.ssh, request.ssh_port)
+    local = request.node_rank is not None
+    meeting = _meeting(request, hosts, ssh)
+    starts = []
+    for rank, host in enumerate(hosts):
+        here = local or host.name == LOCAL or is_here(host.name)
+        only = len(hosts) == 1 and here
+        environment = exported(
+            {} if only or local else os.environ, request.export, request.env_files
+        )
+        if not (only or local):
+            environment[HOST_NAME] = host.name
+        if request.interface:
+            environment |= dict.fromkeys(
+                ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), request.interface
+            )
+        if host.chosen:
+            environment[VISIBLE] = _devices(host, only)
+        agent = shlex.join(["cd", os.getcwd()]) + " && exec " + shlex.join(_agent(request.python))
+        reached = ["sh", "-c", agent] if here else [*ssh, host.name, agent]
+        starts.append(
+            Start(host, _command(request, hosts, rank, meeting), environment, reached, here)
+        )
+    if request.node_rank is not None:
+        starts = [starts[request.node_rank]]
+    return LaunchPlan(starts, f"{meeting[0]}:{meeting[1]}" if meeting else None)
+
+
+def _hosts(request: Request, default_ranks: Callable[[], int]) -> list[Host]:
+    if request.hostfile is not None:
+        return select(
+            read_hostfile(request.hostfile),
+            request.include,
+            request.exclude,
+            request.num_nodes,
+            request.num_procs,
+        )
+    if request.num_nodes is not None and request.num_nodes != 1 and request.node_rank is None:
+        raise LaunchError(
+            f"--num-nodes {request.num_nodes} needs --hostfile with the names of the hosts, or "
+            "--node-rank on each of them"
+        )
+    if request.num_procs is not None and request.num_procs < 1:
+        raise LaunchError(
+            f"--num-procs {request.num_procs} is not a number of ranks; pass at least 1"
+        )
+    own = Host(LOCAL, tuple(range(request.num_procs or default_ranks())))
+    if request.node_rank is not None:
+        return [own] * (request.num_nodes or 1)
+    return select([own], request.include, request.exclude, None, request.num_procs)
+
+
+def _meeting(request: Request, hosts: Sequence[Host], ssh: Sequence[str]) -> tuple[str, int] | None:
+    """Where torchrun's agents and the ranks meet.
+
+    None: on one host the agent chooses a free port.
+    """
+    if request.master_port is not None and not 0 < request.master_port < 65536:
+        raise LaunchError(f"--master-port {request.master_port} is no port; pass 1 to 65535")
+    if request.node_rank is not None:
+        address = request.master_addr or (
+            address_of(hosts[0].name, ssh) if request.hostfile else None
+        )
+        if address is None or request.master_port is None:
+            lacking = "--master-addr" if address is None else "--master-port"
+            raise LaunchError(
+                f"--node-rank needs {lacking}: the same on every host, where host 0 is to be found"
+            )
+        return address, request.master_port
+    if len(hosts) == 1:
+        return (
+            (request.master_addr or LOOPBACK, request.master_port or free_port())
+            if request.master_addr or request.master_port
+            else None
+        )
+    address = request.master_addr or address_of(hosts[0].name, ssh)
+    return address, request.master_port or random.choice(PORTS)
+
+
+def _devices(host: Host, only: bool) -> str:
+    """The devices of the slots; on this machine alone, slots count those that are visible."""
+    visible = (
+        [each.strip() for each in os.environ.get(VISIBLE, "").split(",")]
+        if only and os.environ.get(VISIBLE)
+        else []
+    )
+    return ",".join(visible[slot] if slot < len(visible) else str(slot) for slot in host.slots)
+
+
+def _agent(python: str) -> list[str]:
+    path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if os.environ.get("PYTHONPATH") else []
+    return ["env", *path, python, "-m", AGENT]
+
+
+def _command(
+    request: Request, hosts: Sequence[Host], rank: int, meeting: tuple[str, int] | None
+) -> list[str]:
+    own = _accelerate if request.accelerate is not None else _torchrun
+    return [
+        request.python,
+        "-m",
+        LAUNCHER,
+        *own(request, hosts, rank, meeting),
+        request.script,
+        *request.arguments,
+    ]
+
+
+def _torchrun(
+    request: Request, hosts: Sequence[Host], rank: int, meeting: tuple[str, int] | None
+) -> list[str]:
+    words = [
+        "torch.distributed.run",
+        "--nnodes",
+        str(len(hosts)),
+        "--nproc-per-node",
+        str(len(hosts[rank].slots)),
+    ]
+    if meeting is None:
+        words += [
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            f"{LOOPBACK}:0",
+            "--local-addr",
+            LOOPBACK,
+        ]
+    else:
+        words += [
+            "--node-rank",
+            str(rank),
+            "--master-addr",
+            meeting[0],
+            "--master-port",
+            str(meeting[1]),
+        ]
+    if request.local_rank_argument and not request.no_python:
+        run = WITH_LOCAL_RANK.format(
+            python=shlex.quote(request.python), module="-m " if request.module else ""
+        )
+        return [*words, "--no-python", "sh", "-c", run, "sh"]
+    return [*words, *_kind(request, "--module", "--no-python")]
+
+
+def _accelerate(
+    request: Request, hosts: Sequence[Host], rank: int, meeting: tuple[str, int] | None
+) -> list[str]:
+    words = ["accelerate.commands.launch", *(request.accelerate or ())]
+    if len(hosts) > 1:
+        assert meeting is not None
+        words += [
+            "--num_machines",
+            str(len(hosts)),
+            "--machine_rank",
+            str(rank),
+            "--num_processes",
+            str(sum(len(host.slots) for host in hosts)),
+        ]
+        words += [
+            "--main_process_ip",
+            meeting[0],
+            "--main_process_port",
+            str(meeting[1]),
+            "--same_network",
+        ]
+    elif meeting is not None:
+        words += ["--main_process_ip", meeting[0], "--main_process_port", str(meeting[1])]
+    return [*words, *_kind(request, "--module", "--no_python")]
+
+
+def _kind(request: Request, module: str, no_python: str) -> list[str]:
+    return [
+        option
+        for option, wanted in ((module, request.module), (no_python, request.no_python))
+        if wanted
+    ]

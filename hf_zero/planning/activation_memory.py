@@ -1,0 +1,258 @@
+"""Bytes of the activations of one forward and backward, by running them without memory: the model
+on the meta device, where operations make shapes alone, and every storage counted while it lives.
+
+What runs is the model's own code with what the configuration puts on it: recomputed blocks, MLPs in
+stretches, no logits, parts of sequences whose heads are exchanged. Attention keeps what a kernel
+like flash attention keeps, never a matrix of tokens x tokens. Kernels are torch's; fused ones need
+less.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_zero.activations.checkpointing import Checkpoints, blocks_to_checkpoint
+from hf_zero.config import ActivationCheckpointing, TiledMlpSection, ZeroConfig
+from hf_zero.device import kinds
+from hf_zero.errors import ConfigError
+from hf_zero.integrations.fused import sequence_attention
+from hf_zero.integrations.fused.attention_on_meta import without_memory
+from hf_zero.integrations.fused.heads import fuse_head
+from hf_zero.ops.chunked_head import rows_of_a_chunk
+from hf_zero.parallel.sequence.attention import KEY as SEQUENCE
+from hf_zero.parallel.sequence.tiled_mlp import TiledMlps
+from hf_zero.parameters.wrap import repeated_blocks
+from hf_zero.planning.fit import ActivationWay
+from hf_zero.units.precision import compute_dtype
+
+META = torch.device("meta")
+LOSS_HEAD = torch.ops.hf_zero.linear_cross_entropy.default
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What a configuration does for less memory of activations."""
+
+    checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
+    kernels: tuple[str, ...] = ()
+    tiled_mlp: TiledMlpSection = field(default_factory=TiledMlpSection)
+
+    @classmethod
+    def of(cls, config: ZeroConfig) -> Saving:
+        kernels = () if isinstance(config.kernels, str) else config.kernels
+        return cls(config.activation_checkpointing, kernels, config.tiled_mlp)
+
+    def and_more(self) -> Iterator[tuple[str, Saving, dict[str, Any]]]:
+        """This and what saves more and more, from what costs least: what is added, in words, and
+        the keys of a configuration that add it.
+        """
+        steps: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        if "loss" not in self.kernels:
+            kernels = (*self.kernels, "loss")
+            steps.append(("no logits", {"kernels": kernels}, {"kernels": [*kernels]}))
+        if self.checkpointing.blocks is not True:
+            section = ActivationCheckpointing(blocks=True)
+            keys = {"activation_checkpointing": {"blocks": True}}
+            steps.append(("blocks recomputed", {"checkpointing": section}, keys))
+        if not self.tiled_mlp.enabled:
+            tiled = TiledMlpSection(enabled=True)
+            keys = {"tiled_mlp": {"enabled": True}}
+            steps.append(("MLPs in stretches", {"tiled_mlp": tiled}, keys))
+        more = self
+        words: list[str] = []
+        written: dict[str, Any] = {}
+        yield "", self, {}
+        for what, changes, keys in steps:
+            more, written = replace(more, **changes), written | keys
+            words.append(what)
+            yield ", ".join(words), more, written
+
+
+@dataclass(frozen=True)
+class LengthEstimate:
+    """Activations of a micro-batch of ``rows`` sequences of ``length`` tokens, of which a rank has
+    ``tokens``, in each way from the fastest to the smallest.
+    """
+
+    length: int
+    rows: int
+    tokens: int
+    ways: tuple[ActivationWay, ...]
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """Of one rank: what waits for the backward when the forward is over, and the most at once."""
+
+    kept: int
+    most: int
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """``rows`` sequences of ``length`` tokens in a micro-batch, which ``ranks`` share."""
+
+    length: int
+    rows: int = 1
+    ranks: int = 1
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ConfigError for sequences that ``model`` cannot read so."""
+        if self.length < 1 or self.length % self.ranks:
+            raise ConfigError(
+                f"sequences of {self.length} tokens do not divide among {SEQUENCE} = {self.ranks} "
+                f"ranks; choose a multiple of {self.ranks}"
+            )
+        if self.ranks > 1:
+            sequence_attention.check(model, self.ranks)
+
+
+def activation_bytes(
+    model: nn.Module,
+    sequences: Sequences,
+    precision: str = "fp32",
+    saving: Saving | None = None,
+    device: torch.device | None = None,
+) -> ActivationBytes:
+    """What a rank holds for one micro-batch beside parameters and their gradients.
+
+    ``model``: of language, on any device; it stays as it is. ``device``: where it would compute;
+    None: a GPU. A gradient of a parameter counts until it is whole. Raises ConfigError for a model
+    that cannot be run without memory, and for sequences that it cannot read.
+    """
+    sequences.check(model)
+    copied = _on_meta(model, precision).train()
+    saving = saving or Saving()
+    inputs = torch.zeros(
+        sequences.rows, sequences.length // sequences.ranks, dtype=torch.int64, device=META
+    )
+    with ExitStack() as stack:
+        stack.enter_context(without_memory(copied, sequences.length, sequences.ranks))
+        stack.callback(_save(copied, saving))
+        for parameter in copied.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_drop)
+        counted = stack.enter_context(_Counted(copied, inputs, device or kinds.meant(gpu=True)))
+        try:
+            loss = copied(input_ids=inputs, labels=inputs, return_dict=False)[0]
+            kept = counted.now
+            loss.backward()
+        except ConfigError:
+            raise
+        except Exception as error:
+            said = (str(error).strip().splitlines() or [""])[0]
+            raise ConfigError(
+                f"{type(model).__name__} cannot be run without memory on input_ids and labels, so "
+                f"that its activations are not known ({type(error).__name__}: {said}); leave the "
+                "sequence lengths out, and measure them on one rank"
+            ) from error
+    return ActivationBytes(kept, counted.most)
+
+
+def length_estimate(
+    model: nn.Module, length: int, ranks: int, config: ZeroConfig, gpu: bool = True
+) -> LengthEstimate:
+    """Of sequences of ``length`` tokens that ``ranks`` share, in micro-batches of ``config``.
+
+    Raises ConfigError as :func:`activation_bytes` does.
+    """
+    device = kinds.meant(gpu)
+    config = config.on_device(device.type)
+    sequences = Sequences(length, config.train_micro_batch_size_per_gpu or 1, ranks)
+    ways = []
+    for name, saving, keys in Saving.of(config).and_more():
+        found = activation_bytes(model, sequences, config.precision, saving, device)
+        ways.append(ActivationWay(name, keys, found.kept, found.most))
+    return LengthEstimate(length, sequences.rows, length // ranks, tuple(ways))
+
+
+def _on_meta(model: nn.Module, precision: str) -> nn.Module:
+    """A copy with tensors of shapes alone, in what they are computed in."""
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        dtype = compute_dtype(name, parameter, precision, model)
+        empty = torch.empty(parameter.shape, dtype=dtype, device=META)
+        memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device=META)
+    return copy.deepcopy(model, memo)
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _save(model: nn.Module, saving: Saving) -> Callable[[], None]:
+    """Put on ``model``, a copy, what saves memory; what is returned ends it."""
+    blocks = blocks_to_checkpoint(model, saving.checkpointing)
+    checkpoints = Checkpoints(model, blocks, saving.checkpointing, META, tells=False)
+    if "loss" in saving.kernels:
+        fuse_head(model)
+    if saving.tiled_mlp.enabled and _has_mlps(model):
+        alone = SimpleNamespace(size=1)
+        mesh = SimpleNamespace(shard=alone, replicate=alone)
+        engine = SimpleNamespace(module=model, stage=0, mesh=mesh, device=META)
+        TiledMlps(saving.tiled_mlp).install(engine)
+    return checkpoints.remove
+
+
+def _has_mlps(model: nn.Module) -> bool:
+    return any(
+        type(module).__name__.endswith("MLP")
+        for _, block in repeated_blocks(model)
+        for module in block.modules()
+    )
+
+
+class _Counted(TorchDispatchMode):
+    """Bytes of the storages that operations make and that are still held: now, and at most."""
+
+    def __init__(self, model: nn.Module, inputs: torch.Tensor, device: torch.device):
+        super().__init__()
+        self._device = device
+        own = (*model.parameters(), *model.buffers(), inputs)
+        self._given = {each.untyped_storage()._cdata for each in own}
+        self._held: dict[int, int] = {}
+        self.now = self.most = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if isinstance(each, torch.Tensor):
+                self._see(each.untyped_storage())
+        if func is LOSS_HEAD:
+            self.most = max(self.most, self.now + self._inside_the_head(*args[:2]))
+        return out
+
+    def _inside_the_head(self, hidden: torch.Tensor, weight: torch.Tensor) -> int:
+        """The logits of a chunk; on a CPU, where tokens without a label are left out, those of the
+        others, and their gradients.
+        """
+        (tokens, width), words, itemsize = hidden.shape, weight.shape[0], hidden.element_size()
+        rows = min(tokens, rows_of_a_chunk(tokens, words, itemsize, self._device))
+        return rows * (words + 2 * width * kinds.is_host(self._device)) * itemsize
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._held or key in self._given:
+            return
+        self._held[key] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._gone, key).atexit = False
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._held.pop(key)

@@ -1,0 +1,165 @@
+"""Bytes that a rank sends in a step, dense and in few bits, and from which link on fewer bits pay.
+
+Counted are ring collectives over the ranks that share one copy, as many bytes received as sent:
+(N - 1) / N of a buffer in an all-gather or a reduce-scatter, twice that in an all-reduce. Gathers
+that are spared because a unit is still whole are counted, as are persistent parameters.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero.device import kinds
+from hf_zero.ops.symmetric_blocks import SymmetricBlocks
+from hf_zero.planning.plan import FlatParameters, MemoryPlan
+from hf_zero.units.compression import DEFAULT_BLOCKS, SMALLEST_TENSOR
+
+ONE_BIT_BLOCK = 2048
+SAMPLE = 1 << 20  # elements that are encoded to see how long it takes
+
+
+@dataclass(frozen=True)
+class Codings:
+    """Seconds that an element takes to be put into few bits, and to be taken out of them."""
+
+    encode: float
+    decode: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One way of sending. ``nbytes``: of a rank in a step; ``coding``: seconds of a rank in a step
+    for putting elements into few bits and out of them.
+    """
+
+    name: str
+    nbytes: int
+    coding: float = 0.0
+
+    def seconds(self, link: float) -> float:
+        """On a link of ``link`` bits a second, if nothing is computed meanwhile."""
+        return 8 * self.nbytes / link + self.coding
+
+    def pays_below(self, dense: Traffic) -> float | None:
+        """The link, in bits a second, from which on ``dense`` is faster; None: it always is."""
+        saved = 8 * (dense.nbytes - self.nbytes)
+        if saved <= 0:
+            return None
+        return saved / self.coding if self.coding > 0 else float("inf")
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Elements of one flat that trains or is gathered, ``few`` of them in tensors that may travel
+    in few bits, over ``shards`` ranks.
+    """
+
+    item: int
+    few: int
+    rest: int
+    shards: int
+
+    @property
+    def nbytes(self) -> int:
+        return (self.few + self.rest) * self.item
+
+    @property
+    def sent(self) -> float:
+        """The share of what is whole that a rank sends to the others."""
+        return (self.shards - 1) / self.shards
+
+    def dense(self, times: float = 1.0) -> float:
+        return times * self.sent * self.nbytes
+
+    def coded(self, nbytes: Callable[[int], float], times: float = 1.0) -> float:
+        chunk = -(-self.few // self.shards)
+        return times * self.sent * (self.shards * nbytes(chunk) + self.rest * self.item)
+
+
+def traffic(groups: Sequence[FlatParameters], plan: MemoryPlan, codings: Codings) -> list[Traffic]:
+    """The ways of the stage of ``plan``, the dense one first; that alone with one rank, and where
+    ranks hold different parts of the model, whose own exchanges are not counted.
+    """
+    stage, shards = plan.stage, plan.shards if plan.stage else plan.ranks // plan.replicas
+    every = [_sizes(group, max(1, shards // plan.apart(group))) for group in plan.flats_of(groups)]
+    trains = [each for each, group in zip(every, plan.flats_of(groups)) if group.trainable]
+    in_few_bits = shards > 1 and plan.tensor * plan.expert == 1
+    reduces = plan.accumulation if stage > 1 else 1
+    gathers = 2 * plan.accumulation
+    # over copies of the shards, what is left of a reduction
+    copies = 2 * (plan.replicas - 1) / plan.replicas / shards * reduces
+    across = sum(copies * each.nbytes for each in trains)
+    few = sum(each.few for each in trains)
+
+    def way(name: str, nbytes: float, encoded: float = 0.0, decoded: float = 0.0) -> Traffic:
+        coding = encoded * codings.encode + decoded * codings.decode
+        return Traffic(name, round(nbytes + across), coding)
+
+    up = sum(each.dense(reduces) for each in trains)
+    four, eight = (SymmetricBlocks(bits, block).nbytes for bits, block in DEFAULT_BLOCKS.items())
+    if stage == 3:
+        down = sum(each.dense(gathers) for each in every)
+        found = [way("dense", up + down)]
+        if in_few_bits:
+            few_up = sum(each.coded(four, reduces) for each in trains)
+            few_down = sum(each.coded(eight, gathers) for each in every)
+            all_few = sum(each.few for each in every)
+            found.append(
+                way(
+                    "ZeRO++: int4 gradients, int8 weights",
+                    few_up + few_down,
+                    reduces * few + gathers * all_few / shards,
+                    reduces * few + gathers * all_few,
+                )
+            )
+        return found
+    found = [way("dense", up + sum(each.dense() for each in trains))]
+    if in_few_bits and stage > 0:
+        both = sum(each.coded(four, reduces + 1) for each in trains)
+        coded = (few * (reduces + 1 / shards), few * (reduces + 1))
+        found.append(way("4 bits both ways", both, *coded))
+    if in_few_bits:
+        found.append(
+            way(
+                "1 bit after the freeze",
+                sum(each.coded(_one_bit, 2) for each in trains),
+                few * (1 + 1 / shards),
+                few * 2,
+            )
+        )
+    return found
+
+
+def _sizes(group: FlatParameters, shards: int) -> _Sizes:
+    numels = [(torch.Size(shape).numel(), len(shape) > 1) for _, shape in group.shapes]
+    few = sum(numel for numel, matrix in numels if matrix and numel >= SMALLEST_TENSOR)
+    return _Sizes(group.dtype.itemsize, few, group.numel - few, shards)
+
+
+def _one_bit(numel: int) -> float:
+    """Bits, and a scale of 4 bytes for each block."""
+    return numel / 8 + 4 * -(-numel // ONE_BIT_BLOCK)
+
+
+def codings(device: torch.device) -> Codings:
+    """Measured on ``device``: the best of three."""
+    blocks, values = SymmetricBlocks(4, DEFAULT_BLOCKS[4]), torch.randn(SAMPLE, device=device)
+    message, out = blocks.quantise(values), torch.empty_like(values)
+
+    def best(call: Callable[[], object]) -> float:
+        taken = []
+        for _ in range(3):
+            began = time.perf_counter()
+            call()
+            kinds.synchronize(device)
+            taken.append(time.perf_counter() - began)
+        return min(taken) / SAMPLE
+
+    return Codings(
+        best(lambda: blocks.quantise(values)),
+        best(lambda: blocks.dequantise(message, out)),
+    )

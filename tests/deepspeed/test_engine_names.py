@@ -1,0 +1,384 @@
+"""The engine under DeepSpeed's method names, on two ranks beside plain steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from hf_zero.deepspeed import engine_getters
+from hf_zero.deepspeed.states_away import KINDS, checked
+from hf_zero.errors import ConfigError, NotBuiltError, PartitionError
+from tests.helpers.engines import STAGES, config_of, full_grads, full_weights
+from tests.helpers.models import ROWS
+from tests.helpers.ranks import run_ranks
+from tests.helpers.stacks import by_hand, on_ranks, squared, stack
+from tests.helpers.training import At, Plan, adamw
+
+RANKS = 2
+
+
+def start(model: nn.Module, stage: int, **more: Any) -> Any:
+    """An engine that does not clip, as the loop by hand."""
+    more = {"gradient_clipping": 0.0, **more}
+    return deepspeed.initialize(
+        model=model, optimizer=adamw(model), config=config_of(stage, **more)
+    )[0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_backward_returns_the_loss_of_its_share_of_the_window(stage: int) -> None:
+    def run(rank: int, model: Any) -> None:
+        engine = start(model, stage, gradient_accumulation_steps=4)
+        loss = squared(engine, At(0, 0, rank))
+        assert torch.equal(engine.backward(loss), loss / 4)
+        engine.step()
+        loss = squared(engine, At(0, 1, rank))
+        assert engine.backward(loss, scale_wrt_gas=False) is loss
+        engine.destroy()
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_another_train_batch_size_is_another_window(stage: int) -> None:
+    windows = [[(0.5, 0), (0.5, 1)], [(1.0, 2)], [(0.5, 3), (0.5, 4)]]
+    want, _ = by_hand(adamw, windows, RANKS)
+
+    def run(rank: int, model: Any) -> None:
+        engine = start(model, stage, gradient_accumulation_steps=2)
+        for step, window in enumerate(windows):
+            engine.set_train_batch_size(ROWS * RANKS * len(window))
+            for place, (_, micro) in enumerate(window):
+                engine.backward(squared(engine, At(step, micro, rank)))
+                engine.step()
+                if place == 0 and len(window) == 2:
+                    with pytest.raises(PartitionError, match="inside an accumulation window"):
+                        engine.set_train_batch_size(ROWS * RANKS)
+        assert engine.global_steps == 3 and engine.get_batch_info() == (2 * ROWS * RANKS, ROWS, 2)
+        for name, value in full_weights(engine).items():
+            torch.testing.assert_close(value, want[name], rtol=2e-5, atol=1e-6)
+        with pytest.raises(ValueError, match="no multiple"):
+            engine.set_train_batch_size(ROWS * RANKS + 1)
+        engine.set_train_micro_batch_size(3)
+        assert engine.get_batch_info() == (3 * 2 * RANKS, 3, 2)
+        engine.destroy()
+
+    on_ranks(RANKS, run)
+
+
+def test_samples_a_second_are_of_steps_after_the_first_reading() -> None:
+    def run(rank: int, model: Any) -> None:
+        engine = start(model, 2, gradient_accumulation_steps=2)
+        for step in range(5):
+            for micro in range(2):
+                engine.backward(squared(engine, At(step, micro, rank)))
+                engine.step()
+            if step == 0:
+                assert "tput_timer" not in vars(engine) and engine.tput_timer.batch_size == (
+                    engine.train_batch_size()
+                )
+        timer = engine.tput_timer
+        assert (timer.global_step_count, timer.micro_step_count) == (4, 8)
+        assert timer.avg_samples_per_sec() == 2 * timer.batch_size / timer.total_elapsed_time
+        engine.destroy()
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_scaled_loss_goes_backward_by_itself(stage: int) -> None:
+    plan = Plan(precision="fp16", scale=128.0)
+
+    def run(rank: int, model: Any) -> None:
+        engine = deepspeed.initialize(
+            model=model, optimizer=adamw(model), config=config_of(stage, plan)
+        )[0]
+        grads = []
+        for way in ("engine", "scale"):
+            loss = squared(engine, At(0, 0, rank), torch.float16)
+            if way == "engine":
+                engine.backward(loss)
+            else:
+                scaled = engine.scale(loss)
+                assert torch.equal(scaled, loss * 128.0)
+                scaled.backward()
+            engine.allreduce_gradients()
+            grads.append(full_grads(engine))
+            engine.zero_grad()
+        for name, value in grads[0].items():
+            torch.testing.assert_close(grads[1][name], value, rtol=2e-3, atol=1e-4)
+        with pytest.raises(AssertionError, match="scalar tensor with a graph"):
+            engine.scale(torch.ones(1))
+        engine.destroy()
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_whole_state_dicts_go_out_and_in(stage: int) -> None:
+    def run(rank: int, model: Any) -> None:
+        model.blocks[0].requires_grad_(False)
+        engine = start(model, stage)
+        state = {name: value.clone() for name, value in engine.module_state_dict().items()}
+        assert state.keys() == stack().state_dict().keys()
+        trained = engine.module_state_dict(exclude_frozen_parameters=True)
+        assert {name for name in state if name not in trained} == {
+            name for name in state if name.startswith("blocks.0.")
+        }
+        changed = {name: value + 1 for name, value in state.items()}
+        engine.load_module_state_dict({"module": changed})
+        torch.testing.assert_close(engine.module_state_dict(), changed)
+        engine.load_module_state_dict(
+            {"module": state}, custom_load_fn=lambda src, dst: dst.load_state_dict(src)
+        )
+        torch.testing.assert_close(engine.module_state_dict(), state)
+        partial = {name: value for name, value in state.items() if name != "head.bias"}
+        engine.load_module_state_dict({"module": partial}, allowed_missing_keys=["head.bias"])
+        with pytest.raises(ConfigError, match=r"lacks \['head.bias'\]"):
+            engine.load_module_state_dict({"module": partial}, allowed_missing_keys=["other"])
+        engine.destroy()
+
+    on_ranks(RANKS, run)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_states_go_away_and_come_back_as_they_were(stage: int, precision: str) -> None:
+    def run(rank: int, model: Any, away: bool) -> list[dict[str, torch.Tensor]]:
+        plan = Plan(precision=precision)
+        engine = deepspeed.initialize(
+            model=model, optimizer=adamw(model), config=config_of(stage, plan)
+        )[0]
+        seen = []
+        for step in range(3):
+            engine.backward(squared(engine, At(step, 0, rank), plan.dtype))
+            if away and step:
+                included = [None, ["optim_states"], ["lp_params", "hp_params"]][step]
+                engine._states_away.send(engine, checked(included, "cpu"), False, False)
+                with pytest.raises(PartitionError, match=r"call engine.reload_states\(\) first"):
+                    engine.step()
+                with pytest.raises(PartitionError, match="a forward while offload_states"):
+                    engine(torch.ones(1))
+                freed = {s.nbytes() for s, _ in engine._states_away._away}
+                assert freed == {0}
+                engine.reload_states()
+            engine.step()
+            seen.append(full_weights(engine))
+        engine.destroy()
+        return seen
+
+    traces = [on_ranks(RANKS, run, away) for away in (False, True)]
+    assert all(
+        torch.equal(a[name], b[name])
+        for plain, parked in zip(*traces, strict=True)
+        for a, b in zip(plain, parked, strict=True)
+        for name in a
+    )
+
+
+def test_states_that_cannot_go_are_named() -> None:
+    engine = start(stack(), 1)
+    engine.offload_states(include=["optim_states"])  # the device is the host
+    assert not engine._states_away
+    for include, device, said in (
+        (None, "nvme", "device is 'nvme'"),
+        (["x"], "cpu", "is no state"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            engine.offload_states(include, device)
+    enums = deepspeed.runtime.zero.offload_config
+    assert checked(None, enums.OffloadDeviceEnum.cpu) == KINDS
+    assert checked([enums.OffloadStateTypeEnum.lp_grads], "cpu") == ("lp_grads",)
+    assert checked(None, "none") == ()
+    engine.empty_partition_cache()
+    engine.destroy()
+
+
+def test_loaders_of_the_engine() -> None:
+    data = TensorDataset(torch.arange(12.0))
+
+    def run(rank: int, model: Any) -> list[list[float]]:
+        engine = start(model, 1)
+        train = engine.deepspeed_io(data, batch_size=2)
+        assert len(train) == 3 and train.batch_size == 2
+        evaluate = engine.deepspeed_io(data, batch_size=3, route="eval")
+        with pytest.raises(ConfigError, match="pass a torch Dataset"):
+            engine.deepspeed_io(3, route="eval")
+        engine.destroy()
+        return [batch.tolist() for (batch,) in evaluate]
+
+    assert on_ranks(RANKS, run) == [[[0, 2, 4], [6, 8, 10]], [[1, 3, 5], [7, 9, 11]]]
+
+
+def test_what_the_engine_says_about_itself() -> None:
+    engine = start(
+        stack(),
+        2,
+        optimizer=None,
+        bf16={"enabled": True},
+        zero_optimization={"stage": 2, "reduce_bucket_size": 7},
+    )
+    names = [*engine_getters.GETTERS, *engine_getters.CONSTANTS]
+    values = {name: getattr(engine, name)() for name in names}
+    assert values["zero_reduce_bucket_size"] == 7 and values["zero_overlap_comm"] is True
+    for name in engine_getters.NOT_BUILT:
+        with pytest.raises(NotBuiltError, match=f"{name} is not built"):
+            getattr(engine, name)()
+    assert not [name for name in engine_getters.LEFT_OUT if hasattr(engine, name)]
+    assert (engine.optimizer_name(), engine.scheduler_name()) == ("AdamW", None)
+    assert engine.get_data_types() == (torch.bfloat16, torch.bfloat16)
+    assert engine.communication_data_type == torch.bfloat16 and engine.dist_backend == "gloo"
+    assert not engine.zero_cpu_offload() and not engine.zero_use_cpu_optimizer()
+    assert engine.zero_partial_offload() == 1.0 and not engine.zero_nvme_offload_optimizer()
+    assert engine.dynamic_loss_scale_args() is None and engine.initial_dynamic_scale() == 2.0**16
+    assert engine.get_type() == [None] and engine.postscale_gradients()
+    assert not engine.is_compiled and not engine.monitor.enabled
+    engine.monitor.write_events([("loss", 1.0, 1)])
+    assert not engine.checkpoint_tag_validation_fail() and engine.get_wall_clock_timers() == {}
+    assert (engine.dp_world_size, engine.mp_world_size, engine.get_data_parallel_rank()) == (
+        1,
+        1,
+        0,
+    )
+    assert engine.sparse_tensor_module_names == set()
+    assert engine.basic_optimizer is engine.optimizer is engine.client_optimizer
+    assert (engine.seq_dp_world_size, engine.gradient_average, engine.has_moe_layers) == (
+        1,
+        True,
+        False,
+    )
+    assert [*engine.param_names.values()] == [name for name, _ in engine.module.named_parameters()]
+    assert engine.data_parallel_group is deepspeed.utils.groups.get_data_parallel_group()
+    with engine.no_sync():
+        assert engine.inside_no_sync_ctxt
+    assert not engine.inside_no_sync_ctxt and engine.mpu is engine.training_data is None
+    assert not engine.is_first_weights_partition_group() and engine.log_level() is None
+    assert engine.is_map_style_dataset(TensorDataset(torch.ones(1)))
+    assert not engine.is_iterable_style_dataset([1])
+    with pytest.raises(NotBuiltError, match="schedule"):
+        engine.compile(schedule=[])
+    engine.destroy()
+
+
+def test_the_scheduler_is_given_the_arguments_of_the_step() -> None:
+    class Scheduler:
+        def __init__(self) -> None:
+            self.given: list[Any] = []
+
+        def step(self, **arguments: Any) -> None:
+            self.given.append(arguments)
+
+    model, scheduler = stack(), Scheduler()
+    engine = deepspeed.initialize(
+        model=model, optimizer=adamw(model), lr_scheduler=scheduler, config=config_of(1)
+    )[0]
+    for arguments in (None, {"epoch": 3}):
+        engine.backward(squared(engine, At(0, 0, 0)))
+        engine.step(arguments)
+    assert scheduler.given == [{}, {"epoch": 3}] and engine.lr_scheduler is scheduler
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parts_of_parameters_are_this_ranks(stage: int) -> None:
+    utils = deepspeed.utils
+
+    def run(rank: int, model: Any) -> dict[str, Any]:
+        model.blocks[0].requires_grad_(False)
+        engine = start(model, stage)
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        assert utils.safe_get_local_grad(next(iter(named.values()))) is None
+        frozen = model.blocks[0].up.weight
+        assert utils.safe_get_full_grad(frozen) is None
+        engine.backward(squared(engine, At(0, 0, rank)))
+        assert utils.safe_get_full_grad(frozen) is None
+        before = full_grads(engine)
+        parts = {name: utils.safe_get_local_grad(p) for name, p in named.items()}
+        for name, p in named.items():
+            utils.safe_set_local_grad(p, parts[name] * 2)
+        doubled = full_grads(engine)
+        for name, value in before.items():
+            torch.testing.assert_close(doubled[name], value * 2)
+        utils.safe_update_full_grad_vectorized(model.parameters(), lambda grad, p: grad / 2)
+        torch.testing.assert_close(full_grads(engine), before)
+        engine.step()
+        for name, p in named.items():
+            own = utils.safe_get_local_fp32_param(p)
+            utils.safe_set_local_fp32_param(p, own + 1)
+            state = utils.safe_get_local_optimizer_state(p, "exp_avg")
+            assert state.shape == own.shape
+            utils.safe_set_local_optimizer_state(p, state + 3, "exp_avg")
+            whole = utils.safe_get_full_optimizer_state(p, "exp_avg")
+            torch.testing.assert_close(whole.mean(), before[name].mean() * 0.1 + 3)
+            assert torch.equal(utils.safe_get_local_fp32_param(p), own + 1)
+        with pytest.raises(PartitionError, match="that this rank keeps"):
+            utils.safe_set_local_fp32_param(p, torch.ones(10_000))
+        with pytest.raises(PartitionError, match="is frozen"):
+            utils.safe_set_local_fp32_param(frozen, torch.ones(1))
+        engine.destroy()
+        return {name: len(part) for name, part in parts.items()}
+
+    sizes = on_ranks(RANKS, run)
+    whole = {name: p.numel() for name, p in stack().named_parameters()}
+    shards = RANKS if stage else 1
+    assert all(sum(r[name] for r in sizes[:shards]) == whole[name] for name in sizes[0])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loop_over_all_parameters_reads_none_of_frozen_ones(stage: int) -> None:
+    utils = deepspeed.utils
+
+    def run(rank: int, model: Any) -> None:
+        model.blocks.requires_grad_(False)  # as under an adapter, which trains a few
+        engine = start(model, stage)
+        for step in range(2):
+            engine.backward(squared(engine, At(step, 0, rank)))
+            found = {}
+            for name, p in model.named_parameters():
+                values = [utils.safe_get_full_fp32_param(p), utils.safe_get_full_grad(p)]
+                values += [utils.safe_get_local_fp32_param(p), utils.safe_get_local_grad(p)]
+                if step:
+                    values.append(utils.safe_get_full_optimizer_state(p, "exp_avg"))
+                    values.append(utils.safe_get_local_optimizer_state(p, "exp_avg"))
+                found[name] = [value is not None for value in values]
+                assert all(found[name]) if p.requires_grad else not any(found[name]), name
+            assert not all(map(any, found.values())) and any(map(any, found.values()))
+            engine.step()
+        engine.destroy()
+
+    on_ranks(RANKS, run)
+
+
+def test_gradients_of_plain_parameters_are_updated_too() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    deepspeed.utils.safe_update_full_grad_vectorized([parameter], lambda grad, p: grad * 3)
+    assert parameter.grad.tolist() == [3.0, 3.0]
+
+
+def test_norms_and_overflow_where_ranks_hold_other_experts() -> None:
+    def run(rank: int) -> None:
+        u = deepspeed.runtime.utils
+        shared, expert = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+        shared.grad, expert.grad = torch.tensor([4.0]), torch.tensor([3.0 * (rank == 0)])
+        expert.allreduce = False
+        # the norms are 5 on one rank and 4 on the other
+        norm = u.clip_grad_norm_([shared, expert], max_norm=0.45)
+        torch.testing.assert_close(norm, torch.tensor(4.5))
+        torch.testing.assert_close(shared.grad, torch.tensor([0.4]))
+
+        shared.grad = torch.tensor([float("inf") if rank == 0 else 1.0])
+        assert u.CheckOverflow([[shared]]).check() == (rank == 0)
+        both = u.CheckOverflow([[shared, expert]])
+        assert both.check() and both.check_using_norm([-1 if rank else 2.0], reduce_overflow=False)
+        assert not both.check([[expert]]) and not both.check_using_norm([2.0])
+        assert u.CheckOverflow().check_using_norm([float("nan") if rank else 2.0])
+        assert u.CheckOverflow().check_using_norm([-1], reduce_overflow=False)
+
+    run_ranks(RANKS, run)

@@ -1,0 +1,314 @@
+"""``import deepspeed``: every name that the Hugging Face libraries use is there, and is
+hf-zero's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import importlib
+import importlib.util
+import inspect
+import json
+import pickle
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+
+import hf_zero
+from hf_zero.core.gathered import GatheredParameters
+from hf_zero.deepspeed import facade
+from hf_zero.deepspeed.api import API
+from hf_zero.engine import Engine
+from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.parameters.parameter import ZeroParamStatus
+from tests.helpers.cells import in_one_item
+
+USED = """
+initialize DeepSpeedEngine init_distributed add_config_arguments init_inference tp_model_init
+__version__ zero.Init zero.GatheredParameters zero.register_external_parameter
+runtime.zero.GatheredParameters runtime.zero.partition_parameters.ZeroParamStatus
+runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor
+runtime.zero.partition_parameters._orig_torch_arange
+runtime.zero.partition_parameters.get_accelerator runtime.engine.DeepSpeedEngine
+runtime.base_optimizer.DeepSpeedOptimizer runtime.lr_schedules.VALID_LR_SCHEDULES
+runtime.lr_schedules.WarmupLR runtime.lr_schedules.WarmupDecayLR runtime.lr_schedules.WarmupCosineLR
+runtime.lr_schedules.OneCycle runtime.lr_schedules.LRRangeTest
+runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF
+runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter comm.is_initialized
+comm.init_distributed comm.get_rank comm.get_world_size comm.get_local_rank comm.barrier
+comm.all_reduce comm.broadcast comm.all_gather comm.ReduceOp comm.destroy_process_group
+accelerator.get_accelerator ops.adam.FusedAdam ops.adam.DeepSpeedCPUAdam ops.lion.FusedLion
+ops.lion.DeepSpeedCPULion ops.adagrad.DeepSpeedCPUAdagrad ops.lamb.FusedLamb checkpointing.configure
+checkpointing.checkpoint checkpoint.utils.clone_tensors_for_torch_save utils.set_z3_leaf_modules
+utils.safe_get_full_fp32_param utils.safe_get_full_grad utils.safe_get_full_optimizer_state
+utils.safe_set_full_fp32_param utils.safe_set_full_grad utils.safe_set_full_optimizer_state
+utils.logger utils.groups utils.is_initialized utils.logging.logger
+utils.groups._get_sequence_parallel_group utils.groups._get_sequence_parallel_rank
+utils.groups._get_sequence_parallel_world_size
+utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
+utils.zero_to_fp32.load_state_dict_from_zero_checkpoint
+utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict
+utils.zero_to_fp32.get_model_state_file utils.zero_to_fp32.get_optim_files
+launcher.runner.DEEPSPEED_ENVIRONMENT_NAME
+"""
+
+
+def reach(dotted: str) -> Any:
+    return functools.reduce(getattr, dotted.split("."), deepspeed)
+
+
+def test_nobody_is_misled_about_whose_it_is() -> None:
+    assert Path(deepspeed.__file__).is_relative_to(Path(hf_zero.__file__).parent)
+    assert deepspeed.__version__ == facade.VERSION
+    assert facade.is_ours(deepspeed)
+
+
+@in_one_item(USED.split())
+def test_the_name_is_there(name: str) -> None:
+    assert reach(name) is not None
+
+
+@in_one_item(API)
+def test_each_module_imports_by_its_name(path: str) -> None:
+    assert importlib.util.find_spec(path) is not None
+    module = importlib.import_module(path)
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+    assert set(module.__all__) <= set(dir(module))
+    assert module.__doc__ and module.__spec__ is not None and module.__file__ == facade.ORIGIN
+    # `import a.b` finds b through a
+    assert path == "deepspeed" or path.rpartition(".")[2] in (
+        importlib.import_module(path.rpartition(".")[0]).__all__
+    )
+
+
+def test_modules_and_names_that_are_in_no_row_are_not_there() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'deepspeed.ops.adamw'"):
+        importlib.import_module("deepspeed.ops.adamw")
+    for module in (deepspeed, deepspeed.ops.adam, deepspeed.comm):
+        with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+            _ = module.no_such_name
+
+
+def test_names_are_imported_when_they_are_used() -> None:
+    code = (
+        "import json, sys, hf_zero._autoload\n"
+        "hf_zero._autoload.register()\n"
+        "import deepspeed.runtime.zero.stage3, deepspeed.ops.adam\n"
+        "early = 'torch' in sys.modules\n"
+        "from deepspeed.ops.adam import FusedAdam\n"
+        "assert FusedAdam is deepspeed.ops.adam.FusedAdam\n"
+        "print(json.dumps([early, 'torch' in sys.modules]))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert json.loads(run.stdout) == [False, True]
+
+
+def test_classes_and_functions_are_pickled_by_name() -> None:
+    for thing in (
+        deepspeed.ops.adam.FusedAdam,
+        deepspeed.pipe.LayerSpec,
+        deepspeed.init_inference,
+        deepspeed.comm.init_distributed,
+    ):
+        assert pickle.loads(pickle.dumps(thing)) is thing
+
+
+def test_python_m_runs_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["deepspeed", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("deepspeed.launcher.runner", run_name="__main__")
+    assert "usage: deepspeed" in capsys.readouterr().out
+    # as a process that multiprocessing spawns imports its parent's main module
+    assert runpy.run_module("deepspeed.launcher.runner", run_name="__mp_main__")
+
+
+# -- what the installed libraries ask for ----------------------------------------------------------
+
+
+def used_names(source: str) -> Iterator[str]:
+    """Dotted names inside deepspeed that a module imports, or reaches through a name it
+    imported.
+    """
+    tree = ast.parse(source)
+    known: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "deepspeed":
+                    known[alias.asname or "deepspeed"] = alias.name if alias.asname else "deepspeed"
+                    yield alias.name
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and not node.level
+            and (node.module or "").split(".")[0] == "deepspeed"
+        ):
+            for alias in node.names:
+                known[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                yield f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            chain = ast.unparse(node)
+            head, _, rest = chain.partition(".")
+            if head in known and all(part.isidentifier() for part in rest.split(".")):
+                target = known[head]
+                # a module, not a class or its instance
+                if target == "deepspeed" or target.rpartition(".")[2].islower():
+                    yield f"{target}.{rest}"
+
+
+def asked_for() -> dict[str, str]:
+    names: dict[str, str] = {}
+    for library in ("accelerate", "transformers", "peft"):
+        spec = importlib.util.find_spec(library)
+        assert spec is not None and spec.origin is not None
+        for path in Path(spec.origin).parent.rglob("*.py"):
+            text = path.read_text(errors="replace")
+            if "deepspeed" in text and "test_utils" not in path.parts:
+                names.update(dict.fromkeys(used_names(text), f"{library}/{path.name}"))
+    return names
+
+
+def test_the_scan_sees_the_ways_of_importing() -> None:
+    source = (
+        "import deepspeed\nfrom deepspeed.utils import groups\nfrom deepspeed.runtime.zero import "
+        "partition_parameters as pp\n"
+        "deepspeed.zero.Init()\ngroups.a()\npp._b\ngroups.c().d\nfrom .deepspeed import e"
+    )
+    assert {
+        "deepspeed",
+        "deepspeed.utils.groups",
+        "deepspeed.runtime.zero.partition_parameters",
+        "deepspeed.zero.Init",
+        "deepspeed.utils.groups.a",
+        "deepspeed.runtime.zero.partition_parameters._b",
+        "deepspeed.utils.groups.c",
+    } <= set(used_names(source))
+
+
+def test_everything_the_installed_libraries_use_is_there() -> None:
+    missing = {}
+    names = asked_for()
+    for name, where in names.items():
+        place: Any = deepspeed
+        for part in name.split(".")[1:]:
+            if not hasattr(place, part):
+                missing[name] = where
+                break
+            place = getattr(place, part)
+            if not inspect.ismodule(place):
+                break
+    assert len(names) > 30
+    assert missing == {}
+
+
+# -- whose the names are ---------------------------------------------------------------------------
+
+
+def test_classes_are_the_native_ones() -> None:
+    assert deepspeed.DeepSpeedEngine is deepspeed.runtime.engine.DeepSpeedEngine
+    assert issubclass(deepspeed.DeepSpeedEngine, Engine)
+    assert (
+        deepspeed.zero.GatheredParameters
+        is deepspeed.runtime.zero.GatheredParameters
+        is GatheredParameters
+    )
+    assert deepspeed.runtime.zero.partition_parameters.ZeroParamStatus is ZeroParamStatus
+    assert (
+        ZeroParamStatus.AVAILABLE.value,
+        ZeroParamStatus.NOT_AVAILABLE.value,
+        ZeroParamStatus.INFLIGHT.value,
+    ) == (1, 2, 3)
+    assert inspect.signature(deepspeed.initialize) == inspect.signature(hf_zero.initialize)
+    assert deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES == [
+        "LRRangeTest",
+        "OneCycle",
+        "WarmupLR",
+        "WarmupDecayLR",
+        "WarmupCosineLR",
+    ]
+    assert issubclass(torch.optim.AdamW, deepspeed.runtime.base_optimizer.DeepSpeedOptimizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("replace_transformer_layer", (None,)),
+        ("ops.lamb.DeepSpeedCPULamb", ()),
+        ("DualPipeVEngine", ()),
+        ("pipe.DualPipeVModule", ()),
+    ],
+)
+def test_what_is_not_built_says_so_by_name(name: str, arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(NotBuiltError, match=f"{name.split('.')[-1]}.* is not built"):
+        reach(name)(*arguments)
+
+
+def test_what_is_not_built_can_be_asked_about() -> None:
+    lamb = deepspeed.ops.lamb.DeepSpeedCPULamb
+    assert not isinstance(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), lamb)
+    assert issubclass(lamb, torch.optim.Optimizer)
+    assert not hasattr(lamb, "__wrapped__")
+
+
+def test_comm_is_torch_distributed_for_the_rest() -> None:
+    import torch.distributed as dist
+
+    assert deepspeed.comm.all_reduce.__wrapped__ is dist.all_reduce
+    assert deepspeed.comm.ReduceOp is dist.ReduceOp
+    assert deepspeed.comm.P2POp is dist.P2POp
+    with pytest.raises(AttributeError):
+        _ = deepspeed.comm.no_such_collective
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_comm_starts_a_group_with_the_arguments_of_deepspeed(
+    backend: str, heard: list[str]
+) -> None:
+    assert not deepspeed.comm.is_initialized()
+    with pytest.raises(ConfigError, match="no process group exists"):
+        deepspeed.init_distributed(dist_init_required=False)
+    try:
+        deepspeed.init_distributed(
+            dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=60.0
+        )
+        assert any("'nccl' is for cuda" in line for line in heard) == (backend == "nccl")
+        assert deepspeed.comm.get_backend() == "gloo"
+        assert deepspeed.utils.is_initialized()
+        assert (deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()) == (0, 1)
+        assert deepspeed.utils.groups._get_data_parallel_world_size() == 1
+        deepspeed.comm.barrier()
+    finally:
+        deepspeed.comm.destroy_process_group()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_arguments_of_scripts(before: bool) -> None:
+    """--local_rank is the script's, which may add it on either side of the call, as under
+    DeepSpeed.
+    """
+    parser = argparse.ArgumentParser()
+    if before:
+        parser.add_argument("--local_rank", type=int, default=7)
+    assert deepspeed.add_config_arguments(parser) is parser
+    if not before:
+        parser.add_argument("--local_rank", type=int, default=7)
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", "zero.json"])
+    assert (args.deepspeed, args.deepspeed_config, args.local_rank) == (True, "zero.json", 7)
+    assert parser.parse_args([]).deepspeed is False
+
+
+def test_the_environment_file_has_its_name() -> None:
+    assert deepspeed.launcher.runner.DEEPSPEED_ENVIRONMENT_NAME == ".deepspeed_env"

@@ -1,0 +1,591 @@
+"""What DeepSpeed's scripts expect and the native calls do otherwise: folders without a checkpoint,
+ranks that name different places, objects beside a configuration, files of whole weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import hf_zero
+from hf_zero.deepspeed import fp32_files, optimizers
+from hf_zero.errors import (
+    CheckpointError,
+    ConfigError,
+    NotBuiltError,
+    PartitionError,
+    TargetMismatchError,
+    UnreducedGradientsError,
+)
+from tests.helpers.engines import STAGES, config_of, full_weights
+from tests.helpers.stacks import on_ranks, squared, stack
+from tests.helpers.training import At, adamw
+
+RANKS = 2
+
+
+def start(model: Any, stage: int = 1, **more: Any) -> Any:
+    config = config_of(stage, **more)
+    return deepspeed.initialize(model=model, optimizer=adamw(model), config=config)[0]
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def test_a_folder_without_a_checkpoint_loads_nothing(tmp_path: Path, heard: list[str]) -> None:
+    def run(rank: int, model: Any) -> None:
+        engine = start(model)
+        assert engine.load_checkpoint(tmp_path / "none") == (None, {})
+        assert engine.load_checkpoint(str(tmp_path)) == (None, {})
+        with pytest.raises(CheckpointError, match="no checkpoint 'step'"):
+            engine.load_checkpoint(tmp_path, tag="step")
+        with pytest.raises(CheckpointError, match="no checkpoint"):
+            hf_zero.Engine.load_checkpoint(engine, str(tmp_path))
+        engine.save_checkpoint(tmp_path / "run", tag=7)
+        path, state = engine.load_checkpoint(tmp_path / "run")
+        assert path == str(tmp_path / "run" / "7") and state == {}
+        (tmp_path / "damaged").mkdir(exist_ok=True)
+        (tmp_path / "damaged" / "latest").write_text("gone")
+        with pytest.raises(CheckpointError, match="gone"):
+            engine.load_checkpoint(tmp_path / "damaged")
+        with pytest.raises(NotBuiltError, match="load_module_state_dict"):
+            engine.load_checkpoint(tmp_path, custom_load_fn=print)
+        engine.destroy()
+
+    on_ranks(RANKS, run)
+    assert len([line for line in heard if "load_checkpoint loads nothing" in line]) >= 2
+
+
+@pytest.mark.parametrize("mode", ["ignore", "warn", "fail"])
+@pytest.mark.parametrize("what", ["folder", "tag"])
+def test_ranks_that_name_different_places(
+    mode: str, what: str, tmp_path: Path, heard: list[str]
+) -> None:
+    def run(rank: int, model: Any) -> None:
+        engine = start(model, checkpoint={"tag_validation": mode})
+        place: Any = (
+            (tmp_path / f"at-{rank}", "tag") if what == "folder" else (tmp_path, f"t{rank}")
+        )
+        if mode == "fail":
+            with pytest.raises(TargetMismatchError, match="rank 1 wants to save as"):
+                engine.save_checkpoint(*place)
+        else:
+            engine.save_checkpoint(*place)
+            saved = tmp_path / "at-0" / "tag" if what == "folder" else tmp_path / "t0"
+            assert (saved / "manifest.json").is_file() and not (tmp_path / "at-1").exists()
+        different = "that all ranks share" if what == "folder" else "different tags"
+        with pytest.raises(ConfigError, match="needs a folder"):
+            engine.save_checkpoint("")
+        with pytest.raises(CheckpointError, match=different):
+            hf_zero.Engine.save_checkpoint(engine, *place)
+        engine.destroy()
+
+    on_ranks(RANKS, run)
+    assert any("all ranks save as rank 0 says" in line for line in heard) == (mode == "warn")
+
+
+# -- initialize ------------------------------------------------------------------------------------
+
+
+def test_auto_means_the_default(heard_in_full: list[str]) -> None:
+    """Nothing fills keys in where a script gives its configuration to initialize."""
+    keys = (
+        "reduce_bucket_size",
+        "sub_group_size",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "stage3_param_persistence_threshold",
+        "stage3_prefetch_bucket_size",
+    )
+    config = {
+        "zero_optimization": {"stage": 3, **dict.fromkeys(keys, "auto")},
+        "bf16": {"enabled": "auto"},
+        "gradient_clipping": "auto",
+        "train_micro_batch_size_per_gpu": 3,
+    }
+    model = stack()
+    engine = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)[0]
+    assert (engine.config.precision, engine.config.gradient_clipping) == ("fp32", 1.0)
+    assert engine.zero_reduce_bucket_size() == 500_000_000
+    assert engine.zero_param_persistence_threshold() == 100_000
+    told = [said for said in heard_in_full if '"auto"' in said]
+    assert len(told) == 1 and all(key in told[0] for key in (*keys, "bf16", "gradient_clipping"))
+    with pytest.raises(ConfigError, match="still 'auto'"):
+        hf_zero.initialize(model=(model := stack()), optimizer=adamw(model), config=config)
+    with pytest.raises(ConfigError, match="train_batch_size"):
+        start(stack(), train_batch_size="auto")
+
+
+def test_a_comment_in_a_configuration_is_no_error(heard: list[str]) -> None:
+    engine, *_ = deepspeed.initialize(model=stack(), config={"_comment": "of a script"})
+    assert engine.config.stage == 0 and any("'_comment'" in said for said in heard)
+    with pytest.raises(ConfigError, match="'_comment'"):
+        hf_zero.initialize(model=stack(), config={"_comment": "of a script"})
+
+
+WRITTEN = {
+    "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+    "scheduler": {"type": "WarmupLR", "params": {}},
+}
+
+
+@pytest.mark.parametrize("how", ["object", "callable"])
+def test_objects_go_before_the_configuration(how: str, heard: list[str]) -> None:
+    model = stack()
+    given: Any = adamw(model) if how == "object" else lambda p: torch.optim.AdamW(p, lr=1e-3)
+
+    class Scheduler:
+        def step(self) -> None:
+            """Nothing moves."""
+
+    scheduler = Scheduler()
+    engine, optimizer, _, made = deepspeed.initialize(
+        model=model, optimizer=given, lr_scheduler=scheduler, config=config_of(1, **WRITTEN)
+    )
+    assert isinstance(optimizer, torch.optim.AdamW) and made is scheduler
+    assert engine.scheduler_name() is None
+    for name in ("optimizer", "scheduler"):
+        assert len([line for line in heard if f"configuration's {name}" in line]) == 1
+    engine.destroy()
+    with pytest.raises(ConfigError, match="keep one"):
+        hf_zero.initialize(model=stack(), optimizer=given, config=config_of(1, **WRITTEN))
+
+
+def test_without_objects_the_configuration_counts(heard: list[str]) -> None:
+    engine, optimizer, _, scheduler = deepspeed.initialize(
+        model=stack(), config=config_of(1, **WRITTEN)
+    )
+    assert isinstance(optimizer, torch.optim.SGD) and scheduler is not None
+    assert not [line for line in heard if "is used, and the configuration's" in line]
+    engine.destroy()
+    with pytest.raises(ConfigError, match="needs a config"):
+        deepspeed.initialize(model=stack(), optimizer=torch.optim.SGD([nn.Parameter()], lr=1.0))
+
+
+# -- whole weights ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint of two ranks, and the weights in it."""
+
+    def run(rank: int, model: Any) -> Any:
+        engine = start(model, 2, bf16={"enabled": True})
+        engine.backward(squared(engine, At(0, 0, rank), torch.bfloat16))
+        engine.step()
+        engine.save_checkpoint(tmp_path / "run")
+        weights = {n: hf_zero.safe_get_full_fp32_param(p) for n, p in model.named_parameters()}
+        engine.destroy()
+        return weights
+
+    return tmp_path / "run", on_ranks(RANKS, run)[0]
+
+
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("size", ["5GB", None, 2000])
+def test_whole_weights_are_pickled_by_default(
+    saved: Any, safe: bool, size: Any, tmp_path: Path
+) -> None:
+    run, weights = saved
+    out = tmp_path / "out"
+    deepspeed.utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(
+        run, out, max_shard_size=size, safe_serialization=safe
+    )
+    name = "model.safetensors" if safe else "pytorch_model.bin"
+    files = [file for file in out.iterdir() if not file.name.startswith(".")]
+    held: dict[str, torch.Tensor] = {}
+    if size == 2000:
+        index = json.loads((out / f"{name}.index.json").read_text())
+        assert len(set(index["weight_map"].values())) > 1
+        parts = {part: _load(out / part) for part in set(index["weight_map"].values())}
+        held = {key: parts[part][key] for key, part in index["weight_map"].items()}
+    else:
+        assert name in {file.name for file in files}
+        held = _load(out / name)
+    assert held.keys() == weights.keys()
+    assert all(torch.equal(held[key], weights[key]) for key in weights)
+    suffixes = {file.suffix for file in files if file.name != "config.json"}
+    assert (".bin" in suffixes, ".safetensors" in suffixes) == (not safe, safe)
+
+
+def _load(file: Path) -> dict[str, torch.Tensor]:
+    if file.suffix == ".bin":
+        loaded: dict[str, torch.Tensor] = torch.load(file, weights_only=True)
+        return loaded
+    return load_file(file)
+
+
+def test_of_several_that_convert_one_writes(
+    saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, weights = saved
+    calls, inside = [], threading.Barrier(2)
+    convert = fp32_files._convert
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        inside.wait(timeout=120)  # the other has come, too
+        return convert(*args)
+
+    monkeypatch.setattr(fp32_files, "_convert", counted)
+    out = tmp_path / "out"
+
+    def second() -> None:
+        inside.wait(timeout=120)
+        fp32_files.convert_zero_checkpoint_to_fp32_state_dict(run, out)
+
+    other = threading.Thread(target=second)
+    other.start()
+    fp32_files.convert_zero_checkpoint_to_fp32_state_dict(run, out)
+    other.join()
+    assert _load(out / "pytorch_model.bin").keys() == weights.keys()
+    assert not list(out.glob(".*"))
+    assert len(calls) == 1
+
+
+def test_files_of_deepspeeds_own_checkpoints_are_found(tmp_path: Path) -> None:
+    names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1, 2, 10)]
+    for name in [*names, "mp_rank_00_model_states.pt"]:
+        (tmp_path / name).write_text("")
+    helpers = deepspeed.utils.zero_to_fp32
+    assert [Path(file).name for file in helpers.get_optim_files(tmp_path)] == names
+    assert Path(helpers.get_model_state_file(tmp_path, 2)).name == "mp_rank_00_model_states.pt"
+
+
+@pytest.mark.parametrize("size", [None, "10KB"])
+def test_pickles_of_whole_weights_have_all_names_of_a_tensor(size: Any, tmp_path: Path) -> None:
+    def tied() -> Any:
+        model: Any = nn.ModuleDict({name: nn.Linear(40, 40) for name in "abc"})
+        model["a"].weight = model["c"].weight
+        return model
+
+    model = tied()
+    engine = start(model, 3)
+    engine.save_checkpoint(tmp_path / "run", "1")
+    engine.destroy()
+    fp32_files.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "run", tmp_path, size)
+    files = sorted(tmp_path.glob("*.bin"))
+    assert len(files) == (1 if size is None else 2)
+    state: dict[str, Any] = {}
+    for file in files:
+        given = torch.load(file)
+        assert ("a.weight" in given) == ("c.weight" in given)
+        state |= given
+    assert state["a.weight"].data_ptr() == state["c.weight"].data_ptr()
+    tied().load_state_dict(state, strict=True)
+    if size is not None:
+        index = json.loads((tmp_path / "pytorch_model.bin.index.json").read_text())
+        assert {*index["weight_map"]} == {*state}
+
+
+@pytest.mark.parametrize(
+    ("kind", "offload", "more", "name", "decoupled"),
+    [
+        ("Adam", False, {}, "FusedAdam", True),
+        ("Adam", False, {"adam_w_mode": False}, "FusedAdam", False),
+        ("AdamW", True, {}, "DeepSpeedCPUAdam", True),
+        ("AdamW", False, {"torch_adam": True}, None, None),
+        ("Lion", False, {}, "FusedLion", None),
+        ("Lion", True, {}, "DeepSpeedCPULion", None),
+        ("Adagrad", True, {}, "DeepSpeedCPUAdagrad", None),
+        ("SGD", True, {}, None, None),
+    ],
+)
+def test_what_a_configuration_makes_is_of_the_class_that_deepspeed_makes(
+    kind: str, offload: bool, more: dict[str, Any], name: str | None, decoupled: bool | None
+) -> None:
+    section = {"type": kind, "params": {"lr": 1e-3, **more}}
+    zero: dict[str, Any] = {"stage": 1} | (
+        {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    )
+    config = config_of(0, optimizer=section, zero_optimization=zero)
+    engine, optimizer, _, _ = deepspeed.initialize(model=stack(), config=config)
+    classes = {
+        cls
+        for cls in vars(optimizers).values()
+        if isinstance(cls, type)
+        and cls.__module__ == optimizers.__name__
+        and "_" not in cls.__name__
+    }
+    assert {cls.__name__ for cls in classes if isinstance(optimizer, cls)} == {name} - {None}
+    assert getattr(optimizer, "adam_w_mode", None) is decoupled
+    assert type(optimizer).__module__.startswith(("torch.optim", "hf_zero.optim"))
+    engine.destroy()
+    assert not isinstance(torch.optim.AdamW(stack().parameters()), optimizers.FusedAdam)
+    assert isinstance(optimizers.FusedAdam(stack().parameters()), optimizers.FusedAdam)
+
+
+def test_the_optimizer_shows_the_loss_scale() -> None:
+    engine = start(
+        stack(), 1, fp16={"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}
+    )
+    scalers = []
+    scaler = engine.optimizer.loss_scaler
+    assert engine.optimizer.needs_scaler() and engine.optimizer.loss_scale_config is scaler
+    for step in range(4):
+        assert engine.optimizer.dynamic_loss_scale and scaler.scale_window == 2
+        assert scaler.dynamic_loss_scale
+        assert scaler.cur_scale == scaler.loss_scale
+        scalers.append((scaler.cur_iter, scaler.loss_scale))
+        engine.backward(squared(engine, At(step, 0, 0), torch.half))
+        engine.step()
+    assert scalers == [(step, 512.0 if step == 3 else 256.0) for step in range(4)]
+    engine.destroy()
+    assert not start(stack(), 1, bf16={"enabled": True}).optimizer.needs_scaler()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_optimizer_is_the_one_that_it_wraps_in_deepspeed(stage: int) -> None:
+    for more in ({}, {"bf16": {"enabled": True}}):
+        engine = start(stack(), stage, **more)
+        optimizer = engine.optimizer
+        if stage or more:
+            assert optimizer.optimizer is optimizer
+        else:
+            assert not hasattr(optimizer, "optimizer")
+        engine.destroy()
+        assert not hasattr(optimizer, "optimizer")
+
+
+@pytest.mark.parametrize("name", ["deepspeed_config", "deepscale_config"])
+def test_the_arguments_of_a_script_name_the_configuration(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "zero.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    model = stack()
+    args = SimpleNamespace(**{name: str(file)})
+    engine = deepspeed.initialize(args, model=model, optimizer=adamw(model))[0]
+    assert engine.zero_optimization_stage() == 2
+    engine.destroy()
+    with pytest.raises(ConfigError, match=rf"more than one config: config, args\.{name}"):
+        deepspeed.initialize(args, model=model, optimizer=adamw(model), config={})
+
+
+# -- accumulation ----------------------------------------------------------------------------------
+
+
+def test_windows_that_the_script_ends() -> None:
+    managed, unmanaged = (
+        start(stack(), 2, managed_gradient_accumulation=m, gradient_accumulation_steps=3)
+        for m in (True, False)
+    )
+    assert managed.managed_gradient_accumulation() is True
+    assert unmanaged.managed_gradient_accumulation() is False
+    for step in range(2):
+        for micro in range(3):
+            for engine in (managed, unmanaged):
+                engine.backward(squared(engine, At(step, micro, 0)))
+            managed.step()
+        unmanaged.step()
+    ours, theirs = full_weights(unmanaged), full_weights(managed)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert unmanaged.global_samples == managed.global_samples
+    for call in (
+        lambda: unmanaged.set_gradient_accumulation_boundary(False),
+        lambda: unmanaged.coalesce_grad_reduction().__enter__(),
+    ):
+        with pytest.raises(AssertionError, match="managed_gradient_accumulation is false"):
+            call()
+    managed.destroy()
+    unmanaged.destroy()
+
+
+# -- parameters ------------------------------------------------------------------------------------
+
+
+def test_small_parameters_are_read_between_steps_without_a_key(monkeypatch: Any) -> None:
+    monkeypatch.setattr("hf_zero.parameters.wrap.PERSISTENCE", 100_000)  # as outside of tests
+
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(0.5))
+            self.head = nn.Linear(400, 300)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x).square().mean() * self.scale.exp()
+
+    def run(rank: int, model: Any) -> float:
+        engine = start(model, 3)
+        assert engine.zero_param_persistence_threshold() == 100_000
+        assert engine.zero_model_persistence_threshold() == sys.maxsize
+        engine.backward(engine(torch.full((2, 400), 0.1 * (rank + 1))))
+        engine.step()
+        held = [model.scale, model.head.bias, model.head.weight]
+        there = deepspeed.zero.ZeroParamStatus
+        assert [p.ds_status for p in held] == [there.AVAILABLE] * 2 + [there.NOT_AVAILABLE]
+        value: float = model.scale.item()
+        assert value == deepspeed.utils.safe_get_full_fp32_param(model.scale).item()
+        engine.destroy()
+        return value
+
+    first, second = on_ranks(RANKS, run, build=Large)
+    assert first == second != 0.5
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_backwards_of_one_step_are_reduced_together(stage: int) -> None:
+    def run(rank: int, model: Any, block: bool) -> dict[str, torch.Tensor]:
+        engine = start(model, stage)
+        with engine.coalesce_grad_reduction() if block else contextlib.nullcontext():
+            for micro in range(3):
+                engine.set_gradient_accumulation_boundary(micro == 2)
+                engine.backward(squared(engine, At(0, micro, rank)))
+            if block:
+                with pytest.raises(AssertionError, match=r"step\(\) inside no_sync"):
+                    engine.step()
+                with pytest.raises(UnreducedGradientsError, match="nested inside another no_sync"):
+                    engine.coalesce_grad_reduction().__enter__()
+        engine.step()
+        weights = full_weights(engine)
+        engine.destroy()
+        return weights
+
+    want, have = (on_ranks(RANKS, run, block)[0] for block in (False, True))
+    for name, value in want.items():
+        torch.testing.assert_close(have[name], value, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "written, limit, said",
+    [({}, 1.0, True), ({"gradient_clipping": 0}, 0.0, False)],
+)
+@pytest.mark.parametrize("native", [False, True])
+def test_gradients_are_clipped_at_one_where_nothing_is_written(
+    caplog, written, limit, said, native
+):
+    model = nn.Linear(2, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}, **written}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    given = hf_zero.ZeroConfig.from_dict(config) if native else config  # a ZeroConfig is as it is
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=given)
+    engine.backward(10 * engine(torch.eye(2)).sum())
+    engine.step()
+    norm = torch.linalg.vector_norm(model.weight)
+    assert engine.gradient_clipping() == (0.0 if native else limit)
+    torch.testing.assert_close(norm.item(), 1.0 if limit and not native else 20.0)
+    engine.destroy()
+    assert ("gradient_clipping is not written" in caplog.text) == (said and not native)
+    assert deepspeed.runtime.config.get_gradient_clipping(written) == limit
+    assert deepspeed.runtime.config.DeepSpeedConfig(config).gradient_clipping == limit
+
+
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_16_bits_trains_from_master_weights(caplog, dtype, written):
+    """With and without the section; steps that 16 bits cannot show are not lost."""
+    name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    section = {"enabled": True, "loss_scale": 1.0} if name == "fp16" else {"enabled": True}
+    config = config_of(1, gradient_clipping=0, **({name: section} if written else {}))
+
+    def run(rank: int, model: Any) -> tuple[float, dict[str, torch.Tensor]]:
+        model = model.to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        assert {p.dtype for p in engine.module.parameters()} == {dtype}
+        before = full_weights(engine)
+        for step in range(3):
+            engine.backward(squared(engine, At(step, 0, rank), dtype))
+            engine.step()
+        after = full_weights(engine)
+        engine.destroy()
+        return engine.loss_scale(), {key: after[key] - before[key] for key in after}
+
+    for scale, moved in on_ranks(RANKS, run):
+        assert scale == 1.0 and all(value.abs().max() > 0 for value in moved.values())
+    assert (f"the model is in {name} and neither" in caplog.text) == (not written)
+
+
+def test_a_model_of_several_dtypes_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2).half(), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(hf_zero.errors.ConfigError, match="neither bf16 nor fp16 is enabled"):
+        deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(1))
+
+
+def test_the_configuration_sets_the_level_of_the_log() -> None:
+    logger = deepspeed.utils.logger
+    before, levels = logger.level, [handler.level for handler in logger.handlers]
+    try:
+
+        def run(rank: int, model: Any) -> None:
+            logger.setLevel("INFO")
+            engine = start(model)
+            assert engine.log_level() is None and logger.level == 20
+            engine.destroy()
+            config: Any = {"log_level": "ERROR"}
+            assert deepspeed.runtime.config.get_log_level(config) == "ERROR"
+            assert deepspeed.runtime.config.get_log_level({}) is None
+            engine = start(model, **config)
+            assert engine.log_level() == "ERROR" and logger.level == 40
+            assert {handler.level for handler in logger.handlers} == {40}
+            engine.destroy()
+
+        on_ranks(1, run)
+        with pytest.raises(ConfigError, match="log_level"):
+            hf_zero.ZeroConfig.from_dict({"log_level": "loud"})
+    finally:
+        logger.setLevel(before)
+        for handler, level in zip(logger.handlers, levels):
+            handler.setLevel(level)
+
+
+def test_an_optimizer_that_is_not_known_is_an_assertion_too() -> None:
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    def run(rank: int, model: Any) -> None:
+        for kind in (AssertionError, TypeError):
+            with pytest.raises(kind, match="Own"):
+                deepspeed.initialize(
+                    model=model,
+                    optimizer=Own(model.parameters(), lr=0.1),
+                    config=config_of(1, zero_allow_untested_optimizer=False),
+                )
+
+    on_ranks(1, run)
+
+
+@pytest.mark.parametrize(("first", "stage"), [(0, 3), (3, 0), (3, 3), (1, 2)])
+def test_a_model_is_initialized_again(first: int, stage: int, heard: list[str]) -> None:
+    """The second engine goes on with the weights of the first, and with its optimizer object."""
+
+    def train(engine: Any, rank: int, step: int) -> None:
+        engine.backward(squared(engine, At(step, 0, rank)))
+        engine.step()
+
+    def run(rank: int, model: Any) -> dict[str, torch.Tensor]:
+        old = start(model, first)
+        train(old, rank, 0)
+        engine = start(model, stage)
+        assert old.destroyed and engine.module is model
+        with pytest.raises(PartitionError, match="destroyed"):
+            old.step()
+        train(engine, rank, 1)
+        found = full_weights(engine)
+        engine.destroy()
+        return found
+
+    def alone(rank: int, model: Any) -> dict[str, torch.Tensor]:
+        for step in range(2):
+            engine = start(model, 0)
+            train(engine, rank, step)
+            engine.destroy()
+        return full_weights(engine)
+
+    want = on_ranks(RANKS, alone)[0]
+    for name, value in on_ranks(RANKS, run)[0].items():
+        torch.testing.assert_close(value, want[name], rtol=1e-6, atol=1e-7)
+    assert any("called again for a model" in line for line in heard)

@@ -1,0 +1,495 @@
+"""What stands behind the facade's smaller names: devices, activation checkpointing, optimizers,
+leaves, copies, zero.Init.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.activations import policy as activations
+from hf_zero.deepspeed import (
+    accelerator,
+    activation_checkpointing,
+    optimizers,
+    zero_init,
+)
+from hf_zero.deepspeed.state_dicts import clone_tensors_for_torch_save
+from hf_zero.distributed import process_group
+from hf_zero.errors import (
+    ConfigError,
+    NotBuiltError,
+    OffloadError,
+    UnsupportedOptimizerError,
+)
+from hf_zero.optim.elementwise import check
+from hf_zero.optim.lion import Lion
+from hf_zero.parameters import leaf_modules
+from tests.helpers.late_transfers import Late
+
+# -- devices ---------------------------------------------------------------------------------------
+
+
+def test_the_device_is_the_one_of_the_engine() -> None:
+    assert accelerator.get_accelerator().device_name() == process_group.default_device().type
+    assert accelerator.get_accelerator() is accelerator.get_accelerator()
+
+
+def test_the_variable_of_deepspeed_chooses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr(process_group.kinds, "accelerator", lambda: "meta")
+    monkeypatch.setattr(process_group.kinds, "device_count", lambda: 1)
+    assert process_group.default_device().type == "meta"
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert process_group.default_device().type == "cpu"
+
+
+def test_the_cpu_under_the_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_SIZE", "3")
+    cpu = accelerator.DeepSpeedAccelerator("cpu")
+    assert (cpu.device_name("1"), cpu.current_device_name(), cpu.current_device()) == (
+        "cpu",
+        "cpu",
+        0,
+    )
+    assert cpu.device() == torch.device("cpu")
+    assert cpu.communication_backend_name() == "gloo"
+    assert cpu.is_available() and cpu.is_bf16_supported() and cpu.is_fp16_supported()
+    cpu.empty_cache()
+    cpu.synchronize()
+    cpu.reset_peak_memory_stats()
+    assert cpu.device_count() == 3
+    monkeypatch.delenv("LOCAL_SIZE")
+    assert cpu.device_count() >= 1
+    assert cpu.is_synchronized_device() and cpu.use_host_timers() and not cpu.is_triton_supported()
+    assert cpu.memory_cached() == cpu.memory_allocated() and cpu.Event is None
+    assert cpu.LongTensor([1, 2]).dtype == torch.long and cpu.random() is torch.random
+    assert cpu.default_generator(0) is torch.default_generator and cpu.pin_empty(
+        2, dtype=torch.half
+    ).shape == (2,)
+    cpu.range_push("a")
+    cpu.range_pop()
+    assert cpu.lazy_call(lambda: 7) == 7
+    assert cpu.supported_dtypes() == [torch.float, torch.half, torch.bfloat16]
+    tensor = torch.ones(2)
+    assert cpu.on_accelerator(tensor) and cpu.pin_memory(tensor) is tensor
+    assert 0 < cpu.memory_allocated() <= cpu.max_memory_allocated() < cpu.total_memory()
+    assert 0 < cpu.available_memory() < cpu.total_memory()
+
+
+def test_a_gpu_under_the_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    gpu = accelerator.DeepSpeedAccelerator("cuda")
+    assert (gpu.device_name(), gpu.device_name("1"), gpu.current_device_name()) == (
+        "cuda",
+        "cuda:1",
+        "cuda:3",
+    )
+    assert gpu.communication_backend_name() == "nccl"
+    assert gpu.is_available() and not gpu.is_bf16_supported()
+    gpu.empty_cache()
+    assert emptied == [1]
+    assert (
+        gpu.memory_allocated is torch.cuda.memory_allocated
+        and gpu.manual_seed_all is torch.cuda.manual_seed_all
+    )
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index=None: (5, 9))
+    assert (gpu.available_memory(), gpu.total_memory(0)) == (5, 9)
+
+
+# -- activation checkpointing ----------------------------------------------------------------------
+
+
+def test_checkpointed_gradients_are_the_gradients() -> None:
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3)
+    calls = []
+
+    def block(a: torch.Tensor, scale: int) -> torch.Tensor:
+        calls.append(scale)
+        return torch.tanh(layer(a)) * scale
+
+    activation_checkpointing.configure(
+        None,
+        partition_activations=True,
+        contiguous_checkpointing=True,
+        num_checkpoints=2,
+        synchronize=True,
+    )
+    activation_checkpointing.set_num_layers(2)
+    activation_checkpointing.partition_activations_in_checkpoint(True)
+    assert activation_checkpointing.is_configured()
+    activation_checkpointing.checkpoint(block, x, scale=2).sum().backward()
+    assert calls == [2, 2]
+    again = layer.weight.grad
+    layer.weight.grad = None
+    block(x, 2).sum().backward()
+    torch.testing.assert_close(again, layer.weight.grad)
+    activation_checkpointing.reset()
+
+
+@pytest.fixture
+def configured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Late]]:
+    """Forgets what a test has configured; what leaves the device goes through these."""
+    made: list[Late] = []
+
+    def late(device: torch.device) -> Late:
+        made.append(Late())
+        return made[-1]
+
+    monkeypatch.setattr(activations, "transfers_of", late)
+    yield made
+    activation_checkpointing.configure()
+
+
+def checkpointed_steps(model: nn.Sequential) -> list[torch.Tensor]:
+    """Gradients of two windows of two micro-batches, through checkpoints."""
+    found = []
+    for step in range(4):
+        torch.manual_seed(step)
+        x = torch.randn(5, 8)
+        for layer in model:
+            x = activation_checkpointing.checkpoint(
+                lambda y, layer=layer: nn.functional.dropout(torch.tanh(layer(y)), 0.2), x
+            )
+        x.square().sum().backward()
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return found
+
+
+CONFIGURED: dict[str, dict[str, Any]] = {
+    "by argument": {
+        "checkpoint_in_cpu": True,
+        "deepspeed_config": {"activation_offload": {"min_bytes": 1, "in_flight_bytes": 1}},
+    },
+    "by configuration": {
+        "deepspeed_config": {
+            "activation_checkpointing": {"cpu_checkpointing": True},
+            "activation_offload": {"min_bytes": 1, "in_flight_bytes": 1, "enabled": False},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("how", CONFIGURED)
+def test_inputs_of_checkpoints_wait_in_host_memory(how: str, configured: list[Late]) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    activation_checkpointing.configure()
+    plain = checkpointed_steps(model)
+    model.zero_grad()
+    activation_checkpointing.configure(None, **CONFIGURED[how])
+    for got, want in zip(checkpointed_steps(model), plain, strict=True):
+        assert torch.equal(got, want)
+    (late,) = configured
+    assert late.sent_bytes == 4 * 4 * 5 * 8 * 4, "the input of each checkpoint, once"
+    assert [what for what, _ in late.log].count("bring") == 4 * 3, (
+        "the last one of a forward has stayed"
+    )
+    activation_checkpointing.checkpoint(torch.tanh, torch.randn(5, 8, requires_grad=True))
+    activation_checkpointing.reset()  # no backward
+
+
+def test_arguments_go_before_the_configuration(configured: list[Late]) -> None:
+    activation_checkpointing.configure(
+        None, {"activation_checkpointing": {"cpu_checkpointing": True}}, checkpoint_in_cpu=False
+    )
+    activation_checkpointing.checkpoint(
+        torch.tanh, torch.randn(5, 8, requires_grad=True)
+    ).sum().backward()
+    assert configured == []
+
+
+def test_profile_of_a_script_logs_each_backward(
+    configured: list[Late], heard_in_full: list[str]
+) -> None:
+    activation_checkpointing.configure(None, {"activation_checkpointing": {"profile": True}})
+    checkpointed_steps(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    lines = [
+        line for line in heard_in_full if "2 forwards in" in line and "2 recomputations in" in line
+    ]
+    assert len(lines) == 4
+
+
+def test_blocks_inside_the_checkpoints_of_a_script_are_not_checkpointed_again(
+    configured: list[Late],
+) -> None:
+    ran = []
+
+    class Block(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            ran.append(1)
+            return torch.tanh(super().forward(x))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(8, 8) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = activation_checkpointing.checkpoint(block, x)
+            return x.square().mean()
+
+    config = {
+        "train_micro_batch_size_per_gpu": 5,
+        "activation_checkpointing": {"number_checkpoints": 3},
+    }
+    engine = hf_zero.initialize(
+        model=Net(), optimizer=lambda given: torch.optim.SGD(given, lr=0.1), config=config
+    )[0]
+    engine.backward(engine(torch.randn(5, 8)))
+    assert len(ran) == 6
+    engine.destroy()
+
+
+def test_model_parallelism_is_refused_by_checkpointing() -> None:
+    with pytest.raises(NotBuiltError, match=r"mpu.get_model_parallel_world_size\(\) is 2"):
+        activation_checkpointing.configure(SimpleNamespace(get_model_parallel_world_size=lambda: 2))
+
+
+KEPT = ("exp_avg", "exp_avg_sq")
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+PAIRS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
+    (
+        lambda p: optimizers.FusedAdam(p, lr=1e-2, weight_decay=0.1),
+        lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    ),
+    (
+        lambda p: optimizers.FusedAdam(p, lr=1e-2, weight_decay=0.1, adam_w_mode=False),
+        lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1),
+    ),
+    (
+        lambda p: optimizers.DeepSpeedCPUAdam(p, lr=1e-2, weight_decay=0.1, adamw_mode=True),
+        lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    ),
+    (
+        lambda p: optimizers.DeepSpeedCPUAdam(p, lr=1e-2, adamw_mode=False),
+        lambda p: torch.optim.Adam(p, lr=1e-2),
+    ),
+    (
+        lambda p: optimizers.DeepSpeedCPUAdagrad(p, lr=1e-2, weight_decay=0.1),
+        lambda p: torch.optim.Adagrad(p, lr=1e-2, weight_decay=0.1),
+    ),
+    (
+        lambda p: optimizers.FusedLion(p, lr=1e-2, weight_decay=0.1),
+        lambda p: Lion(p, lr=1e-2, weight_decay=0.1),
+    ),
+    (
+        lambda p: optimizers.DeepSpeedCPULion(p, lr=1e-2),
+        lambda p: Lion(p, lr=1e-2, betas=(0.9, 0.999)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("named", "plain"), PAIRS)
+def test_optimizers_by_name_update_like_those_of_torch(
+    named: Callable[..., Any], plain: Callable[..., Any]
+) -> None:
+    start = torch.randn(7)
+    results = []
+    for build in (named, plain):
+        parameter = nn.Parameter(start.clone())
+        optimizer = build([parameter])
+        check(optimizer)
+        for step in range(3):
+            parameter.grad = torch.sin(start + step)
+            optimizer.step()
+        results.append(parameter.detach())
+    # the host kernels round once where torch's vector library may not
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
+
+
+def test_fp32_optimizer_states_off_keeps_moments_in_bf16() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    for cls in (optimizers.DeepSpeedCPUAdam, optimizers.DeepSpeedCPULion):
+        optimizer = cls([parameter], fp32_optimizer_states=False)
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        assert optimizer.state[parameter]["exp_avg"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("adamw_mode", [True, False])
+def test_steps_of_sub_groups_and_their_way_back(adamw_mode: bool, dtype: torch.dtype) -> None:
+    """Two sub-groups in one optimizer, each as if it had one of its own; steps taken back leave
+    what was before.
+    """
+    options = {"lr": 1e-2, "weight_decay": 0.1, "adamw_mode": adamw_mode}
+    starts = [torch.randn(9).to(dtype), torch.randn(4).to(dtype)]
+    both = optimizers.DeepSpeedCPUAdam([nn.Parameter(torch.zeros(1))], **options)
+    alone = [
+        optimizers.DeepSpeedCPUAdam([nn.Parameter(start.clone())], **options) for start in starts
+    ]
+    parts = [nn.Parameter(start.clone()) for start in starts]
+    before = []
+    for step in range(3):
+        for number, part in enumerate(parts):
+            (own,) = alone[number].param_groups[0]["params"]
+            part.grad = own.grad = torch.sin(starts[number] + step)
+            both.param_groups[0]["params"] = [part]
+            if step == 2:
+                moments = both.state[number]
+                before.append([part.detach().clone(), *(moments[k].clone() for k in KEPT)])
+            both.step_subgroup(number)
+            alone[number].step()
+            assert torch.equal(part, own) and both.state[number]["step"] == step + 1
+    for number, part in enumerate(parts):
+        both.param_groups[0]["params"] = [part]
+        both.rollback_subgroup(number)
+        state = both.state[number]
+        assert state["step"] == 2
+        torch.testing.assert_close([part.detach(), *(state[k] for k in KEPT)], before[number])
+        for _ in range(2):
+            both.rollback_subgroup(number)
+        with pytest.raises(RuntimeError, match=r"sub_group_id \d: step count is 0"):
+            both.rollback_subgroup(number)
+    with pytest.raises(OffloadError, match="sub_group_id 7: it has made no step"):
+        both.rollback_subgroup(7)
+    both.param_groups[0]["params"] = parts
+    with pytest.raises(UnsupportedOptimizerError, match="2 parameters have gradients"):
+        both.step_subgroup(0)
+    both.param_groups[0].update(params=[parts[0]], amsgrad=True)
+    both.step_subgroup(0)
+    with pytest.raises(NotBuiltError, match="amsgrad"):
+        both.rollback_subgroup(0)
+
+
+def test_groups_of_the_users_optimizer_are_shared() -> None:
+    """Accelerate builds DeepSpeedCPUAdam from the groups of the script's optimizer, and
+    schedulers write to those.
+    """
+    users = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=1e-3, weight_decay=0.1)
+    ours = optimizers.DeepSpeedCPUAdam(users.param_groups, lr=1e-3, adamw_mode=True)
+    users.param_groups[0]["lr"] = 5.0
+    assert ours.param_groups[0]["lr"] == 5.0 and ours.param_groups[0]["weight_decay"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("build", "named"),
+    [
+        (
+            lambda p: optimizers.DeepSpeedCPUAdagrad(p, fp32_optimizer_states=False),
+            "DeepSpeedCPUAdagrad.fp32_optimizer_states=False",
+        ),
+    ],
+)
+def test_options_that_are_not_built_say_so(build: Callable[..., Any], named: str) -> None:
+    with pytest.raises(NotBuiltError, match=named):
+        build([nn.Parameter(torch.ones(1))])
+
+
+# -- leaf modules ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wanted", [nn.ReLU, "ReLU"])
+def test_leaf_modules_are_marked_and_found(wanted: type | str) -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+    assert leaf_modules.set_z3_leaf_modules(model, [wanted]) == [model[1]]
+    assert leaf_modules.get_z3_leaf_modules(model) == [model[1]]
+    assert leaf_modules.z3_leaf_module(model[1]) and not leaf_modules.z3_leaf_module(model[0])
+    assert leaf_modules.unset_z3_leaf_modules(model, [wanted]) == [model[1]]
+    assert leaf_modules.get_z3_leaf_modules(model) == []
+
+
+def test_a_leaf_that_is_not_in_the_model_is_named() -> None:
+    model = nn.Sequential(nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match=r"no module of Sequential is one of \['ReLU'\]"):
+        leaf_modules.set_z3_leaf_modules(model, [nn.ReLU])
+    assert leaf_modules.set_z3_leaf_modules(model, [nn.ReLU], raise_if_not_found=False) == []
+
+
+# -- copies ----------------------------------------------------------------------------------------
+
+
+def test_copies_are_small_whole_and_apart() -> None:
+    buffer = torch.arange(1000.0)
+    state = OrderedDict(
+        a=buffer[:6].view(2, 3), b=[buffer[10:12], (torch.tensor(3), "text")], c=None
+    )
+    copy = clone_tensors_for_torch_save(state)
+    assert type(copy) is OrderedDict and copy["c"] is None and copy["b"][1][1] == "text"
+    assert copy["a"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert copy["a"].untyped_storage().nbytes() == 24
+    buffer.zero_()
+    assert copy["b"][0].tolist() == [10.0, 11.0]
+
+
+def test_tied_weights_stay_tied_in_a_copy() -> None:
+    weight, empty = torch.randn(4, 2), torch.empty(0)
+    copy = clone_tensors_for_torch_save(
+        {
+            "decoder": weight,
+            "embedding": weight.view(4, 2),
+            "part": weight[:2],
+            "e": empty,
+            "f": torch.empty(0),
+        }
+    )
+    assert copy["decoder"].data_ptr() == copy["embedding"].data_ptr()
+    assert copy["part"].data_ptr() != copy["decoder"].data_ptr()
+    assert copy["e"].numel() == copy["f"].numel() == 0
+
+
+# -- construction and loading ----------------------------------------------------------------------
+
+
+def test_init_on_one_rank_leaves_parameters_whole_and_takes_every_argument(
+    plain_process: None,
+) -> None:
+    with zero_init.Init(
+        config_dict_or_path={"zero_optimization": {"stage": 3}, "train_batch_size": "auto"},
+        remote_device="cpu",
+        pin_memory=True,
+    ) as context:
+        layer = nn.Linear(3, 2)
+    assert type(layer.weight) is nn.Parameter and layer.weight.shape == (2, 3)
+    assert context.enabled
+    assert not zero_init.Init(enabled=False).enabled
+    zero_init.Init(module=layer)
+    zero_init.register_external_parameter(layer, layer.weight)
+    assert zero_init.zero_wrapper_for_fp_tensor_constructor(torch.zeros, torch.half) is torch.zeros
+
+
+def test_only_making_a_model_takes_the_ordinary_path(plain_process: None, tmp_path: Path) -> None:
+    """Resized embeddings, generation and the Trainer must go on knowing that the model is
+    sharded.
+    """
+    import transformers.modeling_utils as modeling
+    from transformers import BertConfig, BertModel
+    from transformers.integrations import HfDeepSpeedConfig
+
+    class Asking(BertModel):
+        def __init__(self, config: BertConfig) -> None:
+            answers.append(modeling.is_deepspeed_zero3_enabled())
+            super().__init__(config)
+
+    answers: list[bool] = []
+    kept = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    assert modeling.is_deepspeed_zero3_enabled() and kept.is_zero3()
+    config = BertConfig(
+        vocab_size=16,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+    )
+    made = Asking._from_config(config)
+    assert answers == [False] and modeling.is_deepspeed_zero3_enabled()
+    made.save_pretrained(tmp_path)
+    for model in (made, BertModel.from_pretrained(tmp_path)):
+        facts: list[Any] = list(model.parameters())
+        assert len({p.ds_id for p in facts}) == len(facts)
+        assert all(p.ds_shape == p.shape and p.ds_status.name == "AVAILABLE" for p in facts)

@@ -1,0 +1,696 @@
+"""Names of the facade that stand alone: what each does, beside torch's own and plain arithmetic."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from hf_zero.deepspeed import (
+    accelerator,
+    comm_log,
+    locked_memory,
+    schedule_arguments,
+    timers,
+)
+from hf_zero.errors import ConfigError, HostMemoryError, NotBuiltError, PartitionError
+from hf_zero.parallel.pipeline import partition
+from hf_zero.parameters.leaf_modules import mark_configured
+from hf_zero.planning.estimate import estimate
+
+# -- accelerator and operators ---------------------------------------------------------------------
+
+
+def test_another_accelerator_may_be_set() -> None:
+    class Mine(deepspeed.accelerator.DeepSpeedAccelerator):
+        def device_name(self, device_index: Any = None) -> str:
+            return "mine"
+
+    before = deepspeed.get_accelerator()
+    mine = Mine()
+    deepspeed.accelerator.set_accelerator(mine)
+    try:
+        assert accelerator.get_accelerator() is mine
+        assert not deepspeed.accelerator.is_current_accelerator_supported()
+    finally:
+        deepspeed.accelerator.set_accelerator(None)
+    assert accelerator.get_accelerator() is before
+    assert deepspeed.accelerator.is_current_accelerator_supported()
+    assert isinstance(deepspeed.accelerator.cpu_accelerator.CPU_Accelerator(), type(before))
+
+
+def test_backends_of_torch_compile() -> None:
+    cpu = accelerator.DeepSpeedAccelerator("cpu")
+    cpu.set_compile_backend("eager")
+    assert cpu.get_compile_backend() == "eager"
+    with pytest.raises(ValueError, match="no backend 'none_such'"):
+        cpu.set_compile_backend("none_such")
+
+
+def test_visible_devices_are_those_of_the_kind() -> None:
+    environment: dict[str, str] = {}
+    accelerator.DeepSpeedAccelerator("cuda").set_visible_devices_envs(environment, [2, 3])
+    assert environment == {"CUDA_VISIBLE_DEVICES": "2,3"}
+
+
+def test_operators_answer_whether_they_are_here() -> None:
+    ops = deepspeed.ops.__compatible_ops__
+    adam = deepspeed.ops.op_builder.CPUAdamBuilder
+    assert ops[adam.NAME] and adam().is_compatible() and hasattr(adam().load(), "CPUAdam")
+    assert deepspeed.ops.aio.AsyncIOBuilder is deepspeed.ops.op_builder.AsyncIOBuilder
+    inference = deepspeed.ops.op_builder.InferenceBuilder
+    assert not ops[inference.NAME] and not inference().is_compatible()
+    with pytest.raises(NotBuiltError, match="transformer_inference is not built"):
+        inference().load()
+    made = accelerator.get_accelerator().create_op_builder("FusedAdamBuilder")
+    assert made.is_compatible() and made.name == "fused_adam"
+    assert not accelerator.get_accelerator().create_op_builder("NoneSuch").is_compatible()
+
+
+# -- hosts -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 2, 2, 3)])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_the_update_of_muon(shape: tuple[int, ...], nesterov: bool) -> None:
+    """Two steps of torch's own Muon."""
+    update = deepspeed.runtime.zero.muon.original_muon.muon_update
+    torch.manual_seed(0)
+    grads = torch.randn(2, *shape)
+    weight = torch.nn.Parameter(torch.zeros(shape).flatten(1))
+    optimizer = torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, nesterov=nesterov)
+    momentum, moved = torch.zeros(shape), torch.zeros_like(weight)
+    for grad in grads:
+        weight.grad = grad.flatten(1)
+        optimizer.step()
+        moved -= update(grad.clone(), momentum, nesterov=nesterov)
+    torch.testing.assert_close(moved, weight.detach(), rtol=1e-2, atol=1e-3)
+    before = momentum.clone()
+    assert update(torch.full(shape, torch.inf), momentum, nesterov=nesterov).isnan().all()
+    assert torch.equal(momentum, before)
+
+
+def test_the_update_of_muon_of_several_matrices() -> None:
+    update = deepspeed.runtime.zero.muon.original_muon.muon_update
+    torch.manual_seed(0)
+    grad = torch.randn(3, 4, 5)
+    each = torch.stack([update(matrix, torch.zeros(4, 5)) for matrix in grad])
+    experts = update(grad, torch.zeros_like(grad), is_expert_group=True)
+    heads = update(grad.view(12, 5), torch.zeros(12, 5), num_heads=3)
+    assert torch.equal(experts, each) and torch.equal(heads, each.view(12, 5))
+
+
+def test_memory_that_is_not_paged_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def locked() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmLck"))
+
+    assert deepspeed.utils.pin_memory.get_active_native_pinned_memory() is None
+    handle = deepspeed.ops.op_builder.PinMemoryBuilder().load().pin_handle()
+    before = locked()
+    made = handle.new_cpu_locked_tensor(4096, torch.empty(0, dtype=torch.float32))
+    assert made.shape == (4096,) and made.dtype == torch.float32 and not made.any()
+    assert locked() == before + 16
+    assert handle.is_pinned(made) and handle.is_pinned(made.narrow(0, 4, 8))
+    assert not handle.is_pinned(torch.empty(4096))
+    assert handle.free_cpu_locked_tensor(made) is True and not handle.is_pinned(made)
+    assert locked() == before and handle.free_cpu_locked_tensor(made) is False
+    monkeypatch.setattr(locked_memory._LIBC, "mlock", lambda *args: -1)
+    with pytest.raises(HostMemoryError, match="8 bytes could not be locked"):
+        handle.new_cpu_locked_tensor(1, torch.empty(0, dtype=torch.float64))
+
+
+def test_hostfiles_and_filters(tmp_path: Path, heard: list[str]) -> None:
+    runner = deepspeed.launcher.runner
+    file = tmp_path / "hosts"
+    file.write_text("# a comment\nworker-0 slots=2\n\nworker-1 slots=4\n")
+    pool = runner.fetch_hostfile(file)
+    assert list(pool.items()) == [("worker-0", 2), ("worker-1", 4)]
+    assert runner.fetch_hostfile(tmp_path / "none") is None and "no hostfile" in heard[-1]
+    hosts = {"worker-0": [0, 1], "worker-1": [0, 1, 2, 3]}
+    assert runner.parse_resource_filter(hosts) is hosts
+    assert runner.parse_inclusion_exclusion(pool, "worker-1:0,2", "") == {"worker-1": [0, 2]}
+    assert runner.parse_resource_filter(hosts, exclude_str="worker-1:3@worker-0") == {
+        "worker-1": [0, 1, 2]
+    }
+    assert runner.parse_resource_filter(hosts, exclude_str="worker-1@worker-0") == {}
+    for arguments in (("worker-0", "worker-1"), ("worker-9", ""), ("worker-0:7", ""), ("a:b", "")):
+        with pytest.raises(ValueError, match="--include"):
+            runner.parse_resource_filter(hosts, *arguments)
+    encoded = runner.encode_world_info(hosts)
+    assert json.loads(base64.urlsafe_b64decode(encoded)) == hosts
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("splits", [*itertools.product((1, 2, 3), (1, 4))])
+def test_tiles_compute_the_layer(splits: tuple[int, int]) -> None:
+    layer, x = nn.Linear(7, 5), torch.randn(3, 7)
+    tiled = deepspeed.zero.TiledLinear(
+        7, 5, in_splits=splits[0], out_splits=splits[1], init_linear=layer
+    )
+    torch.testing.assert_close(tiled(x), layer(x))
+    assert sum(p.numel() for p in tiled.parameters()) == 40
+    apart = deepspeed.zero.TiledLinear(
+        7, 5, False, *splits, input_is_already_split=splits[0] > 1, combine_out_splits=False
+    )
+    parts = torch.split(x, [p.shape[1] for p in [t.weight for t in apart.linears[0]]], dim=-1)
+    assert len(apart(parts if splits[0] > 1 else x)) == splits[1]
+
+
+def test_tiles_that_cannot_be_are_named() -> None:
+    with pytest.raises(PartitionError, match="in_splits is 8; write 1 to 7"):
+        deepspeed.zero.TiledLinear(7, 5, in_splits=8)
+    with pytest.raises(PartitionError, match="out_features is 5 here and 6 in the other"):
+        deepspeed.zero.TiledLinear(7, 5, init_linear=nn.Linear(7, 6))
+
+
+def test_tiles_that_return_their_bias() -> None:
+    class Apart(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return nn.functional.linear(x, self.weight), self.bias
+
+    layer, x = nn.Linear(6, 4), torch.randn(2, 6)
+    tiled = deepspeed.runtime.zero.tiling.TiledLinearReturnBias(
+        6, 4, in_splits=2, out_splits=2, linear_cls=Apart, init_linear=layer
+    )
+    output, bias = tiled(x)
+    torch.testing.assert_close(output + bias, layer(x))
+
+
+def test_models_on_a_device_in_a_dtype() -> None:
+    with deepspeed.OnDevice(dtype=torch.bfloat16, device="meta"):
+        made = nn.Linear(4, 4)
+        kept = torch.zeros(2, dtype=torch.long)
+    assert made.weight.is_meta and made.weight.dtype == torch.bfloat16 and kept.dtype == torch.long
+    with deepspeed.OnDevice(dtype=torch.half, enabled=False):
+        assert nn.Linear(2, 2).weight.dtype == torch.float32
+    assert not torch.zeros(1).is_meta
+
+
+def test_parameters_made_on_one_rank_have_the_facts(plain_process: None) -> None:
+    with deepspeed.zero.Init(config_dict_or_path={"zero_optimization": {"stage": 3}}):
+        layer = nn.Linear(3, 2)
+    other = nn.Linear(3, 2)
+    assert not hasattr(other.weight, "ds_id")
+    deepspeed.zero.Init(module=other)
+    made: list[Any] = [*layer.parameters(), *other.parameters()]
+    ids = {p.ds_id for p in made}
+    assert len(ids) == 4
+    weight: Any = layer.weight
+    assert (weight.ds_numel, weight.ds_shape, weight.ds_status.name) == (6, (2, 3), "AVAILABLE")
+    assert weight.ds_persist
+    engine = deepspeed.initialize(
+        model=layer,
+        optimizer=torch.optim.SGD(layer.parameters(), lr=0.1),
+        config={"zero_optimization": {"stage": 3}},
+    )[0]
+    assert weight.ds_status is type(weight).ds_status
+    with pytest.raises(AttributeError, match="read only"):
+        weight.ds_status = None
+    engine.destroy()
+
+
+class Experts(nn.Module):
+    pass
+
+
+def test_leaves_by_name_suffix_and_configuration(heard: list[str]) -> None:
+    utils = deepspeed.utils
+    model: Any = nn.Sequential(nn.Sequential(Experts(), nn.ReLU()), Experts())
+    full = f"{Experts.__module__}.Experts"
+    assert utils.set_z3_leaf_modules(model, [full]) == [model[0][0], model[1]]
+    utils.unset_z3_leaf_modules(model, [Experts])
+    assert utils.set_z3_leaf_modules_by_name(model, ["0.1"]) == ([model[0][1]], [])
+    assert utils.set_z3_leaf_modules_by_suffix(model, ["0"], flag=False) == (
+        [model[0], model[0][0]],
+        [],
+    )
+    assert utils.get_z3_leaf_modules(model) == [model[0][1]]
+    with pytest.raises(ValueError, match=r"no module named \['7'\]"):
+        utils.set_z3_leaf_modules_by_name(model, ["7"])
+    assert utils.set_z3_leaf_modules_by_name(model, ["7"], raise_if_not_found=False) == ([], ["7"])
+    utils.set_z3_leaf_module(model[0][1], False)
+    section = {"classes": [full], "name_suffixes": [".1"], "names": ["9"]}
+    assert mark_configured(model, section) == [model[0][0], model[1], model[0][1]]
+    assert "names ['9'], which the model does not have" in heard[-1]
+    assert mark_configured(model, None) == []
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def test_estimates_are_those_of_hf_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    stage3, stage2 = deepspeed.runtime.zero.stage3, deepspeed.runtime.zero.stage_1_and_2
+    host, device, largest = stage3.estimate_zero3_model_states_mem_needs(
+        4_000_000, 1_000_000, 2, 1, cpu_offload=False, additional_buffer_factor=1.0
+    )
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Linear(1000, 1000, bias=False) for _ in range(4))
+    row = estimate(model, 2, stage=3).at(3)
+    assert (device, host, largest) == (row.tiers.device, 2 * row.tiers.ram, 4_000_000)
+    offloaded = stage3.estimate_zero3_model_states_mem_needs(4_000_000, 1_000_000, 2)
+    assert offloaded[1] < device and offloaded[0] > 16 * 4_000_000
+    assert stage2.estimate_zero2_model_states_mem_needs(4_000_000, 2)[0] > 0
+    stage3.estimate_zero3_model_states_mem_needs_all_live(model, 2)
+    stage2.estimate_zero2_model_states_mem_needs_all_live(model, 2)
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if "offload_param=cpu, offload_optimizer=cpu" in line]) == 2
+    assert len([line for line in lines if line.endswith("| offload_optimizer=none")]) == 1
+
+
+# -- helpers ---------------------------------------------------------------------------------------
+
+
+def test_clipping_of_parameters_that_no_engine_owns() -> None:
+    clip = deepspeed.runtime.utils.clip_grad_norm_
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.grad = torch.full((4,), 3.0)
+    assert clip([parameter], 2.0) == 6.0
+    torch.testing.assert_close(parameter.grad.norm(), torch.tensor(2.0))
+    model = nn.Linear(2, 2)
+    engine = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        config={"zero_optimization": {"stage": 1}},
+    )[0]
+    with pytest.raises(NotBuiltError, match="write gradient_clipping"):
+        clip(model.parameters(), 1.0)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("parts", range(1, 7))
+def test_partitions_are_the_best_there_are(parts: int) -> None:
+    weights = [3, 1, 4, 1, 5, 9, 2, 6]
+    bounds = partition.partition_balanced(weights, parts)
+    assert len(bounds) == parts + 1 and bounds[0] == 0 and bounds[-1] == len(weights)
+    heaviest = max(sum(weights[a:b]) for a, b in itertools.pairwise(bounds))
+    best = min(
+        max(sum(weights[a:b]) for a, b in itertools.pairwise((0, *cuts, len(weights))))
+        for cuts in itertools.combinations_with_replacement(range(len(weights) + 1), parts - 1)
+    )
+    assert heaviest == best
+    if parts <= len(weights):
+        assert all(a < b for a, b in itertools.pairwise(bounds))
+    five = partition.partition_balanced([1] * 5, 4)
+    assert sorted(b - a for a, b in itertools.pairwise(five)) == [1, 1, 1, 2]
+    uniform = partition.partition_uniform(8, parts)
+    sizes = [b - a for a, b in itertools.pairwise(uniform)]
+    assert sum(sizes) == 8 and max(sizes) - min(sizes) <= 1
+
+
+def test_small_helpers(tmp_path: Path) -> None:
+    u = deepspeed.runtime.utils
+    x = torch.ones(2)
+    moved = u.move_to_device({"a": [x, (x, 3)]}, "meta")
+    assert moved["a"][0].is_meta and moved["a"][1][0].is_meta and moved["a"][1][1] == 3
+    assert u.move_to_device([x], "meta", lambda t: False)[0] is x
+    copied = u.copy_to_device([x], "cpu", lambda t: True)[0]
+    assert copied is not x and torch.equal(copied, x)
+    assert (
+        u.get_global_norm([3.0, 4.0]) == 5.0
+        and u.get_weight_norm([torch.tensor([3.0, 4.0])]) == 5.0
+    )
+    assert u.has_inf_or_nan(torch.tensor([1.0, float("nan")])) and not u.has_inf_or_nan(x)
+    assert u.call_to_str("f", 1, "c", a="b") == "f(1, 'c', a='b')" and u.noop_decorator(x) is x
+    assert u.get_only_unique_item([2, 2]) == 2 and u.prefix_sum_inc([1, 2, 3]) == [1, 3, 6]
+    with pytest.raises(ConfigError, match="expected one value"):
+        u.get_only_unique_item([1, 2])
+    u.ensure_directory_exists(tmp_path / "new" / "file")
+    assert (tmp_path / "new").is_dir()
+    u.set_random_seed(3)
+    first = torch.rand(1)
+    u.set_random_seed(3)
+    assert torch.equal(first, torch.rand(1))
+    version = deepspeed.utils.torch.required_torch_version
+    assert version(min_version=2.0) and not version(max_version=1.13)
+    with pytest.raises(ConfigError, match="needs min_version"):
+        version()
+    model = nn.Sequential(nn.Sequential(nn.ReLU()))
+    deepspeed.utils.recursive_setattr(model, "0.0", nn.Tanh())
+    assert type(deepspeed.utils.recursive_getattr(model, "0.0")) is nn.Tanh
+    assert deepspeed.utils.instrument_w_nvtx(lambda a: a + 1)(2) == 3
+
+
+def test_groups_without_experts_stay_as_they_are() -> None:
+    moe, layer = deepspeed.moe.utils, nn.Linear(2, 2)
+    groups = moe.split_params_into_different_moe_groups_for_optimizer(
+        {"params": layer.parameters(), "lr": 0.5}
+    )
+    assert [(g["lr"], g["params"]) for g in groups] == [(0.5, [layer.weight, layer.bias])]
+    assert moe.configure_moe_param_groups(layer.parameters()) == [layer.weight, layer.bias]
+    assert moe.has_moe_layers(layer) == (False, 0) and not moe.is_moe_param_group(groups[0])
+    marked: Any = layer.bias
+    marked.allreduce = False
+    assert moe.split_params_into_shared_and_expert_params(layer.parameters()) == (
+        [layer.weight],
+        [layer.bias],
+    )
+    shared, experts = moe.configure_moe_param_groups(layer.parameters())
+    assert (shared["params"], experts["params"]) == ([layer.weight], [layer.bias])
+    assert moe.configure_moe_param_groups([{"params": layer.parameters()}])[1]["moe"]
+    assert moe.is_moe_param_group(experts) and not moe.is_moe_param_group(shared)
+    layer = deepspeed.moe.layer.MoE(2, nn.Linear(2, 2), num_experts=3)
+    assert moe.has_moe_layers(nn.Sequential(layer)) == (True, 3)
+
+
+@pytest.mark.parametrize("key", ["bf16", "bfloat16"])
+def test_sections_of_precision(key: str) -> None:
+    read = deepspeed.runtime.precision_config
+    section = read.get_bfloat16_config({key: {"enabled": True, "immediate_grad_update": True}})
+    assert section.enabled and section.immediate_grad_update and not section.check_grad_overflow
+    assert not read.get_bfloat16_config({}).enabled
+    section = read.get_float16_config({"fp16": {"enabled": True, "loss_scale_window": 4}})
+    assert (section.enabled, section.loss_scale_window, section.hysteresis) == (True, 4, 2)
+    fp16 = read.DeepSpeedFP16Config
+    assert fp16().initial_dynamic_scale() == 2.0**16 and fp16(loss_scale="3").loss_scale == 3.0
+    wrong: Any
+    for wrong in (-1, float("inf"), float("nan"), True, [], None):
+        with pytest.raises(ValidationError):
+            fp16(loss_scale=wrong)
+    with pytest.raises(ValidationError, match=r"must be a number, not {}"):
+        fp16(loss_scale={})
+    for name in ("loss_scale_window", "min_loss_scale"):
+        assert getattr(fp16(enabled=True, loss_scale=8, **{name: 0}), name) == 0
+        assert getattr(fp16(**{name: -1}), name) == -1
+        for wrong in (0, -1, True, float("inf"), "abc", None):
+            with pytest.raises(ValidationError):
+                fp16(enabled=True, **{name: wrong})
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        fp16(enable=True)
+
+
+def test_lists_of_cores() -> None:
+    parse = deepspeed.utils.numa.parse_range_list
+    assert parse("0,2-4,6,8-9") == [0, 2, 3, 4, 6, 8, 9] and parse("7") == [7]
+    for text in ("0,2-6,5-9", "8,2-6", "1,6-2", "1,1"):
+        with pytest.raises(ValueError, match="does not ascend at"):
+            parse(text)
+    for text in ("", "a", "1-", "-2", "1-x", "1,,2"):
+        with pytest.raises(ValueError, match="is no range"):
+            parse(text)
+
+
+def test_loss_scales_move_like_those_of_the_engine() -> None:
+    scalers = deepspeed.runtime.fp16.loss_scaler
+    scaler = scalers.CreateLossScaler(
+        torch.half, 0, True, {scalers.INITIAL_LOSS_SCALE: 16.0, scalers.SCALE_WINDOW: 2}
+    )
+    assert scaler.dynamic and scaler.loss_scale == 16.0
+    seen = []
+    for overflow in (True, False, False, False):
+        scaler.update_scale(overflow)
+        seen.append(scaler.cur_scale)
+    assert seen == [8.0, 8.0, 8.0, 16.0]
+    x = torch.ones(1, requires_grad=True)
+    scaler.backward(x.sum())
+    assert x.grad is not None and x.grad.item() == 16.0
+    assert scalers.CreateLossScaler(torch.float32, 8.0, True, None).loss_scale == 1.0
+    assert scalers.LossScaler(8.0).scale_gradient(None, (x,), None)[0].item() == 8.0
+
+
+def test_timers() -> None:
+    timers = deepspeed.utils.timer.SynchronizedWallClockTimer()
+    timers("a").start()
+    timers("a").stop()
+    with pytest.raises(ConfigError, match="a is not running"):
+        timers("a").stop()
+    timers("a").start()
+    with pytest.raises(ConfigError, match="a is running"):
+        timers("a").start()
+    assert timers("a").elapsed(reset=False) > 0 and timers("a").started_
+    timers("a").stop()
+    assert timers.get_mean(["a", "b"]).keys() == {"a"} and list(timers.get_timers()) == ["a"]
+    assert "mem_allocated" in timers.memory_usage()
+    assert deepspeed.utils.timer.trim_mean([1, 2, 3, 100], 0.25) == 2.5
+    with pytest.raises(ConfigError, match="trim_percent"):
+        deepspeed.utils.timer.trim_mean([1], 0.5)
+    assert deepspeed.utils.timer.NoopTimer()("x").elapsed() == 0.0
+
+
+def test_samples_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1, 100))
+    counted = SimpleNamespace(perf_counter=lambda: float(next(clock)))
+    monkeypatch.setattr(timers, "time", counted)  # no other thread looks at it
+    told: list[str] = []
+    speed = deepspeed.utils.timer.ThroughputTimer(
+        batch_size=4, start_step=1, steps_per_output=3, logging_fn=told.append
+    )
+    speed.stop()
+    assert not speed.initialized and speed.avg_samples_per_sec() == 0.0
+    for step in range(3):
+        for micro in range(2):
+            speed.start()
+            assert speed.initialized and speed.started
+            speed.stop(global_step=micro == 1)
+        assert (speed.global_step_count, speed.micro_step_count) == (step + 1, 2 * (step + 1))
+        assert speed.step_elapsed_time == 0.0 and speed.total_elapsed_time == 2.0 * step
+    # two steps of two micro-batches, of a second each
+    assert speed.avg_samples_per_sec() == 2.0
+    assert told == ["step 3: 2.00 samples a second, 2.00 on average"]
+    speed.update_epoch_count()
+    assert (speed.epoch_count, speed.micro_step_count, speed.global_step_count) == (1, 0, 3)
+    unsynchronized = SimpleNamespace(enabled=True, synchronized=False)
+    off = SimpleNamespace(enabled=False, synchronized=True)
+    monkeypatch.setattr(timers.kinds, "synchronize", lambda device: told.append("waited"))
+    for config, counted in ((unsynchronized, 1), (off, 0), (None, 1)):
+        speed = deepspeed.utils.timer.ThroughputTimer(config, start_step=0)
+        speed.start()
+        speed.stop(global_step=True)
+        assert speed.global_step_count == counted
+    assert told[1:] == ["waited", "waited"]
+
+
+def test_schedules_from_arguments() -> None:
+    schedules = deepspeed.runtime.lr_schedules
+    parser = schedules.add_tuning_arguments(argparse.ArgumentParser())
+    for name in schedules.VALID_LR_SCHEDULES:
+        args = parser.parse_args(["--lr_schedule", name, "--cycle_min_lr", "0.5"])
+        config, wrong = schedules.get_config_from_args(args)
+        assert (
+            wrong is None
+            and config["type"] == name
+            and set(config["params"]) == set(schedule_arguments.OF[name])
+        )
+    assert schedules.get_lr_from_config(
+        {"type": schedules.WARMUP_LR, "params": {schedules.WARMUP_MAX_LR: 0.3}}
+    ) == (0.3, "")
+    assert schedules.get_lr_from_config({"type": "Odd", "params": {}})[0] is None
+    assert schedules.get_config_from_args(parser.parse_args([]))[0] is None
+    groups = [{"lr": 1.0}, {"lr": torch.tensor(1.0)}]
+    assert schedules.update_lr(groups, [2.0, 3.0]) == [2.0, 3.0]
+
+
+def test_configurations_as_objects() -> None:
+    zero = deepspeed.runtime.zero.config
+    section = zero.DeepSpeedZeroConfig(stage=3, stage3_prefetch_bucket_size=7)
+    assert section.stage == zero.ZeroStageEnum.weights and section.prefetch_bucket_size == 7
+    with pytest.raises(AttributeError, match="no key 'none_such'"):
+        _ = section.none_such
+    assert zero.DeepSpeedZeroConfig().overlap_comm is False and section.overlap_comm is True
+    assert section.offload_param is None and section.reduce_scatter is True
+    old = zero.DeepSpeedZeroConfig(stage=3, cpu_offload_param=True, offload_optimizer={})
+    assert type(old.offload_param) is zero.DeepSpeedZeroOffloadParamConfig
+    assert old.offload_param.device == "cpu" and old.offload_optimizer.device == "none"
+    pipelined = zero.DeepSpeedZeroOffloadOptimizerConfig
+    assert not pipelined().pipeline and pipelined(pipeline_read=True).pipeline
+    with pytest.raises(ConfigError, match="stge"):
+        zero.DeepSpeedZeroConfig(stge=3)
+    offload = deepspeed.runtime.zero.offload_config
+    sub = offload.DeepSpeedZeroOffloadOptimizerConfig(device=offload.OffloadDeviceEnum.cpu)
+    assert sub.device == offload.OffloadDeviceEnum.cpu and sub.model_dump()["device"] == "cpu"
+    assert (
+        zero.DeepSpeedZeroConfig(stage=2, offload_optimizer=sub).offload_optimizer.device == "cpu"
+    )
+    config = deepspeed.DeepSpeedConfig(
+        {
+            "train_batch_size": 8,
+            "gradient_accumulation_steps": 2,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": 2},
+        }
+    )
+    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (8, 4)
+    assert config.zero_enabled and config.bfloat16_enabled and not config.fp16_enabled
+    assert (config.optimizer_name, config.optimizer_params) == ("adamw", {"lr": 0.1})
+    assert config.zero_config.stage == 2 and config.scheduler_name is None
+
+
+# -- collectives -----------------------------------------------------------------------------------
+
+
+def test_collectives_are_logged_where_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    comm = deepspeed.comm
+    comm.init_distributed(dist_backend="gloo", verbose=False)
+    try:
+        x, y = torch.ones(4), torch.ones(3)
+        comm.all_reduce_coalesced([x, y])
+        comm.all_gather_coalesced([torch.empty(4)], [x], async_op=True).wait()
+        out = torch.empty(4)
+        comm.reduce_scatter_fn(out, x)
+        comm.allgather_fn(out, x)
+        comm.inference_all_reduce(x)
+        assert torch.equal(out, x) and not comm.has_comm_data()
+        comm.configure(enabled=True, prof_all=False, prof_ops=["broadcast"])
+        comm.broadcast(x, src=0)
+        comm.all_reduce(x)
+        comm.all_reduce(x, prof=True, log_name="mine")
+        assert comm.get_logged_comm_ops() == ["broadcast", "mine"]
+        assert comm.get_comm_operation_count() == 2
+        answer = comm.log_summary(show_straggler=True, return_dict=True)
+        assert answer["summary"]["mine"][16]["count"] == 1
+        assert answer["straggler_analysis"].keys() == {"broadcast", "mine"}
+        assert "mine: 16.0 B x 1, total_latency_ms " in capsys.readouterr().out
+        comm.reset_log()
+        assert not comm.has_comm_data()
+        assert comm.get_all_ranks_from_group() == [0] and comm.get_global_rank() == 0
+        assert comm.new_group([0]) is not None and comm.is_available()
+        mesh = comm.initialize_mesh_device((1, 1), ("data", "model"))
+        assert mesh.mesh_dim_names == ("data", "model")
+        groups = deepspeed.utils.groups
+        assert groups.get_data_parallel_group() is comm.get_world_group()
+        assert groups._get_data_parallel_group_ranks() == [0]
+        assert groups._get_sequence_parallel_world_size() == 1
+        assert groups.get_model_parallel_rank() == 0
+        groups.initialize()
+        with pytest.raises(ConfigError, match="ep_size = 2 does not divide the 1 ranks"):
+            groups.initialize(ep_size=2)
+        comm.monitored_barrier(timeout=None)
+        comm.barrier(async_op=True).wait()
+    finally:
+        comm.configure(enabled=False, prof_all=True, prof_ops=[])
+        comm.destroy_process_group()
+
+
+def test_a_configuration_switches_the_log_on(heard_in_full: list[str]) -> None:
+    """``comms_logger`` at initialize and in ``comm.configure``; what is recorded stays as it is
+    when it is summed up.
+    """
+    comm, log = deepspeed.comm, deepspeed.comm.comms_logger
+    section = {"enabled": True, "prof_all": False, "prof_ops": ["all_reduce"], "verbose": True}
+    model = torch.nn.Linear(2, 2)
+    comm.init_distributed(dist_backend="gloo", verbose=False)
+    try:
+        config = {"train_batch_size": 1, "comms_logger": section}
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = deepspeed.initialize(model=model, optimizer=sgd, config=config)[0]
+        comm.all_reduce(torch.ones(4))
+        comm.broadcast(torch.ones(4), src=0)
+        assert comm.get_logged_comm_ops() == ["all_reduce"]
+        assert any("comm op: all_reduce" in line and "16.0 B" in line for line in heard_in_full)
+        log.start_profiling_comms()
+        comm.broadcast(torch.ones(4), src=0)
+        assert comm.get_logged_comm_ops() == ["all_reduce", "broadcast"]
+        log.stop_profiling_comms()
+        log.stop_profiling_op(["all_reduce"])
+        log.start_profiling_op(["barrier", "barrier"])
+        assert not log.prof_all and log.prof_ops == ["barrier"]
+        comm.reset_log()
+        for milliseconds in (3.0, 1.0, 2.0):
+            log.append("all_reduce", "mine", milliseconds, 1 << 20)
+        assert log.get_raw_data()["mine"][1 << 20][1] == [3.0, 1.0, 2.0]
+        row = log.get_operation_summary("mine")[1 << 20]
+        assert (row["count"], row["avg_latency_ms"], row["msg_size_str"]) == (3, 2.0, "1.0 MB")
+        assert log.get_raw_data()["mine"][1 << 20][1] == [3.0, 1.0, 2.0]
+        straggler = log.log_all(False, True, True)["straggler_analysis"]["mine"][1 << 20]
+        assert straggler["total_comm_lat_ms"] == 6.0 and straggler["total_straggler_ms"] == 0.0
+        comm.configure({"comms_logger": {"enabled": True, "prof_all": True}})
+        assert log.prof_all and log.prof_ops == [] and not log.verbose
+        engine.destroy()
+    finally:
+        comm.configure(enabled=False, prof_all=True, prof_ops=[], verbose=False)
+        comm.reset_log()
+        comm.destroy_process_group()
+
+
+def test_the_rates_of_collectives() -> None:
+    """A megabyte in a millisecond is 8.4 Gbit/s; an all-reduce moves it twice."""
+    rate = (1 << 20) * 8e-6
+    assert comm_log.bandwidths("broadcast", 1 << 20, 1.0, 4) == (rate, rate)
+    assert comm_log.bandwidths("all_gather_single", 1 << 20, 1.0, 4) == (rate, rate * 0.75)
+    assert comm_log.bandwidths("inference_all_reduce", 1 << 20, 2.0, 4) == (rate, rate * 0.75)
+    assert [comm_log.convert_size(n) for n in (0, 5, 1536, 1 << 40)] == [
+        "0B",
+        "5.0 B",
+        "1.5 KB",
+        "1.0 TB",
+    ]
+
+
+def test_logging_by_level(
+    caplog: pytest.LogCaptureFixture, heard: list[str], tmp_path: Path
+) -> None:
+    log = deepspeed.utils.logging
+    before = log.get_current_level()
+    try:
+        log.set_log_level_from_string("warning")
+        assert log.get_current_level() == 30 and log.should_log_le("error")
+        assert not log.should_log_le("info")
+        log.logger.warning_once("said once")
+        log.logger.warning_once("said once")
+        log.log_dist_once("also once", ranks=[0], level=40)
+        log.log_dist_once("also once", ranks=[0], level=40)
+        assert [sum(what in line for line in heard) for what in ("said once", "also once")] == [
+            1,
+            1,
+        ]
+        with pytest.raises(ConfigError, match="'loud' is no level"):
+            log.get_log_level_from_string("loud")
+    finally:
+        for each in (log.logger, *log.logger.handlers):
+            each.setLevel(before)
+    log.print_json_dist({"a": 1}, ranks=[0], path=tmp_path / "out.json")
+    assert json.loads((tmp_path / "out.json").read_text()) == {"a": 1, "rank": 0}
+
+
+# -- configurations of scripts ---------------------------------------------------------------------
+
+
+def test_former_keys_of_a_script_s_configuration(heard: list[str]) -> None:
+    pydantic = pytest.importorskip("pydantic")
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
+    class Part(DeepSpeedConfigModel):
+        names: list[str] = []
+
+    class Mine(DeepSpeedConfigModel):
+        count: int = pydantic.Field(3, alias="number")
+        part: Part = Part()
+        name: str | None = pydantic.Field(
+            None,
+            json_schema_extra={
+                "deprecated": True,
+                "new_param": "part.names",
+                "new_param_fn": lambda name: [name],
+            },
+        )
+
+    assert Mine(name="a").part.names == ["a"]
+    assert any("the key name is deprecated; write part.names" in line for line in heard)
+    assert Mine(number=5).count == Mine(count=5).count == 5 and Mine(count="auto").count == 3
+    for bad in ({"counts": 1}, {"count": "many"}, {"part": {"names": 1}}):
+        with pytest.raises(pydantic.ValidationError):
+            Mine(**bad)
+    with pytest.raises(pydantic.ValidationError):
+        Mine(strict=True, count="auto")
+    with pytest.raises(AssertionError, match=r"name and part\.names.*remove name"):
+        Mine(name="a", part={"names": ["b"]})
+
+
+def test_leaf_modules_of_a_section_are_lists() -> None:
+    section = deepspeed.runtime.zero.config.DeepSpeedZeroConfig
+    leaves = section(leaf_module={"classes": "my.Class", "names": ["a"]}).leaf_module
+    assert (leaves.classes, leaves.names, leaves.name_suffixes) == (["my.Class"], ["a"], [])
+    assert section().leaf_module.classes == []

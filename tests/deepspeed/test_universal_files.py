@@ -1,0 +1,124 @@
+"""Universal folders that ``ds_to_universal`` writes: DeepSpeed's own losses after them, and those
+of an engine that never stopped.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.checkpoint import ds_to_universal
+
+from hf_zero.deepspeed.universal_files import parse_arguments
+from hf_zero.errors import CheckpointError
+from tests.checkpoint.deepspeed_inputs.model import (
+    SAVED_AFTER,
+    STEPS,
+    batch,
+    build,
+    optimizer_of,
+    schedule_of,
+)
+from tests.helpers.ranks import run_ranks
+
+INPUTS = Path(__file__).parents[1] / "checkpoint" / "deepspeed_inputs"
+
+
+def convert(source: Path, target: Path) -> None:
+    ds_to_universal.main(SimpleNamespace(input_folder=str(source), output_folder=str(target)))
+
+
+def started(model: Any, ranks: int, stage: int, precision: str) -> Any:
+    optimizer = optimizer_of(model)
+    return deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=schedule_of(optimizer),
+        config={
+            "train_micro_batch_size_per_gpu": 6 // ranks,
+            "zero_optimization": {"stage": stage},
+            "gradient_clipping": 1.0,
+            "bf16": {"enabled": precision == "bf16"},
+            "checkpoint": {"load_universal": True},
+        },
+    )[0]
+
+
+def steps(engine: Any, rank: int, ranks: int, numbers: range) -> list[float]:
+    losses = []
+    for step in numbers:
+        loss = engine(*batch(step, rank, ranks))
+        losses.append(loss.detach().float().item())
+        engine.backward(loss)
+        engine.step()
+    return losses
+
+
+def go_on(rank: int, models: list[Any], folder: Path, stage: int, precision: str) -> list[float]:
+    engine = started(models[rank], len(models), stage, precision)
+    _, client_state = engine.load_checkpoint(folder)
+    assert client_state == {"epoch": 3, "note": "kept"} and engine.global_steps == SAVED_AFTER
+    losses = steps(engine, rank, len(models), range(SAVED_AFTER, STEPS))
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize(
+    "name, stage", [("stage1", 3), ("stage3-bf16", 1), ("stage2-bf16-round-robin", 2)]
+)
+def test_what_deepspeed_wrote_goes_on_from_a_universal_folder(tmp_path, name, stage):
+    convert(INPUTS / name / "global_step3", tmp_path / "global_step3_universal")
+    precision = "bf16" if "bf16" in name else "fp32"
+    models = [build(True) for _ in range(3)]
+    every = run_ranks(3, go_on, models, tmp_path, stage, precision)
+    want = json.loads((INPUTS / name / "losses.json").read_text())[SAVED_AFTER:]
+    got = torch.tensor(every).mean(0).tolist()
+    assert got == pytest.approx(want, rel=2e-6 if precision == "fp32" else 2e-3)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_save_of_ours_goes_on_from_a_universal_folder(tmp_path, stage):
+    def run(rank: int, models: list[Any]) -> list[float]:
+        engine = started(models[rank], 2, stage, "fp32")
+        steps(engine, rank, 2, range(SAVED_AFTER))
+        engine.save_checkpoint(tmp_path / "run", client_state={"epoch": 3, "note": "kept"})
+        losses = steps(engine, rank, 2, range(SAVED_AFTER, STEPS))
+        engine.destroy()
+        return losses
+
+    want = run_ranks(2, run, [build(True) for _ in range(2)])
+    convert(tmp_path / "run", tmp_path / "out" / "universal")
+    assert (tmp_path / "out" / "latest_universal").read_text() == "universal"
+    got = run_ranks(2, go_on, [build(True) for _ in range(2)], tmp_path / "out", 4 - stage, "fp32")
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=2e-6, atol=0)
+
+
+def test_folders_that_cannot_be(tmp_path):
+    with pytest.raises(CheckpointError, match="exists; remove it, or name another output"):
+        convert(INPUTS / "stage1" / "global_step3", tmp_path)
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        convert(tmp_path, tmp_path / "universal")
+    assert not [*tmp_path.iterdir()]
+
+    def run(rank: int, model: Any) -> None:
+        optimizer = {"type": "Adafactor", "params": {"lr": 1e-3, "relative_step": False}}
+        config = {"zero_optimization": {"stage": 1}, "optimizer": optimizer}
+        engine = deepspeed.initialize(model=model, config=config)[0]
+        steps(engine, 0, 1, range(1))
+        engine.save_checkpoint(tmp_path / "run")
+        engine.destroy()
+
+    run_ranks(1, run, build(False))
+    with pytest.raises(CheckpointError, match="Adafactor's state of whole tensors"):
+        convert(tmp_path / "run", tmp_path / "universal")
+    assert not (tmp_path / "universal").exists()
+
+
+def test_the_command_line():
+    given = parse_arguments(["--input_folder", "a", "--output_folder", "b", "--no_strict"])
+    assert (given.input_folder, given.output_folder, given.strict) == ("a", "b", False)

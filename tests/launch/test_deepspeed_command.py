@@ -1,0 +1,151 @@
+"""The deepspeed command line, translated."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_zero.deepspeed import launcher
+from hf_zero.deepspeed.launcher import main
+from hf_zero.errors import LaunchError, NotBuiltError
+from hf_zero.launch.plan import LaunchPlan
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchPlan]:
+    """What would have been carried out, without carrying it out."""
+    plans: list[LaunchPlan] = []
+    monkeypatch.setattr(launcher, "carry_out", lambda plan: plans.append(plan) or 0)
+    monkeypatch.setattr(launcher, "DEFAULT_HOSTFILE", str(tmp_path / "job-hostfile"))
+    monkeypatch.setattr(launcher, "_ranks_here", lambda: 2)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_ZERO_LOG_LEVEL", "info")
+    return plans
+
+
+def test_hosts_and_filters(planned: list[LaunchPlan], tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("10.9.9.1 slots=4\n10.9.9.2 slots=4\n")
+    (tmp_path / ".deepspeed_env").write_text("NCCL_IB_DISABLE=1\n")
+    main(
+        [
+            "--hostfile",
+            str(file),
+            "--include",
+            "10.9.9.1:0@10.9.9.2:1,3",
+            "--master_port",
+            "99",
+            "train.py",
+            "--deepspeed",
+            "--hostfile",
+            "x",
+        ]
+    )
+    (plan,) = planned
+    assert plan.meeting == "10.9.9.1:99" and [start.host.slots for start in plan.starts] == [
+        (0,),
+        (1, 3),
+    ]
+    for start in plan.starts:
+        assert start.command[-4:] == [
+            "train.py",
+            "--deepspeed",
+            "--hostfile",
+            "x",
+        ] and "--local_rank" in " ".join(start.command)
+        assert start.environment["NCCL_IB_DISABLE"] == "1"
+
+
+def test_numbers_and_plain_local_ranks(planned: list[LaunchPlan]) -> None:
+    main(["--num_gpus", "3", "--no_local_rank", "--module", "pkg.train", "-x"])
+    main(["train.py"])
+    counted, plain = (plan.starts[0].command for plan in planned)
+    assert counted[counted.index("--nproc-per-node") + 1] == "3" and counted[-3:] == [
+        "--module",
+        "pkg.train",
+        "-x",
+    ]
+    assert plain[plain.index("--nproc-per-node") + 1] == "2"
+
+
+@pytest.mark.parametrize("number", ["--num_nodes", "--num_gpus"])
+@pytest.mark.parametrize("hosts", ["--include", "--exclude"])
+def test_numbers_and_filters_exclude_each_other(
+    number: str, hosts: str, planned: list[LaunchPlan]
+) -> None:
+    with pytest.raises(ValueError, match="cannot be given with --include or --exclude"):
+        main([number, "1", hosts, "localhost", "train.py"])
+    assert not planned
+
+
+def test_the_default_hostfile_is_taken_where_there_is_one(
+    planned: list[LaunchPlan], tmp_path: Path
+) -> None:
+    (tmp_path / "job-hostfile").write_text("10.9.9.1 slots=1\n10.9.9.2 slots=1\n")
+    main(["--num_nodes", "2", "train.py"])
+    assert [start.host.name for start in planned[0].starts] == ["10.9.9.1", "10.9.9.2"]
+
+
+def test_a_hostfile_that_was_named_and_is_missing_is_not_one_process(
+    planned: list[LaunchPlan],
+) -> None:
+    with pytest.raises(LaunchError, match=r"/no/such/hosts cannot be read"):
+        main(["--hostfile", "/no/such/hosts", "train.py"])
+    assert not planned
+
+
+def test_without_ssh_each_host_starts_its_own_part(
+    planned: list[LaunchPlan], tmp_path: Path
+) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("10.9.9.1 slots=1\n10.9.9.2 slots=1\n")
+    main(["-H", str(file), "--no_ssh", "--node_rank", "1", "train.py"])
+    (plan,) = planned
+    assert plan.alone and plan.meeting == "10.9.9.1:29500"
+
+
+@pytest.mark.parametrize(
+    ("flag", "level"), [(["-q"], "error"), (["--log_level", "debug"], "debug"), ([], "info")]
+)
+def test_how_much_is_said(
+    flag: list[str], level: str, planned: list[LaunchPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ZERO_LOG_LEVEL", "")
+    monkeypatch.delenv("HF_ZERO_LOG_LEVEL")
+    main([*flag, "train.py"])
+    assert os.environ["HF_ZERO_LOG_LEVEL"] == level
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["--autotuning", "run"], "--autotuning"),
+        (["--save_pid"], "--save_pid"),
+        (["--bind_cores_to_rank"], "--bind_cores_to_rank"),
+        (["--bind_core_list", "0-3"], "--bind_core_list"),
+        (["--venv_script", "x"], "--venv_script"),
+        (["--launcher_args=-v"], "--launcher_args"),
+        (["--enable_each_rank_log", "logs"], "--enable_each_rank_log"),
+        (["--launcher", "none"], "--launcher none"),
+    ],
+)
+def test_what_is_not_built_says_so(
+    arguments: list[str], name: str, planned: list[LaunchPlan]
+) -> None:
+    with pytest.raises(NotBuiltError, match=f"{name}.* is not built"):
+        main([*arguments, "train.py"])
+    assert not planned
+
+
+def test_a_failure_ends_the_command_with_its_code(
+    planned: list[LaunchPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: Any = lambda plan: 7  # noqa: E731
+    monkeypatch.setattr(launcher, "carry_out", failed)
+    with pytest.raises(SystemExit) as ended:
+        main(["train.py"])
+    assert ended.value.code == 7

@@ -1,0 +1,190 @@
+"""Agents and the process that starts them, with small commands in place of torchrun; one ssh of
+ours that stays on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hf_zero.launch.front import carry_out
+from hf_zero.launch.hostfile import Host
+from hf_zero.launch.plan import LaunchPlan, Start
+from tests.helpers.commands import completed, end_group
+
+AGENT = f"exec {sys.executable} -m hf_zero.launch.agent"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def on(host: str, line: str, agent: str = AGENT, **environment: str) -> Start:
+    return Start(Host(host, (0,)), ["sh", "-c", line], environment, ["sh", "-c", agent], here=False)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(pid: int, timeout: float = 300.0) -> bool:
+    limit = time.monotonic() + timeout
+    while alive(pid) and time.monotonic() < limit:
+        time.sleep(0.05)
+    return not alive(pid)
+
+
+def test_each_line_has_its_host_before_it(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    starts = [
+        on("a", 'printf "one\\ntwo"; printf "bar 1\\rbar 2\\r" >&2'),
+        on("b", 'echo "$MARK"', MARK="$HOME 'x'"),
+    ]
+    assert carry_out(LaunchPlan(starts, None)) == 0
+    out, err = capfdbinary.readouterr()
+    assert sorted(out.splitlines()) == [b"[a] one", b"[a] two", b"[b] $HOME 'x'"]
+    assert err == b"[a] bar 1\r[a] bar 2\r", "a progress bar still redraws, and stderr is stderr"
+
+
+def test_one_host_needs_no_name(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    assert carry_out(LaunchPlan([on("far", "echo hello; exit 3")], None)) == 3
+    out, err = capfdbinary.readouterr()
+    assert out == b"hello\n" and b"far ended with code 3" in err
+
+
+def test_the_first_failure_ends_the_others(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pid = tmp_path / "pid"
+    starts = [
+        on("good", "exit 0"),
+        on("slow", f"echo $$ > {pid}; exec sleep 3600"),
+        on("bad", f"while ! [ -s {pid} ]; do sleep 0.05; done; exit 9"),
+    ]
+    assert carry_out(LaunchPlan(starts, None)) == 9
+    assert "hf-zero: bad ended with code 9; ending the other hosts" in capfd.readouterr().err
+    assert gone(int(pid.read_text()))
+
+
+def test_what_hides_in_a_session_of_its_own_is_ended_too(tmp_path: Path) -> None:
+    """As torchrun's ranks are, when torchrun itself is killed."""
+    pid = tmp_path / "pid"
+    hides = (
+        f"setsid sh -c 'echo $$ > {pid}; exec sleep 3600' & while ! [ -s {pid} ]; do sleep "
+        "0.05; done; kill -9 $$"
+    )
+    assert carry_out(LaunchPlan([on("a", hides), on("b", "exec sleep 3600")], None)) == 137
+    assert gone(int(pid.read_text()))
+
+
+def test_a_host_that_is_deaf_is_cut_off(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    deaf = "trap '' TERM; while true; do sleep 1; done"
+    starts = [on("deaf", "true", agent=deaf), on("bad", "exit 1")]
+    assert carry_out(LaunchPlan(starts, None), patience=1.0) == 1
+    assert "deaf did not end within 1 s" in capfd.readouterr().err
+
+
+def test_a_host_that_cannot_be_reached(capfd: pytest.CaptureFixture[str]) -> None:
+    starts = [
+        on("lost", "true", agent="echo no route to host >&2; exit 255"),
+        on("b", "exec sleep 3600"),
+    ]
+    assert carry_out(LaunchPlan(starts, None)) == 255
+    said = capfd.readouterr().err
+    assert (
+        "[lost] no route to host" in said
+        and "lost ended with code 255; it could not be reached, or was lost" in said
+    )
+
+
+def test_a_program_that_is_not_there(capfd: pytest.CaptureFixture[str]) -> None:
+    start = Start(Host("a", (0,)), ["/no/such/python"], {}, ["sh", "-c", AGENT], here=False)
+    assert carry_out(LaunchPlan([start], None)) == 127
+    assert "cannot start /no/such/python" in capfd.readouterr().err
+
+
+def test_this_machine_alone_is_run_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, list[str], str]] = []
+    monkeypatch.setattr(
+        os, "execv", lambda program, words: ran.append((program, words, os.environ["MARK_OF_TEST"]))
+    )
+    monkeypatch.setenv("MARK_OF_TEST", "")
+    carry_out(
+        LaunchPlan(
+            [Start(Host("localhost", (0,)), ["py", "x"], {"MARK_OF_TEST": "1"}, [], here=True)],
+            None,
+        )
+    )
+    assert ran == [("py", ["py", "x"], "1")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_end_all_and_are_told(number: signal.Signals, tmp_path: Path) -> None:
+    pids = [tmp_path / name for name in ("a", "b")]
+    code = f"""
+import sys
+from hf_zero.launch.front import carry_out
+from hf_zero.launch.hostfile import Host
+from hf_zero.launch.plan import LaunchPlan, Start
+def on(host, line):
+    return Start(Host(host, (0,)), ["sh", "-c", line], {{}}, ["sh", "-c", {AGENT!r}], False)
+first = on("a", "echo $$ > {pids[0]}; exec sleep 3600")
+second = on("b", "echo $$ > {pids[1]}; exec sleep 3600")
+sys.exit(carry_out(LaunchPlan([first, second], None)))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        limit = time.monotonic() + 300.0
+        while not all(path.exists() and path.read_text().strip() for path in pids):
+            assert time.monotonic() < limit and process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=300.0)
+    finally:
+        end_group(process)
+    assert process.returncode == 128 + number and f"{number.name}, ending all hosts" in err
+    assert all(gone(int(path.read_text())) for path in pids)
+
+
+def test_output_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
+    """As in ``hf-zero launch ... | head -1``."""
+    code = f"""
+import sys
+from hf_zero.launch.front import carry_out
+from hf_zero.launch.hostfile import Host
+from hf_zero.launch.plan import LaunchPlan, Start
+line = "i=0; while [ $i -lt 3000 ]; do echo {"x" * 100}; i=$((i+1)); done; touch {tmp_path}/done"
+start = Start(Host("a", (0,)), ["sh", "-c", line], {{}}, ["sh", "-c", {AGENT!r}], False)
+sys.exit(carry_out(LaunchPlan([start], None)))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    try:
+        process.stdout.readline()
+        process.stdout.close()
+        process.wait(300.0)
+    finally:
+        end_group(process)
+    assert (tmp_path / "done").exists()
+
+
+def test_an_agent_that_gets_no_orders_starts_nothing() -> None:
+    done = completed([sys.executable, "-m", "hf_zero.launch.agent"], timeout=300.0)
+    assert done.returncode == 127

@@ -1,0 +1,161 @@
+"""Hostfiles, filters and the variables that go along: what they mean, and every way in which
+they can be wrong.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hf_zero.errors import LaunchError
+from hf_zero.launch.exported import exported
+from hf_zero.launch.hostfile import Host, read_hostfile, select
+
+HOSTS = [Host("worker-0", (0, 1, 2, 3)), Host("worker-1", (0, 1)), Host("10.0.0.3", (0,))]
+
+
+def slots(hosts: list[Host]) -> dict[str, list[int]]:
+    return {host.name: list(host.slots) for host in hosts}
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "hosts"
+    path.write_text(text)
+    return path
+
+
+def test_a_hostfile_as_deepspeed_writes_it(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "# the cluster\n\nworker-0 slots=4\n  worker-1\tslots=2   # half of "
+        "it\n10.0.0.3 slots = 1\n",
+    )
+    assert read_hostfile(path) == HOSTS
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", ["lists no host"]),
+        ("# nothing\n\n", ["lists no host", "slots=N"]),
+        ("a slots=1\nb\n", ["line 2: 'b' is not `host slots=N`"]),
+        ("a slots=two", ["line 1", "slots=two"]),
+        ("a slots=1 max_slots=2", ["line 1", "max_slots"]),
+        ("a slots=0", ["line 1", "no slot"]),
+        ("a slots=-1", ["line 1"]),
+        ("a slots=1\n\nb slots=1\na slots=2\n", ["line 4: a stands in line 1 already"]),
+        ("-oProxyCommand=x slots=1", ["line 1", "no host name"]),
+        ("me@a slots=1", ["line 1", "no host name", "--ssh"]),
+    ],
+)
+def test_a_line_that_is_wrong_is_named(text: str, says: list[str], tmp_path: Path) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(LaunchError) as raised:
+        read_hostfile(path)
+    assert str(path) in str(raised.value) and all(part in str(raised.value) for part in says), str(
+        raised.value
+    )
+
+
+@pytest.mark.parametrize("name", ["missing", "."])
+def test_a_hostfile_that_is_not_there_is_never_one_process(name: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        LaunchError, match=r"the hostfile .* cannot be read \((No such file|Is a directory)"
+    ):
+        read_hostfile(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({}, {"worker-0": [0, 1, 2, 3], "worker-1": [0, 1], "10.0.0.3": [0]}),
+        ({"include": "worker-0@worker-1:1"}, {"worker-0": [0, 1, 2, 3], "worker-1": [1]}),
+        ({"include": "worker-1:1,0@worker-0:2"}, {"worker-0": [2], "worker-1": [0, 1]}),
+        ({"include": "worker-0:1@worker-0:3"}, {"worker-0": [1, 3]}),
+        ({"exclude": "worker-0:0,2@10.0.0.3"}, {"worker-0": [1, 3], "worker-1": [0, 1]}),
+        ({"exclude": "worker-1:0,1"}, {"worker-0": [0, 1, 2, 3], "10.0.0.3": [0]}),
+        ({"num_nodes": 2}, {"worker-0": [0, 1, 2, 3], "worker-1": [0, 1]}),
+        ({"num_nodes": 2, "num_procs": 1}, {"worker-0": [0], "worker-1": [0]}),
+    ],
+)
+def test_what_is_left_of_the_hosts(options: dict, left: dict[str, list[int]]) -> None:
+    chosen = select(HOSTS, **options)
+    assert slots(chosen) == left and list(left) == [host.name for host in chosen], (
+        "in the order of the hostfile"
+    )
+    whole = {host.name: host.slots for host in HOSTS}
+    assert all(host.chosen == (host.slots != whole[host.name]) for host in chosen)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"include": "worker-9"},
+            ["--include 'worker-9'", "no host 'worker-9'", "worker-0, worker-1, 10.0.0.3"],
+        ),
+        ({"exclude": "worker"}, ["--exclude 'worker'", "no host 'worker'"]),
+        ({"include": "worker-1:2"}, ["worker-1 has slots 0 to 1, not 2"]),
+        ({"exclude": "worker-1:0,7,8"}, ["not 7, 8"]),
+        ({"include": "worker-0:"}, ["'worker-0:' is not HOST or HOST:SLOT,SLOT"]),
+        ({"include": "worker-0:x"}, ["'worker-0:x'"]),
+        ({"include": "worker-0@@worker-1"}, ["'' is not"]),
+        ({"include": "worker-0,worker-1"}, ["no host 'worker-0,worker-1'"]),
+        ({"include": ":0"}, ["':0' is not"]),
+        ({"exclude": "worker-0@worker-1@10.0.0.3"}, ["leaves no host"]),
+        (
+            {"include": "worker-0", "exclude": "worker-1"},
+            ["--include and --exclude cannot be given together"],
+        ),
+        ({"include": "worker-0", "num_nodes": 1}, ["--include and --num-nodes cannot"]),
+        ({"exclude": "worker-0", "num_procs": 1}, ["--exclude and --num-procs cannot"]),
+        ({"num_nodes": 4}, ["--num-nodes 4: there are 3 host(s)"]),
+        ({"num_nodes": 0}, ["--num-nodes 0"]),
+        ({"num_procs": 2}, ["--num-procs 2", "10.0.0.3 1 slot(s)"]),
+        ({"num_procs": 0}, ["--num-procs 0"]),
+    ],
+)
+def test_a_choice_that_cannot_be_is_an_error(options: dict, says: list[str]) -> None:
+    with pytest.raises(LaunchError) as raised:
+        select(HOSTS, **options)
+    assert all(part in str(raised.value) for part in says), str(raised.value)
+
+
+def test_variables_that_go_along(tmp_path: Path) -> None:
+    here = {
+        "NCCL_DEBUG": "INFO",
+        "HF_HOME": "/h",
+        "PYTHONPATH": "a:b",
+        "PATH": "/bin",
+        "CUDA_VISIBLE_DEVICES": "1",
+        "MINE": "x=y",
+        "RANK": "3",
+    }
+    file = tmp_path / ".deepspeed_env"
+    file.write_text("# for all\n\nFROM_FILE = a b\nHF_HOME=/elsewhere\n")
+    assert exported(here) == {"NCCL_DEBUG": "INFO", "HF_HOME": "/h", "PYTHONPATH": "a:b"}
+    assert exported(here, ["MINE", "NEW=1=2", "EMPTY="], [file]) == {
+        "NCCL_DEBUG": "INFO", "HF_HOME": "/elsewhere", "PYTHONPATH": "a:b", "FROM_FILE": "a b",
+        "MINE": "x=y", "NEW": "1=2", "EMPTY": "",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("asked", "text", "says"),
+    [
+        (["UNSET"], None, "--export UNSET: it is not set here"),
+        (["1X=2"], None, "'1X=2' is not NAME or NAME=VALUE"),
+        (["A B"], None, "'A B' is not"),
+        ([], "A=1\nexport B\n", "line 2: 'export B' is not NAME=VALUE"),
+        ([], "missing", "cannot be read"),
+    ],
+)
+def test_variables_that_cannot_go_along(
+    asked: list[str], text: str | None, says: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "env"
+    if text and text != "missing":
+        file.write_text(text)
+    with pytest.raises(LaunchError, match=says.replace("(", r"\(")):
+        exported({}, asked, [file] if text else [])

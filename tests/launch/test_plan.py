@@ -1,0 +1,317 @@
+"""What each host is to run, and how it is reached."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_zero.errors import LaunchError
+from hf_zero.launch import plan as planning
+from hf_zero.launch import reaching
+from hf_zero.launch.plan import LAUNCHER, LaunchPlan, Request, plan
+from hf_zero.launch.reaching import SSH, address_of, free_port, is_here, ssh_command
+from tests.helpers.commands import completed
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (reaching.VARIABLE, "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def hostfile(folder: Path, *lines: str) -> Path:
+    path = folder / "hosts"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def made(script: str = "train.py", *arguments: str, ranks: int = 2, **options: Any) -> LaunchPlan:
+    return plan(Request(script, arguments, **options), lambda: ranks)
+
+
+def option(command: list[str], name: str) -> str:
+    return command[command.index(name) + 1]
+
+
+def test_one_machine_takes_torchrun_at_a_free_port() -> None:
+    planned = made("train.py", "--lr", "1", ranks=3)
+    assert planned.alone and planned.meeting is None
+    (start,) = planned.starts
+    assert start.command[:4] == [
+        sys.executable,
+        "-m",
+        LAUNCHER,
+        "torch.distributed.run",
+    ] and start.command[-3:] == [
+        "train.py",
+        "--lr",
+        "1",
+    ]
+    assert (
+        option(start.command, "--nproc-per-node") == "3"
+        and option(start.command, "--rdzv-endpoint") == "127.0.0.1:0"
+    )
+    assert start.environment == {}
+
+
+def test_torchrun_reads_what_is_written_for_it(tmp_path: Path) -> None:
+    from torch.distributed.run import parse_args
+
+    file = hostfile(tmp_path, "10.9.9.1 slots=2", "10.9.9.2 slots=3")
+    planned = made(
+        "pkg.train", "--nnodes", "7", "--", "-x", hostfile=file, module=True, master_port=1234
+    )
+    for rank, start in enumerate(planned.starts):
+        args = parse_args(start.command[4:])
+        assert (args.nnodes, args.node_rank, int(args.nproc_per_node)) == ("2", rank, 2 + rank)
+        assert (args.master_addr, args.master_port, args.module) == ("10.9.9.1", 1234, True)
+        assert (args.training_script, args.training_script_args) == (
+            "pkg.train",
+            ["--nnodes", "7", "--", "-x"],
+        )
+
+
+def test_hosts_are_reached_through_the_ssh_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "it's here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", "/a b:/c")
+    monkeypatch.setenv("HF_HOME", "$HOME/x")
+    file = hostfile(tmp_path, "10.9.9.1 slots=1", "127.0.0.1 slots=1")
+    planned = made(
+        hostfile=file, ssh="enter --now", ssh_port=2222, interface="eth7", export=("A=1",)
+    )
+    far, near = planned.starts
+    *program, line = far.reached_by
+    assert program == ["enter", "--now", "-p", "2222", "10.9.9.1"] and not far.here
+    assert shlex.split(line) == [
+        "cd",
+        str(folder),
+        "&&",
+        "exec",
+        "env",
+        "PYTHONPATH=/a b:/c",
+        sys.executable,
+        "-m",
+        "hf_zero.launch.agent",
+    ]
+    assert near.here and near.reached_by == ["sh", "-c", line]
+    order = json.loads(far.order)
+    assert order["command"] == far.command
+    expected = {
+        "HF_HOME": "$HOME/x",
+        "A": "1",
+        "GLOO_SOCKET_IFNAME": "eth7",
+        "NCCL_SOCKET_IFNAME": "eth7",
+        "HF_ZERO_HOST": "10.9.9.1",
+    }
+    assert expected.items() <= order["environment"].items()
+    assert far.order.endswith(b"\n") and far.order.count(b"\n") == 1
+    assert planned.meeting is not None and planned.meeting.startswith("10.9.9.1:")
+    assert int(planned.meeting.rpartition(":")[2]) in planning.PORTS
+
+
+def test_the_ssh_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ssh_command() == shlex.split(SSH) and "BatchMode=yes" in SSH
+    monkeypatch.setenv(reaching.VARIABLE, "/bin/my ssh".replace(" ", "\\ ") + " -v")
+    assert ssh_command() == ["/bin/my ssh", "-v"]
+    assert ssh_command("other") == ["other"]
+    with pytest.raises(LaunchError, match="cannot be read as a command"):
+        ssh_command("'open")
+
+
+def test_slots_that_were_chosen_are_the_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = hostfile(tmp_path, "10.9.9.1 slots=4", "10.9.9.2 slots=2")
+    planned = made(hostfile=file, include="10.9.9.1:1,3@10.9.9.2", master_port=1)
+    assert [start.environment.get("CUDA_VISIBLE_DEVICES") for start in planned.starts] == [
+        "1,3",
+        None,
+    ]
+    assert option(planned.starts[0].command, "--nproc-per-node") == "2"
+    assert made(include="localhost:2", ranks=4).starts[0].environment == {
+        "CUDA_VISIBLE_DEVICES": "2"
+    }
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert made(include="localhost:1,2", ranks=4).starts[0].environment == {
+        "CUDA_VISIBLE_DEVICES": "5,6"
+    }
+
+
+def test_one_host_of_a_hostfile_that_is_this_machine_needs_no_ssh(tmp_path: Path) -> None:
+    file = hostfile(tmp_path, "localhost slots=1", "10.9.9.2 slots=2")
+    assert made(hostfile=file, num_nodes=1).alone
+    planned = made(hostfile=file, exclude="localhost")
+    assert (
+        not planned.alone
+        and planned.meeting is None
+        and planned.starts[0].reached_by[-2] == "10.9.9.2"
+    )
+    assert option(planned.starts[0].command, "--rdzv-endpoint") == "127.0.0.1:0", (
+        "its ranks settle their port there"
+    )
+
+
+def test_the_part_of_one_host(tmp_path: Path) -> None:
+    planned = made(node_rank=1, num_nodes=2, num_procs=4, master_addr="10.9.9.1", master_port=9)
+    assert planned.alone
+    command = planned.starts[0].command
+    assert [option(command, name) for name in ("--node-rank", "--nnodes", "--nproc-per-node",
+    "--master-addr", "--master-port")] == [
+        "1", "2", "4", "10.9.9.1", "9",
+    ]  # fmt: skip
+    file = hostfile(tmp_path, "10.9.9.1 slots=1", "10.9.9.2 slots=2")
+    from_file = made(hostfile=file, node_rank=1, master_port=9)
+    assert from_file.alone and option(from_file.starts[0].command, "--master-addr") == "10.9.9.1"
+
+
+def test_accelerate_launch_gets_its_machine(tmp_path: Path) -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    file = hostfile(tmp_path, "10.9.9.1 slots=2", "10.9.9.2 slots=2")
+    planned = made(
+        "train.py",
+        "--config",
+        "x",
+        hostfile=file,
+        accelerate=("--use_deepspeed", "--zero_stage", "3"),
+        master_port=99,
+    )
+    for rank, start in enumerate(planned.starts):
+        args = launch_command_parser().parse_args(start.command[4:])
+        assert (
+            args.num_machines,
+            args.machine_rank,
+            args.num_processes,
+            args.main_process_port,
+        ) == (2, rank, 4, 99)
+        assert (args.main_process_ip, args.training_script_args) == ("10.9.9.1", ["--config", "x"])
+    alone = made(accelerate=("--use_deepspeed",), master_port=99, module=True)
+    args = launch_command_parser().parse_args(alone.starts[0].command[4:])
+    assert (args.main_process_ip, args.main_process_port, args.module) == ("127.0.0.1", 99, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"num_nodes": 2}, "--num-nodes 2 needs --hostfile"),
+        ({"num_procs": 0}, "--num-procs 0 is not a number of ranks"),
+        ({"include": "worker-1"}, "no host 'worker-1'; the hosts are localhost"),
+        ({"include": "localhost:0", "num_procs": 1}, "--include and --num-procs cannot"),
+        ({"master_port": 70000}, "--master-port 70000 is no port"),
+        (
+            {"node_rank": 2, "num_nodes": 2, "master_addr": "a", "master_port": 1},
+            "--node-rank 2: there are 2 host",
+        ),
+        ({"node_rank": 0, "num_nodes": 2, "master_port": 1}, "needs --master-addr"),
+        ({"node_rank": 0, "num_nodes": 2, "master_addr": "a"}, "needs --master-port"),
+        ({"module": True, "no_python": True}, "--module and --no-python cannot"),
+        ({"export": ("NOT_SET_HERE",)}, "--export NOT_SET_HERE"),
+        ({"hostfile": Path("/no/such/hosts")}, "/no/such/hosts cannot be read"),
+    ],
+)
+def test_what_cannot_be_planned(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(LaunchError, match=says.replace("(", r"\(")):
+        made(**options)
+
+
+def test_accelerate_refuses_hosts_of_different_size(tmp_path: Path) -> None:
+    file = hostfile(tmp_path, "10.9.9.1 slots=2", "10.9.9.2 slots=3")
+    with pytest.raises(
+        LaunchError,
+        match=r"equally many ranks on every host \(10.9.9.1: 2, 10.9.9.2: 3\); pass --num-procs",
+    ):
+        made(hostfile=file, accelerate=("--use_deepspeed",))
+
+
+def test_the_local_rank_as_the_deepspeed_launcher_passes_it(tmp_path: Path) -> None:
+    script = tmp_path / "shows.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    command = (
+        made(str(script), "--name", "two words", "$HOME", local_rank_argument=True)
+        .starts[0]
+        .command
+    )
+    at = command.index("sh")
+    assert command[at - 1] == "--no-python"
+    said = completed(command[at:], env={**os.environ, "LOCAL_RANK": "5"}, check=True).stdout
+    assert said.strip() == str(["--local_rank=5", "--name", "two words", "$HOME"])
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.0.9", socket.gethostname()])
+def test_this_machine(host: str) -> None:
+    assert is_here(host)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_other_machines(host: str) -> None:
+    assert not is_here(host)
+
+
+def told(folder: Path, text: str) -> list[str]:
+    """An ssh program that answers so."""
+    script = folder / "ssh"
+    script.write_text(f"#!/bin/sh\n{text}\n")
+    script.chmod(0o755)
+    return [str(script)]
+
+
+def test_a_host_tells_its_address_where_its_name_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ssh = told(tmp_path, 'echo "10.1.2.3 fe80::1 $1 $2" ; echo warning >&2')
+    assert address_of("192.0.2.7", ssh) == "192.0.2.7"
+    assert address_of("no-such-host.invalid", ssh) == "10.1.2.3"
+    known = {"both": ["fd00::1", "10.4.4.4"], "own": ["127.0.1.1"]}
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *rest, **more: [(0, 0, 0, "", (address, 0)) for address in known[host]],
+    )
+    monkeypatch.setattr(reaching, "is_here", lambda host: False)
+    assert address_of("both", ssh) == "10.4.4.4"
+    assert address_of("own", ssh) == "10.1.2.3", "what is loopback here is loopback there"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("echo no route >&2; exit 255", "ended with 255: 'no route'"),
+        ("exit 0", "does not tell its address"),
+    ],
+)
+def test_a_host_that_cannot_be_asked(text: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=rf"no-such-host.invalid.*{says}[\s\S]*--master-addr"):
+        address_of("no-such-host.invalid", told(tmp_path, text))
+
+
+def test_an_ssh_that_is_not_installed(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"no-such-host.invalid cannot be asked.*--master-addr"):
+        address_of("no-such-host.invalid", [str(tmp_path / "missing")])
+
+
+def test_a_free_port_can_be_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", free_port()))
+
+
+def test_a_free_port_is_none_that_an_outgoing_connection_gets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, last = reaching.PORTS
+    assert all(first <= free_port() < last for _ in range(20))
+    with socket.socket() as taken:
+        port = free_port()
+        taken.bind(("", port))
+        monkeypatch.setattr(reaching, "PORTS", (port, port + 1))  # none is left there
+        assert free_port() != port

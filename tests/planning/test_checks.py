@@ -1,0 +1,489 @@
+"""The preflight: verdicts are arithmetic, refusals name what is short and what fits, and a model
+that fits is let pass with a word.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import LlamaConfig
+
+import hf_zero
+from hf_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
+from hf_zero.device.free_memory import DiskFree, Free
+from hf_zero.errors import DoesNotFitError
+from hf_zero.integrations.transformers.meta_model import build_on_meta
+from hf_zero.parameters.wrap import find_units
+from hf_zero.planning import (
+    ACTIVATIONS,
+    FlatParameters,
+    MemoryPlan,
+    NamedBytes,
+    Needs,
+    check,
+    fit,
+    groups_of,
+    judge,
+    needs,
+    room_for,
+)
+from hf_zero.planning.checking import SWITCH
+from hf_zero.planning.verdict import RAM_SHARE
+
+GIB = 1 << 30
+GPU = torch.device("cuda")
+H200 = Free(device=139 * GIB, ram=118 * GIB)  # one of them, in a host of 125 GiB
+
+
+def llama(
+    hidden: int, layers: int, wide: int, heads: int, vocabulary: int, kv: int | None = None
+) -> nn.Module:
+    return build_on_meta(
+        LlamaConfig(
+            architectures=["LlamaForCausalLM"],
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            intermediate_size=wide,
+            num_attention_heads=heads,
+            num_key_value_heads=kv or heads,
+            vocab_size=vocabulary,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def llama_8b() -> nn.Module:
+    return llama(4096, 32, 14336, 32, 128256, 8)
+
+
+@pytest.fixture(scope="module")
+def llama_13b() -> nn.Module:
+    return llama(5120, 40, 13824, 40, 32000)
+
+
+def offloading(stage: int = 2, accumulation: int = 1, **optimizer: Any) -> ZeroConfig:
+    return ZeroConfig(
+        stage,
+        bf16=True,
+        gradient_accumulation_steps=accumulation,
+        offload_optimizer={"device": "cpu", **optimizer},
+    ).resolve(1)
+
+
+# -- the models that a host of 125 GiB must run ----------------------------------------------------
+
+
+def test_8b_with_fp32_moments_and_fp32_gradients_is_refused(llama_8b: nn.Module) -> None:
+    with pytest.raises(DoesNotFitError) as refused:
+        check(llama_8b, offloading(accumulation=4), 1, device=GPU, free=H200)
+    said = str(refused.value)
+    assert "RAM                                   128.58 GB  121.63 GB  TOO LITTLE" in said
+    assert re.search(r"gradients +32\.12 GB\n", said) and re.search(
+        r"master weights and moments +96\.36 GB\n", said
+    )
+    assert f"{SWITCH}=0" in said
+
+
+@pytest.mark.parametrize("moments", ["bf16", "int8"])
+def test_8b_with_16_bit_gradients_and_small_moments_runs(llama_8b: nn.Module, moments: str) -> None:
+    report = check(llama_8b, offloading(moments=moments), 1, device=GPU, free=H200)
+    assert report.verdict.fits and (report.note, report.warning) == ("", "")
+    parts = {part.what: part.nbytes for part in report.needs.ram}
+    assert parts["gradients"] == pytest.approx(2 * 8.03e9, rel=0.01)
+    assert report.needs.ram_bytes < 0.8 * H200.ram
+
+
+def test_what_the_refusal_of_8b_proposes_runs(llama_8b: nn.Module) -> None:
+    with pytest.raises(DoesNotFitError) as refused:
+        check(llama_8b, offloading(accumulation=4), 1, device=GPU, free=H200)
+    (line,) = [line for line in str(refused.value).splitlines() if line.startswith("{")]
+    proposed = ZeroConfig.from_dict(
+        {"bf16": {"enabled": True}, "gradient_accumulation_steps": 4, **json.loads(line)}
+    ).resolve(1)
+    assert check(llama_8b, proposed, 1, device=GPU, free=H200).verdict.fits
+
+
+@pytest.mark.parametrize(("moments", "fits"), [("fp32", False), ("bf16", False), ("int8", True)])
+def test_13b_runs_with_int8_moments(llama_13b: nn.Module, moments: str, fits: bool) -> None:
+    assert sum(parameter.numel() for parameter in llama_13b.parameters()) == pytest.approx(
+        13.0e9, rel=0.01
+    )
+    config = offloading(moments=moments)
+    if fits:
+        assert check(llama_13b, config, 1, device=GPU, free=H200).verdict.fits
+    else:
+        with pytest.raises(DoesNotFitError, match=r"RAM .*TOO LITTLE"):
+            check(llama_13b, config, 1, device=GPU, free=H200)
+
+
+def test_70b_is_judged_from_its_cuts_alone() -> None:
+    model = llama(8192, 80, 28672, 64, 128256, 8)
+    specs = find_units(model)[0]
+    whole = replace(H200, disks=(DiskFree("/nvme", 2000 * GIB, 0),))
+    with pytest.raises(DoesNotFitError, match=r"RAM .*TOO LITTLE"):
+        check(specs, offloading(), 1, device=GPU, free=whole)
+    config = {"device": "nvme", "nvme_path": "/nvme"}
+    runs = ZeroConfig(
+        3, bf16=True, offload_optimizer=config, offload_param={**config, "max_in_cpu": 0}
+    ).resolve(8)
+    report = check(specs, runs, 8, device=GPU, free=whole)
+    assert report.needs.disk_bytes == pytest.approx(70.55e9 * (12 + 2) / 8, rel=0.01)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+# -- verdicts --------------------------------------------------------------------------------------
+
+
+def need(device: int = 0, ram: int = 0, disk: int = 0, **files: int) -> Needs:
+    return Needs(
+        (NamedBytes("parameters", device),),
+        (NamedBytes("gradients", ram),) if ram else (),
+        (NamedBytes("x", disk),) if disk else (),
+        0,
+        tuple(files.items()),
+    )
+
+
+@given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 100), st.integers(0, 100))
+def test_each_tier_by_itself(device: int, ram: int, free_device: int, free_ram: int) -> None:
+    verdict = judge(need(device, ram), Free(free_device, free_ram))
+    assert verdict.fits == (device <= free_device and (ram <= int(free_ram * RAM_SHARE) or not ram))
+    assert {row.tier for row in verdict.short} <= {"device", "RAM"}
+
+
+@given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 100))
+def test_on_a_cpu_device_and_ram_are_one(device: int, ram: int, free: int) -> None:
+    verdict = judge(need(device, ram), Free(free, free, host_device=True))
+    (row,) = verdict.rows
+    assert row.tier == "memory" and verdict.fits == (device + ram <= int(free * RAM_SHARE))
+
+
+def test_the_margin_is_the_device_s() -> None:
+    assert judge(need(80, 80), Free(100, 100), 0.2).fits
+    assert [row.tier for row in judge(need(81, 80), Free(100, 100), 0.2).short] == ["device"]
+
+
+def test_folders_on_one_disk_share_it() -> None:
+    own = need(1, 0, 100, a=60, b=40)
+    apart = (DiskFree("a", 60, 0), DiskFree("b", 40, 1))
+    together = (DiskFree("a", 99, 0), DiskFree("b", 99, 0))
+    assert judge(own, Free(9, 9, apart)).fits
+    assert not judge(own, Free(9, 9, (apart[0], DiskFree("b", 39, 1)))).fits
+    (row,) = judge(own, Free(9, 9, together)).short
+    assert (row.tier, row.needed, row.free) == ("disk of a, b", 100, 99)
+    assert judge(own, Free(9, 9, (DiskFree("a", 100, 0), DiskFree("b", 100, 0)))).fits
+    assert judge(need(1), Free(9, 9, (DiskFree("a", 0, 0),))).fits
+
+
+def test_a_limit_on_locked_memory_is_said_and_refuses_nothing() -> None:
+    own = replace(need(1, 10), pinned=10)
+    verdict = judge(own, Free(9, 99, memlock=9))
+    assert verdict.fits and "ulimit -l is 9 B, below the 10 B to be pinned" in verdict.notes[0]
+    assert judge(own, Free(9, 99, memlock=10)).notes == judge(own, Free(9, 99)).notes == ()
+
+
+def test_who_sets_the_limit_is_said() -> None:
+    row = judge(need(1, 100), Free(9, 10, limited_by="left by the control group /x")).rows[1]
+    assert row.limited_by == "left by the control group /x; 4% left to the rest of the process"
+
+
+# -- the check -------------------------------------------------------------------------------------
+
+SMALL = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+
+
+def test_an_offload_that_only_costs_time_is_said() -> None:
+    plenty = Free(GIB, GIB)
+    slow = check(SMALL, offloading(), 1, device=GPU, free=plenty)
+    assert "offload is slower than no offload here: all of it fits on the device (1" in slow.note
+    assert check(SMALL, ZeroConfig(2, bf16=True).resolve(1), 1, device=GPU, free=plenty).note == ""
+    # 16 bytes a parameter and what is under way would fill more than the margin leaves
+    tight = Free(
+        int(
+            needs(groups_of(find_units(SMALL)[0], SMALL, "bf16"), MemoryPlan(2, 1)).device_bytes
+            / (1 - ACTIVATIONS)
+        )
+        - 8,
+        GIB,
+    )
+    assert check(SMALL, offloading(), 1, device=GPU, free=tight).note == ""
+    assert (
+        check(
+            SMALL,
+            offloading(),
+            1,
+            device=torch.device("cpu"),
+            free=replace(plenty, host_device=True),
+        ).note
+        == ""
+    )
+
+
+def test_a_note_about_locked_memory_reaches_the_report() -> None:
+    report = check(SMALL, offloading(), 1, device=GPU, free=Free(12_000_000, GIB, memlock=1))
+    assert report.note.startswith("ulimit -l is 1 B")
+
+
+def test_refusal_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "0")
+    report = check(SMALL, offloading(), 1, device=GPU, free=Free(1000, 1000))
+    assert (
+        not report.verdict.fits
+        and "does not fit on this machine (bytes for the one rank" in report.warning
+        and not report.note
+    )
+    monkeypatch.setenv(SWITCH, "1")
+    with pytest.raises(DoesNotFitError) as refused:
+        check(SMALL, offloading(), 1, device=GPU, free=Free(1000, 1000))
+    assert str(refused.value).startswith(report.warning)
+
+
+def test_ranks_with_the_same_free_bytes_say_the_same() -> None:
+    said = set()
+    for _ in range(2):
+        with pytest.raises(DoesNotFitError) as refused:
+            check(SMALL, offloading().resolve(2), 2, device=GPU, free=Free(1000, 1000))
+        said.add(str(refused.value))
+    assert len(said) == 1 and "bytes for each of 2 ranks" in said.pop()
+
+
+def test_an_engine_that_only_evaluates_needs_its_parameters() -> None:
+    config = ZeroConfig(0, bf16=True).resolve(1, training=False)
+    report = check(SMALL, config, 1, device=GPU, free=Free(GIB, GIB), trains=False)
+    parameters = sum(parameter.numel() for parameter in SMALL.parameters())
+    assert report.needs.device == (NamedBytes("parameters", 2 * parameters),)
+
+
+def test_units_are_those_of_the_configuration() -> None:
+    """Blocks that are gathered together take memory together."""
+
+    def gathered(granularity: int) -> int:
+        section = {"stage": 3, "stage3_module_granularity_threshold": granularity}
+        config = ZeroConfig.coerce({"zero_optimization": section, "bf16": {"enabled": True}})
+        model = llama(64, 12, 128, 4, 64)
+        report = check(model, config.resolve(2, training=False), 2, device=GPU, free=Free(GIB, GIB))
+        return next(part.nbytes for part in report.needs.device if part.what == "gathered units")
+
+    assert gathered(10_000_000) > 3 * gathered(0)
+
+
+def test_the_model_s_own_memory_is_room() -> None:
+    """It moves into the engine, and is freed: counted once, whatever it is tied to."""
+    tied = nn.Sequential(
+        nn.Linear(64, 64, bias=False),
+        nn.Linear(64, 64, bias=False),
+        nn.Linear(8, 8, bias=False, device="meta"),
+    )
+    tied[1].weight = tied[0].weight
+    cpu = torch.device("cpu")
+    assert room_for(tied, ZeroConfig(3), cpu).host_device
+    measured = Free(100, 50)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_zero.planning.checking.measure", lambda device, folders: measured)
+        assert room_for(tied, ZeroConfig(3), GPU) == Free(100, 50 + 4 * 64 * 64)
+        measured = Free(50, 50, host_device=True)
+        assert room_for(tied, ZeroConfig(3), cpu) == Free(
+            50 + 4 * 64 * 64, 50 + 4 * 64 * 64, host_device=True
+        )
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_model_in_shards_gives_back_its_shards(
+    monkeypatch: pytest.MonkeyPatch, gathered: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    config = ZeroConfig(3, bf16=True, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    engine = hf_zero.initialize(model=model, config=config)[0]
+    monkeypatch.setattr("hf_zero.planning.checking.measure", lambda device, folders: Free(0, 0))
+    shards = 2 * sum(parameter.numel() for parameter in model.parameters())
+    with hf_zero.GatheredParameters(list(model.parameters()) if gathered else []):
+        assert room_for(model, config, GPU).ram == shards * (2 if gathered else 1)
+    engine.destroy()
+    assert room_for(model, config, GPU).ram == shards
+
+
+def test_this_machine_is_measured_where_nothing_is_given(tmp_path: Any) -> None:
+    config = ZeroConfig(
+        3,
+        offload_optimizer={
+            "device": "nvme",
+            "nvme_path": [str(tmp_path / "a"), str(tmp_path / "b")],
+        },
+        offload_param={"device": "nvme", "nvme_path": str(tmp_path / "a")},
+    ).resolve(1)
+    report = check(SMALL, config, 1, device=torch.device("cpu"))
+    assert report.verdict.fits and report.free.host_device
+    assert [disk.path for disk in report.free.disks] == [str(tmp_path / "a"), str(tmp_path / "b")]
+
+
+# -- the search ------------------------------------------------------------------------------------
+
+
+GROUPS = [
+    FlatParameters(name, True, torch.bfloat16, ((name, (1_000_000,)),))
+    for name in ("a", "b", "c", "d")
+]
+PLAN = MemoryPlan(
+    2,
+    1,
+    optimizer=OffloadOptimizer("none", buffer_size=8_192),
+    param=OffloadParam("none", buffer_count=1),
+)
+
+
+def found(
+    device: float, ram: float, disk: float | None = None, plan: MemoryPlan = PLAN, **more: Any
+) -> Any:
+    """What fits, with sizes in MB, the margin aside."""
+    disks = (DiskFree("/nvme", int(disk * 1e6), 0),) if disk is not None else ()
+    return fit(
+        GROUPS,
+        plan,
+        Free(int(device * 1e6 / 0.8) + 1, int(ram * 1e6 / RAM_SHARE) + 1, disks),
+        **more,
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "ram", "disk", "name"),
+    [
+        (76, 0, None, "stage 2, all on the device"),
+        (60, 57, None, "stage 2, optimizer on the CPU, fp32 moments, ratio auto"),
+        (60, 40, None, "stage 2, optimizer on the CPU, fp32 moments, ratio 0.05"),
+        (16, 41, None, "stage 2, optimizer on the CPU, bf16 moments, ratio auto"),
+        (16, 34, None, "stage 2, optimizer on the CPU, int8 moments, ratio auto"),
+        (10.5, 65, None, "stage 3, optimizer and parameters on the CPU, fp32 moments, ratio auto"),
+        (10.5, 41, None, "stage 3, optimizer and parameters on the CPU, int8 moments, ratio auto"),
+        (16, 10, 49, "stage 2, optimizer in files, fp32 moments, ratio auto"),
+        (16, 10, 33, "stage 2, optimizer in files, bf16 moments, ratio auto"),
+        (
+            10,
+            17,
+            49,
+            "stage 3, optimizer in files, parameters on the CPU, fp32 moments, ratio auto",
+        ),
+    ],
+)
+def test_the_fastest_that_fits(device: float, ram: float, disk: float | None, name: str) -> None:
+    result = found(device, ram, disk)
+    assert result.chosen is not None, [(trial.name, trial.why) for trial in result.trials]
+    assert result.chosen.name == name
+    assert (
+        all(trial.why and not trial.verdict.fits for trial in result.trials[:-1])
+        and result.chosen.why == ""
+    )
+
+
+def test_parameters_in_files_keep_what_ram_holds_back() -> None:
+    plan = replace(PLAN, param=OffloadParam("none", buffer_count=2, max_in_cpu=10_000_000))
+    assert (
+        found(10, 12.5, 60, plan).chosen.name
+        == "stage 3, optimizer and parameters in files alone, fp32 moments, ratio auto"
+    )
+    smaller = replace(plan, param=replace(plan.param, max_in_cpu=100_000))
+    assert (
+        found(10, 12.5, 60, smaller).chosen.name
+        == "stage 3, optimizer and parameters in files, fp32 moments, ratio auto"
+    )
+
+
+def test_nothing_fits() -> None:
+    result = found(1, 1, 1)
+    assert (
+        result.chosen is None
+        and len({trial.name for trial in result.trials}) == len(result.trials) >= 15
+    )
+    assert not any("files" in trial.name for trial in found(1, 1).trials)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 100), st.integers(1, 100), st.none() | st.integers(1, 100))
+def test_what_is_proposed_fits_as_a_configuration(device: int, ram: int, disk: int | None) -> None:
+    result = found(device, ram, disk)
+    if result.chosen is None:
+        return
+    chosen = result.chosen
+    config = ZeroConfig.from_dict(
+        {"bf16": {"enabled": True}, **json.loads(json.dumps(chosen.to_config()))}
+    ).resolve(1)
+    assert (config.stage, config.offload_optimizer, config.offload_param) == (
+        chosen.plan.stage,
+        chosen.plan.optimizer,
+        chosen.plan.param,
+    ) or (
+        not chosen.plan.offloads and not config.offload_optimizer.on and not config.offload_param.on
+    )
+    own = needs(GROUPS, chosen.plan)
+    assert (
+        own.device_bytes <= device * 1e6 + 1
+        and own.ram_bytes <= ram * 1e6 + 1
+        and own.disk_bytes <= (disk or 0) * 1e6
+    )
+
+
+def test_whoever_has_chosen_small_moments_is_not_given_large_ones() -> None:
+    plan = replace(PLAN, optimizer=replace(PLAN.optimizer, device="cpu", moments="bf16", cores=0.5))
+    chosen = found(60, 57, plan=plan).chosen
+    assert chosen.name == "stage 2, optimizer on the CPU, bf16 moments, ratio auto"
+    section = chosen.to_config()["zero_optimization"]["offload_optimizer"]
+    assert section == {
+        "device": "cpu",
+        "buffer_size": 8_192,
+        "ratio": "auto",
+        "moments": "bf16",
+        "cpuadam_cores_perc": 0.5,
+    }
+
+
+def test_small_moments_are_not_tried_where_there_are_none() -> None:
+    plan = replace(PLAN, moments=0)
+    assert not any(
+        "bf16" in trial.name or "int8" in trial.name for trial in found(1, 1, 1, plan).trials
+    )
+
+
+def test_a_whole_gradient_on_the_device_is_kept_for_accumulation_alone() -> None:
+    away = [
+        trial.plan.stage
+        for trial in found(1, 1, plan=replace(PLAN, stage=0)).trials
+        if trial.plan.optimizer.on
+    ]
+    assert set(away) == {2, 3}
+    summed = found(1, 1, plan=replace(PLAN, stage=1, accumulation=2)).trials
+    assert {trial.plan.stage for trial in summed if trial.plan.optimizer.on} == {1, 2, 3}
+
+
+def test_only_the_stages_that_are_asked_for() -> None:
+    assert {trial.plan.stage for trial in found(1, 1, 1, stages=[1]).trials} == {1}
+
+
+def test_on_a_cpu_there_is_nothing_to_share_out() -> None:
+    trials = fit(GROUPS, replace(PLAN, gpu=False), Free(1000, 1000, host_device=True)).trials
+    assert not any("ratio" in trial.name for trial in trials)
+
+
+def test_the_public_names() -> None:
+    assert hf_zero.propose is not None and issubclass(DoesNotFitError, MemoryError)
+
+
+def test_communicators_that_may_not_fit_are_told_of() -> None:
+    """Three at stage 3 over two ranks: told of where 0.7 GB for each would not fit beside the rest,
+    in a refusal, and nowhere else.
+    """
+    config = ZeroConfig(3, bf16=True).resolve(2)
+    words = "3 NCCL communicators of a GPU's rank are not counted: users report 0.5 to 0.7 GB each"
+    roomy, tight = Free(3_000_000_000, GIB), Free(2_000_000_000, GIB)
+    assert check(SMALL, config, 2, device=GPU, free=roomy).note == ""
+    assert words in check(SMALL, config, 2, device=GPU, free=tight).note
+    with pytest.raises(DoesNotFitError, match=re.escape(words)):
+        check(SMALL, config, 2, device=GPU, free=Free(1000, GIB))
+    alone = check(SMALL, ZeroConfig(3, bf16=True).resolve(1), 1, device=GPU, free=tight)
+    assert alone.note == ""

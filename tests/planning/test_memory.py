@@ -1,0 +1,234 @@
+"""Free memory as the kernel tells it: nested control groups of both versions, ulimits, disks,
+and ranks that share them.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from hf_zero.device import free_memory, host_limits
+from hf_zero.device.free_memory import DiskFree, Free, free_bytes, measure
+from tests.helpers.commands import completed
+
+GIB = 1 << 30
+CPU = torch.device("cpu")
+
+
+def write(root: Path, files: dict[str, str | int]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
+    return root
+
+
+def left(root: Path) -> dict[str, int]:
+    return {
+        bound.why.removeprefix(f"left by the control group {root}/sys/fs/cgroup"): bound.nbytes
+        for bound in host_limits.cgroups(root)
+    }
+
+
+def test_version_2_counts_every_group_from_the_innermost_to_the_root(tmp_path: Path) -> None:
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/slice/job/step",
+            "sys/fs/cgroup/slice/memory.max": "max",
+            "sys/fs/cgroup/slice/memory.current": 9 * GIB,
+            "sys/fs/cgroup/slice/job/memory.max": 8 * GIB,
+            "sys/fs/cgroup/slice/job/memory.high": "max",
+            "sys/fs/cgroup/slice/job/memory.current": 3 * GIB,
+            "sys/fs/cgroup/slice/job/memory.stat": f"anon {GIB}\ninactive_file "
+            f"{GIB}\nactive_file 5",
+            "sys/fs/cgroup/slice/job/step/memory.max": "max",
+            "sys/fs/cgroup/slice/job/step/memory.high": 7 * GIB,
+            "sys/fs/cgroup/slice/job/step/memory.current": 2 * GIB,
+        },
+    )
+    assert left(root) == {"/slice/job/step": 5 * GIB, "/slice/job": 6 * GIB}
+
+
+def test_version_1_beside_an_empty_version_2(tmp_path: Path) -> None:
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "5:cpuset,memory:/docker/abc\n1:name=systemd:/\n0::/",
+            "sys/fs/cgroup/memory/docker/abc/memory.limit_in_bytes": 4 * GIB,
+            "sys/fs/cgroup/memory/docker/abc/memory.usage_in_bytes": 3 * GIB,
+            "sys/fs/cgroup/memory/docker/abc/memory.stat": "inactive_file 7\n"
+            f"total_inactive_file {GIB}",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": 100 * GIB,
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": 101 * GIB,
+            "sys/fs/cgroup/unified/cgroup.procs": "",
+        },
+    )
+    assert left(root) == {"/memory/docker/abc": 2 * GIB, "/memory": 0}
+
+
+def test_a_container_sees_its_own_group_at_the_mount(tmp_path: Path) -> None:
+    """The path is that of the host, where nothing of it is mounted."""
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/kubepods/pod7/c3",
+            "sys/fs/cgroup/memory.max": 2 * GIB,
+            "sys/fs/cgroup/memory.current": GIB,
+        },
+    )
+    assert left(root) == {"": GIB}
+
+
+def test_without_control_groups_there_is_the_machine(tmp_path: Path) -> None:
+    assert left(tmp_path) == {}
+    assert host_limits.free_ram(tmp_path).nbytes == pytest.approx(
+        psutil.virtual_memory().available, rel=0.2
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_ranks_share_what_the_group_leaves(tmp_path: Path, ranks: int) -> None:
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/",
+            "sys/fs/cgroup/memory.max": 1 << 20,
+            "sys/fs/cgroup/memory.current": 0,
+        },
+    )
+    bound = host_limits.free_ram(root, ranks)
+    assert (bound.nbytes, bound.why) == (
+        (1 << 20) // ranks,
+        f"left by the control group {root}/sys/fs/cgroup",
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit", "name"), [("RLIMIT_AS", "ulimit -v"), ("RLIMIT_DATA", "ulimit -d")]
+)
+def test_ulimits_bound_each_process_by_itself(limit: str, name: str) -> None:
+    """In a process of its own; it has room for 2 GiB beyond what it has taken."""
+    code = (
+        "import psutil, resource\n"
+        "from hf_zero.device import host_limits as host\n"
+        "used = psutil.Process().memory_info()\n"
+        f"used = used.vms if {limit!r} == 'RLIMIT_AS' else used.data\n"
+        f"resource.setrlimit(resource.{limit}, (used + (2 << 30), resource.RLIM_INFINITY))\n"
+        f"(one,) = [bound for bound in host.bounds() if bound.why.startswith({name!r})]\n"
+        "print(one.nbytes, one.shared, host.free_ram(ranks=1).nbytes <= one.nbytes)"
+    )
+    done = completed([sys.executable, "-c", code], timeout=300, check=True)
+    nbytes, shared, bounds = done.stdout.split()
+    assert (2 << 30) * 0.9 < int(nbytes) <= 2 << 30 and (shared, bounds) == ("False", "True")
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "limited"),
+    [(1 << host_limits.CAP_IPC_LOCK, False), (~(1 << host_limits.CAP_IPC_LOCK) & 0xFFFF, True)],
+)
+def test_locked_memory_is_bounded_without_the_capability(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capabilities: int, limited: bool
+) -> None:
+    root = write(tmp_path, {"proc/self/status": f"Name:\tx\nCapEff:\t{capabilities:016x}"})
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
+    assert host_limits.memlock(root) == (65536 if limited else None)
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    )
+    assert host_limits.memlock(root) is None
+
+
+@pytest.mark.parametrize("user", [0, 1000])
+def test_locked_memory_without_proc_goes_by_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    assert host_limits.memlock(tmp_path) == (None if user == 0 else 65536)
+
+
+@pytest.fixture
+def ranks_here(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    return lambda ranks: monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+
+
+def test_the_cpu_is_one_tier_with_the_memory(ranks_here: Callable[[int], None]) -> None:
+    whole = free_bytes(CPU)
+    ranks_here(4)
+    shared = measure(CPU)
+    assert shared.host_device and shared.device == shared.ram == shared.pinned
+    assert shared.ram == pytest.approx(whole / 4, rel=0.2) and shared.ram == pytest.approx(
+        free_bytes(CPU), rel=0.2
+    )
+    assert shared.limited_by.endswith("over 4 ranks")
+    assert measure(CPU, ranks=1).ram == pytest.approx(whole, rel=0.2)
+
+
+def test_folders_need_not_be_there_and_share_their_disk(
+    tmp_path: Path, ranks_here: Callable[[int], None]
+) -> None:
+    ranks_here(2)
+    (tmp_path / "taken").write_text("")
+    folders = [str(tmp_path / "a"), str(tmp_path / "b" / "c"), str(tmp_path / "a")]
+    disks = measure(CPU, folders).disks
+    assert [disk.path for disk in disks] == folders[:2] and [disk.disk for disk in disks] == [0, 0]
+    assert disks[0].nbytes == pytest.approx(shutil.disk_usage(tmp_path).free / 2, rel=0.1)
+
+
+def test_folders_on_different_disks_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    real = os.stat
+
+    class Stat:
+        def __init__(self, path: str | os.PathLike[str]) -> None:
+            self.st_dev = real(path).st_ino
+
+    monkeypatch.setattr(free_memory.os, "stat", lambda path, **more: Stat(path))
+    monkeypatch.setattr(
+        free_memory.os.path, "exists", lambda path: Path(path) in (tmp_path / "a", tmp_path / "b")
+    )
+    disks = free_memory._disks(
+        [str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "a" / "deeper")], 1
+    )
+    assert [disk.disk for disk in disks] == [0, 1, 0]
+
+
+def test_ranks_agree_on_the_least_of_each_number() -> None:
+    one = Free(10, 20, (DiskFree("/a", 5, 0), DiskFree("/b", 9, 1)), limited_by="x")
+    other = Free(12, 15, (DiskFree("/a", 7, 0), DiskFree("/b", 7, 0)), limited_by="y")
+    least = [min(pair) for pair in zip(one.numbers(), other.numbers(), strict=True)]
+    agreed = one.with_numbers(least)
+    assert agreed == Free(10, 15, (DiskFree("/a", 5, 0), DiskFree("/b", 7, 0)), limited_by="x")
+    assert agreed.numbers() == other.with_numbers(least).numbers()
+    assert Free(1, 2).with_numbers([3, 4]) == Free(3, 4)
+
+
+def test_what_the_caller_gives_back_is_room() -> None:
+    assert Free(1, 2).with_room(device=10, ram=5) == Free(11, 7)
+    assert Free(1, 2, host_device=True).with_room(device=10) == Free(11, 12, host_device=True)
+
+
+def test_freed_memory_goes_back_to_the_system() -> None:
+    """Pieces below 32 MB, which the C library keeps: a model's weights, as the engine takes them
+    over.
+    """
+    large = torch.ones(28 << 18)  # freed, it makes the library keep pieces up to its size
+    del large
+    pieces = [torch.ones(1 << 18) for _ in range(200)]
+    last = torch.ones(1 << 18)  # above them, so that the heap does not shrink by itself
+    del pieces
+    before = psutil.Process().memory_info().rss
+    host_limits.release_freed()
+    assert before - psutil.Process().memory_info().rss > 100 << 20
+    assert last.sum() == 1 << 18
