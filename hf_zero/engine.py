@@ -14,11 +14,11 @@ from hf_zero.checkpoint.async_save import AsyncSaver
 from hf_zero.core.engine import TrainingEngine
 from hf_zero.core.optimizer_step import refuse_half_done
 from hf_zero.core.shared_shards import SharedShards
+from hf_zero.device.spans import span
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.step_events import STOP
 from hf_zero.errors import ConfigError, PartitionError
-from hf_zero.logs import logger
-from hf_zero.spans import span
+from hf_zero.logging import logger
 from hf_zero.techniques.data_sampling import Finish
 from hf_zero.techniques.policy import set_custom_schedule, set_post_process
 

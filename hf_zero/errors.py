@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_zero.uncaught import watch
+from hf_zero.distributed.uncaught import watch
 
 
 class HfZeroError(Exception):
     """Base of all errors raised by hf-zero.
 
-    One that ends a rank is reported in a few lines (``uncaught.py``).
+    One that ends a rank is reported in a few lines (``distributed/uncaught.py``).
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:

@@ -28,9 +28,9 @@ from hf_zero.distributed.rendezvous import announce
 from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError, NotBuiltError
-from hf_zero.holding import release_holders
 from hf_zero.loading import give_values
-from hf_zero.logs import log_rank0, logger, set_level
+from hf_zero.loading.shard_only import release_holders
+from hf_zero.logging import log_rank0, logger, set_level
 from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.optim.adopted import adopt
 from hf_zero.optim.build import build_optimizer

@@ -178,7 +178,7 @@ def no_group_is_left() -> Iterator[None]:
 @pytest.fixture
 def heard() -> Iterator[list[str]]:
     """What hf-zero's logger is told, message by message."""
-    from hf_zero.logs import logger
+    from hf_zero.logging import logger
 
     messages: list[str] = []
     handler = logging.Handler()
@@ -191,7 +191,7 @@ def heard() -> Iterator[list[str]]:
 @pytest.fixture
 def heard_in_full(heard: list[str]) -> Iterator[list[str]]:
     """As ``heard``, with what is said by the way."""
-    from hf_zero.logs import logger
+    from hf_zero.logging import logger
 
     level = logger.level
     logger.setLevel(logging.INFO)

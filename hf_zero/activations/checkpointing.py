@@ -29,7 +29,7 @@ from hf_zero.config import ActivationCheckpointing
 from hf_zero.core.guards import Override
 from hf_zero.device import kinds
 from hf_zero.errors import ConfigError
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 from hf_zero.parameters.tree import transformed
 from hf_zero.parameters.wrap import repeated_blocks
 

@@ -43,7 +43,7 @@ from hf_zero.activations.cuda_graphs import refuse_backend, refuse_recorded
 from hf_zero.config import CompileSection
 from hf_zero.core.guards import Attached, Override
 from hf_zero.errors import ConfigError
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 from hf_zero.parameters.tree import transformed
 from hf_zero.parameters.wrap import find_units
 from hf_zero.units.unit import Unit

@@ -21,7 +21,7 @@ from hf_zero.activations.streams import Streams, Transfers
 from hf_zero.config import ActivationOffload, ZeroConfig
 from hf_zero.core.guards import Attached
 from hf_zero.device import kinds
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 from hf_zero.ops.host_memory import HostArena
 from hf_zero.parameters.wrap import repeated_blocks
 from hf_zero.units.unit import Unit

@@ -36,7 +36,7 @@ from hf_zero.checkpoint.storage import AnyPath, is_remote
 from hf_zero.checkpoint.tensorfile import FilePlan, bytes_view
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError, HfZeroError, HostMemoryError
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 from hf_zero.ops.host_memory import HostArena
 
 Action = Callable[[], object]

@@ -37,7 +37,7 @@ from hf_zero.checkpoint.storage import (
     store_errors,
 )
 from hf_zero.errors import CheckpointError
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 
 
 class CommitTarget(ABC):

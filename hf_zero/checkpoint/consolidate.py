@@ -22,7 +22,7 @@ from hf_zero.checkpoint.storage import local_path, write_all
 from hf_zero.checkpoint.tensorfile import FilePlan, bytes_view, plan_file
 from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.errors import CheckpointError
-from hf_zero.logs import listed
+from hf_zero.logging import listed
 from hf_zero.units.whole_names import WholeNames
 
 if TYPE_CHECKING:

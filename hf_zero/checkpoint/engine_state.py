@@ -19,7 +19,7 @@ from hf_zero.checkpoint.records import MASTER, RNG, SHARD, Adapter, Export, stri
 from hf_zero.core.consolidate import belongs, written
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
-from hf_zero.logs import listed
+from hf_zero.logging import listed
 from hf_zero.parameters.layout import FlatLayout
 from hf_zero.parameters.sharding import sharding_of
 from hf_zero.units.whole_names import WholeNames

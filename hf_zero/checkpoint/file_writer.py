@@ -19,7 +19,7 @@ from hf_zero.checkpoint.hashes import FileHasher, FileHashes
 from hf_zero.checkpoint.storage import BLOCK, AnyPath, Upload, is_remote
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, bytes_view
 from hf_zero.device import kinds
-from hf_zero.spans import span
+from hf_zero.device.spans import span
 
 BLOCK_BYTES = 4 << 20  # bytes of each of the blocks that tensors pass through
 DIRECT_FROM = 1 << 20  # bytes of a file from which on direct I/O is worth its set-up

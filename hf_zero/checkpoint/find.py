@@ -13,7 +13,7 @@ from hf_zero.checkpoint.manifest import MANIFEST_NAME
 from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.checkpoint.storage import AnyPath, as_path, is_remote, modified_ns, store_errors
 from hf_zero.errors import CheckpointError
-from hf_zero.logs import listed, logger
+from hf_zero.logging import listed, logger
 
 LATEST = "latest"
 MODEL = "huggingface"  # the reader of foreign folders that hold weights and no training state

@@ -35,7 +35,7 @@ from hf_zero.checkpoint.records import RNG
 from hf_zero.checkpoint.storage import AnyPath
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
-from hf_zero.logs import listed, log_rank0
+from hf_zero.logging import listed, log_rank0
 
 if TYPE_CHECKING:
     from hf_zero.core.engine import TrainingEngine

@@ -14,7 +14,7 @@ from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.records import GroupEntry, pair_names, strip_wrappers
 from hf_zero.core.consolidate import belongs
 from hf_zero.errors import CheckpointError
-from hf_zero.logs import listed
+from hf_zero.logging import listed
 from hf_zero.optim.one_bit import plain_name
 from hf_zero.units.whole_names import WholeNames
 

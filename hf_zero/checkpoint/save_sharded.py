@@ -38,7 +38,7 @@ from hf_zero.checkpoint.plan import (
 from hf_zero.checkpoint.progress import progress_bar
 from hf_zero.checkpoint.storage import AnyPath, as_path
 from hf_zero.errors import CheckpointError
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 
 if TYPE_CHECKING:
     from hf_zero.checkpoint.async_save import AsyncSaver

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from hf_zero.errors import CheckpointError
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 
 AnyPath = Any
 """A ``pathlib.Path``, or a ``upath.UPath`` of an object store.

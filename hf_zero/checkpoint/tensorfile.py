@@ -18,8 +18,8 @@ import torch
 
 from hf_zero.checkpoint.hashes import BlockHashes, block_lengths
 from hf_zero.checkpoint.storage import AnyPath, ClosedAtExit, open_ranges
+from hf_zero.device.spans import span
 from hf_zero.errors import CheckpointError
-from hf_zero.spans import span
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

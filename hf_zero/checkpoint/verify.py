@@ -20,7 +20,7 @@ from hf_zero.checkpoint.records import FileEntry
 from hf_zero.checkpoint.storage import AnyPath, as_path, is_remote
 from hf_zero.checkpoint.tensorfile import TensorEntry, TensorFile
 from hf_zero.errors import CheckpointError
-from hf_zero.logs import listed
+from hf_zero.logging import listed
 
 
 @dataclass(frozen=True)

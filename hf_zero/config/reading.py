@@ -16,7 +16,7 @@ from hf_zero.config.provenance import SourcedDict
 from hf_zero.config.rows import Key, Status
 from hf_zero.config.spelling import closest, did_you_mean, is_foreign
 from hf_zero.errors import ConfigError, NotBuiltError
-from hf_zero.logs import log_rank0
+from hf_zero.logging import log_rank0
 
 AUTO = "auto"
 

@@ -26,7 +26,7 @@ from hf_zero.errors import (
 from hf_zero.gradients.gradient_intake import MicroBatch
 from hf_zero.gradients.gradient_reducer import GradientReducer, ReductionOptions
 from hf_zero.gradients.losses import Losses
-from hf_zero.logs import listed
+from hf_zero.logging import listed
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.precision import Fp16LossScaler, Scaling
 

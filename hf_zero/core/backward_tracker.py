@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from hf_zero import spans
 from hf_zero.core.schedule import Schedule
+from hf_zero.device import spans
 from hf_zero.errors import PartitionError
 from hf_zero.gradients.gradient_reducer import GradientReducer
 from hf_zero.gradients.reduction_order import Outstanding

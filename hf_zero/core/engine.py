@@ -16,7 +16,7 @@ from hf_zero.core.engine_parts import EngineParts
 from hf_zero.core.optimizer_step import refuse_half_done
 from hf_zero.core.sharded_model import DTYPES
 from hf_zero.errors import ConfigError, PartitionError
-from hf_zero.logs import listed, logger
+from hf_zero.logging import listed, logger
 from hf_zero.parameters.tree import map_tensors, tensors_in
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.unit import Unit

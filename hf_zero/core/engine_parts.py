@@ -20,12 +20,12 @@ from hf_zero.core.optimizer_step import OptimizerStep
 from hf_zero.core.sanity import SanityChecks
 from hf_zero.core.sharded_model import ShardedModel, retire_flats, take_native_threads
 from hf_zero.core.state_bytes import bytes_by_tier, state_bytes
+from hf_zero.core.step_times import StepTimes
 from hf_zero.core.stopping import StopRequests
 from hf_zero.core.takeover import patch_optimizer, restore_optimizer
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group, rank_status
 from hf_zero.distributed.mesh import Mesh
-from hf_zero.step_times import StepTimes
 from hf_zero.storage.placement import Placement
 from hf_zero.units.making_mesh import make_mesh
 from hf_zero.units.policy import POLICIES

@@ -15,7 +15,7 @@ from torch import nn
 from hf_zero.distributed import process_group, world_group
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import PartitionError
-from hf_zero.logs import listed, logger
+from hf_zero.logging import listed, logger
 from hf_zero.parameters.parameter import LEFT_SHARDED, OwnedParameter, name_of, owner_of
 from hf_zero.parameters.sharding import sharding_of
 from hf_zero.units.flat_buffer import FlatBuffer

@@ -30,10 +30,10 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_zero import spans
 from hf_zero.core.backward_tracker import BackwardTracker, graph_task, keep_for_backward
 from hf_zero.core.guards import Attached
 from hf_zero.core.schedule import Schedule
+from hf_zero.device import spans
 from hf_zero.errors import PartitionError
 from hf_zero.parameters.raw_grads import any_raw_grad
 from hf_zero.parameters.tree import requiring_grad, tensors_in, transformed, with_replaced

@@ -17,14 +17,14 @@ from hf_zero.core.sharded_model import ShardedModel
 from hf_zero.core.staged_copies import StagedCopies
 from hf_zero.core.update import Updater
 from hf_zero.device import kinds
+from hf_zero.device.spans import span
 from hf_zero.errors import OffloadError, PartitionError
 from hf_zero.gradients.gradient_errors import GradientErrors
 from hf_zero.gradients.norm import squared_norm
 from hf_zero.gradients.usage import Usage
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 from hf_zero.one_bit.steps import OneBitSteps
 from hf_zero.optim.hyperparameters import scaled_rates
-from hf_zero.spans import span
 from hf_zero.storage.base import MASTER
 from hf_zero.storage.placement import ShardSpec, room_beside_a_step
 from hf_zero.units.flat_memory import keeps_master, ways_back

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 
 from hf_zero.device import kinds, pinned, streams
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 
 # backwards: a step of one micro-batch may well add up the gradients of several losses
 FORGOTTEN = 8

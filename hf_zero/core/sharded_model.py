@@ -14,6 +14,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.core.guards import ModuleGuards
 from hf_zero.core.schedule import Schedule
 from hf_zero.core.takeover import refuse_unknown_params
+from hf_zero.device.spans import span
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.ops import native
@@ -27,7 +28,6 @@ from hf_zero.parameters.layout import Slot
 from hf_zero.parameters.parameter import owner_of
 from hf_zero.parameters.sharding import sharding_of
 from hf_zero.parameters.wrap import find_units, packed_elements, persistent_names
-from hf_zero.spans import span
 from hf_zero.storage.placement import Placement
 from hf_zero.units.compression import Compression, report
 from hf_zero.units.flat_buffer import FlatBuffer

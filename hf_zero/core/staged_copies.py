@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_zero.device import streams
-from hf_zero.spans import span
+from hf_zero.device.spans import span
 from hf_zero.storage.base import Allocator
 from hf_zero.units.flat_buffer import FlatBuffer
 

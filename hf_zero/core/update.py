@@ -24,12 +24,12 @@ from hf_zero.core.staged_copies import StagedCopies
 from hf_zero.core.update_gathers import Gather, UpdateGathers
 from hf_zero.core.update_queue import UpdateQueue
 from hf_zero.device import kinds, streams
+from hf_zero.device.spans import span
 from hf_zero.distributed.collective_log import PendingCollective
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.optim.sub_group_update import Update
 from hf_zero.parameters.parameter import OwnedParameter, UpdatingParameter
-from hf_zero.spans import span
 from hf_zero.units.gradient_offload import GradientOffload, NoGradientOffload
 from hf_zero.units.unit import Unit
 

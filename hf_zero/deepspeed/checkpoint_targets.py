@@ -12,7 +12,7 @@ from hf_zero.checkpoint.storage import as_path
 from hf_zero.deepspeed.universal_files import LATEST_UNIVERSAL
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError, ConfigError, TargetMismatchError
-from hf_zero.logs import log_rank0, logger
+from hf_zero.logging import log_rank0, logger
 
 Target = tuple[str, str | None]
 

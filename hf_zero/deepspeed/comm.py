@@ -19,7 +19,7 @@ from hf_zero.device import kinds
 from hf_zero.distributed import init, process_group, world_group
 from hf_zero.distributed.rendezvous import announce
 from hf_zero.errors import ConfigError, LaunchError
-from hf_zero.logs import log_rank0
+from hf_zero.logging import log_rank0
 
 dist = process_group.dist
 DEFAULT_PORT = 29500

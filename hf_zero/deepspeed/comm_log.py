@@ -1,7 +1,7 @@
 """The log of ``deepspeed.comm``'s collectives: how often, how many bytes, how long.
 
 It has what the script itself calls. The engine's own gathers and reductions are spans of a profile
-(``hf_zero/spans.py``).
+(``hf_zero/device/spans.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.deepspeed.timers import trim_mean
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group, world_group
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 
 TRIMMED = 0.1  # of the smallest and of the largest times, in means
 

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from hf_zero.errors import ReplacedKeyError
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 
 
 class DeepSpeedConfigModel(BaseModel):

@@ -15,7 +15,7 @@ from typing import Any
 
 from hf_zero.errors import ConfigError, LaunchError
 from hf_zero.launch.hostfile import Host, read_hostfile, select
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 
 
 @contextmanager

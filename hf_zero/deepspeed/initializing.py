@@ -14,10 +14,10 @@ from hf_zero.deepspeed.constants import GRADIENT_CLIPPING_DEFAULT
 from hf_zero.deepspeed.engine import DeepSpeedEngine
 from hf_zero.deepspeed.optimizers import name_made
 from hf_zero.deepspeed.zero_config import clipped_by_default, without_autos
-from hf_zero.holding import engines_of
 from hf_zero.initialize import configuration, initialize_as
 from hf_zero.initialize import initialize as _initialize
-from hf_zero.logs import log_rank0
+from hf_zero.loading.shard_only import engines_of
+from hf_zero.logging import log_rank0
 from hf_zero.units.precision import is_raw
 
 _SIGNATURE = inspect.signature(_initialize)

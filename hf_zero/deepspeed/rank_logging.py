@@ -15,7 +15,7 @@ import psutil
 from hf_zero.deepspeed.accelerator import get_accelerator
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError
-from hf_zero.logs import logger, set_level
+from hf_zero.logging import logger, set_level
 
 LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
 LEVELS["critical"] = logging.CRITICAL

@@ -10,7 +10,7 @@ from hf_zero.deepspeed.rank_logging import GIB, print_dist
 from hf_zero.device import kinds
 from hf_zero.distributed.process_group import default_device
 from hf_zero.errors import ConfigError
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:

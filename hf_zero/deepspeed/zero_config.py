@@ -21,7 +21,7 @@ from hf_zero.deepspeed.constants import (
 )
 from hf_zero.deepspeed.monitors import DeepSpeedMonitorConfig
 from hf_zero.distributed import process_group
-from hf_zero.logs import log_rank0
+from hf_zero.logging import log_rank0
 
 ZERO = "zero_optimization"
 WITHOUT_DEFAULT = (

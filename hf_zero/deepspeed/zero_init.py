@@ -24,8 +24,8 @@ from hf_zero.deepspeed.zero3_context import (
     forced_config,
 )
 from hf_zero.distributed import init, process_group
-from hf_zero.holding import engines_of, hold
 from hf_zero.loading import Building, make_pending, make_real
+from hf_zero.loading.shard_only import engines_of, hold
 from hf_zero.parameters.parameter import ZeroParamStatus, owner_of
 
 # So much of a model is built in memory before it is sharded: that costs little, and a small model

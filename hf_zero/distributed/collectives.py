@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.device import kinds
+from hf_zero.device.spans import span
 from hf_zero.distributed import rank_hosts
 from hf_zero.distributed.codec import Codec
 from hf_zero.distributed.collective_handle import Handle
@@ -37,7 +38,6 @@ from hf_zero.distributed.process_group import backend_serving
 from hf_zero.distributed.tagged_barrier import maximum_between_hosts, tagged_barrier
 from hf_zero.distributed.two_hops import TwoHops
 from hf_zero.distributed.watchdog import Watchdog
-from hf_zero.spans import span
 
 DEFAULT_TIMEOUT = 1800.0
 MARGIN_SECONDS = 30.0  # between our timeout, which names ranks, and the backend's

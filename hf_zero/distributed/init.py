@@ -26,7 +26,7 @@ from hf_zero.distributed.rendezvous import LOOPBACK, announce
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import ConfigError
-from hf_zero.logs import log_rank0
+from hf_zero.logging import log_rank0
 
 
 def init_distributed(

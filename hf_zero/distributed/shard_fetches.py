@@ -23,7 +23,7 @@ from hf_zero.distributed.store_wait import (
     publish_closed,
 )
 from hf_zero.errors import RankMismatchError
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 
 JOIN_SECONDS = 5.0
 PART = 4 << 20  # bytes of one value in the store

@@ -9,7 +9,7 @@ from typing import Any
 from hf_zero.distributed.collective_log import PendingCollective
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import HfZeroError, RankMismatchError
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 
 POLL_SECONDS = 0.05
 FIRST_PAUSE = 0.0002

@@ -25,15 +25,14 @@ from typing import Any
 
 import torch
 
-from hf_zero import uncaught
 from hf_zero.device import kinds
-from hf_zero.distributed import rank_hosts
+from hf_zero.distributed import rank_hosts, uncaught
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.group_ends import abort_together
 from hf_zero.distributed.hang_diagnosis import HangDiagnosis
 from hf_zero.distributed.rank_status import PATIENCE_SECONDS, POLL_SECONDS, SCRIPT, RankStatus
 from hf_zero.errors import HfZeroError, RankMismatchError
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 
 WARN_SECONDS = 60.0
 LOOK_SECONDS = 1.0  # a wait of this length is looked at, and again after as long

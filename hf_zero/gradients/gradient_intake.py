@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from hf_zero.distributed.mesh import Mesh
-from hf_zero.logs import log_rank0
+from hf_zero.logging import log_rank0
 from hf_zero.parameters.raw_grads import any_raw_grad, drop_raw_grads, raw_grads
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.gradient_buffer import GradState

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from hf_zero.device.spans import span
 from hf_zero.distributed.collective_handle import Handle
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.gradients.gradient_intake import GradientIntake, WireBuffers
 from hf_zero.gradients.norm import sums_of_squares
-from hf_zero.spans import span
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.gradient_buffer import GradState
 from hf_zero.units.gradient_offload import GradientOffload, NoGradientOffload

@@ -21,7 +21,7 @@ from hf_zero.checkpoint.collective_try import describe_error
 from hf_zero.checkpoint.find import integrity_error
 from hf_zero.distributed import process_group, world_group
 from hf_zero.errors import CheckpointError
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 
 STATE = "trainer_state.json"
 SENTINEL = "checkpoint-is-incomplete.txt"

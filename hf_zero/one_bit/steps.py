@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_zero.device.spans import span
 from hf_zero.distributed.mesh import Mesh
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 from hf_zero.one_bit.flat_lamb import FlatLamb
 from hf_zero.one_bit.flat_momentum import LIMIT, FlatMomentum
 from hf_zero.one_bit.local_steps import LIMIT_OF_MEANS, LocalSteps
 from hf_zero.one_bit.rank_norm import RankNorm, note
 from hf_zero.optim.hyperparameters import ALL_FROZEN_AT, FROZEN_AT
 from hf_zero.optim.one_bit import OneBit
-from hf_zero.spans import span
 from hf_zero.units.computing import ComputedValues
 from hf_zero.units.flat_buffer import FlatBuffer
 

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from hf_zero.device import kinds
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 
 KERNELS: dict[str, Kernel] = {}
 _BROKEN: dict[str, str] = {}

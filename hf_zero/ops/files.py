@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_zero.device.spans import span
 from hf_zero.errors import ConfigError, OffloadError
-from hf_zero.logs import logger
-from hf_zero.spans import span
+from hf_zero.logging import logger
 
 ALIGNMENT = 4096  # bytes: offsets, lengths and addresses of what goes past the page cache
 BACKENDS = ("io_uring", "threads", "python")

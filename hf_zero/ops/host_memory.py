@@ -28,7 +28,7 @@ import torch
 from hf_zero.device import kinds, pinned
 from hf_zero.device.host_limits import free_ram
 from hf_zero.errors import HostMemoryError
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 from hf_zero.ops.sign_blocks import BLOCKS
 from hf_zero.optim.adam import Adam
 from hf_zero.optim.elementwise import elementwise_base

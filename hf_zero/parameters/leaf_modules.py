@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from hf_zero.errors import ConfigError
-from hf_zero.logs import log_rank0
+from hf_zero.logging import log_rank0
 from hf_zero.parameters.wrap import WHOLE
 
 

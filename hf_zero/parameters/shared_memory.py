@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hf_zero.errors import PartitionError
-from hf_zero.logs import log_rank0
+from hf_zero.logging import log_rank0
 from hf_zero.parameters.parameter import owner_of
 from hf_zero.parameters.pending import source_of
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.sizes import in_units
 from hf_zero.device import kinds
 from hf_zero.device.free_memory import Free, measure
 from hf_zero.distributed.parallel_groups import get_parallel
@@ -24,7 +25,6 @@ from hf_zero.planning.fit import Fit, fit
 from hf_zero.planning.needs import Needs, needs
 from hf_zero.planning.plan import FlatParameters, MemoryPlan, groups_of
 from hf_zero.planning.verdict import ACTIVATIONS, MemoryVerdict, judge
-from hf_zero.sizes import in_units
 
 SWITCH = "HF_ZERO_PREFLIGHT"
 

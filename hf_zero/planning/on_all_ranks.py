@@ -12,7 +12,7 @@ from hf_zero.distributed import process_group
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.distributed.world_group import get_world_group, raise_on_all_ranks
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 from hf_zero.optim.elementwise import check as check_elementwise
 from hf_zero.planning.checking import check, room_for
 from hf_zero.planning.moments import moments_of

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hf_zero.config.sizes import in_units
 from hf_zero.device.free_memory import Free
 from hf_zero.planning.needs import NamedBytes, Needs
-from hf_zero.sizes import in_units
 
 # of the free memory of a host: page tables, loaders and the allocator take from it too
 RAM_SHARE = 0.96

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_zero.errors import ConfigError, DiskSpaceError, OffloadError
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 from hf_zero.ops.files import (
     ALIGNMENT,
     FileQueue,

@@ -24,7 +24,7 @@ from hf_zero.config.quantization import EIGENVALUE, EigenvalueSection
 from hf_zero.core.guards import Attached
 from hf_zero.core.sharded_model import MeshRanks
 from hf_zero.errors import ConfigError
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 from hf_zero.parameters.parameter import name_of, owner_of
 from hf_zero.techniques.blocks import layers_at
 from hf_zero.techniques.rounding import Precision

@@ -26,7 +26,7 @@ from hf_zero.config.quantization import (
     WeightQuantization,
 )
 from hf_zero.errors import ConfigError
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 from hf_zero.parameters.wrap import names_in_blocks
 from hf_zero.techniques.eigenvalue import StretchedPeriods
 from hf_zero.techniques.rounding import Precision, Rounding, noise_for

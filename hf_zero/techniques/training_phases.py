@@ -21,7 +21,7 @@ from hf_zero.config.spelling import did_you_mean
 from hf_zero.config.training_phases import PHASES
 from hf_zero.core.backward import Counters
 from hf_zero.errors import ConfigError
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 from hf_zero.techniques import curriculum
 from hf_zero.techniques.sequence_length import SequenceLength
 

@@ -9,7 +9,7 @@ import torch
 
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed.codec import Codec
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 from hf_zero.ops.block_codec import BlockCodec
 from hf_zero.ops.error_codec import ErrorCodec
 from hf_zero.ops.sign_blocks import SignBlocks

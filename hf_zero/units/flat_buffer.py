@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from hf_zero.device import streams
+from hf_zero.device.spans import span
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.flat_mesh import FlatMesh
 from hf_zero.distributed.mesh import Mesh
@@ -26,7 +27,6 @@ from hf_zero.parameters.flat_spec import FlatSpec, reading
 from hf_zero.parameters.layout import FlatLayout, Slot
 from hf_zero.parameters.parameter_handles import ParameterHandles
 from hf_zero.parameters.writes import UserWrites
-from hf_zero.spans import span
 from hf_zero.storage.base import SHARD, Storage, numbers
 from hf_zero.storage.memory import DeviceStorage
 from hf_zero.units.computing import Change, Computing

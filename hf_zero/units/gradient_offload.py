@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from hf_zero.device import streams
+from hf_zero.device.spans import span
 from hf_zero.ops import host
-from hf_zero.spans import span
 from hf_zero.storage.base import Allocator
 from hf_zero.units.gradient_buffer import GradientBuffer
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hf_zero.device import kinds, streams
+from hf_zero.device.spans import span
 from hf_zero.distributed.collective_handle import Handle
-from hf_zero.spans import span
 from hf_zero.units.flat_buffer import FlatBuffer
 from hf_zero.units.parameter_guard import ParameterGuard
 

@@ -190,7 +190,7 @@ def test_saved_without_the_base(tmp_path: Path, base: Path) -> None:
 def test_a_frozen_adapter_that_was_left_out_at_the_save(
     tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_zero.logs.logger.propagate", True)
+    monkeypatch.setattr("hf_zero.logging.logger.propagate", True)
     model = adapted(base, KINDS["LoRA"](), "other")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".default." in name)
@@ -248,7 +248,7 @@ def test_names_alone_with_the_configuration_beside(tmp_path: Path, base: Path, k
 def test_names_alone_are_not_enough(
     tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_zero.logs.logger.propagate", True)
+    monkeypatch.setattr("hf_zero.logging.logger.propagate", True)
     saved(tmp_path / "run", adapted(base, KINDS["LoRA"]()))
     forget_adapters(tmp_path / "run")
     with pytest.raises(
@@ -279,7 +279,7 @@ def test_an_adapter_whose_file_is_computed(
     tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The save goes on, and says what the converter will do."""
-    monkeypatch.setattr("hf_zero.logs.logger.propagate", True)
+    monkeypatch.setattr("hf_zero.logging.logger.propagate", True)
     config = peft.PromptEncoderConfig(
         task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8
     )

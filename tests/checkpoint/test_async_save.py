@@ -29,7 +29,7 @@ from hf_zero.checkpoint import (
     verify_checkpoint,
 )
 from hf_zero.errors import CheckpointError, HostMemoryError
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 from tests.checkpoint.test_engine import Setup, second_half, train
 from tests.checkpoint.test_offloaded import Away, described
 from tests.helpers.cells import fast

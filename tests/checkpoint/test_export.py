@@ -201,7 +201,7 @@ def test_frozen_parameters(tmp_path):
 
 
 def test_left_out_at_the_save_is_said(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("hf_zero.logs.logger.propagate", True)
+    monkeypatch.setattr("hf_zero.logging.logger.propagate", True)
     saved(
         tmp_path / "run",
         small,

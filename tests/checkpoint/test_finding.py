@@ -65,7 +65,7 @@ def damage(folder: Path) -> None:
 
 
 def test_the_newest_whole_one_is_taken_and_named(runs, caplog, monkeypatch):
-    monkeypatch.setattr("hf_zero.logs.logger.propagate", True)
+    monkeypatch.setattr("hf_zero.logging.logger.propagate", True)
     caplog.set_level("INFO", "hf_zero")
     states = runs / "quickstart"
     assert [folder.parent.name for folder in checkpoints_below(runs)] == [

@@ -114,7 +114,7 @@ def test_a_save_stopped_before_it_dropped_the_old_one(tmp_path):
 
 
 def test_leftovers_of_the_same_tag_go_and_of_others_are_named(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("hf_zero.logs.logger.propagate", True)
+    monkeypatch.setattr("hf_zero.logging.logger.propagate", True)
     (tmp_path / ".hf-zero-saving-a.76543210" / "deep").mkdir(parents=True)
     (tmp_path / ".hf-zero-saving-a").mkdir()
     other = tmp_path / ".hf-zero-saving-a.b.76543210"

@@ -17,7 +17,7 @@ import torch
 import hf_zero
 from hf_zero.checkpoint import async_save, tensorfile, verify_checkpoint
 from hf_zero.errors import CheckpointError
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 from tests.checkpoint.test_elastic import Elastic, grouped, micro_losses, place
 from tests.helpers.engines import full_weights
 from tests.helpers.models import ARCHITECTURES, LENGTH, VOCAB

@@ -279,7 +279,7 @@ def test_random_generators_come_back_on_request(tmp_path):
 
 
 def test_random_generators_of_other_ranks_are_said_to_be_lost(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("hf_zero.logs.logger.propagate", True)
+    monkeypatch.setattr("hf_zero.logging.logger.propagate", True)
     trained(Job(1, 3), tmp_path)
     loaded(Job(2, 3), tmp_path, load_rng=True, before=lambda engine: torch.manual_seed(5))
     assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(5).get_state())

@@ -22,7 +22,7 @@ from tests.late import device, training
 import torch  # isort: skip
 import hf_zero  # isort: skip
 from hf_zero.distributed import world_group  # isort: skip
-from hf_zero.logs import logger  # isort: skip
+from hf_zero.logging import logger  # isort: skip
 
 JOB = "stage 3, one micro-batch"
 STEPS = 2  # before rank 1 stays away

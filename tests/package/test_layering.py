@@ -24,11 +24,7 @@ LAYERS = {
     "hf_zero.config": 0,
     "hf_zero.device": 0,
     "hf_zero.errors": 0,
-    "hf_zero.logs": 0,
-    "hf_zero.sizes": 0,
-    "hf_zero.spans": 0,
-    "hf_zero.step_times": 0,
-    "hf_zero.uncaught": 0,
+    "hf_zero.logging": 0,
     "hf_zero.distributed": 0,
     "hf_zero.storage": 1,
     "hf_zero.parameters": 1,
@@ -45,7 +41,6 @@ LAYERS = {
     "hf_zero.activations": 3,
     "hf_zero.parallel": 3,
     "hf_zero.techniques": 3,
-    "hf_zero.holding": 3,
     "hf_zero.engine": 3,
     "hf_zero.initialize": 3,
     "hf_zero._autoload": 4,
@@ -72,7 +67,6 @@ STACK = [
         "parallel",
         "techniques",
         "engine",
-        "holding",
         "initialize",
     )
 ]

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import DistNetworkError, TCPStore
 
-from hf_zero import uncaught
+from hf_zero.distributed import uncaught
 from hf_zero.errors import ConfigError, DiskSpaceError, HfZeroError
 from hf_zero.launch import launcher
 from tests.helpers.commands import completed
@@ -131,7 +131,7 @@ def test_a_cause_that_the_message_holds_is_not_told_again() -> None:
 
 SCRIPT = """
 import os, sys
-from hf_zero import uncaught
+from hf_zero.distributed import uncaught
 from hf_zero.errors import ConfigError
 uncaught.WAIT_SECONDS = 60.0  # rank 0 may come late
 if sys.argv[1] == "each":

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
-from hf_zero.holding import hold
 from hf_zero.loading import building
 from hf_zero.loading.expressions import Filled
+from hf_zero.loading.shard_only import hold
 from hf_zero.parameters.sharding import sharding_of
 from tests.helpers.ranks import run_ranks
 from tests.loading.counting import counting

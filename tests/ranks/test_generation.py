@@ -204,7 +204,7 @@ def test_summoned_models_run_as_often_as_each_rank_likes(stage):
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
 @pytest.mark.parametrize("writeback", [True, False])
 def test_what_is_written_inside_is_kept_with_writeback(stage, writeback, caplog, monkeypatch):
-    monkeypatch.setattr("hf_zero.logs.logger.propagate", True)
+    monkeypatch.setattr("hf_zero.logging.logger.propagate", True)
 
     def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(stage))

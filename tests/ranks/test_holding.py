@@ -15,7 +15,7 @@ import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed import process_group
 from hf_zero.errors import PartitionError, ReleasedParameterError
-from hf_zero.holding import hold
+from hf_zero.loading.shard_only import hold
 from hf_zero.parameters.parameter import ReleasedParameter
 from hf_zero.parameters.pending import pending
 from tests.helpers import oracle

@@ -397,7 +397,7 @@ def test_parameters_that_are_packed_stay_whole_together():
 
 
 def test_a_model_that_is_held_keeps_its_small_parameters_sharded():
-    from hf_zero.holding import hold
+    from hf_zero.loading.shard_only import hold
 
     def run(rank, model):
         config = config_of(3, zero_optimization=zero_of(SMALL, "none", Path()))

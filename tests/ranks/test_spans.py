@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
-from hf_zero import spans
-from hf_zero.logs import level_in, logger
+from hf_zero.device import spans
+from hf_zero.logging import level_in, logger
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.stacks import on_ranks, squared
@@ -138,7 +138,7 @@ def test_the_variable_may_name_a_level_of_the_log(lines, asked):
 
 
 def calls_of_a_step(depth, **more):
-    """How often functions of hf_zero.spans are called in a step, by name."""
+    """How often functions of hf_zero.device.spans are called in a step, by name."""
 
     def run(rank, model):
         engine, calls = trained(model, steps=2, **more), Counter()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_zero import step_times
+from hf_zero.core import step_times
 from hf_zero.deepspeed.engine import DeepSpeedEngine
 from tests.helpers.engines import config_of, start
 from tests.helpers.stacks import on_ranks, squared, stack

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from hf_zero.config.sizes import parse_rate, rate_in_units
 from hf_zero.errors import ConfigError
 from hf_zero.planning.estimate import traffic
 from hf_zero.planning.traffic import Traffic
-from hf_zero.sizes import parse_rate, rate_in_units
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.stacks import on_ranks, squared

@@ -24,7 +24,7 @@ from hf_zero.checkpoint.records import BUFFER, Adapter, strip_wrappers
 from hf_zero.checkpoint.storage import AnyPath
 from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 
 CONVERT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

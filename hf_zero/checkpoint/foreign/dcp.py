@@ -34,7 +34,7 @@ from hf_zero.checkpoint.foreign.assembled import (
 from hf_zero.checkpoint.foreign.torch_files import Opaque, SavedTensor, damaged, load
 from hf_zero.checkpoint.foreign.unnamed import Shape
 from hf_zero.errors import CheckpointError
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 from hf_zero.optim import hyperparameters
 
 Record = tuple[str, Any]  # the name under which it is stored, and torch's record of it

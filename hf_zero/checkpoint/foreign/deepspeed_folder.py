@@ -46,7 +46,7 @@ from hf_zero.checkpoint.foreign.deepspeed_parts import (
 )
 from hf_zero.checkpoint.foreign.torch_files import load_pickle
 from hf_zero.errors import CheckpointError
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 
 
 class DeepSpeedFolder:

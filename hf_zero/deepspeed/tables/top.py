@@ -142,7 +142,7 @@ TOP = (
             "DeepSpeedOptimizerCallable",
             "DeepSpeedSchedulerCallable",
         ),
-        names("hf_zero.logs", "logger"),
+        names("hf_zero.logging", "logger"),
         names("torch.optim", "Optimizer as DeepSpeedOptimizer"),
         names("torch.utils.data", "DataLoader as DeepSpeedDataLoader"),
         names("deepspeed", "comm as dist"),

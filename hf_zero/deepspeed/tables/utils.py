@@ -97,7 +97,7 @@ UTILS = (
         ON_DEVICE,
         NVTX,
         names("hf_zero.distributed.process_group", "is_initialized"),
-        names("hf_zero.logs", "logger"),
+        names("hf_zero.logging", "logger"),
         names(
             f"{HERE}.rank_logging",
             "log_dist",
@@ -147,7 +147,7 @@ UTILS = (
     module(
         "deepspeed.utils.logging",
         "Logging on chosen ranks.",
-        names("hf_zero.logs", "logger"),
+        names("hf_zero.logging", "logger"),
         names(
             f"{HERE}.rank_logging",
             "LEVELS as log_levels",

@@ -23,7 +23,7 @@ from hf_zero.integrations.checkpoint_folders import (
     numbered_folders,
     warn_lost_random_states,
 )
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 
 PREFIX = "checkpoint_"
 

@@ -24,7 +24,7 @@ from typing import Any
 from hf_zero.engine import Engine
 from hf_zero.errors import PartitionError
 from hf_zero.integrations import finder
-from hf_zero.logs import log_rank0
+from hf_zero.logging import log_rank0
 from hf_zero.parameters.parameter import owner_of
 
 _training: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -29,7 +29,7 @@ from torch import nn
 from hf_zero.errors import KernelError
 from hf_zero.integrations.fused.late_logits import with_late_logits
 from hf_zero.integrations.fused.replacement import Replacement
-from hf_zero.logs import log_rank0
+from hf_zero.logging import log_rank0
 from hf_zero.ops.linear_cross_entropy import linear_cross_entropy
 from hf_zero.ops.masked_rows import RowCapacity, RowCount, select_rows
 

@@ -22,7 +22,7 @@ from hf_zero.integrations.fused.conditions import replaced
 from hf_zero.integrations.fused.pre_layer_norm import normalise_before
 from hf_zero.integrations.fused.replacement import Replacement
 from hf_zero.integrations.fused.reporting import Line, Report
-from hf_zero.logs import log_rank0
+from hf_zero.logging import log_rank0
 from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.ops.packed_linear import adjacent, pack_
 from hf_zero.parameters.parameter import owner_of

@@ -25,7 +25,7 @@ from hf_zero.core.guards import Attached, outside_graphs
 from hf_zero.errors import ConfigError, KernelError
 from hf_zero.integrations.fused import attention as sparse
 from hf_zero.integrations.fused.replacement import Replacement
-from hf_zero.logs import log_rank0
+from hf_zero.logging import log_rank0
 from hf_zero.ops.sparse_attention.layouts import HeadsOf
 from hf_zero.parallel.sequence.attention import KEY, attend, check_heads
 from hf_zero.parallel.sequence.batches import are_counted, is_part

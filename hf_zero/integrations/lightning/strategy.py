@@ -26,12 +26,12 @@ from hf_zero.deepspeed.zero_init import Init
 from hf_zero.distributed import init, process_group
 from hf_zero.engine import Engine
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.holding import hold, release_holders
 from hf_zero.initialize import initialize
 from hf_zero.integrations import finder
 from hf_zero.integrations.engine_teardown import destroy_and_restore
 from hf_zero.integrations.lightning.settings import read, resolve
 from hf_zero.integrations.transformers.loading import made_under
+from hf_zero.loading.shard_only import hold, release_holders
 from hf_zero.parallel.tensor.configured import readers
 from hf_zero.parameters.parameter import owner_of
 from hf_zero.techniques.curriculum_sampler import CurriculumSampler, RankBatches, RankSamples

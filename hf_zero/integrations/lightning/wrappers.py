@@ -30,7 +30,7 @@ from hf_zero.integrations.lightning.strategy import (
     left_in_place,
     register,
 )
-from hf_zero.logs import log_rank0
+from hf_zero.logging import log_rank0
 
 HPC = (
     "hpc_ckpt_"  # what a job under SLURM saves when it is asked to end, and resumes from by itself

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_zero.integrations.peft.adapters import whole_copies
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 
 
 def described(model: Any, buffers: set[str]) -> dict[str, tuple[dict[str, Any], dict[str, str]]]:

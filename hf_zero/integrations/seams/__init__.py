@@ -45,7 +45,7 @@ def apply(module: ModuleType) -> None:
 
 
 def _apply(seam: Seam, module: ModuleType) -> None:
-    from hf_zero.logs import logger
+    from hf_zero.logging import logger
 
     try:
         holder, name, original = seam.locate(module)

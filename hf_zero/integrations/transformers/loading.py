@@ -30,9 +30,9 @@ from hf_zero.deepspeed.zero3_context import (
 from hf_zero.deepspeed.zero_init import give_facts
 from hf_zero.distributed import init, process_group, world_group
 from hf_zero.errors import ConfigError, NoModelFolderError, PartitionError
-from hf_zero.holding import hold
 from hf_zero.integrations import finder
 from hf_zero.loading import Building, LazyTensor, make_pending, make_real
+from hf_zero.loading.shard_only import hold
 from hf_zero.parameters.parameter import owner_of
 from hf_zero.parameters.sharding import sharding_of
 

@@ -16,7 +16,7 @@ from typing import Any
 from hf_zero.distributed import world_group
 from hf_zero.integrations.checkpoint_folders import SENTINEL
 from hf_zero.integrations.transformers.trainer_route import under_zero
-from hf_zero.logs import log_rank0
+from hf_zero.logging import log_rank0
 
 
 def agree_to_stop(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:

@@ -34,7 +34,7 @@ from hf_zero.integrations.transformers.trainer_route import (
     verify,
     verify_state,
 )
-from hf_zero.logs import log_rank0, logger
+from hf_zero.logging import log_rank0, logger
 
 GIVEN = "_hf_zero_given"
 

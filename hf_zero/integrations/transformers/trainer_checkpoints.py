@@ -30,7 +30,7 @@ from hf_zero.integrations.checkpoint_folders import (
     warn_lost_random_states,
 )
 from hf_zero.integrations.transformers.trainer_route import under_zero
-from hf_zero.logs import listed, logger
+from hf_zero.logging import listed, logger
 
 PREFIX = "checkpoint-"
 ASIDE = "_hf-zero-dropped-"  # a name that the Trainer does not push to the hub

@@ -18,7 +18,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.provenance import DICT, SourcedDict, value_at
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
-from hf_zero.logs import log_rank0
+from hf_zero.logging import log_rank0
 
 ZeroConfigLike = ZeroConfig | Mapping[str, Any] | str | os.PathLike[str]
 

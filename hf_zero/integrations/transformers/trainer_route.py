@@ -21,7 +21,7 @@ from hf_zero.config.provenance import value_at
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.transformers.trainer_config import refuse_contradictions
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 
 SWITCH = "ACCELERATE_USE_DEEPSPEED"
 ON_CPU = "ACCELERATE_USE_CPU"

@@ -18,7 +18,7 @@ from hf_zero.device import kinds, usage
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.transformers.trainer_config import ZeroConfigLike, read
-from hf_zero.logs import log_rank0
+from hf_zero.logging import log_rank0
 
 MEBIBYTE = 2**20
 

@@ -17,7 +17,7 @@ from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.distributed.pipeline_stage import PipelineRun, Stage
 from hf_zero.distributed.stage_messages import StageMessages
 from hf_zero.errors import ConfigError, PipelineError, RankMismatchError
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 from hf_zero.parallel.alike import Calls, differing, hash_of
 from hf_zero.parallel.pipeline.grid import PipelineParallelGrid
 from hf_zero.parallel.pipeline.staged import StagedModule

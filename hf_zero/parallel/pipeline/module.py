@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_zero.errors import ConfigError
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 from hf_zero.parallel.pipeline.grid import PipelineParallelGrid
 from hf_zero.parallel.pipeline.layers import (
     LayerSpec,

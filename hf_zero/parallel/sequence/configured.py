@@ -11,7 +11,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.distributed import process_group
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
-from hf_zero.logs import log_rank0
+from hf_zero.logging import log_rank0
 from hf_zero.parallel.sequence.attention import KEY
 from hf_zero.parallel.sequence.sequence_parallel import (
     OnModel,

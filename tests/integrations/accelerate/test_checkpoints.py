@@ -15,8 +15,8 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
 from hf_zero.errors import CheckpointError
-from tests.integrations.accelerate.test_loop import accelerator_with, loader, small
 from tests.helpers.plain_process import forget
+from tests.integrations.accelerate.test_loop import accelerator_with, loader, small
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 

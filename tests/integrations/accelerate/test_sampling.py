@@ -25,8 +25,8 @@ from hf_zero.integrations.accelerate.shared_batches import _DataParallelState
 from hf_zero.launch.reaching import free_port
 from hf_zero.techniques.curriculum_sampler import CurriculumSampler
 from tests.helpers import launched, sampled
-from tests.helpers.sampled import BATCH, ROWS, index_in, metric, section
 from tests.helpers.plain_process import forget
+from tests.helpers.sampled import BATCH, ROWS, index_in, metric, section
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 

@@ -250,7 +250,7 @@ def test_why_not(
 def test_the_table_counts_like_modules(heard: list[str]) -> None:
     import logging
 
-    from hf_zero.logs import logger
+    from hf_zero.logging import logger
 
     logger.setLevel(logging.INFO)
     try:

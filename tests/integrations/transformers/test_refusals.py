@@ -93,7 +93,7 @@ def test_one_process_beside_other_devices_says_so_once(
     from hf_zero.initialize import _tell_of_other_devices
 
     module = __import__("sys").modules["hf_zero.initialize"]
-    monkeypatch.setattr("hf_zero.logs.logger.propagate", True)
+    monkeypatch.setattr("hf_zero.logging.logger.propagate", True)
     monkeypatch.setattr(module, "device_count", lambda: 8)
     monkeypatch.setattr(module.process_group, "is_initialized", lambda: False)
     for launched in (SimpleNamespace(), None):

@@ -20,7 +20,8 @@ import hf_zero
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.engine_teardown import destroy_and_restore
-from hf_zero.logs import logger
+from hf_zero.logging import logger
+from tests.helpers.plain_process import forget
 from tests.helpers.trainers import (
     ROUTES,
     assert_same_training,
@@ -32,7 +33,6 @@ from tests.helpers.trainers import (
     rows,
     weights,
 )
-from tests.helpers.plain_process import forget
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 

@@ -17,8 +17,8 @@ import transformers
 
 from hf_zero.checkpoint import find
 from hf_zero.errors import CheckpointError
-from tests.helpers.trainers import logged, routed, weights
 from tests.helpers.plain_process import forget
+from tests.helpers.trainers import logged, routed, weights
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 

@@ -54,7 +54,7 @@ def references(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[str], int]:
     """How many lines of our log begin like this."""
-    from hf_zero.logs import logger
+    from hf_zero.logging import logger
 
     monkeypatch.setattr(logger, "propagate", True)
     caplog.set_level(logging.INFO, logger.name)

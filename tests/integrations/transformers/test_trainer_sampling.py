@@ -16,9 +16,9 @@ import hf_zero
 from hf_zero.errors import ConfigError
 from tests.helpers import sampled
 from tests.helpers.models import VOCAB
+from tests.helpers.plain_process import forget
 from tests.helpers.sampled import metric, section
 from tests.helpers.trainers import model, options
-from tests.helpers.plain_process import forget
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 

@@ -13,7 +13,7 @@ import torch
 
 from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 
 PARTS = ("fwd", "bwd", "step")
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-from hf_zero.logs import LEVELS, logger
+from hf_zero.logging import LEVELS, logger
 
 LOGS = {"": False, "debug": True, "debug:all": True}  # what HF_ZERO_LOG may be
 _started = time.perf_counter()
@@ -101,7 +101,7 @@ def _log(what: str, unit: str, nbytes: int, since: float) -> None:
 
 def log_steps(how: str) -> None:
     """Log the order of steps as HF_ZERO_LOG says: ``debug``, ``debug:all``, or empty for not. The
-    name of another level sets that alone (logs.py).
+    name of another level sets that alone (hf_zero/logging.py).
     """
     global logs, _everywhere
     if how not in LOGS and how.lower() not in LEVELS:

@@ -29,7 +29,7 @@ from hf_zero.distributed.agent_store import connect_to_agent_store
 SWITCH = "HF_ZERO_TRACEBACK"
 OFF = {"", "0", "false", "off", "no"}
 WAIT_SECONDS = 2.0
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 COMMANDS = Path(sys.executable).parent  # accelerate, torchrun and the like
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 # asked about errors of others: what to report in their place, None where nothing is known
