@@ -228,9 +228,9 @@ def _free(
 
     import torch
 
-    from hf_zero.config.sizes import parse_size
     from hf_zero.device import kinds
     from hf_zero.device.free_memory import measure
+    from hf_zero.logging import parse_size
 
     gpus = kinds.device_count()
     here = ranks_per_host or min(ranks, gpus or ranks)

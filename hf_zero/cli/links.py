@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from hf_zero.cli.printing import in_units
-from hf_zero.config.sizes import parse_rate, rate_in_units
+from hf_zero.logging import parse_rate, rate_in_units
 
 if TYPE_CHECKING:
     from hf_zero.planning.traffic import Traffic

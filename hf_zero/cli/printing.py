@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hf_zero.config.sizes import in_units
+from hf_zero.logging import in_units
 
 __all__ = ["AsJson", "in_units", "print_json", "print_table"]
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.sizes import in_units
 from hf_zero.device import kinds
 from hf_zero.device.free_memory import Free, measure
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import DoesNotFitError
+from hf_zero.logging import in_units
 from hf_zero.parameters.parameter import owner_of
 from hf_zero.parameters.wrap import UnitSpec, find_units, persistent_names
 from hf_zero.planning.communicators import REPORTED, allowance, communicators

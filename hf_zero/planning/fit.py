@@ -14,8 +14,8 @@ from typing import Any
 
 from hf_zero.config import OffloadOptimizer, OffloadParam
 from hf_zero.config.offload import Moments
-from hf_zero.config.sizes import in_units
 from hf_zero.device.free_memory import Free
+from hf_zero.logging import in_units
 from hf_zero.planning.needs import NamedBytes, Needs, needs
 from hf_zero.planning.plan import FlatParameters, MemoryPlan
 from hf_zero.planning.verdict import ACTIVATIONS, MemoryVerdict, judge

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hf_zero.config.sizes import in_units
 from hf_zero.device.free_memory import Free
+from hf_zero.logging import in_units
 from hf_zero.planning.needs import NamedBytes, Needs
 
 # of the free memory of a host: page tables, loaders and the allocator take from it too

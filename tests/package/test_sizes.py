@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hf_zero.config.sizes import in_units, parse_size
 from hf_zero.errors import ConfigError
+from hf_zero.logging import in_units, parse_size
 
 
 @pytest.mark.parametrize(

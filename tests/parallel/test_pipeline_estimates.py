@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 import hf_zero
 from hf_zero.cli.app import app
-from hf_zero.config.sizes import parse_size
 from hf_zero.device.free_memory import Free
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.errors import ConfigError, DoesNotFitError, RankMismatchError
+from hf_zero.logging import parse_size
 from hf_zero.parallel.pipeline.module import PipelineModule
 from hf_zero.planning import on_all_ranks
 from hf_zero.planning.estimate import propose

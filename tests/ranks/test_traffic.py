@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.config.sizes import parse_rate, rate_in_units
 from hf_zero.errors import ConfigError
+from hf_zero.logging import parse_rate, rate_in_units
 from hf_zero.planning.estimate import traffic
 from hf_zero.planning.traffic import Traffic
 from tests.helpers.engines import config_of, start

@@ -37,9 +37,8 @@ from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.checkpoint.records import dtype_name, strip_wrappers
 from hf_zero.checkpoint.storage import AnyPath, local_path
 from hf_zero.checkpoint.tensorfile import FilePlan, plan_file
-from hf_zero.config.sizes import in_units
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.logging import logger
+from hf_zero.logging import in_units, logger
 
 WEIGHTS = "model{suffix}.safetensors"
 INDEX = "model.safetensors.index.json"
