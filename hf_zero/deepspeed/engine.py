@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.core.gathered import GatheredParameters
-from hf_zero.deepspeed.checkpoint_targets import agreed_target, nothing_to_load, tag_of
+from hf_zero.deepspeed.checkpoint_files import agreed_target, nothing_to_load, tag_of
 from hf_zero.deepspeed.comm_log import comms_logger
 from hf_zero.deepspeed.engine_getters import methods
+from hf_zero.deepspeed.flops_profiler import StepProfile
 from hf_zero.deepspeed.loss_scalers import EngineLossScaler
 from hf_zero.deepspeed.monitors import (
     DeepSpeedMonitorConfig,
@@ -26,7 +27,6 @@ from hf_zero.deepspeed.monitors import (
 from hf_zero.deepspeed.placeholders import refuse
 from hf_zero.deepspeed.reporting_engine import ReportingEngine
 from hf_zero.deepspeed.states_away import StatesAway, checked
-from hf_zero.deepspeed.step_profile import StepProfile
 from hf_zero.device import kinds
 from hf_zero.errors import (
     ConfigError,

@@ -11,6 +11,7 @@ from hf_zero.config.curriculum import CURRICULUM, EFFICIENCY, LEGACY, SAMPLING
 from hf_zero.config.token_drop import TOKEN_DROP
 from hf_zero.deepspeed.placeholders import function
 from hf_zero.deepspeed.zero_config import DEFAULTS, ZERO
+from hf_zero.techniques.layer_drop import LayerDrop
 
 GETTERS: dict[str, tuple[str, Any]] = {
     "aio_config": ("aio", {}),
@@ -205,3 +206,21 @@ def methods() -> dict[str, Callable[..., Any]]:
     for name, method in made.items():
         method.__name__, method.__qualname__ = name, f"DeepSpeedEngine.{name}"
     return made
+
+
+# ---- ``engine.progressive_layer_drop`` ----
+
+
+class ProgressiveLayerDrop:
+    """What scripts read of it. Models need not: the engine leaves their blocks out."""
+
+    def __init__(self, technique: LayerDrop):
+        self._technique = technique
+
+    def get_theta(self) -> float:
+        """theta(t) of the next forward: with which probability the last block is kept."""
+        return self._technique.theta
+
+    def get_state(self) -> dict[str, Any]:
+        """The keywords that DeepSpeed's engine gave a model's forward."""
+        return {"progressive_layer_drop": True, "pld_theta": self.get_theta()}

@@ -1,19 +1,23 @@
 """``deepspeed.profiling.flops_profiler``: the floating-point operations of a model's forward, as
-torch.utils.flop_counter counts them: those of matrix products, convolutions and attention.
+torch.utils.flop_counter counts them: those of matrix products, convolutions and attention; the
+profile of the step that the section ``flops_profiler`` names; ``instrument_w_nvtx``.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from hf_zero.config.sections import FlopsProfilerSection
 from hf_zero.deepspeed.accelerator import get_accelerator
 from hf_zero.errors import ConfigError
 
@@ -272,3 +276,73 @@ def get_model_profile(
         )
     finally:
         profiler.end_profile()
+
+
+# ---- The step that the configuration names ----
+
+
+class StepProfile:
+    """Counts the operations of rank 0's forwards in the step that ``section`` names, the last
+    micro-batch's, and prints them once that step has ended.
+    """
+
+    def __init__(self, engine: Any, section: FlopsProfilerSection) -> None:
+        self.section, self.counters = section, engine.counters
+        self.profiler = FlopsProfiler(engine.module, engine, section.recompute_fwd_factor or 0.0)
+        self._wanted = engine.global_rank == 0
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around every forward."""
+        if not self._wanted or self.counters.global_steps != self.section.profile_step:
+            yield
+            return
+        self.profiler.start_profile()
+        try:
+            yield
+        finally:
+            self.profiler.stop_profile()
+
+    def step_has_ended(self) -> None:
+        """Print what was counted, once."""
+        section = self.section
+        if self.profiler.started and self.counters.global_steps > section.profile_step:
+            self.profiler.print_model_profile(
+                section.profile_step,
+                section.module_depth,
+                section.top_modules,
+                section.detailed,
+                section.output_file,
+            )
+            self.profiler.end_profile()
+            self._wanted = False
+
+
+# ---- Ranges in a profile, and attributes by dotted names ----
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def instrument_w_nvtx(func: F) -> F:
+    """``func`` as a range of its name in a profile of the device."""
+
+    @functools.wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        get_accelerator().range_push(func.__qualname__)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            get_accelerator().range_pop()
+
+    return call  # type: ignore[return-value]
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """``model.a.b`` for "a.b"."""
+    return functools.reduce(getattr, module_name.split("."), model)
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """``model.a.b = module`` for "a.b"."""
+    place, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, place) if place else model, name, module)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from hf_zero.config import ZeroConfig
 from hf_zero.deepspeed.constants import GRADIENT_CLIPPING_DEFAULT
@@ -109,3 +111,9 @@ def _in_precision_of(model: Any, config: ZeroConfig) -> ZeroConfig:
     if name == "fp16":
         section["loss_scale"] = 1.0
     return config.override({name: section}, "computed: the model's dtype")
+
+
+# ---- Types of arguments ----
+
+DeepSpeedOptimizerCallable = Callable[[Iterable[Any]], Optimizer]
+DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]

@@ -11,10 +11,9 @@ import torch
 
 from hf_zero.core.sharded_model import DTYPES
 from hf_zero.deepspeed import tensor_parallel
-from hf_zero.deepspeed.checkpoint_engines import TorchCheckpointEngine
-from hf_zero.deepspeed.expert_parameters import has_moe_layers
-from hf_zero.deepspeed.layer_drop import ProgressiveLayerDrop
-from hf_zero.deepspeed.parallel_groups import get_data_parallel_group
+from hf_zero.deepspeed.checkpoint_files import TorchCheckpointEngine
+from hf_zero.deepspeed.engine_getters import ProgressiveLayerDrop
+from hf_zero.deepspeed.groups import get_data_parallel_group, has_moe_layers
 from hf_zero.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
 from hf_zero.deepspeed.ulysses import get_group
 from hf_zero.distributed.process_group import backend_for

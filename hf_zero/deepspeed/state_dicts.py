@@ -1,20 +1,29 @@
 """State dicts under DeepSpeed's names: copies for saving, and whole weights out of a sharded
-checkpoint.
+checkpoint, as a dict or as a pickle (``convert_zero_checkpoint_to_fp32_state_dict``, which all
+ranks may call at once).
 """
 
 from __future__ import annotations
 
+import fcntl
 import io
+import json
 import os
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from safetensors.torch import load_file
 
+from hf_zero.checkpoint import convert_zero_checkpoint_to_fp32_state_dict as _convert
 from hf_zero.checkpoint.find import find_checkpoint
+from hf_zero.checkpoint.foreign import open_checkpoint
 from hf_zero.checkpoint.reader import Checkpoint
+from hf_zero.checkpoint.records import strip_wrappers
 
 
 def clone_tensors_for_torch_save(item: Any, device: str | torch.device = "cpu") -> Any:
@@ -87,3 +96,96 @@ def _in_memory(content: dict[str, Any]) -> BinaryIO:
     torch.save(content, file)
     file.seek(0)
     return file
+
+
+# ---- Files of whole weights ----
+
+INDEX = "model.safetensors.index.json"
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    verify: bool = True,
+) -> None:
+    """Write the whole model in fp32 to ``output_dir``: ``pytorch_model.bin``, or with
+    ``safe_serialization`` ``model.safetensors``; several files and an index beyond
+    ``max_shard_size`` (None: never). ``verify`` compares what is read with the hashes of its
+    blocks.
+
+    Of several processes that call it at once one writes, and the others return when it has.
+    """
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _one_writer(folder) as writes:
+        if not writes:
+            return
+        size = 1 << 60 if max_shard_size is None else max_shard_size
+        if safe_serialization:
+            _convert(checkpoint_dir, folder, size, True, tag, exclude_frozen_parameters, verify)
+            return
+        between = folder / f".fp32.{os.getpid()}"
+        try:
+            _convert(checkpoint_dir, between, size, True, tag, exclude_frozen_parameters, verify)
+            _as_pickles(between, folder, _tied(checkpoint_dir, tag))
+        finally:
+            shutil.rmtree(between, ignore_errors=True)
+
+
+@contextmanager
+def _one_writer(folder: Path) -> Iterator[bool]:
+    """Whether this process is the one that writes into ``folder``; the others come in when it is
+    done.
+    """
+    path = folder / ".fp32.lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield not any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors"))
+            return
+        yield True
+        os.unlink(path)  # those that wait hold it open
+    finally:
+        os.close(descriptor)
+
+
+def _tied(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> list[set[str]]:
+    """The names of each tensor that has several."""
+    groups: dict[str, set[str]] = {}
+    with open_checkpoint(find_checkpoint(checkpoint_dir, tag)) as checkpoint:
+        for tied, held in checkpoint.manifest.aliases.items():
+            groups.setdefault(held, {strip_wrappers(held)}).add(strip_wrappers(tied))
+    return list(groups.values())
+
+
+def _as_pickles(source: Path, folder: Path, tied: list[set[str]]) -> None:
+    """The safetensors files of ``source``, one after another, as files of torch.save, with all
+    names of a tensor: a pickle holds it once.
+    """
+
+    def with_all_names(given: dict[str, Any]) -> dict[str, Any]:
+        """``given``, by name, where every name of a group stands for the one that is there."""
+        there = ((group, next((name for name in group if name in given), None)) for group in tied)
+        more = {name: given[held] for group, held in there if held is not None for name in group}
+        return given | more
+
+    for file in sorted(source.glob("*.safetensors")):
+        name = _pickle_name(file.name)
+        torch.save(with_all_names(load_file(file)), folder / f".{name}")
+        os.replace(folder / f".{name}", folder / name)
+    if (source / INDEX).is_file():
+        index = json.loads((source / INDEX).read_text())
+        places = with_all_names(index["weight_map"]).items()
+        index["weight_map"] = {key: _pickle_name(name) for key, name in places}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _pickle_name(name: str) -> str:
+    return name.replace("model", "pytorch_model", 1).replace(".safetensors", ".bin")

@@ -1,17 +1,21 @@
 """Tiled computation over long sequences: a function runs on one stretch of the sequence after
-another, and once more in the backward, so that what it keeps for that is of one stretch alone.
+another, and once more in the backward, which so keeps the activations of one stretch alone.
+``deepspeed.zero.TiledLinear``: a linear layer of several small ones.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.parallel.pipeline.partition import partition_uniform
 
 Compute = Callable[..., torch.Tensor]
 Weights = Sequence[torch.Tensor] | None
@@ -133,3 +137,133 @@ def _reduced(values: torch.Tensor, reduction: str) -> torch.Tensor:
     if reduction not in ("mean", "sum"):
         raise ConfigError(f"unknown output_reduction {reduction!r}; write 'mean' or 'sum'")
     return values.mean() if reduction == "mean" else values.sum()
+
+
+# ---- Tiled linear layers ----
+
+
+def split_tensor_along_last_dim(
+    tensor: torch.Tensor, partitions: Sequence[int], contiguous_split_chunks: bool = False
+) -> Sequence[torch.Tensor]:
+    """Parts of ``tensor`` of these widths, as views, or each in memory of its own."""
+    parts = torch.split(tensor, list(partitions), dim=-1)
+    return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
+
+
+class TiledLinear(nn.Module):
+    """``y = x W^T + b`` with W in ``out_splits`` x ``in_splits`` tiles, each a module of its own:
+    at stage 3 one tile is whole at a time.
+
+    Args:
+        in_features, out_features, bias: as nn.Linear's.
+        in_splits, out_splits: tiles along each dimension, whose widths differ by one at most.
+        input_is_already_split: the input is a list of ``in_splits`` tensors.
+        combine_out_splits: False: the output is a list of ``out_splits`` tensors.
+        linear_cls: the class of tiles; ``kwargs`` are its further arguments.
+        init_linear: a layer whose values are taken.
+
+    Raises:
+        PartitionError: more tiles than features, or none.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        in_splits: int = 1,
+        out_splits: int = 1,
+        input_is_already_split: bool = False,
+        combine_out_splits: bool = True,
+        linear_cls: type[nn.Module] = nn.Linear,
+        init_linear: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        for name, splits, features in (
+            ("in_splits", in_splits, in_features),
+            ("out_splits", out_splits, out_features),
+        ):
+            if not 1 <= splits <= features:
+                raise PartitionError(f"TiledLinear: {name} is {splits}; write 1 to {features}")
+        self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
+        self.in_splits, self.out_splits = in_splits, out_splits
+        self.input_is_already_split = input_is_already_split
+        self.combine_out_splits = combine_out_splits
+        self.in_parts = partition_uniform(in_features, in_splits)
+        self.out_parts = partition_uniform(out_features, out_splits)
+        widths, heights = _sizes(self.in_parts), _sizes(self.out_parts)
+        # the bias is that of the last tile of each row, which is added last
+        self.linears = nn.ModuleList(
+            nn.ModuleList(
+                linear_cls(width, height, bias=bias and column == in_splits - 1, **kwargs)
+                for column, width in enumerate(widths)
+            )
+            for height in heights
+        )
+        if init_linear is not None:
+            self.copy_params_from(init_linear)
+
+    def forward(self, input_: Any) -> Any:
+        if self.in_splits > 1 and not self.input_is_already_split:
+            inputs = split_tensor_along_last_dim(input_, _sizes(self.in_parts))
+        else:
+            inputs = [input_] if self.in_splits == 1 else input_
+        rows: list[Any] = []
+        for row in self.linears:
+            total: Any = None
+            for part, tile in zip(inputs, row, strict=True):  # type: ignore[call-overload]
+                total = self._reduce_local_output(total, tile(part))
+            rows.append(total)
+        return self._combine_output_splits(rows) if self.combine_out_splits else rows
+
+    def _reduce_local_output(self, total: Any, new: Any) -> Any:
+        """The sum of a row's tiles so far; the first is a sum of its own."""
+        return new.clone() if total is None else total + new
+
+    def _combine_output_splits(self, rows: Sequence[Any]) -> Any:
+        return torch.cat(list(rows), dim=-1)
+
+    @torch.no_grad()
+    def copy_params_from(self, other: Any) -> None:
+        """Take the values of the layer ``other`` of the same size (collective at stage 3)."""
+        from hf_zero.core.gathered import GatheredParameters
+
+        for name, mine, its in (
+            ("in_features", self.in_features, other.in_features),
+            ("out_features", self.out_features, other.out_features),
+            ("bias", self.use_bias, other.bias is not None),
+        ):
+            if mine != its:
+                raise PartitionError(f"TiledLinear: {name} is {mine} here and {its} in the other")
+        with GatheredParameters([*self.parameters(), *other.parameters()], modifier_rank=0):
+            for row, first, stop in zip(self.linears, self.out_parts, self.out_parts[1:]):
+                tiles: list[Any] = list(row)  # type: ignore[arg-type, call-overload]
+                for column, tile in enumerate(tiles):
+                    begin, end = self.in_parts[column : column + 2]
+                    tile.weight.copy_(other.weight[first:stop, begin:end])
+                    if tile.bias is not None:
+                        tile.bias.copy_(other.bias[first:stop])
+
+
+class TiledLinearReturnBias(TiledLinear):
+    """Tiles whose class returns (output, bias), as Megatron's do: so does the whole."""
+
+    def _reduce_local_output(self, total: Any, new: Any) -> Any:
+        output, bias = new if isinstance(new, tuple) else (new, None)
+        if total is None:
+            return output.clone(), None if bias is None else bias.clone()
+        return total[0] + output, total[1] if bias is None else (
+            bias.clone() if total[1] is None else total[1] + bias
+        )
+
+    def _combine_output_splits(self, rows: Sequence[Any]) -> Any:
+        biases = [bias for _, bias in rows]
+        return (
+            torch.cat([output for output, _ in rows], dim=-1),
+            None if biases[0] is None else torch.cat(biases, dim=-1),
+        )
+
+
+def _sizes(parts: Sequence[int]) -> list[int]:
+    return [stop - start for start, stop in pairwise(parts)]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_zero.logs import logger
+from hf_zero.logging import logger
 
 CPU = torch.device("cpu")
 BREAK_TAG = 0x7FFFFFFF

@@ -25,7 +25,7 @@ from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.storage import as_path
 from hf_zero.checkpoint.tensorfile import TensorFile, plan_file
 from hf_zero.cli.app import app
-from hf_zero.deepspeed import fp32_files, universal_files
+from hf_zero.deepspeed import state_dicts, universal_files
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.jobs import Job, good, other, run, small, state_of, train_some, value
 from tests.checkpoint.written import write
@@ -218,7 +218,7 @@ READERS: dict[str, Reader] = {
     "universal files": universal,
     "zero_to_fp32.py": script,
     "deepspeed's converter": lambda folder, target, verify: (
-        fp32_files.convert_zero_checkpoint_to_fp32_state_dict(
+        state_dicts.convert_zero_checkpoint_to_fp32_state_dict(
             folder / "a", target, verify=verify is not False
         )
     ),

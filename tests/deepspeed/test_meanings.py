@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import hf_zero
-from hf_zero.deepspeed import fp32_files, optimizers
+from hf_zero.deepspeed import optimizers, state_dicts
 from hf_zero.errors import (
     CheckpointError,
     ConfigError,
@@ -231,23 +231,23 @@ def test_of_several_that_convert_one_writes(
 ) -> None:
     run, weights = saved
     calls, inside = [], threading.Barrier(2)
-    convert = fp32_files._convert
+    convert = state_dicts._convert
 
     def counted(*args: Any) -> Any:
         calls.append(args)
         inside.wait(timeout=120)  # the other has come, too
         return convert(*args)
 
-    monkeypatch.setattr(fp32_files, "_convert", counted)
+    monkeypatch.setattr(state_dicts, "_convert", counted)
     out = tmp_path / "out"
 
     def second() -> None:
         inside.wait(timeout=120)
-        fp32_files.convert_zero_checkpoint_to_fp32_state_dict(run, out)
+        state_dicts.convert_zero_checkpoint_to_fp32_state_dict(run, out)
 
     other = threading.Thread(target=second)
     other.start()
-    fp32_files.convert_zero_checkpoint_to_fp32_state_dict(run, out)
+    state_dicts.convert_zero_checkpoint_to_fp32_state_dict(run, out)
     other.join()
     assert _load(out / "pytorch_model.bin").keys() == weights.keys()
     assert not list(out.glob(".*"))
@@ -274,7 +274,7 @@ def test_pickles_of_whole_weights_have_all_names_of_a_tensor(size: Any, tmp_path
     engine = start(model, 3)
     engine.save_checkpoint(tmp_path / "run", "1")
     engine.destroy()
-    fp32_files.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "run", tmp_path, size)
+    state_dicts.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "run", tmp_path, size)
     files = sorted(tmp_path.glob("*.bin"))
     assert len(files) == (1 if size is None else 2)
     state: dict[str, Any] = {}

@@ -18,9 +18,9 @@ from torch import nn
 
 from hf_zero.deepspeed import (
     accelerator,
+    arguments,
     comm_log,
     locked_memory,
-    schedule_arguments,
     timers,
 )
 from hf_zero.errors import ConfigError, HostMemoryError, NotBuiltError, PartitionError
@@ -144,9 +144,9 @@ def test_hostfiles_and_filters(tmp_path: Path, heard: list[str]) -> None:
         "worker-1": [0, 1, 2]
     }
     assert runner.parse_resource_filter(hosts, exclude_str="worker-1@worker-0") == {}
-    for arguments in (("worker-0", "worker-1"), ("worker-9", ""), ("worker-0:7", ""), ("a:b", "")):
+    for filters in (("worker-0", "worker-1"), ("worker-9", ""), ("worker-0:7", ""), ("a:b", "")):
         with pytest.raises(ValueError, match="--include"):
-            runner.parse_resource_filter(hosts, *arguments)
+            runner.parse_resource_filter(hosts, *filters)
     encoded = runner.encode_world_info(hosts)
     assert json.loads(base64.urlsafe_b64decode(encoded)) == hosts
 
@@ -481,7 +481,7 @@ def test_schedules_from_arguments() -> None:
         assert (
             wrong is None
             and config["type"] == name
-            and set(config["params"]) == set(schedule_arguments.OF[name])
+            and set(config["params"]) == set(arguments.OF[name])
         )
     assert schedules.get_lr_from_config(
         {"type": schedules.WARMUP_LR, "params": {schedules.WARMUP_MAX_LR: 0.3}}

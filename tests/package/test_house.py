@@ -22,7 +22,7 @@ PARAMETERS = {
     "hf_zero.deepspeed.optimizers.DeepSpeedCPUAdam": 9,
     "hf_zero.deepspeed.optimizers.FusedAdam": 9,
     "hf_zero.deepspeed.optimizers.FusedLamb": 11,
-    "hf_zero.deepspeed.tiled_linear.TiledLinear": 10,
+    "hf_zero.deepspeed.tiled_compute.TiledLinear": 10,
     "hf_zero.deepspeed.zero_init.Init": 15,
     "hf_zero.ops.files_reference.Block": 10,
     "hf_zero.ops.files_reference.Transfer": 10,

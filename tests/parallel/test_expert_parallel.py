@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 import hf_zero
-from hf_zero.deepspeed import expert_groups, parallel_groups
+from hf_zero.deepspeed import groups
 from hf_zero.distributed.flat_mesh import FlatMesh
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_groups import get_parallel
@@ -316,17 +316,17 @@ def test_names_of_groups() -> None:
 
     def run(rank: int) -> tuple[Any, ...]:
         hf_zero.expert_parallel(models[rank], 2)
-        parallel_groups.initialize(ep_size=2)
+        groups.initialize(ep_size=2)
         with pytest.raises(ConfigError, match="name ep_size_2"):
-            expert_groups.get_expert_parallel_rank("ep_size_4")
-        name = expert_groups.get_max_expert_size_name()
-        assert expert_groups.get_expert_parallel_group("ep_size_1") is None
+            groups.get_expert_parallel_rank("ep_size_4")
+        name = groups.get_max_expert_size_name()
+        assert groups.get_expert_parallel_group("ep_size_1") is None
         return (
-            expert_groups.get_expert_parallel_rank(name),
-            expert_groups.get_expert_data_parallel_rank(name),
-            expert_groups.get_expert_data_parallel_world_size(name),
-            torch.distributed.get_world_size(expert_groups.get_expert_parallel_group(name)),
-            expert_groups.get_expert_data_parallel_rank("ep_size_1"),
+            groups.get_expert_parallel_rank(name),
+            groups.get_expert_data_parallel_rank(name),
+            groups.get_expert_data_parallel_world_size(name),
+            torch.distributed.get_world_size(groups.get_expert_parallel_group(name)),
+            groups.get_expert_data_parallel_rank("ep_size_1"),
         )
 
     assert run_ranks(4, run) == [(0, 0, 2, 2, 0), (1, 0, 2, 2, 1), (0, 1, 2, 2, 2), (1, 1, 2, 2, 3)]

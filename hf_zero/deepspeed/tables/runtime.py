@@ -37,7 +37,7 @@ ACTIVATION_CHECKPOINTING: tuple[Row, ...] = (
         "set_num_layers",
     ),
     *names(
-        f"{HERE}.rng_tracker",
+        f"{HERE}.activation_checkpointing",
         "RandomStates as CudaRNGStatesTracker",
         "get_cuda_rng_tracker",
         "_states as _CUDA_RNG_STATE_TRACKER",
@@ -70,7 +70,7 @@ ONE_BIT = classes_not_built(
 
 CHECKPOINT_ENGINES: tuple[Row, ...] = (
     *names(
-        f"{HERE}.checkpoint_engines",
+        f"{HERE}.checkpoint_files",
         "CheckpointCommitInfo",
         "CheckpointEngine",
         "TorchCheckpointEngine",
@@ -148,7 +148,7 @@ RUNTIME = (
     module(
         "deepspeed.runtime.comm.coalesced_collectives",
         "Collectives of several tensors.",
-        names(f"{HERE}.partitioned_tensor", "reduce_scatter_coalesced"),
+        names(f"{HERE}.runtime_utils", "reduce_scatter_coalesced"),
         functions_not_built(
             "hf-zero reduces in the dtype of communication_data_type",
             "all_to_all_quant_reduce all_to_all_loco_quant_reduce",
@@ -159,7 +159,7 @@ RUNTIME = (
         "deepspeed.runtime.precision_config",
         "The sections bf16 and fp16 of a configuration.",
         names(
-            f"{HERE}.precision_config",
+            f"{HERE}.config_model",
             "DeepSpeedBF16Config",
             "DeepSpeedFP16Config",
             "get_bfloat16_config",
@@ -194,7 +194,7 @@ RUNTIME = (
         "The engine.",
         names(f"{HERE}.engine", "DeepSpeedEngine"),
         names(
-            f"{HERE}.signatures",
+            f"{HERE}.initializing",
             "DeepSpeedOptimizerCallable",
             "DeepSpeedSchedulerCallable",
         ),
@@ -283,7 +283,7 @@ RUNTIME = (
         ),
         names(f"{HERE}.schedule_names", *CONSTANTS),
         names(
-            f"{HERE}.schedule_arguments",
+            f"{HERE}.arguments",
             "add_tuning_arguments",
             "get_config_from_args",
             "get_lr_from_config",
@@ -404,7 +404,7 @@ RUNTIME = (
         ),
         names(PIPELINE + ".layers", "set_random_seed"),
         names(PIPELINE + ".partition", "partition_balanced", "partition_uniform"),
-        names(f"{HERE}.partitioned_tensor", "PartitionedTensor"),
+        names(f"{HERE}.runtime_utils", "PartitionedTensor"),
         names("contextlib", "nullcontext as noop_context"),
         left_out("use see_memory_usage", "memory_status get_ma_status mem_alloced mem_cached"),
         left_out(

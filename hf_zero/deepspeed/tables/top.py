@@ -138,7 +138,7 @@ TOP = (
         names(f"{HERE}.op_builders", "HAS_TRITON"),
         names(f"{HERE}.rank_logging", "log_dist"),
         names(
-            f"{HERE}.signatures",
+            f"{HERE}.initializing",
             "DeepSpeedOptimizerCallable",
             "DeepSpeedSchedulerCallable",
         ),
@@ -381,7 +381,7 @@ TOP = (
         "deepspeed.moe.utils",
         "Parameters of experts.",
         names(
-            f"{HERE}.expert_parameters",
+            f"{HERE}.groups",
             "configure_moe_param_groups",
             "has_moe_layers",
             "is_moe_param_group",

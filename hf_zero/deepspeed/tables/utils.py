@@ -60,7 +60,7 @@ LEAVES: tuple[Row, ...] = (
 )
 GROUPS: tuple[Row, ...] = (
     *names(
-        f"{HERE}.parallel_groups",
+        f"{HERE}.groups",
         "get_data_parallel_group",
         "get_data_parallel_rank",
         "get_data_parallel_world_size",
@@ -85,7 +85,7 @@ GROUPS: tuple[Row, ...] = (
     ),
 )
 ON_DEVICE = names(f"{HERE}.on_device", "OnDevice")
-NVTX = names(f"{HERE}.profiling", "instrument_w_nvtx")
+NVTX = names(f"{HERE}.flops_profiler", "instrument_w_nvtx")
 
 UTILS = (
     module(
@@ -105,7 +105,7 @@ UTILS = (
             "set_log_level_from_string",
         ),
         names(f"{HERE}.repeating_loader", "RepeatingLoader"),
-        names(f"{HERE}.profiling", "recursive_getattr", "recursive_setattr"),
+        names(f"{HERE}.flops_profiler", "recursive_getattr", "recursive_setattr"),
         left_out(INTERNAL, "get_caller_func link_hp_params lazy_init_hp_params_optimizer_state"),
         left_out("start the script with numactl and --no_python", "get_numactl_cmd"),
     ),
@@ -114,7 +114,7 @@ UTILS = (
         "All ranks are data parallel; of other parallelism there is one rank.",
         GROUPS,
         names(
-            f"{HERE}.parallel_groups",
+            f"{HERE}.groups",
             "get_data_parallel_group as _get_data_parallel_group",
             "get_data_parallel_group_ranks as _get_data_parallel_group_ranks",
             "get_data_parallel_rank as _get_data_parallel_rank",
@@ -132,7 +132,7 @@ UTILS = (
             "get_world_size as _get_sequence_parallel_world_size",
         ),
         names(
-            f"{HERE}.expert_groups",
+            f"{HERE}.groups",
             "create as _create_expert_and_data_parallel",
             "get_expert_data_parallel_rank as _get_expert_data_parallel_rank",
             "get_expert_data_parallel_world_size as _get_expert_data_parallel_world_size",
@@ -237,7 +237,7 @@ UTILS = (
             "get_fp32_state_dict_from_zero_checkpoint",
             "load_state_dict_from_zero_checkpoint",
         ),
-        names(f"{HERE}.fp32_files", "convert_zero_checkpoint_to_fp32_state_dict"),
+        names(f"{HERE}.state_dicts", "convert_zero_checkpoint_to_fp32_state_dict"),
         names(f"{HERE}.state_dicts", "get_model_state_file", "get_optim_files"),
         functions_not_built(
             "convert_zero_checkpoint_to_fp32_state_dict writes fp32; cast what it wrote",

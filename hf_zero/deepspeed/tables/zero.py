@@ -25,7 +25,7 @@ ZERO: tuple[Row, ...] = (
     *left_out("all parameters are of this rank: there are no remote ones", "ZeroParamType"),
     *left_out("tensor constructors are left alone", "DeepSpeedTensorOverride"),
 )
-TILED = names(f"{HERE}.tiled_linear", "TiledLinear", "TiledLinearReturnBias")
+TILED = names(f"{HERE}.tiled_compute", "TiledLinear", "TiledLinearReturnBias")
 GENERATION = names(f"{HERE}.generation", "unwrap_model_for_generation")
 OFFLOAD = names(
     f"{HERE}.zero_config",
@@ -160,6 +160,6 @@ ZERO_ROWS = (
         "deepspeed.runtime.zero.tiling",
         "Linear layers in tiles.",
         TILED,
-        names(f"{HERE}.tiled_linear", "split_tensor_along_last_dim"),
+        names(f"{HERE}.tiled_compute", "split_tensor_along_last_dim"),
     ),
 )

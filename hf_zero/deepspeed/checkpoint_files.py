@@ -1,11 +1,16 @@
-"""Where ``save_checkpoint`` and ``load_checkpoint`` of DeepSpeed's scripts go: ranks that name
-different places, and folders that hold nothing yet.
+"""``deepspeed.runtime.checkpoint_engine``: classes that write and read one file at a time, for
+files of scripts; and the folders that such scripts give ``save_checkpoint`` and ``load_checkpoint``.
+hf-zero's checkpoints are written by ``engine.save_checkpoint``.
 """
 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from hf_zero.checkpoint.find import LATEST, find_checkpoint
 from hf_zero.checkpoint.storage import as_path
@@ -13,6 +18,80 @@ from hf_zero.deepspeed.universal_files import LATEST_UNIVERSAL
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError, ConfigError, TargetMismatchError
 from hf_zero.logging import log_rank0, logger
+
+
+@dataclass
+class CheckpointCommitInfo:
+    """Name and folder of a checkpoint, and whether ``latest`` is to name it."""
+
+    tag: str
+    save_dir: str
+    save_latest: bool
+
+
+class CheckpointEngine(ABC):
+    """Base class of what writes files: ``create`` begins a checkpoint, ``commit`` ends it."""
+
+    def __init__(self, config_params: Any = None) -> None:
+        self.name: str | None = None
+
+    @abstractmethod
+    def create(self, info: CheckpointCommitInfo) -> None: ...
+
+    @abstractmethod
+    def save(self, state_dict: Any, path: str) -> None: ...
+
+    @abstractmethod
+    def load(self, path: str, map_location: Any = None) -> Any: ...
+
+    @abstractmethod
+    def commit(self, info: CheckpointCommitInfo) -> bool: ...
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        os.makedirs(path, exist_ok=exist_ok)
+
+    def is_data_parallel_writer(self, dp_rank: int) -> bool:
+        return dp_rank == 0
+
+    def is_decoupled(self) -> bool:
+        """Whether files are written beside the training."""
+        return False
+
+    def set_commit_info(self, info: CheckpointCommitInfo) -> None:
+        return None
+
+    def get_commit_info(self) -> CheckpointCommitInfo | None:
+        return None
+
+    def cleanup(self) -> None:
+        return None
+
+    def preserves_storage_sharing(self) -> bool:
+        """Whether tensors that share memory are written once."""
+        return True
+
+
+class TorchCheckpointEngine(CheckpointEngine):
+    """Files of ``torch.save``."""
+
+    def __init__(self, config_params: Any = None) -> None:
+        super().__init__(config_params)
+        self.name = "TorchCheckpointEngine"
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        pass
+
+    def save(self, state_dict: Any, path: str) -> None:
+        torch.save(state_dict, path)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return torch.load(path, map_location=map_location, weights_only=False)
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        return True
+
+
+# ---- Folders: ranks that name different ones, and folders without a checkpoint ----
 
 Target = tuple[str, str | None]
 

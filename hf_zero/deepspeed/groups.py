@@ -1,0 +1,153 @@
+"""``deepspeed.utils.groups``: ranks that share the state of ZeRO, that share layers
+(tensor_parallel.py), that read parts of the same sequences (ulysses.py), and that hold the same or
+different experts; ``deepspeed.moe.utils``.
+
+DeepSpeed names a group of experts by its size, ``ep_size_2``. A job has one size here: a group of
+size 1 is each rank by itself, and all ranks hold the same experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from hf_zero.deepspeed.placeholders import refuse
+from hf_zero.distributed import process_group
+from hf_zero.distributed.mpu import check_mpu
+from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.errors import ConfigError
+from hf_zero.parallel.expert.axis import AXIS, expert_axis
+from hf_zero.parallel.expert.marks import split_groups
+from hf_zero.parallel.expert.moe_layer import MoE
+from hf_zero.parallel.tensor.configured import readers
+
+
+def get_data_parallel_rank() -> int:
+    """As which of the ranks that read batches of their own this one reads."""
+    return readers()[1]
+
+
+def get_data_parallel_world_size() -> int:
+    """Ranks that read batches of their own."""
+    return readers()[0]
+
+
+def initialize(ep_size: int = 1, mpu: Any = None) -> None:
+    """Make the expert axis of ``ep_size`` ranks (collective); an ``mpu`` must split no model."""
+    expert_axis(ep_size, "ep_size")
+    if mpu is not None:
+        check_mpu(mpu, process_group.get_world_size())
+
+
+def get_data_parallel_group() -> Any:
+    """The group of all ranks. Refused where ranks share layers, and the data-parallel ones are
+    some of them.
+    """
+    if get_data_parallel_world_size() < process_group.get_world_size():
+        refuse(
+            "deepspeed.utils.groups.get_data_parallel_group() under tensor parallelism",
+            "use the engine's own reductions",
+        )
+    return process_group.dist.group.WORLD
+
+
+def get_data_parallel_group_ranks() -> list[int]:
+    size = process_group.get_world_size() // get_data_parallel_world_size()
+    return list(range(process_group.get_rank() % size, process_group.get_world_size(), size))
+
+
+def one_rank() -> int:
+    """The size of a parallelism that is not used."""
+    return 1
+
+
+def first_rank() -> int:
+    """This rank in a parallelism that is not used."""
+    return 0
+
+
+# ---- Experts ----
+
+NAME = "ep_size_"
+
+
+def create(expert_parallel_size_: int, mp_size: int | None = None, **_: Any) -> None:
+    """Make the expert axis (collective over all ranks)."""
+    expert_axis(expert_parallel_size_, "expert_parallel_size_")
+
+
+def _size(group_name: str) -> int:
+    """The size that ``group_name`` names; that of the job must be it. Raises ConfigError."""
+    parallel, asked = get_parallel(), group_name.removeprefix(NAME)
+    held = 1 if parallel is None else parallel.dims.expert
+    if not asked.isdigit() or int(asked) not in (1, held):
+        raise ConfigError(
+            f"expert group {group_name!r} is not there: the experts of this job are spread over "
+            f"{held} ranks; name {NAME}{held}"
+        )
+    return int(asked)
+
+
+def get_expert_parallel_world_size(group_name: str) -> int:
+    return _size(group_name)
+
+
+def get_expert_parallel_rank(group_name: str) -> int:
+    parallel = get_parallel()
+    return 0 if _size(group_name) == 1 or parallel is None else parallel.coordinate(AXIS)
+
+
+def get_expert_parallel_group(group_name: str) -> Any:
+    """The torch process group; None where it is this rank alone."""
+    parallel = get_parallel()
+    return None if _size(group_name) == 1 or parallel is None else parallel.group(AXIS)
+
+
+def get_expert_data_parallel_world_size(group_name: str) -> int:
+    size, parallel = _size(group_name), get_parallel()
+    if size == 1 or parallel is None:
+        return process_group.get_world_size()
+    return parallel.dims.size("expert_data")
+
+
+def get_expert_data_parallel_rank(group_name: str) -> int:
+    size, parallel = _size(group_name), get_parallel()
+    if size == 1 or parallel is None:
+        return process_group.get_rank()
+    return parallel.coordinate("expert_data")
+
+
+def get_max_expert_size() -> int:
+    """Ranks that hold one set of the experts together."""
+    parallel = get_parallel()
+    return 1 if parallel is None else parallel.dims.expert
+
+
+def get_max_expert_size_name() -> str:
+    return f"{NAME}{get_max_expert_size()}"
+
+
+# ---- ``deepspeed.moe.utils`` ----
+
+
+def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
+    """Whether ``m`` has layers of the class MoE, and the number of experts of the first."""
+    found = next((each for each in m.modules() if isinstance(each, MoE)), None)
+    return found is not None, 0 if found is None else found.num_experts
+
+
+def is_moe_param_group(param_group: dict[str, Any]) -> bool:
+    return bool(param_group.get("moe", False))
+
+
+def configure_moe_param_groups(model_parameters: Iterable[Any]) -> list[Any]:
+    """Parameters, or groups of them, with those of experts in groups of their own where there are
+    any.
+    """
+    given = list(model_parameters)
+    if given and isinstance(given[0], dict):
+        return split_groups(given)
+    groups = split_groups({"params": given})
+    return given if len(groups) == 1 else groups
