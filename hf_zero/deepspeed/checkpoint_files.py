@@ -1,5 +1,5 @@
 """``deepspeed.runtime.checkpoint_engine``: classes that write and read one file at a time, for
-files of scripts; and the folders that such scripts give ``save_checkpoint`` and ``load_checkpoint``.
+files of scripts; and the folders that they give ``save_checkpoint`` and ``load_checkpoint``.
 hf-zero's checkpoints are written by ``engine.save_checkpoint``.
 """
 
