@@ -11,16 +11,16 @@ from typing import Any
 
 from hf_zero import checkpoint
 from hf_zero.checkpoint.async_save import AsyncSaver
-from hf_zero.core.engine import TrainingEngine
-from hf_zero.core.optimizer_step import refuse_half_done
-from hf_zero.core.shared_shards import SharedShards
 from hf_zero.device.spans import span
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.step_events import STOP
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.logging import logger
 from hf_zero.techniques.data_sampling import Finish
-from hf_zero.techniques.policy import set_custom_schedule, set_post_process
+from hf_zero.techniques.registry import set_custom_schedule, set_post_process
+from hf_zero.zero.gather.shared_shards import SharedShards
+from hf_zero.zero.step.optimizer_step import refuse_half_done
+from hf_zero.zero.training_engine import TrainingEngine
 
 SAVE_FAILED = STOP - 1  # less the number of the save: the event that ranks agree on
 

@@ -32,8 +32,8 @@ from hf_zero.loading import give_values
 from hf_zero.loading.shard_only import release_holders
 from hf_zero.logging import log_rank0, logger, set_level
 from hf_zero.ops.dispatch import kind_for_auto
-from hf_zero.optim.adopted import adopt
 from hf_zero.optim.build import build_optimizer
+from hf_zero.optim.convert import adopt
 from hf_zero.optim.one_bit import as_sent, one_bit_of
 from hf_zero.optim.schedules import build_scheduler
 from hf_zero.parallel.expert.model import on_model, spread_experts
@@ -42,9 +42,6 @@ from hf_zero.parallel.pipeline.engine import pipelined
 from hf_zero.parallel.pipeline.staged import StagedModule, make_parallel_for
 from hf_zero.parallel.sequence import configured
 from hf_zero.parallel.tensor.configured import as_configured, ranks_of_a_stage, readers
-from hf_zero.parameters.leaf_modules import mark_configured
-from hf_zero.parameters.shared_memory import tie_shared_memory, without_tied
-from hf_zero.parameters.wrap import PERSISTENCE
 from hf_zero.planning import check_on_all_ranks
 from hf_zero.techniques.curriculum_sampler import (
     CurriculumLoader,
@@ -52,8 +49,11 @@ from hf_zero.techniques.curriculum_sampler import (
     RankBatches,
 )
 from hf_zero.techniques.data_sampling import sampled_metrics
-from hf_zero.techniques.policy import TrainingTechniques, follow
 from hf_zero.techniques.quantized_linears import quantize_linears
+from hf_zero.techniques.registry import TrainingTechniques, follow
+from hf_zero.zero.layout.leaf_modules import mark_configured
+from hf_zero.zero.layout.shared_memory import tie_shared_memory, without_tied
+from hf_zero.zero.layout.wrap import PERSISTENCE
 
 E = TypeVar("E", bound=Engine)
 

@@ -122,7 +122,7 @@ def report(checkout: Path) -> None:
         print("  " + " <-> ".join(module.removeprefix("hf_zero.") for module in circle))
     loaded = house.graph(modules, everywhere=False)
     print(f"import circles at load time: {len(house.circles(loaded))}")
-    print(f"imports inside core: {house.inner_arrows(loaded, 'hf_zero.core')}")
+    print(f"imports inside zero: {house.inner_arrows(loaded, 'hf_zero.zero')}")
 
     widths = [width for width in house.class_widths(modules) if not width.frozen]
     print(f"widest classes: {most({each.name: each.attributes for each in widths})}")

@@ -46,7 +46,7 @@ def small_blocks_are_units() -> Iterator[None]:
     """
     # not a test's own, which is undone before the fixtures of its folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_zero.parameters.wrap.GRANULARITY", 0)
+        patch.setattr("hf_zero.zero.layout.wrap.GRANULARITY", 0)
         yield
 
 
@@ -54,7 +54,7 @@ def small_blocks_are_units() -> Iterator[None]:
 def small_parameters_are_sharded() -> Iterator[None]:
     """At stage 3, unless a configuration asks; also in what fixtures of modules make."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_zero.parameters.wrap.PERSISTENCE", 0)
+        patch.setattr("hf_zero.zero.layout.wrap.PERSISTENCE", 0)
         yield
 
 

@@ -26,12 +26,12 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from hf_zero.config import ActivationCheckpointing
-from hf_zero.core.guards import Override
 from hf_zero.device import kinds
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
-from hf_zero.parameters.tree import transformed
-from hf_zero.parameters.wrap import repeated_blocks
+from hf_zero.zero.gather.model_patches import Override
+from hf_zero.zero.layout.tree import transformed
+from hf_zero.zero.layout.wrap import repeated_blocks
 
 PRODUCTS = frozenset(
     ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm")

@@ -41,12 +41,12 @@ from torch.utils import _pytree as pytree
 
 from hf_zero.activations.cuda_graphs import refuse_backend, refuse_recorded
 from hf_zero.config import CompileSection
-from hf_zero.core.guards import Attached, Override
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
-from hf_zero.parameters.tree import transformed
-from hf_zero.parameters.wrap import find_units
-from hf_zero.units.unit import Unit
+from hf_zero.zero.gather.model_patches import Attached, Override
+from hf_zero.zero.layout.tree import transformed
+from hf_zero.zero.layout.unit import Unit
+from hf_zero.zero.layout.wrap import find_units
 
 # compilations of one forward before torch gives up; its own limit of 8 is soon reached by a class
 # with several kinds of blocks

@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hf_zero.activations.host_buffers import HostRegion, Slabs
 from hf_zero.activations.streams import Brought, Transfers
 from hf_zero.errors import OffloadError
-from hf_zero.parameters.tree import transformed
+from hf_zero.zero.layout.tree import transformed
 
 IN_FLIGHT = 512 << 20  # bytes, until blocks are seen that save more
 # a tensor that is less than this part of its storage stays: the rest of the storage would travel

@@ -19,12 +19,12 @@ from hf_zero.activations.offload import Offload
 from hf_zero.activations.sdpa import AttentionOrder
 from hf_zero.activations.streams import Streams, Transfers
 from hf_zero.config import ActivationOffload, ZeroConfig
-from hf_zero.core.guards import Attached
 from hf_zero.device import kinds
 from hf_zero.logging import logger
 from hf_zero.ops.host_memory import HostArena
-from hf_zero.parameters.wrap import repeated_blocks
-from hf_zero.units.unit import Unit
+from hf_zero.zero.gather.model_patches import Attached
+from hf_zero.zero.layout.unit import Unit
+from hf_zero.zero.layout.wrap import repeated_blocks
 
 
 def transfers_of(device: torch.device) -> Transfers | None:
@@ -44,7 +44,7 @@ def offload_of(device: torch.device, section: ActivationOffload) -> Offload | No
 
 
 class ActivationPatches:
-    """What ``config`` has put on one model; a :class:`hf_zero.core.guards.Patches`."""
+    """Patches of ``config`` on one model; :class:`hf_zero.zero.gather.model_patches.Patches`."""
 
     def __init__(self, config: ZeroConfig):
         self._config = config

@@ -20,13 +20,13 @@ from hf_zero.checkpoint.foreign import open_checkpoint
 from hf_zero.checkpoint.records import pair_names, strip_wrappers
 from hf_zero.checkpoint.storage import local_path, write_all
 from hf_zero.checkpoint.tensorfile import FilePlan, bytes_view, plan_file
-from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
-from hf_zero.units.whole_names import WholeNames
+from hf_zero.zero.access.consolidate import whole_state_dict
+from hf_zero.zero.layout.global_names import WholeNames
 
 if TYPE_CHECKING:
-    from hf_zero.core.engine import TrainingEngine
+    from hf_zero.zero.training_engine import TrainingEngine
 
 
 def iterate_state_dict(

@@ -11,10 +11,10 @@ import torch
 from hf_zero.checkpoint import engine_state
 from hf_zero.checkpoint.records import Export, FlatEntry, dtype_of
 from hf_zero.errors import CheckpointError
-from hf_zero.units.whole_names import WholeNames
+from hf_zero.zero.layout.global_names import WholeNames
 
 if TYPE_CHECKING:
-    from hf_zero.core.engine import TrainingEngine
+    from hf_zero.zero.training_engine import TrainingEngine
 
 
 @dataclass(frozen=True, eq=False)

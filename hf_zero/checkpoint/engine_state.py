@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_zero.checkpoint.records import MASTER, RNG, SHARD, Adapter, Export, strip_wrappers
-from hf_zero.core.consolidate import belongs, written
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
-from hf_zero.parameters.layout import FlatLayout
-from hf_zero.parameters.sharding import sharding_of
-from hf_zero.units.whole_names import WholeNames
+from hf_zero.zero.access.consolidate import belongs, written
+from hf_zero.zero.layout.flat_layout import FlatLayout
+from hf_zero.zero.layout.global_names import WholeNames
+from hf_zero.zero.layout.sharding import sharding_of
 
 if TYPE_CHECKING:
-    from hf_zero.core.engine import TrainingEngine
-    from hf_zero.units.flat_buffer import FlatBuffer
+    from hf_zero.zero.layout.flat_buffer import FlatBuffer
+    from hf_zero.zero.training_engine import TrainingEngine
 
 # of get_extra_state, which is not part of the format
 EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX

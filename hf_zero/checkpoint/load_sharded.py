@@ -38,8 +38,8 @@ from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, log_rank0
 
 if TYPE_CHECKING:
-    from hf_zero.core.engine import TrainingEngine
-    from hf_zero.units.flat_buffer import FlatBuffer
+    from hf_zero.zero.layout.flat_buffer import FlatBuffer
+    from hf_zero.zero.training_engine import TrainingEngine
 
 Read = TypeVar("Read")
 

@@ -32,7 +32,7 @@ from hf_zero.checkpoint.records import (
 )
 from hf_zero.checkpoint.storage import AnyPath, store_errors
 from hf_zero.errors import CheckpointError
-from hf_zero.parameters.layout import FlatLayout, Slot
+from hf_zero.zero.layout.flat_layout import FlatLayout, Slot
 
 FORMAT = "hf-zero/checkpoint"
 PARTS_VERSION = 3  # of those with parts of tensors

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from hf_zero.checkpoint.engine_state import class_name, persistent_buffers
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.records import GroupEntry, pair_names, strip_wrappers
-from hf_zero.core.consolidate import belongs
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
 from hf_zero.optim.one_bit import plain_name
-from hf_zero.units.whole_names import WholeNames
+from hf_zero.zero.access.consolidate import belongs
+from hf_zero.zero.layout.global_names import WholeNames
 
 if TYPE_CHECKING:
-    from hf_zero.core.engine import TrainingEngine
+    from hf_zero.zero.training_engine import TrainingEngine
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from hf_zero.checkpoint.records import BUFFER, FileEntry, FlatEntry, factor_key
 from hf_zero.checkpoint.storage import BLOCK, AnyPath, ClosedAtExit, modified_ns, store_errors
 from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.errors import CheckpointError
-from hf_zero.parameters.box import BoxRun
-from hf_zero.parameters.layout import FlatLayout
+from hf_zero.zero.layout.box import BoxRun
+from hf_zero.zero.layout.flat_layout import FlatLayout
 
 
 @dataclass(frozen=True)

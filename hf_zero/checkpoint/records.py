@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.hashes import BlockHashes
-from hf_zero.parameters.layout import FlatLayout
+from hf_zero.zero.layout.flat_layout import FlatLayout
 
 MASTER, SHARD = "master", "shard"  # the two names under which the weights of a flat are stored
 # before the names of tensors that lie in no flat buffer

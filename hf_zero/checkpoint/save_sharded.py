@@ -42,7 +42,7 @@ from hf_zero.logging import logger
 
 if TYPE_CHECKING:
     from hf_zero.checkpoint.async_save import AsyncSaver
-    from hf_zero.core.engine import TrainingEngine
+    from hf_zero.zero.training_engine import TrainingEngine
 
 
 def save(

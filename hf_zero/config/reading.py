@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from hf_zero.config.error_list import Mistakes
 from hf_zero.config.keys import ALIASES, KEYS, OWN_AUTOS, SECTIONS
-from hf_zero.config.mistakes import Mistakes
 from hf_zero.config.provenance import SourcedDict
 from hf_zero.config.rows import Key, Status
 from hf_zero.config.spelling import closest, did_you_mean, is_foreign

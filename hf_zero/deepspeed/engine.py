@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hf_zero.core.consolidate import whole_state_dict
-from hf_zero.core.gathered import GatheredParameters
 from hf_zero.deepspeed.checkpoint_files import agreed_target, nothing_to_load, tag_of
 from hf_zero.deepspeed.comm_log import comms_logger
 from hf_zero.deepspeed.engine_getters import methods
@@ -35,8 +33,10 @@ from hf_zero.errors import (
 )
 from hf_zero.initialize import data_loader
 from hf_zero.parallel.tensor.configured import readers
-from hf_zero.techniques.policy import follow
-from hf_zero.units.precision import Fp16LossScaler
+from hf_zero.techniques.registry import follow
+from hf_zero.zero.access.consolidate import whole_state_dict
+from hf_zero.zero.access.full import GatheredParameters
+from hf_zero.zero.layout.precision import Fp16LossScaler
 
 
 class _ScaledLoss(torch.autograd.Function):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hf_zero.core.gathered import summon_full_params
+from hf_zero.zero.access.full import summon_full_params
 
 
 @contextmanager

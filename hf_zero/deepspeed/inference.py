@@ -16,7 +16,6 @@ import torch
 from pydantic import Field, field_validator
 from torch import nn
 
-from hf_zero.core.engine_parts import AroundModel
 from hf_zero.deepspeed.config_model import DeepSpeedConfigModel
 from hf_zero.deepspeed.placeholders import refuse
 from hf_zero.deepspeed.rows import lazily
@@ -24,6 +23,7 @@ from hf_zero.distributed import init
 from hf_zero.distributed.process_group import default_device
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.tensor import tensor_parallel
+from hf_zero.zero.engine_parts import AroundModel
 
 DTYPES = {
     torch.float32: ("fp32", "float32", "float"),

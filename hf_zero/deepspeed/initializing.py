@@ -20,7 +20,7 @@ from hf_zero.initialize import configuration, initialize_as
 from hf_zero.initialize import initialize as _initialize
 from hf_zero.loading.shard_only import engines_of
 from hf_zero.logging import log_rank0
-from hf_zero.units.precision import is_raw
+from hf_zero.zero.layout.precision import is_raw
 
 _SIGNATURE = inspect.signature(_initialize)
 

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 
-from hf_zero.core.sharded_model import DTYPES
 from hf_zero.deepspeed import tensor_parallel
 from hf_zero.deepspeed.checkpoint_files import TorchCheckpointEngine
 from hf_zero.deepspeed.engine_getters import ProgressiveLayerDrop
@@ -21,7 +20,8 @@ from hf_zero.engine import Engine
 from hf_zero.parallel.tensor.configured import readers
 from hf_zero.techniques.layer_drop import KEY as LAYER_DROP
 from hf_zero.techniques.layer_drop import LayerDrop
-from hf_zero.techniques.policy import TrainingTechniques
+from hf_zero.techniques.registry import TrainingTechniques
+from hf_zero.zero.sharded_model import DTYPES
 
 
 class ReportingEngine(Engine):

@@ -13,7 +13,7 @@ from hf_zero.deepspeed.placeholders import refuse
 from hf_zero.distributed import process_group
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.parallel.tensor import tensor_parallel
-from hf_zero.parameters.sharding import sharding_of
+from hf_zero.zero.layout.sharding import sharding_of
 
 
 def tp_model_init(

@@ -26,7 +26,7 @@ from hf_zero.deepspeed.zero3_context import (
 from hf_zero.distributed import init, process_group
 from hf_zero.loading import Building, make_pending, make_real
 from hf_zero.loading.shard_only import engines_of, hold
-from hf_zero.parameters.parameter import ZeroParamStatus, owner_of
+from hf_zero.zero.layout.parameter import ZeroParamStatus, owner_of
 
 # So much of a model is built in memory before it is sharded: that costs little, and a small model
 # has the very numbers that a single process draws. Put off, each parameter's numbers come from a

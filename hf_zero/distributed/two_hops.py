@@ -16,7 +16,7 @@ gather or for a later one, or is about to wait for what other ranks may issue on
 waited for the gather (:meth:`TwoHops.advance`): never by a gather ahead of its time, which would
 wait for ranks that may be waiting for this one. So a wait for a first hop stands where the wait for
 the gather does in the common order of gathers and reductions
-(hf_zero/gradients/reduction_order.py, the note), and no circle comes of it.
+(hf_zero/zero/reduce/reduction_order.py, the note), and no circle comes of it.
 
 The hops over each communicator have the order of the gathers on all ranks.
 """

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hf_zero.core.gathered import GatheredParameters, safe_get_full_fp32_param
 from hf_zero.engine import Engine
-from hf_zero.parameters.parameter import owner_of
+from hf_zero.zero.access.full import GatheredParameters, safe_get_full_fp32_param
+from hf_zero.zero.layout.parameter import owner_of
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import nn
 from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.loading.expressions import InFile, InMemory
 from hf_zero.loading.lazy import LazyTensor
-from hf_zero.parameters.pending import pending
+from hf_zero.zero.layout.pending import pending
 
 
 class Opened:

@@ -12,9 +12,9 @@ from hf_zero.distributed import process_group
 from hf_zero.engine import Engine
 from hf_zero.parallel.expert.model import spread_experts
 from hf_zero.parallel.tensor import tensor_parallel
-from hf_zero.parameters.parameter import owner_of
-from hf_zero.parameters.shared_memory import tie_shared_memory
-from hf_zero.techniques.policy import TrainingTechniques
+from hf_zero.techniques.registry import TrainingTechniques
+from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.shared_memory import tie_shared_memory
 
 
 def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
@@ -22,7 +22,7 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
     may be frozen and unfrozen (collective).
 
     Each rank reads its own elements of parameters made by
-    :func:`hf_zero.parameters.pending.pending`; of others it takes rank 0's values. The model can
+    :func:`hf_zero.zero.layout.pending.pending`; of others it takes rank 0's values. The model can
     be called, gathered and saved; :func:`hf_zero.initialize` takes it over. Shards live where
     ``config`` wants those of the training. Small parameters are sharded as well: which of them stay
     whole is for the training to say.

@@ -22,7 +22,7 @@ from hf_zero.ops.sign_blocks_reference import powers
 from hf_zero.optim.hyperparameters import FROZEN_AT
 from hf_zero.optim.lamb import step_size
 from hf_zero.optim.one_bit_lamb import FACTOR, FACTOR_SETTINGS, FRESH, RATIO, next_factor
-from hf_zero.units.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
 
 
 class FlatLamb(FlatMomentum):

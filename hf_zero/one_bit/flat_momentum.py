@@ -31,11 +31,11 @@ import torch
 from torch import Tensor
 
 from hf_zero.device.pinned import upload
-from hf_zero.gradients.norm import sums_of_squares
 from hf_zero.ops.sign_blocks import BlockTable, SignBlocks
 from hf_zero.ops.sign_blocks_reference import exponents_of
 from hf_zero.optim.table import group_runs
-from hf_zero.units.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.reduce.norm import sums_of_squares
 
 # A variance frozen well has not been seen to meet LIMIT. A tighter one, and a higher FLOOR, cost
 # GPT-2 up to 0.06 in loss (scripts/bench/compressed_loss.py).

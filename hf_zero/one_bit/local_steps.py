@@ -40,9 +40,9 @@ from hf_zero.one_bit.flat_dense import FlatDense
 from hf_zero.one_bit.flat_momentum import FlatMomentum
 from hf_zero.ops.sign_blocks_reference import powers
 from hf_zero.optim.one_bit import OneBit
-from hf_zero.units.compression import FLOATS
-from hf_zero.units.computing import ComputedValues
-from hf_zero.units.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.compression import FLOATS
+from hf_zero.zero.layout.compute_copy import ComputedValues
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
 
 LIMIT_OF_MEANS = 1.0
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.distributed.mesh import Mesh
-from hf_zero.gradients.norm import sums_of_squares
 from hf_zero.optim.hyperparameters import NORM_RATIO
+from hf_zero.zero.reduce.norm import sums_of_squares
 
 
 class RankNorm:

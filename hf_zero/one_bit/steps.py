@@ -21,8 +21,8 @@ from hf_zero.one_bit.local_steps import LIMIT_OF_MEANS, LocalSteps
 from hf_zero.one_bit.rank_norm import RankNorm, note
 from hf_zero.optim.hyperparameters import ALL_FROZEN_AT, FROZEN_AT
 from hf_zero.optim.one_bit import OneBit
-from hf_zero.units.computing import ComputedValues
-from hf_zero.units.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.compute_copy import ComputedValues
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
 
 OUTGROWN_EVERY = 10  # steps, as the host waits for the device to know
 MEASURED = 16  # dense steps before one in one bit whose gradient norm is compared with the ranks'

@@ -25,7 +25,7 @@ from hf_zero.optim.sub_group_update import Counted, Update
 from hf_zero.optim.table import Flat, Segment, masters, split
 from hf_zero.optim.tensor_factors import TensorFactors
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
-from hf_zero.parameters.layout import Slot
+from hf_zero.zero.layout.flat_layout import Slot
 
 
 class BoundOptimizer:

@@ -19,7 +19,7 @@ import torch
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim.adafactor import Adafactor
 from hf_zero.optim.adam import Adam
-from hf_zero.optim.adopted import adopted_class
+from hf_zero.optim.convert import adopted_class
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from hf_zero.optim.lamb import Lamb
 from hf_zero.optim.lars import LARS

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import UnsupportedOptimizerError
-from hf_zero.parameters.layout import Slot
+from hf_zero.zero.layout.flat_layout import Slot
 
 # The numbers torch.optim keeps beside the tensors, at the value they have before the first step.
 _SCALARS: dict[str, float] = {"step": 0.0, "mu_product": 1.0, "mu": 1.0, "eta": 0.0}

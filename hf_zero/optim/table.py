@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import PartitionError
-from hf_zero.parameters.layout import FlatLayout
+from hf_zero.zero.layout.flat_layout import FlatLayout
 
 
 class Flat(Protocol):

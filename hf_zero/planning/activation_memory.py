@@ -32,9 +32,9 @@ from hf_zero.integrations.fused.heads import fuse_head
 from hf_zero.ops.chunked_head import rows_of_a_chunk
 from hf_zero.parallel.sequence.attention import KEY as SEQUENCE
 from hf_zero.parallel.sequence.tiled_mlp import TiledMlps
-from hf_zero.parameters.wrap import repeated_blocks
 from hf_zero.planning.fit import ActivationWay
-from hf_zero.units.precision import compute_dtype
+from hf_zero.zero.layout.precision import compute_dtype
+from hf_zero.zero.layout.wrap import repeated_blocks
 
 META = torch.device("meta")
 LOSS_HEAD = torch.ops.hf_zero.linear_cross_entropy.default

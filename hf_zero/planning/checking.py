@@ -18,13 +18,13 @@ from hf_zero.device.free_memory import Free, measure
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import DoesNotFitError
 from hf_zero.logging import in_units
-from hf_zero.parameters.parameter import owner_of
-from hf_zero.parameters.wrap import UnitSpec, find_units, persistent_names
 from hf_zero.planning.communicators import REPORTED, allowance, communicators
 from hf_zero.planning.fit import Fit, fit
 from hf_zero.planning.needs import Needs, needs
 from hf_zero.planning.plan import FlatParameters, MemoryPlan, groups_of
 from hf_zero.planning.verdict import ACTIVATIONS, MemoryVerdict, judge
+from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.wrap import UnitSpec, find_units, persistent_names
 
 SWITCH = "HF_ZERO_PREFLIGHT"
 
@@ -58,8 +58,8 @@ def check(
     """Whether a model trains as ``config`` says in what is free; no memory is taken for it.
 
     Args:
-        model: the module, on any device, or its units by :func:`hf_zero.parameters.wrap.find_units`
-            (the first is the root).
+        model: the module, on any device, or its units by
+            :func:`hf_zero.zero.layout.wrap.find_units` (the first is the root).
         config: resolved for ``world`` ranks, those of one pipeline stage.
         device: where the model computes; None: a GPU where there is one.
         free: what this rank has, agreed over the ranks by :meth:`Free.numbers`, so that all of them

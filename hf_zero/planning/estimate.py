@@ -28,8 +28,6 @@ from hf_zero.errors import ConfigError
 from hf_zero.parallel.expert.model import cuts_of_experts, experts_of_layers
 from hf_zero.parallel.sequence.attention import KEY as SEQUENCE
 from hf_zero.parallel.tensor import cuts_of
-from hf_zero.parameters.sharding import Sharding
-from hf_zero.parameters.wrap import find_units, persistent_names
 from hf_zero.planning import ACTIVATIONS, Fit, FlatParameters, MemoryPlan, fit, groups_of, needs
 from hf_zero.planning.activation_memory import LengthEstimate, length_estimate
 from hf_zero.planning.communicators import communicators
@@ -40,7 +38,9 @@ from hf_zero.planning.needs import gradient_buffers, unit_bytes
 from hf_zero.planning.traffic import Traffic, codings
 from hf_zero.planning.traffic import traffic as ways
 from hf_zero.planning.verdict import BESIDE_ACTIVATIONS
-from hf_zero.units.policy import POLICIES
+from hf_zero.zero.layout.sharding import Sharding
+from hf_zero.zero.layout.stage_policy import POLICIES
+from hf_zero.zero.layout.wrap import find_units, persistent_names
 
 __all__ = [
     "MemoryEstimate",

@@ -32,13 +32,13 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_zero.core.schedule import AHEAD
-from hf_zero.gradients.reductions import IN_FLIGHT
 from hf_zero.planning.moments import MASTER_BYTES, moment_bytes
 from hf_zero.planning.plan import SIXTEEN_BITS, FlatParameters, MemoryPlan
 from hf_zero.storage.base import StorageFormat, moment_format
 from hf_zero.storage.buffer_pool import pool_size
 from hf_zero.storage.nvme import paged, size_in_file
+from hf_zero.zero.gather.schedule import AHEAD
+from hf_zero.zero.reduce.reductions import IN_FLIGHT
 
 STAGING = 3  # pieces of parameters on their way to the GPU
 

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
-from hf_zero.parameters.layout import FlatLayout
-from hf_zero.parameters.sharding import Sharding, sharding_of
-from hf_zero.parameters.wrap import UnitSpec, names_in_blocks
 from hf_zero.planning.moments import moments_of
-from hf_zero.units.compression import DEFAULT_BLOCKS, SMALLEST_TENSOR
-from hf_zero.units.policy import POLICIES, Policy
-from hf_zero.units.precision import compute_dtype
+from hf_zero.zero.layout.compression import DEFAULT_BLOCKS, SMALLEST_TENSOR
+from hf_zero.zero.layout.flat_layout import FlatLayout
+from hf_zero.zero.layout.precision import compute_dtype
+from hf_zero.zero.layout.sharding import Sharding, sharding_of
+from hf_zero.zero.layout.stage_policy import POLICIES, Policy
+from hf_zero.zero.layout.wrap import UnitSpec, names_in_blocks
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 ACCUMULATED = {None: 4, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -60,8 +60,8 @@ def groups_of(
     persistent: frozenset[str] = frozenset(),
     cuts: Mapping[nn.Parameter, Sharding] | None = None,
 ) -> list[FlatParameters]:
-    """The flats of the units that :func:`hf_zero.parameters.wrap.find_units` found, not laid out
-    yet; ``persistent`` as :func:`hf_zero.parameters.wrap.persistent_names` gives it. ``cuts``: how
+    """The flats of the units that :func:`hf_zero.zero.layout.wrap.find_units` found, not laid out
+    yet; ``persistent`` as :func:`hf_zero.zero.layout.wrap.persistent_names` gives it. ``cuts``: how
     parameters that are still whole will be spread over ranks.
     """
     found, in_blocks = [], names_in_blocks(module)
@@ -106,11 +106,11 @@ class MemoryPlan:
     accumulation: int = 1
     accumulation_dtype: str | None = None
     prefetch: int = 50_000_000
-    granularity: int | None = None  # as for hf_zero.parameters.wrap.find_units
+    granularity: int | None = None  # as for hf_zero.zero.layout.wrap.find_units
     optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
     param: OffloadParam = field(default_factory=OffloadParam)
     gpu: bool = True
-    # as for hf_zero.parameters.wrap.persistent_names
+    # as for hf_zero.zero.layout.wrap.persistent_names
     persistence: tuple[int | None, int | None] = (None, None)
     # a step sends differences to weights: in 32 bits, too, masters are others than these
     differences: bool = False

@@ -7,7 +7,7 @@ gets in place of it, as FSDP2 does. ``__call__`` of that class stands outside al
 call that is not made costs nothing. ``forward`` stays the very function that it was: transformers
 asks by it whether a layer is to be checkpointed. Copies have the class of before; pickles are
 refused with the words in which an engine refuses them without a technique
-(``hf_zero.core.guards.Override``).
+(``hf_zero.zero.gather.model_patches.Override``).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.guards import outside_graphs
 from hf_zero.techniques.blocks import Layer
-from hf_zero.units.unit import RootForward
+from hf_zero.zero.gather.model_patches import outside_graphs
+from hf_zero.zero.layout.unit import RootForward
 
 Call = Callable[..., Any]
 # call(block, run, args, kwargs): in place of run(*args, **kwargs)
@@ -131,7 +131,7 @@ class ReturnedBefore:
 
 class DrawsForBlocks(ABC):
     """What techniques have in common that draw at random for the repeated blocks of a model: a
-    :class:`hf_zero.techniques.policy.Technique` but for ``install``.
+    :class:`hf_zero.techniques.registry.Technique` but for ``install``.
     """
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_zero.errors import ConfigError
-from hf_zero.parameters.wrap import find_blocks, repeated_blocks
+from hf_zero.zero.layout.wrap import find_blocks, repeated_blocks
 
 
 @dataclass(frozen=True, eq=False)

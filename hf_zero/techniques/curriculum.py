@@ -10,15 +10,15 @@ from typing import Any
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.curriculum import LEGACY, LENGTHS, METRICS
-from hf_zero.core.backward import Counters
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.difficulty import DifficultySchedule
 from hf_zero.techniques.sequence_length import SequenceLength
+from hf_zero.zero.backward import Counters
 
 
 class CurriculumLearning:
     """Cuts batches to the difficulty of the step that is being trained, ``global_steps + 1``;
-    a :class:`hf_zero.techniques.policy.Technique`.
+    a :class:`hf_zero.techniques.registry.Technique`.
     """
 
     def __init__(self, settings: Mapping[str, Any], section: str, reshape: bool = False):

@@ -11,7 +11,6 @@ from typing import Any
 from hf_zero.config import ZeroConfig
 from hf_zero.config.curriculum import LENGTHS, METRICS
 from hf_zero.config.spelling import did_you_mean
-from hf_zero.core.backward import Counters
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.analyzer_index import AnalyzerIndex, is_analyzers
 from hf_zero.techniques.curriculum import metrics_of
@@ -19,6 +18,7 @@ from hf_zero.techniques.curriculum_sampler import CurriculumSampler
 from hf_zero.techniques.difficulty import DifficultySchedule, Number
 from hf_zero.techniques.difficulty_index import DifficultyIndex, RankedSamples
 from hf_zero.techniques.sample_order import Criterion, SampleOrder
+from hf_zero.zero.backward import Counters
 
 _DIFFICULTY = ("value", "percentile")
 SINGLE = "single_cluster"
@@ -41,7 +41,7 @@ Finish = Callable[[Any, dict[str, Any]], Any]
 
 class DifficultySampling:
     """Gives samplers their order and tells them which step comes next; a
-    :class:`hf_zero.techniques.policy.Technique`.
+    :class:`hf_zero.techniques.registry.Technique`.
     """
 
     def __init__(self, metrics: Mapping[str, Mapping[str, Any]], seed: int):

@@ -21,14 +21,14 @@ import torch
 from torch import nn
 
 from hf_zero.config.quantization import EIGENVALUE, EigenvalueSection
-from hf_zero.core.guards import Attached
-from hf_zero.core.sharded_model import MeshRanks
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
-from hf_zero.parameters.parameter import name_of, owner_of
 from hf_zero.techniques.blocks import layers_at
 from hf_zero.techniques.rounding import Precision
-from hf_zero.units.flat_buffer import FlatBuffer
+from hf_zero.zero.gather.model_patches import Attached
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.parameter import name_of, owner_of
+from hf_zero.zero.sharded_model import MeshRanks
 
 Vector = list[torch.Tensor]  # this rank's part of the parameters of a layer, in fp64
 

@@ -44,7 +44,6 @@ import torch
 from torch import nn
 
 from hf_zero.config import LayerDropSection, ZeroConfig
-from hf_zero.core.guards import Attached
 from hf_zero.errors import ConfigError
 from hf_zero.ops import philox
 from hf_zero.techniques.block_calls import (
@@ -55,7 +54,8 @@ from hf_zero.techniques.block_calls import (
     with_first,
 )
 from hf_zero.techniques.blocks import Layer, layers_of
-from hf_zero.units.unit import RootForward
+from hf_zero.zero.gather.model_patches import Attached
+from hf_zero.zero.layout.unit import RootForward
 
 KEY = "progressive_layer_drop"
 

@@ -1,9 +1,9 @@
 """Weights in fewer bits while they train: MoQ (``quantize_training``, Shen et al. 2020 for the
 eigenvalues), and ``compression_training.weight_quantization``.
 
-What modules compute with is rounded where a unit is whole (:mod:`hf_zero.units.computing`): in
-training, evaluation and recomputation alike. Master weights, gradients, messages and checkpoints
-are those of training without it.
+Values that modules compute with are rounded where a unit is whole
+(:mod:`hf_zero.zero.layout.compute_copy`): in training, evaluation and recomputation alike. Master
+weights, gradients, messages and checkpoints are those of training without it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from hf_zero.config.quantization import (
 )
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
-from hf_zero.parameters.wrap import names_in_blocks
 from hf_zero.techniques.eigenvalue import StretchedPeriods
 from hf_zero.techniques.rounding import Precision, Rounding, noise_for
-from hf_zero.units.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.wrap import names_in_blocks
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.guards import Attached
 from hf_zero.errors import ConfigError
+from hf_zero.zero.gather.model_patches import Attached
 
 TOKENS = ("input_ids", "inputs_embeds")
 DECODER_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "labels")

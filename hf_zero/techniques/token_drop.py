@@ -25,7 +25,6 @@ from torch import nn
 from hf_zero.config import TokenDropSection, ZeroConfig
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.config.token_drop import MASK, ORDERS, SCHEDULE, TOKEN_DROP
-from hf_zero.core.guards import Attached
 from hf_zero.errors import ConfigError
 from hf_zero.ops import philox
 from hf_zero.techniques.block_calls import (
@@ -36,7 +35,8 @@ from hf_zero.techniques.block_calls import (
 )
 from hf_zero.techniques.blocks import Layer, layers_of
 from hf_zero.techniques.sequence_length import DECODER_TOKENS, NOT_TEXT, TOKENS
-from hf_zero.units.unit import RootForward
+from hf_zero.zero.gather.model_patches import Attached
+from hf_zero.zero.layout.unit import RootForward
 
 BY_ROW = (*TOKENS, *DECODER_TOKENS, *NOT_TEXT)  # arguments of models whose first dimension is rows
 # of another sequence than the hidden state, but for the queries of those in four dimensions

@@ -19,11 +19,11 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.kinds import COUNT, integer, number
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.config.training_phases import PHASES
-from hf_zero.core.backward import Counters
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.techniques import curriculum
 from hf_zero.techniques.sequence_length import SequenceLength
+from hf_zero.zero.backward import Counters
 
 _SCALING = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 MICRO, TOTAL = "train_micro_batch_size_per_gpu", "train_batch_size"
@@ -105,7 +105,7 @@ def rampup(start: int, increment: int, samples: int, end: int) -> list[tuple[int
 
 
 class TrainingPhases:
-    """The phases of one engine; a :class:`hf_zero.techniques.policy.Technique`. All of it is a
+    """The phases of one engine; a :class:`hf_zero.techniques.registry.Technique`. All of it is a
     function of ``global_steps``.
     """
 

@@ -90,7 +90,7 @@ class Shape:
 
     def sizes(self) -> dict[str, int]:
         """Elements by unit name."""
-        from hf_zero.parameters.wrap import find_units
+        from hf_zero.zero.layout.wrap import find_units
 
         return {
             piece.name: sum(parameter.numel() for _, parameter in piece.parameters)
@@ -261,8 +261,8 @@ def machine_for(shape: Shape) -> Machine:
 def device_bytes(shape: Shape, case: Case, activations: float) -> float:
     """Bytes on the GPU: state as the preflight adds it up, and activations."""
     from hf_zero.config import ZeroConfig
-    from hf_zero.parameters.wrap import find_units
     from hf_zero.planning import MemoryPlan, groups_of, needs
+    from hf_zero.zero.layout.wrap import find_units
 
     model = shape.build(device="meta")
     plan = MemoryPlan.of(ZeroConfig.coerce(case.config("/tmp", PIECE)).resolve(1), 1)

@@ -276,11 +276,11 @@ class Recorder:
     @contextmanager
     def recording(self) -> Iterator[Schedule]:
         """Steps in the block are recorded; :meth:`mark` after each."""
-        from hf_zero.core import update as updates
         from hf_zero.device import streams
         from hf_zero.optim.sub_group_update import Update
-        from hf_zero.units.flat_buffer import FlatBuffer
-        from hf_zero.units.gradient_offload import GradientOffload
+        from hf_zero.zero.layout.flat_buffer import FlatBuffer
+        from hf_zero.zero.reduce.gradient_offload import GradientOffload
+        from hf_zero.zero.step import update as updates
 
         engine, gpu = self._engine, torch.device("cuda", 0)
         engine.updater.finish()

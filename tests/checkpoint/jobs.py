@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_zero.engine import Engine
-from hf_zero.parameters.wrap import WHOLE
+from hf_zero.zero.layout.wrap import WHOLE
 from tests.helpers.engines import start
 from tests.helpers.ranks import run_ranks
 
@@ -21,7 +21,7 @@ class Job:
     """How a model is trained: the same on all ranks.
 
     ``units`` are the modules that are units of their own beside the root's, or else the blocks
-    that :func:`hf_zero.parameters.wrap.find_units` finds.
+    that :func:`hf_zero.zero.layout.wrap.find_units` finds.
     """
 
     world: int

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_zero.optim import Lion
-from hf_zero.parameters.wrap import WHOLE
+from hf_zero.zero.layout.wrap import WHOLE
 from tests.checkpoint.test_offloaded import Away
 from tests.helpers.cells import fast
 from tests.helpers.engines import start

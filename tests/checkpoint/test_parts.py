@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import hf_zero
 from hf_zero.checkpoint.manifest import Manifest
-from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.errors import CheckpointError
-from hf_zero.parameters.sharding import Sharding, set_sharding
+from hf_zero.zero.access.consolidate import whole_state_dict
+from hf_zero.zero.layout.sharding import Sharding, set_sharding
 from tests.helpers.engines import start
 from tests.helpers.models import seeded
 from tests.helpers.ranks import run_ranks

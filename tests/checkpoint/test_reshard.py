@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.reader import copy_ranges
 from hf_zero.checkpoint.records import Chunk, FlatEntry
-from hf_zero.parameters.layout import FlatLayout
+from hf_zero.zero.layout.flat_layout import FlatLayout
 
 
 def stored(names, sizes, cuts, shards):

@@ -17,9 +17,9 @@ import hf_zero
 from hf_zero.config import OptimizerConfig
 from hf_zero.device.free_memory import Free
 from hf_zero.errors import ConfigError
-from hf_zero.parameters.layout import ALIGNMENT
 from hf_zero.planning.estimate import moments_of
-from hf_zero.units.policy import bytes_per_parameter
+from hf_zero.zero.layout.flat_layout import ALIGNMENT
+from hf_zero.zero.layout.stage_policy import bytes_per_parameter
 
 TINY = BertConfig(
     vocab_size=512,

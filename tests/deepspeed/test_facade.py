@@ -24,12 +24,12 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.core.gathered import GatheredParameters
 from hf_zero.deepspeed import facade
 from hf_zero.deepspeed.api import API
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError, NotBuiltError
-from hf_zero.parameters.parameter import ZeroParamStatus
+from hf_zero.zero.access.full import GatheredParameters
+from hf_zero.zero.layout.parameter import ZeroParamStatus
 from tests.helpers.cells import in_one_item
 
 USED = """

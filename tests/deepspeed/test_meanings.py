@@ -404,7 +404,7 @@ def test_windows_that_the_script_ends() -> None:
 
 
 def test_small_parameters_are_read_between_steps_without_a_key(monkeypatch: Any) -> None:
-    monkeypatch.setattr("hf_zero.parameters.wrap.PERSISTENCE", 100_000)  # as outside of tests
+    monkeypatch.setattr("hf_zero.zero.layout.wrap.PERSISTENCE", 100_000)  # as outside of tests
 
     class Large(nn.Module):
         def __init__(self) -> None:

@@ -32,7 +32,7 @@ from hf_zero.errors import (
 )
 from hf_zero.optim.elementwise import check
 from hf_zero.optim.lion import Lion
-from hf_zero.parameters import leaf_modules
+from hf_zero.zero.layout import leaf_modules
 from tests.helpers.late_transfers import Late
 
 # -- devices ---------------------------------------------------------------------------------------

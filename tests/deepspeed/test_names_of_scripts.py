@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError, LaunchError, NotBuiltError
-from hf_zero.parameters.sharding import Sharding, set_sharding
+from hf_zero.zero.layout.sharding import Sharding, set_sharding
 
 
 @pytest.fixture

@@ -16,14 +16,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed.mesh import Mesh
-from hf_zero.parameters.layout import FlatLayout
-from hf_zero.parameters.wrap import find_units
 from hf_zero.storage.placement import Placement
-from hf_zero.units.flat_buffer import FlatBuffer
-from hf_zero.units.flat_memory import Dtypes
-from hf_zero.units.materialize import partition
-from hf_zero.units.policy import POLICIES
-from hf_zero.units.unit import State, Unit
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.flat_layout import FlatLayout
+from hf_zero.zero.layout.flat_memory import Dtypes
+from hf_zero.zero.layout.materialize import partition
+from hf_zero.zero.layout.stage_policy import POLICIES
+from hf_zero.zero.layout.unit import State, Unit
+from hf_zero.zero.layout.wrap import find_units
 from tests.helpers.cells import fast
 
 META = torch.device("meta")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint import async_save
-from hf_zero.parameters import wrap
+from hf_zero.zero.layout import wrap
 from tests.helpers.broken_stacks import Latecomer
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import seeded

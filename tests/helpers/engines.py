@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core import gathered
-from hf_zero.parameters.parameter import name_of, owner_of
-from hf_zero.units.flat_buffer import FlatBuffer
+from hf_zero.zero.access import full as gathered
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.parameter import name_of, owner_of
 from tests.helpers.models import ROWS
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Job, Plan, Session, Trace, merge, train

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_zero.parameters.layout import FlatLayout
+from hf_zero.zero.layout.flat_layout import FlatLayout
 
 
 @dataclass

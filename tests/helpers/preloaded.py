@@ -7,7 +7,7 @@ from contextlib import suppress
 from importlib import import_module
 
 for name in (
-    "hf_zero.core.engine",
+    "hf_zero.zero.training_engine",
     "hf_zero.checkpoint",
     "torch._dynamo",
     "torch.distributed.nn",

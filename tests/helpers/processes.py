@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_zero.parameters import wrap
+from hf_zero.zero.layout import wrap
 from tests.helpers.ranks import RankFailed, RanksHung
 
 HOST = "127.0.0.1"

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.errors import ConfigError, NotBuiltError, PartitionError
+from hf_zero.zero.access.consolidate import whole_state_dict
 from tests.helpers.causal_zoo import VOCAB, model_types, tiny
 from tests.helpers.engines import start
 from tests.helpers.ranks import RankFailed, run_ranks

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 import hf_zero
-from hf_zero.parameters.box import Box
+from hf_zero.zero.layout.box import Box
 from tests.helpers.engines import OnEngine, config_of, start
 from tests.helpers.models import HEADS, HIDDEN, LAYERS, ROWS, VOCAB, Batch, seed_of, seeded
 from tests.helpers.ranks import run_ranks

@@ -19,8 +19,8 @@ import hf_zero
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import ParallelGroups, init_parallel
-from hf_zero.parameters.box import Box
-from hf_zero.parameters.sharding import Sharding, set_sharding, sharding_of
+from hf_zero.zero.layout.box import Box
+from hf_zero.zero.layout.sharding import Sharding, set_sharding, sharding_of
 from tests.helpers.engines import config_of, full_weights
 from tests.helpers.models import seeded
 from tests.helpers.ranks import run_ranks

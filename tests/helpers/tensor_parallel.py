@@ -11,8 +11,8 @@ import torch
 import transformers
 from torch import nn
 
-from hf_zero.parameters.box import Box
-from hf_zero.parameters.sharding import sharding_of
+from hf_zero.zero.layout.box import Box
+from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers.engines import OnEngine, config_of, start
 from tests.helpers.models import Architecture, Batch, floats, tokens
 from tests.helpers.ranks import run_ranks

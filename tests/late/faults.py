@@ -23,9 +23,11 @@ from tests.late import absences, device, pipelines, training
 import torch  # isort: skip
 from hf_zero.activations import streams as transfers  # isort: skip
 from torch.distributed.pipelining import schedules  # isort: skip
-from hf_zero.core import schedule, update, update_gathers  # isort: skip
+from hf_zero.zero.gather import schedule  # isort: skip
+from hf_zero.zero.step import update, update_gathers  # isort: skip
 from hf_zero.distributed import two_hops  # isort: skip
-from hf_zero.units import gradient_offload, unit  # isort: skip
+from hf_zero.zero.layout import unit  # isort: skip
+from hf_zero.zero.reduce import gradient_offload  # isort: skip
 from hf_zero.device import kinds, streams  # isort: skip
 
 

@@ -64,5 +64,5 @@ def test_no_wheel_has_it() -> None:
     project = tomllib.loads((launch.ROOT / "pyproject.toml").read_text())
     found = project["tool"]["setuptools"]["packages"]["find"]
     packages = find_namespace_packages(os.fspath(launch.ROOT), include=found["include"])
-    assert "hf_zero.core" in packages and not any("late" in name.split(".") for name in packages)
+    assert "hf_zero.zero" in packages and not any("late" in name.split(".") for name in packages)
     assert "tests/late" not in (launch.ROOT / "setup.py").read_text()

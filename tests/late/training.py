@@ -15,7 +15,7 @@ import hf_zero
 from hf_zero.distributed import world_group
 from hf_zero.optim import Adafactor
 from hf_zero.optim.muon import Muon, muon_groups
-from hf_zero.parameters import wrap
+from hf_zero.zero.layout import wrap
 
 wrap.GRANULARITY = 0  # blocks are small, and each is to be a unit
 wrap.PERSISTENCE = 0  # and its parameters sharded

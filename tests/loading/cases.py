@@ -46,7 +46,7 @@ def load(cls: Any, path: Any, **options: Any) -> Any:
 
 
 def assert_released(model: nn.Module) -> None:
-    from hf_zero.parameters.parameter import ReleasedParameter
+    from hf_zero.zero.layout.parameter import ReleasedParameter
 
     whole = [
         name
@@ -92,7 +92,7 @@ def assert_same_model(found: nn.Module, expected: nn.Module) -> None:
 
 def let_go(*models: nn.Module) -> None:
     """Take the engines off, and their process groups with them."""
-    from hf_zero.parameters.parameter import owner_of
+    from hf_zero.zero.layout.parameter import owner_of
 
     for model in models:
         engines = {flat.engine() for flat in map(owner_of, model.parameters()) if flat is not None}

@@ -62,7 +62,7 @@ def make(rank: int, names: list[str]) -> dict[str, Any]:
 
     from hf_zero.deepspeed import zero_init
     from hf_zero.loading import building as lazily
-    from hf_zero.parameters.parameter import ReleasedParameter
+    from hf_zero.zero.layout.parameter import ReleasedParameter
 
     small = transformers.AutoModel.from_config(configurations()["vit"][1])
     assert not any(isinstance(p, ReleasedParameter) for p in small.parameters()), (

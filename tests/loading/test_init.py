@@ -15,7 +15,7 @@ import hf_zero
 from hf_zero.deepspeed import zero_init
 from hf_zero.deepspeed.zero_init import Init
 from hf_zero.loading import building as lazily
-from hf_zero.parameters.parameter import ReleasedParameter, ZeroParamStatus, owner_of
+from hf_zero.zero.layout.parameter import ReleasedParameter, ZeroParamStatus, owner_of
 from tests.helpers.processes import run_processes, say
 
 WIDTH = 16

@@ -17,7 +17,7 @@ from hf_zero.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion, Lion
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.cpu_base import CPUOptimizer
 from hf_zero.optim.table import Run, cut, group_runs
-from hf_zero.parameters.layout import FlatLayout
+from hf_zero.zero.layout.flat_layout import FlatLayout
 from tests.helpers.flats import ShardFlat, shard
 
 CASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {

@@ -50,14 +50,14 @@ def test_importing_loads_neither_hugging_face_nor_triton_nor_cuda() -> None:
     assert not [
         name
         for name in seen["own"]
-        if name.startswith(("hf_zero.core", "hf_zero.cli", "hf_zero.checkpoint", "hf_zero.optim"))
+        if name.startswith(("hf_zero.zero", "hf_zero.cli", "hf_zero.checkpoint", "hf_zero.optim"))
     ]
 
 
 def test_the_converter_needs_no_engine() -> None:
     seen = in_fresh_process(
         "import sys, json; from hf_zero.checkpoint import convert_checkpoint\n"
-        "print(json.dumps([m for m in sys.modules if m.startswith(('hf_zero.core', 'hf_zero.units',"
+        "print(json.dumps([m for m in sys.modules if m.startswith(('hf_zero.zero',"
         " 'hf_zero.config'))]))"
     )
     assert seen == []

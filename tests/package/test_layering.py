@@ -27,11 +27,10 @@ LAYERS = {
     "hf_zero.logging": 0,
     "hf_zero.distributed": 0,
     "hf_zero.storage": 1,
-    "hf_zero.parameters": 1,
-    "hf_zero.units": 2,
-    "hf_zero.gradients": 2,
     "hf_zero.one_bit": 2,
-    "hf_zero.core": 3,
+    "hf_zero.zero": 3,
+    "hf_zero.zero.layout": 2,
+    "hf_zero.zero.reduce": 2,
     "hf_zero.ops": 1,
     "hf_zero.optim": 2,
     "hf_zero.checkpoint": 3,
@@ -57,11 +56,11 @@ STACK = [
     for name in (
         "distributed",
         "storage",
-        "parameters",
-        "units",
-        "gradients",
+        "zero.layout",
+        "zero.reduce",
         "one_bit",
-        "core",
+        "zero.gather",
+        "zero",
         "checkpoint",
         "activations",
         "parallel",
@@ -147,8 +146,7 @@ def place(module: str) -> int | None:
 
 def height(module: str) -> int | None:
     """Where the package of ``module`` stands in :data:`STACK`."""
-    package = ".".join(module.split(".")[:2])
-    return STACK.index(package) if package in STACK else None
+    return next((STACK.index(prefix) for prefix in prefixes(module) if prefix in STACK), None)
 
 
 def library(module: str) -> str:
@@ -244,22 +242,34 @@ def test_every_layer_is_of_something_that_is_there() -> None:
 @pytest.mark.parametrize(
     ("source", "module", "offender"),
     [
-        ("from hf_zero.core.engine import Engine", "hf_zero.units.unit", "hf_zero.core.engine"),
-        ("def f():\n    from hf_zero import cli", "hf_zero.core.engine", "hf_zero.cli"),
-        ("from ..integrations import accelerate", "hf_zero.core.hooks", "hf_zero.integrations"),
-        ("import torch.distributed as dist", "hf_zero.core.hooks", "torch.distributed"),
-        ("from torch import distributed", "hf_zero.core.hooks", "torch.distributed"),
+        (
+            "from hf_zero.zero.training_engine import Engine",
+            "hf_zero.zero.layout.unit",
+            "hf_zero.zero.training_engine",
+        ),
+        ("def f():\n    from hf_zero import cli", "hf_zero.zero.training_engine", "hf_zero.cli"),
+        (
+            "from ..integrations import accelerate",
+            "hf_zero.zero.gather.hooks",
+            "hf_zero.integrations",
+        ),
+        ("import torch.distributed as dist", "hf_zero.zero.gather.hooks", "torch.distributed"),
+        ("from torch import distributed", "hf_zero.zero.gather.hooks", "torch.distributed"),
         (
             "import hf_zero.storage.nvme_files",
             "hf_zero.distributed.mesh",
             "hf_zero.storage.nvme_files",
         ),
         (
-            "import hf_zero.parameters.layout",
+            "import hf_zero.zero.layout.flat_layout",
             "hf_zero.storage.nvme_files",
-            "hf_zero.parameters.layout",
+            "hf_zero.zero.layout.flat_layout",
         ),
-        ("from hf_zero.activations import policy", "hf_zero.core.engine", "hf_zero.activations"),
+        (
+            "from hf_zero.activations import policy",
+            "hf_zero.zero.training_engine",
+            "hf_zero.activations",
+        ),
         ("from hf_zero.initialize import initialize", "hf_zero.activations.policy", "initialize"),
         ("import transformers", "hf_zero.checkpoint.convert.export", "transformers"),
         ("from accelerate.state import PartialState", "hf_zero.cli.doctor", "accelerate"),
@@ -277,7 +287,8 @@ def test_a_wrong_import_is_seen(source: str, module: str, offender: str) -> None
 
 def test_typing_only_and_downward_imports_pass() -> None:
     source = (
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from hf_zero.core.engine "
-        "import Engine\nfrom hf_zero.errors import ConfigError\n"
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
+        "    from hf_zero.zero.training_engine import TrainingEngine\n"
+        "from hf_zero.errors import ConfigError\n"
     )
-    assert violations(source, "hf_zero.units.unit") == []
+    assert violations(source, "hf_zero.zero.layout.unit") == []

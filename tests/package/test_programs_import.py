@@ -46,7 +46,8 @@ def test_imports_from_the_package_are_there(folder: str) -> None:
 
 
 def test_what_is_gone_is_seen() -> None:
-    assert len(missing("from hf_zero.core import nowhere\nimport hf_zero.nothing")) == 2
+    assert len(missing("from hf_zero.zero import nowhere\nimport hf_zero.nothing")) == 2
     assert (
-        missing("from hf_zero.parameters.layout import Slot\nfrom hf_zero.core import hooks") == []
+        missing("from hf_zero.zero.layout.box import Box\nfrom hf_zero.zero.gather import hooks")
+        == []
     )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_zero.distributed.parallel_groups import get_parallel
-from hf_zero.parameters.sharding import sharding_of
+from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers.engines import OnEngine, config_of, start
 from tests.helpers.training import Plan
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import hf_zero
-from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.parallel.expert.model import expert_parallel
+from hf_zero.zero.access.consolidate import whole_state_dict
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import tokens
 from tests.helpers.ranks import run_ranks

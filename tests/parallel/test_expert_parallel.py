@@ -26,8 +26,8 @@ from hf_zero.parallel.expert.dispatch import Routes, run_experts
 from hf_zero.parallel.expert.marks import is_expert_parameter
 from hf_zero.parallel.expert.moe_layer import MoE
 from hf_zero.parallel.expert.recomputed import _Kept
-from hf_zero.parameters.box import Box
-from hf_zero.parameters.sharding import sharding_of
+from hf_zero.zero.layout.box import Box
+from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers import oracle
 from tests.helpers.engines import config_of, start, train_on_threads
 from tests.helpers.models import tokens

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.distributed import process_group
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.expert import model as expert_model
 from hf_zero.parallel.tensor import agreement, layers
+from hf_zero.zero.access.consolidate import whole_state_dict
 from tests.helpers import oracle
 from tests.helpers.engines import config_of, start
 from tests.helpers.ranks import RankFailed, run_ranks

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.distributed.process_group import get_rank
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.parallel.expert.marks import is_expert_parameter, split, split_groups
 from hf_zero.parallel.expert.moe_layer import Experts, MoE, MOELayer, TopKGate
-from hf_zero.parameters.sharding import sharding_of
 from hf_zero.planning.estimate import estimate
-from hf_zero.units.whole_names import WholeNames
+from hf_zero.zero.access.consolidate import whole_state_dict
+from hf_zero.zero.layout.global_names import WholeNames
+from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers import oracle
 from tests.helpers.engines import OnEngine, config_of, engine_opener, start, train_on_threads
 from tests.helpers.models import HIDDEN, features, seeded

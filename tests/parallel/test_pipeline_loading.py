@@ -17,7 +17,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.loading import building
 from hf_zero.loading.expressions import Filled
 from hf_zero.loading.shard_only import hold
-from hf_zero.parameters.sharding import sharding_of
+from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers.ranks import run_ranks
 from tests.loading.counting import counting
 from tests.parallel.causal import batches_of, model_of

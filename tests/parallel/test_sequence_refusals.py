@@ -18,7 +18,7 @@ import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.parallel.sequence.batches import cut
-from hf_zero.techniques.policy import TrainingTechniques
+from hf_zero.techniques.registry import TrainingTechniques
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import HEADS, HIDDEN, LAYERS, VOCAB, Stack, bert, seeded, t5
 from tests.helpers.ranks import RankFailed, run_ranks

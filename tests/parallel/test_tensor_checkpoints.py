@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import hf_zero
-from hf_zero.core.consolidate import whole_state_dict
+from hf_zero.zero.access.consolidate import whole_state_dict
 from tests.helpers.engines import config_of, start
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tensor_parallel import MODELS

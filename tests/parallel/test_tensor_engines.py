@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.parallel import alike, cutting
 from hf_zero.parallel.tensor import axis, shared_inputs
 from hf_zero.parallel.tensor import model as tensor_model
+from hf_zero.zero.access.consolidate import whole_state_dict
 from tests.helpers.engines import STAGES, config_of, start
 from tests.helpers.models import ROWS, seeded, tokens
 from tests.helpers.oracle import FP32_TOLERANCE, compare, compare_mixed, kept, mixed

@@ -16,7 +16,7 @@ import hf_zero
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError, NotBuiltError, RankMismatchError
 from hf_zero.parallel.tensor import agreement, axis
-from hf_zero.parameters.sharding import sharding_of
+from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers.models import seeded, tokens
 from tests.helpers.oracle import compare_tensors
 from tests.helpers.ranks import RankFailed, run_ranks

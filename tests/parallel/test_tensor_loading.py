@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 import hf_zero
-from hf_zero.core.consolidate import whole_state_dict
-from hf_zero.parameters.sharding import sharding_of
+from hf_zero.zero.access.consolidate import whole_state_dict
+from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import seeded
 from tests.helpers.ranks import run_ranks

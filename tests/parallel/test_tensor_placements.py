@@ -14,7 +14,7 @@ from torch import nn
 import hf_zero
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.tensor import cuts_of
-from hf_zero.parameters.sharding import sharding_of
+from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers.causal_zoo import batch_of, model_types, tiny
 from tests.helpers.models import seeded
 from tests.helpers.oracle import compare_tensors

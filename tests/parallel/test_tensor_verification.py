@@ -11,7 +11,7 @@ import hf_zero
 from hf_zero.errors import ConfigError, DoesNotFitError, VerificationError
 from hf_zero.parallel.tensor import verification
 from hf_zero.parallel.tensor.layers import Rowwise
-from hf_zero.parameters.sharding import Sharding, set_sharding
+from hf_zero.zero.layout.sharding import Sharding, set_sharding
 from tests.helpers.causal_zoo import batch_of, model_types, tiny
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import seeded

@@ -18,7 +18,7 @@ from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.parallel.tensor.axis import TensorAxis
 from hf_zero.parallel.tensor.shared_inputs import SharedInputs
 from hf_zero.parallel.tensor.weight_gradients import WeightGradients
-from hf_zero.parameters import wrap
+from hf_zero.zero.layout import wrap
 from tests.helpers.models import seeded
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tensor_parallel import MODELS, TensorJob, llama, train_tensor_parallel

@@ -21,7 +21,6 @@ from hf_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
 from hf_zero.device.free_memory import DiskFree, Free
 from hf_zero.errors import DoesNotFitError
 from hf_zero.integrations.transformers.meta_model import build_on_meta
-from hf_zero.parameters.wrap import find_units
 from hf_zero.planning import (
     ACTIVATIONS,
     FlatParameters,
@@ -37,6 +36,7 @@ from hf_zero.planning import (
 )
 from hf_zero.planning.checking import SWITCH
 from hf_zero.planning.verdict import RAM_SHARE
+from hf_zero.zero.layout.wrap import find_units
 
 GIB = 1 << 30
 GPU = torch.device("cuda")

@@ -17,12 +17,12 @@ import hf_zero
 from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
 from hf_zero.ops.files import ALIGNMENT as SECTOR
 from hf_zero.optim.lion import Lion
-from hf_zero.parameters.layout import FlatLayout
-from hf_zero.parameters.wrap import find_units
 from hf_zero.planning import FlatParameters, MemoryPlan, Needs, groups_of, needs
 from hf_zero.planning.moments import moment_bytes, moments_of
 from hf_zero.planning.needs import gathered_bytes, gradient_buffers
-from hf_zero.units.policy import POLICIES
+from hf_zero.zero.layout.flat_layout import FlatLayout
+from hf_zero.zero.layout.stage_policy import POLICIES
+from hf_zero.zero.layout.wrap import find_units
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NAMES = {BF16: "bfloat16", FP32: "float32"}

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from hf_zero.core.gathered import GatheredParameters
 from hf_zero.errors import RankMismatchError
+from hf_zero.zero.access.full import GatheredParameters
 from tests.helpers import oracle
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.stacks import on_ranks, squared

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.parameters.tree import tensors_in
+from hf_zero.zero.layout.tree import tensors_in
 from tests.helpers import oracle
 from tests.helpers.engines import engine_opener, train_on_threads
 from tests.helpers.models import floats, seeded, tokens

@@ -11,9 +11,9 @@ import torch
 
 import hf_zero
 from hf_zero.config import ZeroConfig
-from hf_zero.parameters.wrap import find_units
 from hf_zero.planning.needs import needs
 from hf_zero.planning.plan import MemoryPlan, groups_of
+from hf_zero.zero.layout.wrap import find_units
 from tests.helpers.engines import OnEngine, config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES, Stack, seeded
 from tests.helpers.ranks import run_ranks

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hf_zero
-from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
-from hf_zero.parameters.sharding import sharding_of
+from hf_zero.zero.access.consolidate import whole_state_dict
+from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers.engines import full_weights, start
 from tests.helpers.models import seeded
 from tests.helpers.ranks import run_ranks

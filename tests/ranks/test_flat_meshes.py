@@ -17,9 +17,9 @@ from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.errors import ConfigError, PartitionError, UnsupportedOptimizerError
 from hf_zero.optim.lars import LARS
-from hf_zero.parameters.box import Box
-from hf_zero.parameters.sharding import Sharding
-from hf_zero.units.cut_parameters import join_parts
+from hf_zero.zero.layout.box import Box
+from hf_zero.zero.layout.cut_parameters import join_parts
+from hf_zero.zero.layout.sharding import Sharding
 from tests.helpers import split as helpers
 from tests.helpers.engines import start
 from tests.helpers.models import seeded

@@ -6,7 +6,7 @@ import sys
 
 import torch.distributed as dist
 
-from hf_zero.core.hooks import Hooks
+from hf_zero.zero.gather.hooks import Hooks
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.stacks import on_ranks, squared

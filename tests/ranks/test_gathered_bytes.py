@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.parameters.wrap import find_units
 from hf_zero.planning import MemoryPlan, groups_of
 from hf_zero.planning.needs import gathered_bytes
+from hf_zero.zero.layout.wrap import find_units
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.stacks import on_ranks, squared

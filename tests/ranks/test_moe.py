@@ -12,8 +12,8 @@ import torch
 import transformers
 from torch import nn
 
-from hf_zero.parameters.leaf_modules import get_z3_leaf_modules, set_z3_leaf_modules
-from hf_zero.parameters.wrap import find_units
+from hf_zero.zero.layout.leaf_modules import get_z3_leaf_modules, set_z3_leaf_modules
+from hf_zero.zero.layout.wrap import find_units
 from tests.helpers import oracle
 from tests.helpers.engines import OnEngine, config_of, start, train_on_threads
 from tests.helpers.models import HIDDEN, features, seeded, tokens

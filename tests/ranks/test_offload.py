@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import hf_zero.core.optimizer_step as optimizer_step
-from hf_zero.core.update import Updater
+import hf_zero.zero.step.optimizer_step as optimizer_step
 from hf_zero.ops import native
 from hf_zero.optim import CPUAdam, Lion
+from hf_zero.zero.step.update import Updater
 from tests.helpers import oracle
 from tests.helpers.cells import fast
 from tests.helpers.engines import (

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from hf_zero.config import ZeroConfig
-from hf_zero.parameters.wrap import find_units
 from hf_zero.planning.needs import NamedBytes, needs
 from hf_zero.planning.plan import MemoryPlan, groups_of
-from hf_zero.units import materialize
+from hf_zero.zero.layout import materialize
+from hf_zero.zero.layout.wrap import find_units
 from tests.helpers.cells import fast
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import ARCHITECTURES

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 import hf_zero
 from hf_zero.checkpoint import convert_checkpoint
-from hf_zero.core.consolidate import whole_state_dict
-from hf_zero.parameters.parameter import UpdatingParameter
+from hf_zero.zero.access.consolidate import whole_state_dict
+from hf_zero.zero.layout.parameter import UpdatingParameter
 from tests.helpers.models import features
 from tests.helpers.offloads import (
     DEVICE,

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.core.local_access import safe_get_local_fp32_param, safe_set_local_fp32_param
 from hf_zero.optim import Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
+from hf_zero.zero.access.local import safe_get_local_fp32_param, safe_set_local_fp32_param
 from tests.helpers.compressed import Recorder, flat_of
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import Stack, seeded

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.distributed import process_group
 from hf_zero.errors import PartitionError, RankMismatchError, ReleasedParameterError
-from hf_zero.parameters.attributes import refusal
-from hf_zero.parameters.parameter import OwnedParameter, ReleasedParameter
+from hf_zero.zero.access.consolidate import whole_state_dict
+from hf_zero.zero.layout.attributes import refusal
+from hf_zero.zero.layout.parameter import OwnedParameter, ReleasedParameter
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start
 from tests.helpers.models import HIDDEN, Stack

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.core.sanity import SanityChecks
 from hf_zero.engine import Engine
+from hf_zero.zero.step.nonfinite_warnings import SanityChecks
 from tests.helpers.engines import config_of, start
 from tests.helpers.host_syncs import HostSyncs
 from tests.helpers.models import features
@@ -180,7 +180,8 @@ def test_on_a_device_the_norm_is_read_when_its_copy_is_over(
 ) -> None:
     event, copies = Event(), []
     monkeypatch.setattr(
-        "hf_zero.core.sanity.streams.record_here", lambda device: copies.append(device) or event
+        "hf_zero.zero.step.nonfinite_warnings.streams.record_here",
+        lambda device: copies.append(device) or event,
     )
     checks = SanityChecks(torch.device("cpu"), lambda: 1, "fp32", 0)
     nan: Any = torch.tensor(float("nan"), dtype=torch.float64)

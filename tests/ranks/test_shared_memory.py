@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_zero.errors import PartitionError
-from hf_zero.parameters.shared_memory import tie_shared_memory
+from hf_zero.zero.layout.shared_memory import tie_shared_memory
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.ranks import run_ranks
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.parameters import wrap
-from hf_zero.parameters.parameter import WatchedParameter
-from hf_zero.parameters.wrap import find_units
+from hf_zero.zero.layout import wrap
+from hf_zero.zero.layout.parameter import WatchedParameter
+from hf_zero.zero.layout.wrap import find_units
 from tests.helpers import oracle
 from tests.helpers.cells import fast
 from tests.helpers.engines import (

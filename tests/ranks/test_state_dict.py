@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_zero.core.consolidate import whole_state_dict
+from hf_zero.zero.access.consolidate import whole_state_dict
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_zero.core import step_times
 from hf_zero.deepspeed.engine import DeepSpeedEngine
+from hf_zero.zero.step import step_times
 from tests.helpers.engines import config_of, start
 from tests.helpers.stacks import on_ranks, squared, stack
 from tests.helpers.training import At, Plan, adamw

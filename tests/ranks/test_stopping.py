@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from hf_zero.core.stopping import _Handler
 from hf_zero.distributed import process_group, shard_fetches
 from hf_zero.errors import PartitionError, RankMismatchError
+from hf_zero.zero.step.preemption import _Handler
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start
 from tests.helpers.ranks import RankFailed

@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
-from hf_zero.core.update import Updater
 from hf_zero.device import kinds
 from hf_zero.distributed import shard_fetches
+from hf_zero.zero.step.update import Updater
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.offloads import offload

@@ -1,5 +1,5 @@
 """What scripts do beside the plain loop: ranks that part ways are named, the rest is computed as
-plainly. Passes that raise are in test_endings.py, what is refused in one process in tests/core.
+plainly. Passes that raise are in test_endings.py, what is refused in one process in tests/zero.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_parameters_outside_the_optimizer_rest_and_leave_no_gradient_behind(stag
         for step in range(3):
             engine.backward(squared(engine, At(step, 0, rank)))
             engine.step()
-        from hf_zero.parameters.raw_grads import raw_grad
+        from hf_zero.zero.layout.raw_grads import raw_grad
 
         assert [name for name, p in model.named_parameters() if raw_grad(p) is not None] == []
         return {name: p.detach().clone() for name, p in engine.consolidated()}

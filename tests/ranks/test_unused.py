@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.gradients.usage import Usage
 from hf_zero.ops import dispatch
 from hf_zero.optim import CPUAdam, Lamb, Lion
+from hf_zero.zero.reduce.usage import Usage
 from tests.helpers import oracle
 from tests.helpers.cells import fast
 from tests.helpers.checked_triton import checked_triton

@@ -360,7 +360,7 @@ def test_a_frozen_parameter_may_still_be_cast() -> None:
 def test_a_step_looks_closer_only_where_something_was_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from hf_zero.units.flat_buffer import FlatBuffer
+    from hf_zero.zero.layout.flat_buffer import FlatBuffer
 
     looked: list[str] = []
     take = FlatBuffer._take_written

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.gradients.gradient_intake import WireBuffers
-from hf_zero.gradients.reductions import IN_FLIGHT
+from hf_zero.zero.reduce.gradient_intake import WireBuffers
+from hf_zero.zero.reduce.reductions import IN_FLIGHT
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.stacks import on_ranks, squared

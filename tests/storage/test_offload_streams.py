@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.core.update import _unmark
-from hf_zero.parameters.flat_spec import FlatSpec
-from hf_zero.parameters.layout import FlatLayout
-from hf_zero.units.flat_buffer import EngineFlats, FlatBuffer
-from hf_zero.units.gradient_offload import UNDER_WAY
+from hf_zero.zero.layout.flat_buffer import EngineFlats, FlatBuffer
+from hf_zero.zero.layout.flat_layout import FlatLayout
+from hf_zero.zero.layout.flat_spec import FlatSpec
+from hf_zero.zero.reduce.gradient_offload import UNDER_WAY
+from hf_zero.zero.step.update import _unmark
 from tests.helpers.training import trainable
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"

@@ -28,7 +28,7 @@ from hf_zero.checkpoint.records import (
 )
 from hf_zero.checkpoint.tensorfile import TensorEntry, TensorFile
 from hf_zero.errors import CheckpointError
-from hf_zero.parameters.layout import FlatLayout
+from hf_zero.zero.layout.flat_layout import FlatLayout
 
 
 @dataclass(frozen=True, eq=False)

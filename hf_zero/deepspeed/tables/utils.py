@@ -21,7 +21,7 @@ from hf_zero.deepspeed.tables.remedies import (
 
 ACCESS: tuple[Row, ...] = (
     *names(
-        "hf_zero.core.gathered",
+        "hf_zero.zero.access.full",
         "safe_get_full_fp32_param",
         "safe_get_full_grad",
         "safe_get_full_optimizer_state",
@@ -30,7 +30,7 @@ ACCESS: tuple[Row, ...] = (
         "safe_set_full_optimizer_state",
     ),
     *names(
-        "hf_zero.core.local_access",
+        "hf_zero.zero.access.local",
         "safe_get_local_fp32_param",
         "safe_get_local_grad",
         "safe_get_local_optimizer_state",
@@ -47,7 +47,7 @@ ACCESS: tuple[Row, ...] = (
 )
 LEAVES: tuple[Row, ...] = (
     *names(
-        "hf_zero.parameters.leaf_modules",
+        "hf_zero.zero.layout.leaf_modules",
         "get_z3_leaf_modules",
         "set_z3_leaf_module",
         "set_z3_leaf_modules",

@@ -19,8 +19,8 @@ from hf_zero.deepspeed.tables.remedies import (
 )
 
 ZERO: tuple[Row, ...] = (
-    *names("hf_zero.core.gathered", "GatheredParameters"),
-    *names("hf_zero.parameters.parameter", "ZeroParamStatus"),
+    *names("hf_zero.zero.access.full", "GatheredParameters"),
+    *names("hf_zero.zero.layout.parameter", "ZeroParamStatus"),
     *names(f"{HERE}.zero_init", "Init", "register_external_parameter"),
     *left_out("all parameters are of this rank: there are no remote ones", "ZeroParamType"),
     *left_out("tensor constructors are left alone", "DeepSpeedTensorOverride"),

@@ -18,7 +18,7 @@ from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.sampling import follow_engines
 from hf_zero.integrations.accelerate.shared_batches import sequence_ranks, tensor_ranks
-from hf_zero.parameters.parameter import owner_of
+from hf_zero.zero.layout.parameter import owner_of
 
 AUTO = "auto"
 CLIPPING = "gradient_clipping"

@@ -25,7 +25,7 @@ from hf_zero.engine import Engine
 from hf_zero.errors import PartitionError
 from hf_zero.integrations import finder
 from hf_zero.logging import log_rank0
-from hf_zero.parameters.parameter import owner_of
+from hf_zero.zero.layout.parameter import owner_of
 
 _training: weakref.WeakSet[Engine] = weakref.WeakSet()
 _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # Accelerate's wrappers around theirs

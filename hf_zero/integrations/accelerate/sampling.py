@@ -62,7 +62,7 @@ def draw_by_difficulty(original: Callable[..., Any]) -> Callable[..., Any]:
 def follow_engines(accelerator: Any) -> None:
     """The loaders of ``accelerator`` that draw by difficulty draw as its engine trains."""
     from hf_zero.engine import Engine
-    from hf_zero.techniques.policy import follow
+    from hf_zero.techniques.registry import follow
 
     for engine in (each for each in accelerator._models if isinstance(each, Engine)):
         for loader in accelerator._dataloaders:

@@ -25,9 +25,9 @@ from hf_zero.integrations.fused.reporting import Line, Report
 from hf_zero.logging import log_rank0
 from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.ops.packed_linear import adjacent, pack_
-from hf_zero.parameters.parameter import owner_of
-from hf_zero.parameters.pending import source_of
-from hf_zero.parameters.wrap import PACKED
+from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.pending import source_of
+from hf_zero.zero.layout.wrap import PACKED
 
 RECORD = "_hf_zero_fused"
 

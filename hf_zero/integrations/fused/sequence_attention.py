@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.guards import Attached, outside_graphs
 from hf_zero.errors import ConfigError, KernelError
 from hf_zero.integrations.fused import attention as sparse
 from hf_zero.integrations.fused.replacement import Replacement
@@ -32,6 +31,7 @@ from hf_zero.parallel.sequence.batches import are_counted, is_part
 from hf_zero.parallel.sequence.documents import Documents, knows_positions
 from hf_zero.parallel.sequence.exchange import all_gather
 from hf_zero.parallel.sequence.sequence_parallel import SequenceParallel
+from hf_zero.zero.gather.model_patches import Attached, outside_graphs
 
 PREFIX = "hf_zero_sequence_"
 DEFAULT = "sdpa"

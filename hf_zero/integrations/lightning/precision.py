@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.sharded_model import DTYPES
 from hf_zero.errors import ConfigError
-from hf_zero.parameters.parameter import OwnedParameter
-from hf_zero.parameters.tree import map_tensors
+from hf_zero.zero.layout.parameter import OwnedParameter
+from hf_zero.zero.layout.tree import map_tensors
+from hf_zero.zero.sharded_model import DTYPES
 
 KINDS = {
     "32-true": "fp32",

@@ -21,7 +21,6 @@ from torch.utils.data import BatchSampler, RandomSampler
 from hf_zero.checkpoint.objects import split
 from hf_zero.config.curriculum import METRICS
 from hf_zero.config.training_phases import PHASES
-from hf_zero.core.consolidate import whole_state_dict
 from hf_zero.deepspeed.zero_init import Init
 from hf_zero.distributed import init, process_group
 from hf_zero.engine import Engine
@@ -33,10 +32,11 @@ from hf_zero.integrations.lightning.settings import read, resolve
 from hf_zero.integrations.transformers.loading import made_under
 from hf_zero.loading.shard_only import hold, release_holders
 from hf_zero.parallel.tensor.configured import readers
-from hf_zero.parameters.parameter import owner_of
 from hf_zero.techniques.curriculum_sampler import CurriculumSampler, RankBatches, RankSamples
 from hf_zero.techniques.data_sampling import sampled_metrics
-from hf_zero.techniques.policy import follow
+from hf_zero.techniques.registry import follow
+from hf_zero.zero.access.consolidate import whole_state_dict
+from hf_zero.zero.layout.parameter import owner_of
 
 TAG = "checkpoint"  # what Lightning looks for in the folder of a sharded checkpoint
 STAGES = (0, 1, 2, 3)

@@ -35,7 +35,7 @@ def read_token_rows(original: Callable[..., torch.Tensor]) -> Callable[..., torc
     ) -> torch.Tensor:
         if not finder.chosen():
             return original(self, weight, rows, embed_dim)
-        from hf_zero.core.gathered import GatheredParameters
+        from hf_zero.zero.access.full import GatheredParameters
 
         with GatheredParameters([weight]):
             return weight[rows].detach().clone()
@@ -125,8 +125,8 @@ def whole_copies(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
 
 def _needs_other_ranks(module: nn.Module) -> bool:
     """Whether the state dict of ``module`` takes what other ranks hold."""
-    from hf_zero.parameters.parameter import owner_of
-    from hf_zero.parameters.sharding import sharding_of
+    from hf_zero.zero.layout.parameter import owner_of
+    from hf_zero.zero.layout.sharding import sharding_of
 
     own = list(module.parameters())
     sharded = any(flat is not None and flat.sharded for flat in map(owner_of, own))

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.gathered import summon_full_params
 from hf_zero.device.free_memory import free_bytes
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.engine import Engine
 from hf_zero.parallel.tensor.model import model_record
-from hf_zero.parameters.parameter import owner_of
-from hf_zero.units.cut_parameters import dims_of_parts
+from hf_zero.zero.access.full import summon_full_params
+from hf_zero.zero.layout.cut_parameters import dims_of_parts
+from hf_zero.zero.layout.parameter import owner_of
 
 # of the free memory that the gathered model may take: caches and activations need the rest
 FREE_SHARE = 0.5

@@ -33,8 +33,8 @@ from hf_zero.errors import ConfigError, NoModelFolderError, PartitionError
 from hf_zero.integrations import finder
 from hf_zero.loading import Building, LazyTensor, make_pending, make_real
 from hf_zero.loading.shard_only import hold
-from hf_zero.parameters.parameter import owner_of
-from hf_zero.parameters.sharding import sharding_of
+from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.sharding import sharding_of
 
 
 def load_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:

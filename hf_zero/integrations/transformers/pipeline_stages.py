@@ -27,7 +27,7 @@ from hf_zero.parallel.pipeline.layers import training_numel
 from hf_zero.parallel.pipeline.partition import bounds_of
 from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.parallel.pipeline.topology import ProcessTopology
-from hf_zero.parameters.parameter import owner_of
+from hf_zero.zero.layout.parameter import owner_of
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from hf_zero.parallel.expert.marks import mark
 from hf_zero.parallel.expert.moe_layer import MOELayer
 from hf_zero.parallel.expert.recomputed import KEPT, RoutesOfForwards
 from hf_zero.parallel.tensor.layers import is_sharded, put_on, take_off
-from hf_zero.parameters.sharding import Sharding, set_sharding, sharding_of
+from hf_zero.zero.layout.sharding import Sharding, set_sharding, sharding_of
 
 # what plans of transformers say of the parameters that hold one expert after another
 STACKED = "grouped_gemm"

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.guards import Stateless
 from hf_zero.parallel.expert.dispatch import Routes
+from hf_zero.zero.gather.model_patches import Stateless
 
 KEPT = "_hf_zero_routes"  # on modules of experts: what keeps theirs
 _SEVERAL = object()  # a module that one forward has called more than once

@@ -10,7 +10,6 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch.utils._pytree import tree_flatten
 
-from hf_zero.core.engine import TrainingEngine
 from hf_zero.device.pinned import upload
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_groups import get_parallel
@@ -22,7 +21,8 @@ from hf_zero.parallel.alike import Calls, differing, hash_of
 from hf_zero.parallel.pipeline.grid import PipelineParallelGrid
 from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.parallel.pipeline.tied import TiedParameters
-from hf_zero.parameters.tree import map_tensors
+from hf_zero.zero.layout.tree import map_tensors
+from hf_zero.zero.training_engine import TrainingEngine
 
 E = TypeVar("E", bound=TrainingEngine)
 

@@ -16,7 +16,7 @@ from hf_zero.parallel.pipeline.topology import (
     PipeModelDataParallelTopology,
     ProcessTopology,
 )
-from hf_zero.parameters.sharding import sharding_of
+from hf_zero.zero.layout.sharding import sharding_of
 
 
 class StagedModule(nn.Module):

@@ -19,8 +19,8 @@ from hf_zero.distributed.stage_messages import dim_of_stages
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import PartitionError
 from hf_zero.parallel.pipeline.staged import StagedModule
-from hf_zero.parameters.sharding import set_sharding, sharding_of
-from hf_zero.units.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.sharding import set_sharding, sharding_of
 
 
 class TiedParameters:

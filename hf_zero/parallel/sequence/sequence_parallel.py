@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from hf_zero.core.guards import Stateless
 from hf_zero.distributed import process_group
 from hf_zero.distributed.init import init_distributed
 from hf_zero.distributed.parallel_dims import ParallelDims
@@ -21,6 +20,7 @@ from hf_zero.parallel.sequence.agreement import SameBatches
 from hf_zero.parallel.sequence.attention import KEY
 from hf_zero.parallel.sequence.batches import IGNORED, SequenceBatches, cut
 from hf_zero.parallel.sequence.exchange import all_gather
+from hf_zero.zero.gather.model_patches import Stateless
 
 AXIS = "sequence"
 _OTHERS = ("tensor", "expert", "pipeline")

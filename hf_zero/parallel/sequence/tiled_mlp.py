@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_zero.config import TiledMlpSection, ZeroConfig
-from hf_zero.core.guards import Attached, Override, Stateless
 from hf_zero.errors import ConfigError
-from hf_zero.parameters.wrap import repeated_blocks
+from hf_zero.zero.gather.model_patches import Attached, Override, Stateless
+from hf_zero.zero.layout.wrap import repeated_blocks
 
 KEY = "tiled_mlp"
 

@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from hf_zero.config.tensor_parallel import TENSOR_SIZE
-from hf_zero.core.guards import Attached
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group
 from hf_zero.errors import RankMismatchError
 from hf_zero.parallel.alike import Calls, differing, hash_of
 from hf_zero.parallel.tensor.axis import TensorAxis
 from hf_zero.parallel.tensor.dropout import OwnRandomNumbers
+from hf_zero.zero.gather.model_patches import Attached
 
 
 class Agreement:

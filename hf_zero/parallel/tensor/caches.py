@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from hf_zero.config.tensor_parallel import TENSOR_SIZE
-from hf_zero.core.guards import Attached
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.tensor.axis import TensorAxis, copy_to, split
 from hf_zero.parallel.tensor.layers import Colwise, KeyValueHeads
+from hf_zero.zero.gather.model_patches import Attached
 
 _NAME = "past_key_values"
 

@@ -22,7 +22,7 @@ from hf_zero.parallel.tensor.plan import Target
 from hf_zero.parallel.tensor.shared_inputs import SharedInputs
 from hf_zero.parallel.tensor.styles import COLWISE, LayerStyle, dimension, packed
 from hf_zero.parallel.tensor.weight_gradients import is_conv1d
-from hf_zero.parameters.sharding import Sharding, set_sharding, sharding_of
+from hf_zero.zero.layout.sharding import Sharding, set_sharding, sharding_of
 
 
 @dataclass

@@ -7,8 +7,8 @@ from __future__ import annotations
 from torch import nn
 
 from hf_zero.distributed.dtensors import is_dtensor, local_part
-from hf_zero.parameters.box import Box
-from hf_zero.parameters.sharding import Sharding, set_sharding
+from hf_zero.zero.layout.box import Box
+from hf_zero.zero.layout.sharding import Sharding, set_sharding
 
 
 def unwrap(model: nn.Module, rank: int, size: int) -> None:

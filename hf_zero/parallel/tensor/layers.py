@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
-from hf_zero.core.gathered import GatheredParameters
 from hf_zero.parallel.cutting import HoldsParts
 from hf_zero.parallel.tensor.axis import (
     TensorAxis,
@@ -30,9 +29,10 @@ from hf_zero.parallel.tensor.axis import (
 from hf_zero.parallel.tensor.dropout import OwnRandomNumbers
 from hf_zero.parallel.tensor.shared_inputs import SharedInputs
 from hf_zero.parallel.tensor.weight_gradients import separable_weight
-from hf_zero.parameters.parameter import ZeroParamStatus
-from hf_zero.parameters.sharding import sharding_of
-from hf_zero.units import cut_parameters
+from hf_zero.zero.access.full import GatheredParameters
+from hf_zero.zero.layout import cut_parameters
+from hf_zero.zero.layout.parameter import ZeroParamStatus
+from hf_zero.zero.layout.sharding import sharding_of
 
 ATTRIBUTE = "_hf_zero_tensor_part"
 

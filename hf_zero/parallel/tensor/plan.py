@@ -17,8 +17,8 @@ from hf_zero.parallel.tensor import layers
 from hf_zero.parallel.tensor.families import FAMILIES
 from hf_zero.parallel.tensor.layers import is_sharded
 from hf_zero.parallel.tensor.styles import KEY_VALUE_HEADS, WHOLE, LayerStyle, style_of, takes
-from hf_zero.parameters.sharding import WHOLE as WHOLE_OF_ALL
-from hf_zero.parameters.sharding import sharding_of
+from hf_zero.zero.layout.sharding import WHOLE as WHOLE_OF_ALL
+from hf_zero.zero.layout.sharding import sharding_of
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 

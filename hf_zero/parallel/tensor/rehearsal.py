@@ -34,8 +34,8 @@ from hf_zero.parallel.tensor import layers
 from hf_zero.parallel.tensor.axis import TensorAxis
 from hf_zero.parallel.tensor.layers import is_sharded, put_on, take_off
 from hf_zero.parallel.tensor.plan import Target
-from hf_zero.parameters.sharding import Sharding, set_sharding, sharding_of
-from hf_zero.parameters.tree import tensors_in
+from hf_zero.zero.layout.sharding import Sharding, set_sharding, sharding_of
+from hf_zero.zero.layout.tree import tensors_in
 
 META = torch.device("meta")
 TOKENS = 8  # of the sequence that runs

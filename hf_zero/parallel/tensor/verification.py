@@ -18,14 +18,14 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_map_only
 
 from hf_zero.config.tensor_parallel import VERIFY
-from hf_zero.core.guards import Attached
 from hf_zero.device.free_memory import free_bytes
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError, DoesNotFitError, VerificationError
 from hf_zero.logging import in_units, log_rank0
 from hf_zero.parallel.tensor.axis import TensorAxis
-from hf_zero.parameters.sharding import sharding_of
-from hf_zero.parameters.tree import map_tensors, tensors_in
+from hf_zero.zero.gather.model_patches import Attached
+from hf_zero.zero.layout.sharding import sharding_of
+from hf_zero.zero.layout.tree import map_tensors, tensors_in
 
 # A gradient that lacks a sum is off by half or more; rounding in another order by less than these.
 _TOLERANCES = {torch.float32: 5e-3, torch.float64: 5e-3}

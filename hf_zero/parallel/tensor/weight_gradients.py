@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hf_zero.parameters.parameter import owner_of
+from hf_zero.zero.layout.parameter import owner_of
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from torch import nn
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.engine import Engine
-from hf_zero.parameters.sharding import sharding_of
+from hf_zero.zero.layout.sharding import sharding_of
 from tests.checkpoint.jobs import Job, run, small, train_some, value
 from tests.checkpoint.test_failures import as_version_1
 from tests.helpers.engines import start

@@ -9,10 +9,10 @@ from typing import Any
 
 
 class _Sharded(MetaPathFinder):
-    """Sets the default of ``hf_zero.parameters.wrap`` once that module is imported."""
+    """Sets the default of ``hf_zero.zero.layout.wrap`` once that module is imported."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if name != "hf_zero.parameters.wrap":
+        if name != "hf_zero.zero.layout.wrap":
             return None
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path, target)

@@ -21,7 +21,7 @@ from transformers import AutoModel, BertConfig, BertForSequenceClassification, B
 
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
-from hf_zero.parameters.parameter import ReleasedParameter
+from hf_zero.zero.layout.parameter import ReleasedParameter
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 

@@ -16,7 +16,7 @@ from hf_zero.activations.compile import to_be_compiled
 from hf_zero.errors import KernelError
 from hf_zero.integrations.fused import report
 from hf_zero.ops.packed_linear import adjacent
-from hf_zero.parameters.wrap import PACKED
+from hf_zero.zero.layout.wrap import PACKED
 from tests.helpers import oracle
 from tests.helpers.engines import engine_opener, start, train_on_threads
 from tests.helpers.training import At, Driver, Job, Plan, plain_sgd

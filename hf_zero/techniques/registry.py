@@ -1,0 +1,175 @@
+"""The training techniques that a configuration asks for, on the model of one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from hf_zero.config import ZeroConfig
+from hf_zero.config.curriculum import LEGACY, METRICS, SAMPLING
+from hf_zero.config.token_drop import TOKEN_DROP
+from hf_zero.config.training_phases import PHASES
+from hf_zero.errors import ConfigError
+from hf_zero.parallel.sequence.tiled_mlp import KEY as TILED_MLP
+from hf_zero.parallel.sequence.tiled_mlp import TiledMlps
+from hf_zero.techniques import curriculum, data_sampling, training_phases
+from hf_zero.techniques.curriculum_sampler import CurriculumSampler
+from hf_zero.techniques.difficulty import DifficultySchedule
+from hf_zero.techniques.layer_drop import KEY as LAYER_DROP
+from hf_zero.techniques.layer_drop import LayerDrop
+from hf_zero.techniques.quantization import quantize_training, weight_quantization
+from hf_zero.techniques.token_drop import TokenDrop
+
+
+class Technique(Protocol):
+    """One technique, made from a configuration;
+    :class:`hf_zero.zero.gather.model_patches.Techniques` says when its methods are called.
+    """
+
+    def install(self, engine: Any) -> None: ...
+
+    def end_step(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def remove(self) -> None: ...
+
+
+@runtime_checkable
+class PreparesBatches(Protocol):
+    """A technique that changes what the model is called with."""
+
+    def prepare_batch(self, batch: Any) -> Any: ...
+
+
+# By the key of its section, in the order of installing: makes the technique, or None where the
+# configuration does not ask for it.
+TECHNIQUES: Mapping[str, Callable[[ZeroConfig], Technique | None]] = {
+    LEGACY: curriculum.of_config,
+    SAMPLING: data_sampling.of_config,
+    PHASES: training_phases.of_config,
+    # its eigenvalues are those of batches that were cut
+    "quantize_training": quantize_training,
+    "weight_quantization": weight_quantization,
+    LAYER_DROP: LayerDrop.of,
+    TOKEN_DROP: TokenDrop.of,
+    TILED_MLP: TiledMlps.of,
+}
+
+
+def _refuse_lengths(made: Mapping[str, Technique | None]) -> None:
+    """Refuse techniques that would take a rank's part of the sequences for all of it."""
+    phases = made[PHASES]
+    lengths = isinstance(phases, training_phases.TrainingPhases) and any(
+        phase.sequence_length for phase in phases.phases
+    )
+    for key in (LEGACY, TOKEN_DROP, *((PHASES,) if lengths else ())):
+        if made[key] is not None:
+            raise ConfigError(
+                f"{key} shortens sequences, of which each rank has a part alone under "
+                "sequence_parallel_size; leave one of them out"
+            )
+
+
+class TrainingTechniques:
+    """What ``config`` asks for; a :class:`hf_zero.zero.gather.model_patches.Techniques`."""
+
+    def __init__(self, config: ZeroConfig, others: Mapping[str, Technique] | None = None):
+        """``others``: what is put on the model beside them, by key."""
+        made = {key: make(config) for key, make in TECHNIQUES.items()}
+        self.by_key = {key: each for key, each in made.items() if each is not None}
+        self.by_key |= others or {}
+        phases = made[PHASES]
+        if config.sequence_parallel_size > 1:
+            _refuse_lengths(made)
+        if (
+            SAMPLING in self.by_key
+            and isinstance(phases, training_phases.TrainingPhases)
+            and (phases.changes_batches or phases.changes_micro_batches)
+        ):
+            raise ConfigError(
+                f"{PHASES} changes how many samples a step has, and {METRICS} draws equally many "
+                "for each step; leave one of them out"
+            )
+
+    def install(self, engine: Any) -> None:
+        for technique in self.by_key.values():
+            technique.install(engine)
+
+    def end_step(self) -> None:
+        for technique in self.by_key.values():
+            technique.end_step()
+
+    def prepare_batch(self, batch: Any) -> Any:
+        for technique in self.by_key.values():
+            if isinstance(technique, PreparesBatches):
+                batch = technique.prepare_batch(batch)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        states = {key: technique.state_dict() for key, technique in self.by_key.items()}
+        return {key: state for key, state in states.items() if state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for key, technique in self.by_key.items():
+            technique.load_state_dict(state.get(key, {}))
+
+    def remove(self) -> None:
+        for technique in reversed(self.by_key.values()):
+            technique.remove()
+
+
+def follow(techniques: Any, sampler: Any) -> None:
+    """A ``sampler`` that draws by difficulty draws as the training of an engine goes; any other is
+    left alone.
+    """
+    sampling = techniques.by_key.get(SAMPLING)
+    if isinstance(sampler, CurriculumSampler) and sampling is not None:
+        sampling.follow(sampler)
+
+
+def set_custom_schedule(
+    techniques: Any, schedule: Callable[[int], float] | Mapping[str, Callable[[int], float]]
+) -> None:
+    """Give functions to the curricula of an engine, by name, or one to the only curriculum.
+    Raises ConfigError where there is none.
+    """
+    schedules: dict[str, DifficultySchedule] = {}
+    for technique in techniques.by_key.values():
+        schedules |= getattr(technique, "schedules", {})
+    if not schedules:
+        raise ConfigError(
+            "a function was given as the schedule of curriculum learning, which is off; write "
+            f"{LEGACY}: {{enabled: true, schedule_type: custom, …}}, or leave the call out"
+        )
+    if not isinstance(schedule, Mapping):
+        custom = [name for name, held in schedules.items() if held.schedule_type == "custom"]
+        schedule = dict.fromkeys(custom or schedules, schedule)
+        if len(schedule) > 1:
+            raise ConfigError(
+                f"one function was given as the schedule of {' and '.join(schedule)}; pass "
+                "functions by these names"
+            )
+    for name, function in schedule.items():
+        if name not in schedules:
+            raise ConfigError(
+                f"a function was given as the schedule of {name}, and "
+                f"{' and '.join(schedules)} is what is scheduled; name that, or pass the function "
+                "alone"
+            )
+        schedules[name].set_function(function)
+
+
+def set_post_process(techniques: Any, function: data_sampling.Finish) -> None:
+    """Let ``function`` make the batches of an engine's own loaders. Raises ConfigError where no
+    samples are chosen by difficulty.
+    """
+    sampling = techniques.by_key.get(SAMPLING)
+    if sampling is None:
+        raise ConfigError(
+            "set_data_post_process_func takes the batches that data_efficiency.data_sampling "
+            f"chooses, which is off; write {METRICS}, or change the data in a collate_fn"
+        )
+    sampling.finish_by(function)

@@ -1,0 +1,364 @@
+"""Whole parameters, gradients and optimizer state for a moment: GatheredParameters and the
+``safe_*`` functions. Of a parameter that tensor or expert parallelism has cut, "whole" is this
+rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.distributed import process_group, world_group
+from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.errors import PartitionError
+from hf_zero.logging import listed, logger
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.parameter import LEFT_SHARDED, OwnedParameter, name_of, owner_of
+from hf_zero.zero.layout.sharding import sharding_of
+
+
+def _engine_of(flat: FlatBuffer) -> Any:
+    engine = None if flat.retired else flat.engine()
+    if engine is None:
+        raise PartitionError(f"the engine of {next(iter(flat.parameters))} {LEFT_SHARDED}")
+    return engine
+
+
+def _flatten(params: Any) -> list[torch.Tensor]:
+    if params is None:
+        return []
+    if isinstance(params, torch.Tensor):
+        return [params]
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    if isinstance(params, dict):
+        params = params.values()
+    return [tensor for item in params for tensor in _flatten(item)]
+
+
+class GatheredParameters:
+    """Context in which ``params`` are whole and readable on every rank.
+
+    Args:
+        params: a parameter, an iterable of them (None entries are skipped), or a module.
+        modifier_rank: the global rank whose changes are kept: on leaving, its values reach every
+            rank and the master weights. With None, what was written is dropped (sharded parameters)
+            or stays local.
+        fwd_module: accepted for scripts written for DeepSpeed; units find their modules themselves.
+        enabled: False makes this a context that does nothing.
+
+    All ranks must enter and leave together. Parameters that no engine owns are whole already; with
+    a modifier rank they are broadcast, too. Of parameters that tensor or expert parallelism has cut
+    each rank has its part, and a modifier rank is refused (PartitionError). Contexts nest. A loss
+    that is computed inside, from the parameters themselves, may go backward outside.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ):
+        del fwd_module
+        self._params = _flatten(params) if enabled else []
+        self._modifier = modifier_rank
+        self._gathered = ExitStack()
+        if modifier_rank is not None and not 0 <= modifier_rank < process_group.get_world_size():
+            raise PartitionError(
+                f"modifier_rank {modifier_rank} does not exist among "
+                f"{process_group.get_world_size()} ranks; pass one of them or None"
+            )
+        if modifier_rank is not None:
+            self._refuse_parts(modifier_rank)
+
+    def _refuse_parts(self, modifier: int) -> None:
+        groups = get_parallel()
+        for parameter in self._params:
+            axes = [a for a in sharding_of(parameter).axes if groups and groups.dims.size(a) > 1]
+            if axes:
+                raise PartitionError(
+                    f"{name_of(parameter)} is cut over ranks by {axes[0]} parallelism, and "
+                    f"modifier_rank = {modifier} would put that rank's part in the place of all "
+                    "others; let each rank write its own part inside "
+                    "hf_zero.summon_full_params(model, writeback=True), or give the whole tensor "
+                    "to model.load_state_dict"
+                )
+
+    def __enter__(self) -> GatheredParameters:
+        flats = [flat for flat in map(owner_of, self._params) if flat is not None]
+        units = {
+            flat.unit: _engine_of(flat) for flat in sorted(flats, key=lambda flat: flat.number)
+        }
+        for unit, engine in units.items():
+            watched = unit.guard.watched
+            self._gathered.enter_context(engine.gathered(unit))
+            self._gathered.callback(engine.schedule.shards.end_asking)
+            if not watched:
+                unit.take_user_writes()  # those of a forward, which are not this context's
+            self._gathered.callback(unit.drop_user_writes)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        with self._gathered:
+            if exc[0] is not None:
+                return
+            self._refuse_other_shapes()
+            if self._modifier is not None:
+                self.keep()
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Take what was written into the shards and the master weights: the modifier rank's
+        values, without one each rank's own part.
+        """
+        for parameter in self._params:
+            self._keep(parameter, self._modifier)
+
+    def warn_of_writes(self) -> None:
+        """Warn of writes to sharded parameters that leaving this context drops."""
+        flats = dict.fromkeys(filter(None, map(owner_of, self._params)))
+        names = [name for flat in flats if flat.sharded for name in flat.user_writes.names()]
+        if names:
+            logger.warning(
+                "%s: written inside summon_full_params, which drops it for sharded parameters; "
+                "pass writeback=True to keep it",
+                listed(names, 6),
+            )
+
+    def _refuse_other_shapes(self) -> None:
+        for parameter in self._params:
+            flat = owner_of(parameter)
+            if (
+                flat is not None
+                and tuple(parameter.shape) != flat.layout.by_name[name_of(parameter)].shape
+            ):
+                got, view = tuple(parameter.shape), flat.views[name_of(parameter)]
+                with torch.no_grad():
+                    parameter.data = view
+                raise PartitionError(
+                    f"{name_of(parameter)} of shape {tuple(view.shape)} was given data of shape "
+                    f"{got} inside GatheredParameters, but its place in the "
+                    "shards is fixed; put a new nn.Parameter into the module "
+                    "before hf_zero.initialize"
+                )
+
+    def _keep(self, parameter: torch.Tensor, modifier: int | None) -> None:
+        flat = owner_of(parameter)
+        if flat is None:
+            if parameter.is_meta or modifier is None:
+                return
+            values = parameter.data.contiguous()
+            world_group.broadcast(values, modifier)
+            if values.data_ptr() != parameter.data_ptr():
+                parameter.data.copy_(values)
+            return
+        name = name_of(parameter)
+        flat.refuse_changed(name)
+        view = flat.views[name]
+        if parameter.data_ptr() != view.data_ptr() and parameter.numel():
+            view.copy_(parameter.data)  # another tensor was put into parameter.data
+            parameter.data = view
+        group = flat.mesh.group
+        if modifier is not None and group is not None:
+            # of a part that the modifier does not have, the first rank that has it counts
+            group.broadcast(view, modifier if modifier in group.ranks else group.ranks[0])
+        with _engine_of(flat).schedule.shards.writing():
+            flat.adopt(name)
+
+
+@contextmanager
+def summon_full_params(model: nn.Module, writeback: bool = False) -> Iterator[None]:
+    """Context in which all parameters of ``model`` (an engine, a model, or a part of one) are whole
+    on every rank. Collective.
+
+    Forwards inside gather nothing, so ranks may run different numbers of them: generation for
+    reinforcement learning, say. With ``writeback`` what was written to parameters is kept, each
+    rank's own part of it: all ranks must write the same. Without it what was written to sharded
+    parameters is dropped, with a warning.
+    """
+    with GatheredParameters(model) as gathered:
+        yield
+        if writeback:
+            gathered.keep()
+        else:
+            gathered.warn_of_writes()
+
+
+def _owned(parameter: torch.Tensor, what: str) -> FlatBuffer:
+    flat = owner_of(parameter)
+    if flat is None:
+        raise PartitionError(
+            f"{what}: this tensor of shape {tuple(parameter.shape)} belongs to no hf-zero engine; "
+            "pass a parameter of the initialized model"
+        )
+    return flat
+
+
+def _trains(parameter: torch.Tensor, what: str) -> FlatBuffer:
+    flat = _owned(parameter, what)
+    if not flat.optimizer_shard.has_master:
+        raise PartitionError(
+            f"{what}: parameter {name_of(parameter)} is frozen and has no gradient or optimizer "
+            "state; unfreeze it before initialize"
+        )
+    return flat
+
+
+def _reads(parameter: torch.Tensor, what: str) -> FlatBuffer | None:
+    """The flat buffer of ``parameter``; None for a frozen one, which has nothing to read."""
+    flat = _owned(parameter, what)
+    return flat if flat.optimizer_shard.has_master else None
+
+
+def _reduced_gradient(flat: FlatBuffer) -> tuple[Any, torch.Tensor | None]:
+    """The engine of ``flat``, and this rank's part of its averaged gradient under the loss scale:
+    [owned]; None before the first backward of a step (collective: what is unreduced is reduced).
+    """
+    engine = _engine_of(flat)
+    engine.reduce_gradients()
+    if flat.gradient.stays_local:
+        raise PartitionError(
+            f"the gradients of {listed(list(flat.parameters), 6)} are not averaged over the ranks "
+            "while the momentum travels in 1 bit; read and change gradients in dense steps alone"
+        )
+    return engine, flat.gradient.shard if flat.gradient.has_reduced else None
+
+
+def _gradient_to_replace(
+    flat: FlatBuffer, parameter: torch.Tensor, what: str
+) -> tuple[Any, torch.Tensor]:
+    """As :func:`_reduced_gradient`; raises PartitionError where there is none yet."""
+    engine, own = _reduced_gradient(flat)
+    if own is None:
+        raise PartitionError(
+            f"{what}: parameter {name_of(parameter)} has no gradient yet, and the next backward "
+            "would overwrite one; call it between backward and step"
+        )
+    return engine, own
+
+
+def _whole(flat: FlatBuffer, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """The whole of a per-element tensor of which this rank has ``own`` over ``flat.owned``: in
+    the parameter's shape.
+    """
+    whole = torch.zeros(parameter.numel(), dtype=own.dtype, device=flat.full.device)
+    first, start, stop = flat.spec.own_range(name_of(parameter))
+    whole[first : first + stop - start] = own[start:stop]
+    if flat.layout.shards > 1:
+        flat.axis.all_reduce(whole, f"whole {name_of(parameter)}").wait()
+    return whole.view(parameter.shape)
+
+
+def _check_shape(parameter: torch.Tensor, value: torch.Tensor, what: str) -> None:
+    if tuple(value.shape) != tuple(parameter.shape):
+        raise PartitionError(
+            f"{what}: value of shape {tuple(value.shape)} for parameter {name_of(parameter)} of "
+            f"shape {tuple(parameter.shape)}; pass the whole tensor"
+        )
+
+
+def _write(
+    flat: FlatBuffer, parameter: torch.Tensor, own: torch.Tensor, value: torch.Tensor, what: str
+) -> None:
+    _check_shape(parameter, value, what)
+    first, start, stop = flat.spec.own_range(name_of(parameter))
+    own[start:stop].copy_(value.reshape(-1)[first : first + stop - start])
+
+
+@torch.no_grad()
+def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The whole fp32 master weights of ``parameter``, on every rank (collective); None for a
+    frozen one without masters.
+    """
+    flat = owner_of(parameter)
+    if flat is None:
+        return parameter.detach().float()
+    flat.unit.take_user_writes()
+    master = flat.optimizer_shard.master
+    return None if master is None else _whole(flat, parameter, master)
+
+
+@torch.no_grad()
+def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Set master and working weights of ``parameter`` from the whole ``value``, which every rank
+    passes (collective).
+    """
+    if owner_of(parameter) is None:
+        parameter.copy_(value)
+        return
+    flat = _trains(parameter, "safe_set_full_fp32_param")
+    flat.unit.take_user_writes()
+    engine, master = _engine_of(flat), flat.optimizer_shard.master
+    assert master is not None
+    with engine.schedule.shards.writing():
+        _write(flat, parameter, master, value, "safe_set_full_fp32_param")
+        flat.optimizer_shard.store_master(master)
+    engine.refresh_params([flat])
+
+
+@torch.no_grad()
+def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The whole gradient of ``parameter`` between backward and step: averaged over ranks, loss
+    scale removed (collective).
+
+    None before the first backward of a step, and for a frozen parameter.
+    """
+    flat = owner_of(parameter)
+    if flat is None:
+        return parameter.grad
+    if not flat.optimizer_shard.has_master:
+        return None
+    engine, own = _reduced_gradient(flat)
+    return None if own is None else _whole(flat, parameter, own.float()) / engine.scaler.scale
+
+
+@torch.no_grad()
+def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Replace the gradient that the next step will use; every rank passes the whole tensor."""
+    flat = _trains(parameter, "safe_set_full_grad")
+    engine, _ = _gradient_to_replace(flat, parameter, "safe_set_full_grad")
+    _check_shape(parameter, value, "safe_set_full_grad")
+    first, start, stop = flat.spec.own_range(name_of(parameter))
+    own = (value * engine.scaler.scale).reshape(-1)[first : first + stop - start]
+    flat.gradient.write_own(name_of(parameter), own)
+
+
+def _state(flat: FlatBuffer, parameter: torch.Tensor, name: str, what: str) -> torch.Tensor:
+    tensors = _engine_of(flat).bound.tensors(flat.optimizer_shard)
+    if name not in tensors:
+        raise PartitionError(
+            f"{what}: the optimizer keeps no state {name!r} for {name_of(parameter)}; it keeps "
+            f"{sorted(set(tensors) - {'master'})} (empty before the first step)"
+        )
+    return tensors[name]
+
+
+@torch.no_grad()
+def safe_get_full_optimizer_state(parameter: torch.Tensor, name: str) -> torch.Tensor | None:
+    """The whole optimizer state ``name`` ("exp_avg", ...) of ``parameter``, on every rank
+    (collective); None for a frozen one.
+    """
+    flat = _reads(parameter, "safe_get_full_optimizer_state")
+    if flat is None:
+        return None
+    with _engine_of(flat).optimizer_step.counted_state():
+        held = _state(flat, parameter, name, "safe_get_full_optimizer_state")
+        return _whole(flat, parameter, held)
+
+
+@torch.no_grad()
+def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, name: str) -> None:
+    """Overwrite optimizer state ``name`` of ``parameter``; every rank passes the whole tensor."""
+    flat = _trains(parameter, "safe_set_full_optimizer_state")
+    held = _state(flat, parameter, name, "safe_set_full_optimizer_state")
+    _write(flat, parameter, held, value, "safe_set_full_optimizer_state")
+    _engine_of(flat).bound.load_tensor(flat.optimizer_shard, name, held)
+
+
+def is_owned(parameters: Iterable[torch.Tensor]) -> bool:
+    return any(isinstance(parameter, OwnedParameter) for parameter in parameters)

@@ -1,0 +1,138 @@
+"""This rank's part of a parameter's master weights, gradient and optimizer state, and gradients of
+several parameters at once.
+
+A part is 1-D: the elements of the parameter that this rank keeps, which differ in number from rank
+to rank and may be none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from hf_zero.errors import PartitionError
+from hf_zero.zero.access.full import (
+    _engine_of,
+    _gradient_to_replace,
+    _reads,
+    _reduced_gradient,
+    _state,
+    _trains,
+    safe_get_full_grad,
+    safe_set_full_grad,
+)
+from hf_zero.zero.layout.parameter import name_of, owner_of
+
+
+def _part(parameter: torch.Tensor, own: torch.Tensor, what: str) -> torch.Tensor:
+    _, start, stop = _trains(parameter, what).spec.own_range(name_of(parameter))
+    return own[start:stop]
+
+
+def _check_numel(
+    parameter: torch.Tensor, own: torch.Tensor, value: torch.Tensor, what: str
+) -> torch.Tensor:
+    """This rank's part of ``own``, which ``value`` fits, or PartitionError."""
+    part = _part(parameter, own, what)
+    if value.numel() != part.numel():
+        raise PartitionError(
+            f"{what}: {value.numel()} values for the {part.numel()} elements of "
+            f"{name_of(parameter)} that this rank keeps; pass as many as safe_get_local_* returns"
+        )
+    return part
+
+
+def _put(parameter: torch.Tensor, own: torch.Tensor, value: torch.Tensor, what: str) -> None:
+    _check_numel(parameter, own, value, what).copy_(value.reshape(-1))
+
+
+@torch.no_grad()
+def safe_get_local_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
+    """This rank's fp32 master weights of ``parameter``: a copy; None for a frozen one."""
+    flat = _reads(parameter, "safe_get_local_fp32_param")
+    if flat is None:
+        return None
+    flat.unit.take_user_writes()
+    master = flat.optimizer_shard.master
+    assert master is not None
+    return _part(parameter, master, "safe_get_local_fp32_param").clone()
+
+
+@torch.no_grad()
+def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Set this rank's master weights of ``parameter`` and the working weights from them
+    (collective).
+    """
+    flat = _trains(parameter, "safe_set_local_fp32_param")
+    flat.unit.take_user_writes()
+    engine, master = _engine_of(flat), flat.optimizer_shard.master
+    assert master is not None
+    with engine.schedule.shards.writing():
+        _put(parameter, master, value, "safe_set_local_fp32_param")
+        flat.optimizer_shard.store_master(master)
+    engine.refresh_params([flat])
+
+
+@torch.no_grad()
+def safe_get_local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of the averaged gradient of ``parameter``, loss scale removed: a copy; None
+    for a frozen one, and before the first backward of a step (collective: what is unreduced is
+    reduced).
+    """
+    flat = _reads(parameter, "safe_get_local_grad")
+    if flat is None:
+        return None
+    engine, own = _reduced_gradient(flat)
+    if own is None:
+        return None
+    return _part(parameter, own.float(), "safe_get_local_grad") / engine.scaler.scale
+
+
+@torch.no_grad()
+def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Replace this rank's part of the gradient that the next step will use (collective)."""
+    flat = _trains(parameter, "safe_set_local_grad")
+    engine, own = _gradient_to_replace(flat, parameter, "safe_set_local_grad")
+    _check_numel(parameter, own, value, "safe_set_local_grad")
+    flat.gradient.write_own(name_of(parameter), value.reshape(-1) * engine.scaler.scale)
+
+
+@torch.no_grad()
+def safe_get_local_optimizer_state(parameter: torch.Tensor, name: str) -> torch.Tensor | None:
+    """A copy of this rank's part of the state ``name`` ("exp_avg", ...) of ``parameter``; None for
+    a frozen one.
+    """
+    flat = _reads(parameter, "safe_get_local_optimizer_state")
+    if flat is None:
+        return None
+    with _engine_of(flat).optimizer_step.counted_state():
+        held = _state(flat, parameter, name, "safe_get_local_optimizer_state")
+        return _part(parameter, held, "safe_get_local_optimizer_state").clone()
+
+
+@torch.no_grad()
+def safe_set_local_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, name: str) -> None:
+    """Overwrite this rank's part of the optimizer state ``name`` of ``parameter``."""
+    flat = _trains(parameter, "safe_set_local_optimizer_state")
+    held = _state(flat, parameter, name, "safe_set_local_optimizer_state")
+    _put(parameter, held, value, "safe_set_local_optimizer_state")
+    _engine_of(flat).bound.load_tensor(flat.optimizer_shard, name, held)
+
+
+@torch.no_grad()
+def safe_update_full_grad_vectorized(
+    parameters: Iterable[torch.Tensor],
+    update: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    """Replace the gradient of each parameter that has one by ``update(gradient, parameter)``,
+    which every rank calls on the whole averaged gradient (collective).
+    """
+    for parameter in parameters:
+        if owner_of(parameter) is None:
+            if parameter.grad is not None:
+                parameter.grad.copy_(update(parameter.grad, parameter))
+            continue
+        gradient = safe_get_full_grad(parameter)
+        if gradient is not None:
+            safe_set_full_grad(parameter, update(gradient, parameter))

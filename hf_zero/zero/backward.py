@@ -1,0 +1,303 @@
+"""The counters of a run, the accumulation window that a step ends, and the backward of an engine:
+its hooks, what the loss carries, and the reduction of the gradients that come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero.config import ZeroConfig
+from hf_zero.errors import (
+    PartitionError,
+    UnmanagedWindowError,
+    UnreducedGradientsError,
+    UnusedParameterError,
+)
+from hf_zero.logging import listed
+from hf_zero.zero.gather.backward_tracker import BackwardTracker
+from hf_zero.zero.gather.hooks import Hooks
+from hf_zero.zero.gather.model_patches import Attached, refuse_switched
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.precision import Fp16LossScaler, Scaling
+from hf_zero.zero.reduce.gradient_intake import MicroBatch
+from hf_zero.zero.reduce.gradient_reducer import GradientReducer, ReductionOptions
+from hf_zero.zero.reduce.losses import Losses
+from hf_zero.zero.sharded_model import DTYPES, ShardedModel
+from hf_zero.zero.step.nonfinite_warnings import SanityChecks
+from hf_zero.zero.step.optimizer_step import OptimizerStep, refuse_half_done
+
+
+@dataclass
+class Counters:
+    """Steps, samples and micro-batches since the beginning of the run."""
+
+    global_steps: int = 0
+    global_samples: int = 0
+    micro_steps: int = 0
+    skipped_steps: int = 0
+
+
+class AccumulationWindow:
+    """The micro-batches whose gradients one step uses: ``steps`` of them, unless the script says
+    where a window ends. Not ``managed``: every step ends one.
+    """
+
+    def __init__(self, steps: int, managed: bool = True):
+        self.steps = steps
+        self.managed = managed
+        self.micro_batches = 0  # counted since the last step: steps, or backwards if not managed
+        self.boundary: bool | None = None  # whether the next backward ends it, said by the script
+        self.syncs = True  # False inside no_sync
+
+    @property
+    def ends(self) -> bool:
+        """Whether the backward under way, or the next, is known to be the last of the window."""
+        if self.boundary is not None:
+            return self.boundary
+        return self.managed and self.micro_batches + 1 >= self.steps
+
+    @property
+    def ends_by_step(self) -> bool:
+        """Whether a step now ends the window."""
+        return self.ends or not self.managed
+
+    def set_boundary(self, is_boundary: bool) -> None:
+        """Say whether the next backward ends the window; see :meth:`refuse_unmanaged`."""
+        self.refuse_unmanaged("set_gradient_accumulation_boundary()")
+        self.boundary = is_boundary
+
+    def refuse_unmanaged(self, what: str) -> None:
+        """Raise UnmanagedWindowError for ``what``, where every step ends a window."""
+        if not self.managed:
+            raise UnmanagedWindowError(
+                f"{what} has no use where managed_gradient_accumulation is false: every step() "
+                "ends the accumulation window; leave the call out, or remove the key"
+            )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside belong to a window that goes on."""
+        before, self.syncs = self.syncs, False
+        try:
+            yield
+        finally:
+            self.syncs = before
+
+
+class Backward:
+    """From a loss to gradients in ``reducer``. :meth:`install` puts its hooks on ``model``."""
+
+    tracker: BackwardTracker
+    hooks: Hooks
+    losses: Losses
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        update: OptimizerStep,
+        config: ZeroConfig,
+        window: AccumulationWindow,
+        counters: Counters,
+        sanity: SanityChecks,
+    ):
+        wire = config.communication_data_type
+        self.reducer = GradientReducer(
+            model.units,
+            model.mesh,
+            model.policy,
+            ReductionOptions(
+                Scaling.over(
+                    model.mesh.world,
+                    config.precision,
+                    config.prescale_gradients,
+                    config.gradient_predivide_factor,
+                    wire,
+                    config.gradient_allreduce_op == "mean",
+                ),
+                DTYPES[wire] if wire else None,
+                config.kernels,
+                model.packed_elements,
+            ),
+            update.usage,
+            update.gradient_offload,
+        )
+        self._model = model
+        self._update = update
+        self._fp16 = config.precision == "fp16"
+        self._refuses_unused = not config.zero.ignore_unused_parameters
+        self._window = window
+        self._counters = counters
+        self._sanity = sanity
+        self._removable = ExitStack()
+
+    def install(self, scaler: Fp16LossScaler) -> None:
+        """Put the hooks on the model; in fp16 also one that scales a loss which nothing else
+        scales.
+        """
+        model = self._model
+        self.tracker = BackwardTracker(
+            model.units,
+            model.schedule,
+            self.reducer,
+            self._begins,
+            lambda: self.losses.part_joins(),
+        )
+        self.hooks = Hooks(model.module, model.units, model.schedule, self.tracker)
+        self._removable.callback(self.hooks.remove)
+        trains = bool(model.trainable) or model.mesh.dims.pipeline > 1
+        self.losses = Losses(
+            model.mesh.rank,
+            scaler,
+            self._fp16 and trains,
+            model.trainable,
+            lambda: self.tracker.under_way,
+            lambda: self.tracker.awaits_backward,
+            self.hooks.watch_gradients,
+        )
+        self._removable.callback(self.losses.close)
+        if self._fp16:
+            hook = model.module.register_forward_hook(Attached(self.losses.scale_outputs))
+            self._removable.callback(hook.remove)
+
+    def run(self, loss: torch.Tensor, retain_graph: bool, weight: float | None) -> None:
+        """Backpropagate ``loss``, a scalar of one micro-batch, unscaled. ``weight``: of the
+        micro-batch in its window; None: one of ``window.steps``.
+        """
+        if not isinstance(loss, torch.Tensor):
+            said = (
+                f"backward needs the loss, a scalar tensor, not {type(loss).__name__}; pass "
+                "outputs.loss, or what your loss function returns"
+            )
+            raise PartitionError(said)
+        if loss.numel() != 1:
+            raise PartitionError(
+                f"backward needs a scalar loss, not one of shape {tuple(loss.shape)}; reduce it "
+                "with .mean() or .sum()"
+            )
+        self.take_in_unannounced()
+        self._sanity.on_loss(loss)
+        with self.losses.carrying(loss.dtype, weight) as scale:
+            root = loss.float() * scale if scale != 1.0 else loss
+            with self.hooks.announced(root):
+                root.backward(retain_graph=retain_graph)
+
+    def run_from(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        """Backpropagate ``gradients`` of ``outputs``, those of a micro-batch whose loss another
+        rank has: they carry its loss scale.
+        """
+        self.take_in_unannounced()
+        with self.losses.carrying(torch.float32, None), ExitStack() as announced:
+            for output in outputs:
+                announced.enter_context(self.hooks.announced(output))
+            torch.autograd.backward(list(outputs), list(gradients))
+
+    def _begins(self) -> None:
+        """A backward reaches the model: say what its gradients are multiples of, and whether they
+        are reduced and used.
+        """
+        update, window = self._update, self._window
+        if update.one_bit is not None:
+            update.one_bit.begin_backward()
+        if update.bound is not None:
+            refuse_switched(self._model.flats)
+            refuse_half_done(update.updater, "another backward")
+            self._sanity.on_backward(
+                window.syncs and window.managed and window.boundary is not False
+            )
+        window.micro_batches += not window.managed
+        weight, unscale = self.losses.begin(1.0 / window.steps)
+        reduces = window.syncs and window.ends
+        early = (
+            reduces
+            and self._model.placement.updates_in_backward
+            and not (update.max_norm or self.losses.may_overflow)
+            and not (update.refuses_infinite or self._refuses_unused)
+            and update.bound.sums is None
+        )
+        early = early and not update.failed_writes()
+        on_reduced = (
+            (lambda unit: update.update_early(unit, self._counters.global_steps)) if early else None
+        )
+        self.reducer.start(MicroBatch(weight, unscale, reduces, on_reduced))
+
+    def take_in_unannounced(self) -> None:
+        """Take in gradients that no hook has announced, and forget a backward that an exception has
+        broken (collective).
+        """
+        self.tracker.put_away_broken()
+        self.hooks.take_in_unannounced()
+
+    def reduce(self) -> None:
+        """Reduce what backwards have left unreduced (collective)."""
+        self.take_in_unannounced()
+        self._reduce_accumulated()
+
+    def _reduce_accumulated(self) -> None:
+        if self._update.one_bit is not None:
+            self._update.one_bit.before_reduction(self.reducer.local_scale)
+        self.reducer.reduce_accumulated()
+
+    def write(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:
+        """Make ``value`` the gradient of parameter ``name``; see :meth:`Engine.write_gradient`."""
+        updater, scale = self._update.updater, self.losses.scaler.scale
+        if flat.unit in updater.updated_early:
+            refuse_half_done(updater, f"writing {name}.grad")
+        self.reducer.wait()
+        flat.optimizer_shard.wait_for_update()
+        flat.gradient.write(name, value, scale * self.reducer.unreduced(flat), scale)
+
+    def refuse_unusable(self) -> None:
+        """Raise PartitionError where the gradients that are here cannot be used in a step."""
+        if self.reducer.spoiled:
+            refuse_half_done(self._update.updater, "a step whose gradients are not complete")
+            raise PartitionError(
+                "a backward of this window was broken by an exception after some of its gradients "
+                "had come: they are lost, and with them what earlier micro-batches of the window "
+                "had added up may be incomplete; call engine.restart_window() and repeat the "
+                "window, on all ranks"
+            )
+        if not self._window.syncs:
+            raise UnreducedGradientsError(
+                "It is illegal to call Engine.step() inside no_sync context manager: it would use "
+                "gradients that are not reduced; leave the no_sync block first"
+            )
+
+    def reduce_for_step(self) -> None:
+        """Reduce what is left of the window (collective); PartitionError without any gradient."""
+        self._reduce_accumulated()
+        trainable = self._model.trainable
+        if trainable and not any(flat.gradient.ready for flat in trainable):
+            raise PartitionError(
+                "step() has no gradient: there was no backward since the last step or zero_grad(), "
+                "or its loss does not depend on a "
+                "parameter that trains; call engine.backward(loss) first, and zero_grad() not "
+                "between it and step()"
+            )
+
+    def refuse_unused(self) -> None:
+        """Raise UnusedParameterError, on all ranks, for parameters that train and have no gradient
+        on one rank or more (collective).
+        """
+        names = self._update.usage.missing()
+        if names:
+            raise UnusedParameterError(
+                f"{listed(names, 6)} got no gradient on at least one rank, and "
+                "zero_optimization.ignore_unused_parameters is false; freeze what is not used, use "
+                "it in every forward, or set the key to true: what no rank uses stays as it is"
+            )
+
+    def reset(self, counts_only: bool = False) -> None:
+        """Forget what an exception has left open in a forward or a backward; a step comes, or
+        ``zero_grad``. ``counts_only``: the step counts a micro-batch and updates nothing.
+        """
+        self._sanity.on_step(counts_only)
+        self.hooks.reset()
+
+    def remove(self) -> None:
+        """Take the hooks off the model, and let gradients go."""
+        self._removable.close()
+        self.reducer.close()

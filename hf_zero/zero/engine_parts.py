@@ -1,0 +1,258 @@
+"""What an engine is made of: its parts, how they are made and taken apart again, and what they say
+about themselves.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import ExitStack
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hf_zero.config import ZeroConfig
+from hf_zero.device import kinds
+from hf_zero.distributed import process_group, rank_status
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.storage.placement import Placement
+from hf_zero.zero.backward import AccumulationWindow, Backward, Counters
+from hf_zero.zero.gather.model_patches import Override, Patches, Techniques, refuse_foreign_step
+from hf_zero.zero.layout.making_mesh import make_mesh
+from hf_zero.zero.layout.precision import Fp16LossScaler
+from hf_zero.zero.layout.stage_policy import POLICIES
+from hf_zero.zero.sharded_model import ShardedModel, retire_flats, take_native_threads
+from hf_zero.zero.state_bytes import bytes_by_tier, state_bytes
+from hf_zero.zero.step.nonfinite_warnings import SanityChecks
+from hf_zero.zero.step.optimizer_patch import patch_optimizer, restore_optimizer
+from hf_zero.zero.step.optimizer_step import OptimizerStep
+from hf_zero.zero.step.preemption import StopRequests
+from hf_zero.zero.step.step_times import StepTimes
+
+_guarding: list[Any] = []  # the one process-wide hook on optimizer steps
+
+
+class AroundModel(nn.Module):
+    """What has the attributes of its ``module`` beside its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" or "module" not in self._modules:
+                raise
+            return getattr(self.module, name)
+
+
+class EngineParts(AroundModel):
+    """The parts of the engine of ``model``, put on it when this is made and taken off by
+    :meth:`destroy`. Every rank must make them together.
+    """
+
+    # names of what the other stages of a pipeline hold
+    elsewhere: frozenset[str] = frozenset()
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ZeroConfig,
+        patches: Patches,
+        techniques: Techniques,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: Any = None,
+        device: torch.device | None = None,
+        shard_only: bool = False,
+    ):
+        super().__init__()
+        self.module = model
+        self.config = config
+        self.patches = patches
+        self.techniques = techniques
+        self.optimizer: Any = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.training_dataloader: Any = None
+        # names that whole state dicts without frozen parameters have all the same
+        self.kept_when_frozen: frozenset[str] = frozenset()
+        self.counters = Counters()
+        self.accumulation = AccumulationWindow(
+            config.gradient_accumulation_steps or 1, config.managed_gradient_accumulation
+        )
+        self._installed: ExitStack | None = None  # what destroy undoes; None: destroyed
+        device = device or process_group.default_device()
+        kinds.set_device(device)
+        policy = POLICIES[config.stage]
+        mesh = make_mesh(model, config, device)
+        try:
+            with ExitStack() as installed:
+                self._build(mesh, None if shard_only else config.precision, installed)
+                self._installed = installed.pop_all()
+        except BaseException as error:
+            mesh.close(
+                groups=not policy.shards_parameters,
+                why=f"could not build the engine ({rank_status.first_line(error)})",
+            )
+            raise
+        if not _guarding:
+            _guarding.append(register_optimizer_step_pre_hook(refuse_foreign_step))
+
+    def _build(self, mesh: Mesh, precision: str | None, installed: ExitStack) -> None:
+        """Partition the model and put everything on it; ``installed`` undoes it, in reverse.
+        Without ``precision`` nothing is trained.
+        """
+        config, model, device = self.config, self.module, mesh.device
+        placement = Placement(config, device, mesh.rank, mesh.world)
+        installed.callback(placement.close)
+        installed.callback(retire_flats, model, mesh)
+        self.patches.check(model, not POLICIES[config.stage].shards_parameters)
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        given = [list(group["params"]) for group in groups]
+        sharded = ShardedModel(model, config, mesh, placement, self.optimizer, precision)
+        self.sharded_model = sharded
+        installed.callback(sharded.retire)
+        sharded.attach(weakref.ref(self))
+        if self.optimizer is not None:
+            installed.callback(take_native_threads(placement))
+        scaler = self._loss_scaler()
+        window = self.accumulation
+        sanity = SanityChecks(device, lambda: window.steps, config.precision, mesh.rank)
+        self.optimizer_step = OptimizerStep(sharded, self.optimizer, config, scaler, sanity)
+        self.backward_pass = Backward(
+            sharded, self.optimizer_step, config, self.accumulation, self.counters, sanity
+        )
+        installed.callback(self.backward_pass.remove)
+        self.backward_pass.install(scaler)
+        installed.callback(sharded.guards.remove)
+        installed.callback(self.patches.remove)
+        self.patches.install(model, sharded.units, device, mesh.rank == 0)
+        model.__dict__["zero_grad"] = Override(self.zero_grad, model, "zero_grad")
+        installed.callback(model.__dict__.pop, "zero_grad", None)
+        self.step_times = StepTimes(config, device, mesh.rank)
+        self.stop_requests = StopRequests(mesh, sharded.schedule.shards)
+        if self.optimizer is not None:
+            patch_optimizer(self.optimizer, self)
+            installed.callback(restore_optimizer, self.optimizer, given)
+            self.publish_scale()
+        with sharded.schedule.shards.writing():
+            pass  # what the partition wrote
+        if sharded.schedule.gathers:
+            sharded.schedule.shards.serve()
+        installed.callback(self.techniques.remove)
+        self.techniques.install(self)
+
+    def _loss_scaler(self) -> Fp16LossScaler:
+        """The loss scale that training begins with."""
+        return Fp16LossScaler.from_config(self.config)
+
+    def publish_scale(self) -> None:
+        """Show the loss scale on the optimizer, where scripts look for it."""
+        if self.optimizer is not None:
+            self.optimizer.cur_scale = self.optimizer.loss_scale = self.scaler.scale
+
+    # ---- what the engine says about itself ----
+
+    stage = property(attrgetter("config.stage"))
+    mesh = property(attrgetter("sharded_model.mesh"))
+    device = property(attrgetter("sharded_model.mesh.device"))
+    global_rank = property(attrgetter("sharded_model.mesh.rank"))
+    world_size = property(attrgetter("sharded_model.mesh.world"))
+    shard_rank = property(attrgetter("sharded_model.mesh.shard.rank"))
+    shard_world = property(attrgetter("sharded_model.mesh.shard.size"))
+    units = property(attrgetter("sharded_model.units"))
+    flats = property(attrgetter("sharded_model.flats"))
+    schedule = property(attrgetter("sharded_model.schedule"))
+    shard_only = property(attrgetter("sharded_model.shard_only"))
+    aliases = property(attrgetter("sharded_model.aliases"))
+    param_dtypes = property(attrgetter("sharded_model.param_dtypes"))
+    bound = property(attrgetter("optimizer_step.bound"))
+    updater = property(attrgetter("optimizer_step.updater"))
+    updates_state = property(attrgetter("optimizer_step.updates_state"))
+    scaler = property(attrgetter("backward_pass.losses.scaler"))
+    global_steps = property(attrgetter("counters.global_steps"))
+    global_samples = property(attrgetter("counters.global_samples"))
+    micro_steps = property(attrgetter("counters.micro_steps"))
+    skipped_steps = property(attrgetter("counters.skipped_steps"))
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among those of its host."""
+        return process_group.get_local_rank()
+
+    @property
+    def max_norm(self) -> float:
+        """To which the gradient is clipped; 0.0: not. It may change between steps."""
+        return self.optimizer_step.max_norm
+
+    @max_norm.setter
+    def max_norm(self, value: float) -> None:
+        self.optimizer_step.max_norm = value
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.accumulation.steps
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.config.train_micro_batch_size_per_gpu or 1
+
+    def train_batch_size(self) -> int:
+        return self.config.train_batch_size or self.world_size
+
+    def get_global_grad_norm(self) -> float:
+        """Norm of the last step's gradient before clipping, loss scale removed; 0.0 before the
+        first step.
+
+        The host waits for the device: :meth:`grad_norm_tensor` does not.
+        """
+        return float(self.grad_norm_tensor())
+
+    def grad_norm_tensor(self) -> torch.Tensor:
+        """The same as a 0-dim tensor on the device, which later steps leave as it is."""
+        norm = self.optimizer_step.norm
+        return torch.zeros((), dtype=torch.float64, device=self.device) if norm is None else norm
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each group of the optimizer in the next step, 0.0 where that makes
+        its own (Adafactor's ``relative_step``); empty without one. Where training phases scale it,
+        the groups and the scheduler hold the schedule's.
+        """
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [float(group["lr"] or 0.0) * self.optimizer_step.lr_scale for group in groups]
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step() changed the weights: False between boundaries and after an
+        overflow.
+        """
+        return self.optimizer_step.applied
+
+    def loss_scale(self) -> float:
+        """What an fp16 loss is multiplied by now; 1.0 in other precisions."""
+        return float(self.scaler.scale)
+
+    state_bytes = state_bytes
+    bytes_by_tier = bytes_by_tier
+
+    @property
+    def destroyed(self) -> bool:
+        """Whether :meth:`destroy` has been called."""
+        return self._installed is None
+
+    def destroy(self, gather: bool = False) -> None:
+        """Take the engine off the model and free gradients and optimizer state. Idempotent.
+
+        Whole parameters become plain ones. Sharded ones stay released until another ``initialize``
+        takes them over; ``gather=True`` (collective) gives them back whole.
+        """
+        if self._installed is None:
+            return
+        installed, self._installed = self._installed, None
+        # Sharded values that stay so can be gathered by another engine, over the groups of this
+        # one.
+        groups = gather or not any(flat.sharded for flat in self.flats)
+        with ExitStack() as ending:  # from the last to the first
+            ending.callback(self.mesh.close, groups=groups)
+            ending.push(installed)
+            ending.callback(self.sharded_model.release, gather)
+            ending.callback(self.stop_requests.restore_handlers)
+            ending.callback(self.optimizer_step.close)
+            if not gather:
+                ending.callback(self.mesh.serve_until_nobody_asks)

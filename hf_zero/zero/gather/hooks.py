@@ -1,0 +1,422 @@
+"""The hooks on modules: they say when a unit is needed and when a forward has ended, and put hooks
+on its graph, which say when its backward begins and when it is over.
+
+[Note: the end of a unit's backward]
+Autograd runs ready nodes in reverse order of creation. The mark on a unit's inputs is made before
+every node of its forward, so its backward runs after all of them: gradients are complete and no
+saved weight will be read again. Where no input requires grad there is no mark, and the end of the
+whole backward is taken instead.
+
+Where a module takes what another of its unit has just returned, both are one call: the marks of the
+first are the end of both, and the second has no marks. A backward may begin behind either.
+
+Calls are tokens in sets, not counts: a forward that is dropped takes its token with it.
+Recomputation (activation checkpointing) runs forwards inside a backward; a forward there never
+releases.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hf_zero.device import spans
+from hf_zero.errors import PartitionError
+from hf_zero.zero.gather.backward_tracker import BackwardTracker, graph_task, keep_for_backward
+from hf_zero.zero.gather.model_patches import Attached
+from hf_zero.zero.gather.schedule import Schedule
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.raw_grads import any_raw_grad
+from hf_zero.zero.layout.tree import requiring_grad, tensors_in, transformed, with_replaced
+from hf_zero.zero.layout.unit import RootForward, Unit, UnitForward
+
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# With these a decoder step of generate goes another way than a whole forward. Other keywords may be
+# None on some ranks only.
+CHOOSES_THE_WAY = ("past_key_values", "cache_params", "encoder_outputs")
+
+
+def _last_node() -> int:
+    """The number of the last node of a graph that this thread has recorded; a backward comes to
+    higher numbers first.
+    """
+    return torch.autograd._get_sequence_nr() - 1
+
+
+def _mark(
+    inputs: Iterable[torch.Tensor], call: UnitForward, over: Callable[..., None]
+) -> Sequence[torch.Tensor]:
+    """``inputs`` again as views, which a block may change in place, with ``over`` called once all
+    their gradients are known.
+
+    Not each of several inputs has a part in every backward: those that have are counted when the
+    backward of ``call`` begins. No dispatch mode sees the views: selective checkpointing compares
+    the operations of a forward with those of its recomputation, which marks other calls.
+    """
+    if _modes():
+        with _disable_current_modes():
+            views = [each.view_as(each) for each in inputs]
+    else:
+        views = [each.view_as(each) for each in inputs]
+    nodes = [node for view in views if (node := view.grad_fn) is not None]
+    if len(nodes) == 1:
+        nodes[0].register_hook(over)
+        return views
+    call.marks = nodes
+
+    def passed(*_: Any) -> None:
+        call.marks_left -= 1
+        if call.marks_left == 0:
+            over()
+
+    for node in nodes:
+        node.register_hook(passed)
+    return views
+
+
+def _accumulated(tracker: weakref.ref[BackwardTracker], parameter: torch.Tensor) -> None:
+    """A gradient has come that no unit's hook need have announced: that of a penalty on the
+    weights, say.
+    """
+    alive = tracker()
+    if alive is not None:
+        alive.enter()
+
+
+class Hooks:
+    """Connects the modules of ``model`` with the schedule of gathers and the tracker of
+    backwards.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        schedule: Schedule,
+        tracker: BackwardTracker,
+    ):
+        self._model = model
+        self._units = list(units)
+        self._schedule = schedule
+        self._tracker = tracker
+        self._nested = 0  # hooked modules whose forward is under way
+        self._outer: RootForward | None = None  # the forward under way
+        # the call left last, an output of it, and the marks of its inputs
+        self._last: tuple[UnitForward, torch.Tensor, Sequence[Node]] | None = None
+        # Called with each outermost forward that is to have a graph: gives the modules that no
+        # rank is going to run in it.
+        self.draws: list[Callable[[RootForward], Collection[nn.Module]]] = []
+        # by module: the parameters that it alone holds, as places in flat buffers
+        self._held: dict[nn.Module, list[tuple[FlatBuffer, int]]] = {}
+        self._removable: list[Any] = []
+        self._watches = False
+        self._training = [
+            parameter for unit in units for flat in unit.trainable for parameter in flat.members
+        ]
+        self._install(model)
+
+    def _install(self, model: nn.Module) -> None:
+        names = {module: name for name, module in model.named_modules()}
+        around: dict[nn.Module, Unit | None] = {
+            module: unit for unit in self._units for module in unit.modules.values()
+        }
+        root = self._units[0]
+        in_root = {id(parameter) for flat in root.flats for parameter, _ in flat.items}
+        for module in model.modules():
+            # Scripts call parts of models: each module with a parameter of the root gathers it.
+            if module not in around and any(
+                id(p) in in_root for p in module._parameters.values() if p is not None
+            ):
+                around[module] = root
+        for path in (name.split(".") for unit in self._units for name in unit.modules):
+            for depth in range(len(path)):
+                around.setdefault(model.get_submodule(".".join(path[:depth])), None)
+        for module, unit in around.items():
+            self._removable += [
+                module.register_forward_pre_hook(
+                    Attached(self._enter, unit, names[module]),
+                    prepend=True,
+                    with_kwargs=True,
+                ),
+                module.register_forward_hook(
+                    Attached(self._leave, unit), with_kwargs=True, always_call=True
+                ),
+            ]
+
+    def watch_gradients(self) -> None:
+        """From now on every gradient that comes begins a backward: what it carries must be known
+        then (``losses.py``).
+        """
+        if self._watches or not self._removable:
+            return
+        self._watches = True
+        # Weakly, because Python's collector does not see these hooks: a cycle through one would
+        # never be freed.
+        accumulated = partial(_accumulated, weakref.ref(self._tracker))
+        self._removable += [
+            parameter.register_post_accumulate_grad_hook(accumulated)
+            for parameter in self._training
+        ]
+
+    def take_in_unannounced(self) -> None:
+        """Take in what is on parameters that no hook has announced: what the backward of a penalty
+        on the weights has left, say, or a script has put there (collective).
+
+        Outside forward and backward. Every rank comes here at the same places of the script.
+        """
+        if (
+            not self._tracker.tasks
+            and not self._nested
+            and graph_task() == -1
+            and any_raw_grad(self._training)
+        ):
+            self._tracker.take_in()
+
+    @contextmanager
+    def announced(self, loss: torch.Tensor) -> Iterator[None]:
+        """The backward of ``loss`` goes on inside, and is this engine's wherever it leads."""
+        handle = loss.register_hook(lambda _: self._tracker.enter()) if loss.requires_grad else None
+        try:
+            yield
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    def remove(self) -> None:
+        for handle in self._removable:
+            handle.remove()
+        self._removable = []
+
+    def _enter(
+        self, unit: Unit | None, name: str, module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        if transformed():
+            return self._enter_transformed(unit)
+        tracker = self._tracker
+        inside = graph_task() != -1
+        if inside:
+            tracker.enter()
+        elif tracker.tasks:
+            tracker.put_away_broken()
+        grads = torch.is_grad_enabled()
+        if self._nested == 0 and not inside:
+            self.take_in_unannounced()
+            given = [key for key in CHOOSES_THE_WAY if kwargs.get(key) is not None]
+            kind = (name, grads, module.training, *given)
+            self._outer = RootForward(module is self._model, tracker.outstanding.moment())
+            if grads:
+                self._draw(self._outer, name)
+            self._schedule.begin(kind, left_out=self._outer.left_out)
+            if grads:
+                tracker.add_forward(kind, joint=not self._schedule.between_passes)
+        self._nested += 1
+        last, self._last = self._last, None
+        if unit is None:
+            return None
+        if spans.logs:
+            spans.began(module, "forward", name or unit.label)
+        if not grads:
+            if module.training and unit.trainable and not inside:
+                unit.forwards.reruns += 1
+            unit.forwards.in_forward.append(None)
+            self._schedule.ensure_gathered(unit, module)
+            return None
+        inputs = requiring_grad(args, kwargs)
+        if (
+            last is not None
+            and last[0].unit is unit
+            and id(last[1]) in inputs
+            and last[0] in unit.forwards.pending
+            and not inside
+        ):
+            # the call goes on: whatever of its graph runs in a backward does so before its marks
+            call = last[0]
+            call.marks = last[2]
+            unit.forwards.in_forward.append(call)
+            if unit.sharded:
+                self._schedule.ensure_gathered(unit, module)
+            unit.runs_here()
+            call.last_node = _last_node()
+            return None
+        call = UnitForward(unit, self._current(), tracker.outstanding.moment())
+        unit.forwards.in_forward.append(call)
+        self._schedule.ensure_gathered(unit, module)
+        unit.runs_here()
+        if not inputs:
+            call.last_node = _last_node()
+            return None
+        call.marked = True
+        views = _mark(inputs.values(), call, partial(tracker.pass_inputs, call))
+        call.last_node = _last_node()
+        return with_replaced(args, kwargs, dict(zip(inputs, views)))
+
+    def _enter_transformed(self, unit: Unit | None) -> None:
+        """A forward under grad, vmap or another transform of torch.func, whose graphs are its
+        own: no pass of this engine.
+        """
+        if unit is None:
+            return
+        if unit.sharded:
+            raise PartitionError(
+                f"torch.func goes through {unit.label}, whose parameters are sharded (stage 3): "
+                "the backward inside a transform "
+                "would read weights that are released by then; use stage 2 for "
+                "models under torch.func"
+            )
+        if any(flat.computing is not None for flat in unit.flats):
+            raise PartitionError(
+                f"torch.func goes through {unit.label}, whose modules compute with weights in "
+                "fewer bits (quantize_training, compression_training), and a transform would see "
+                "them as they are; apply it to a model without an engine"
+            )
+        unit.wait_for_update()
+
+    def gather_on_use(self, unit: Unit) -> bool:
+        """Gather ``unit`` for a module that reads a parameter of another one in its forward;
+        False outside forwards.
+        """
+        if not self._nested:
+            return False
+        self._tracker.enter()
+        self._schedule.ensure_gathered(unit)
+        self._schedule.reshard_later(unit)  # what reads it now tells of the graph by itself
+        return True
+
+    def _draw(self, outer: RootForward, name: str) -> None:
+        """Let what changes the training draw for the forward ``outer`` of the module ``name``."""
+        modules = {module for draw in self.draws for module in draw(outer)}
+        if name:  # a block that is called by itself is kept
+            part = self._model.get_submodule(name)
+            modules &= {*part.modules()} - {part}
+        if modules:
+            outer.left_out = frozenset(
+                unit
+                for unit in self._units[1:]
+                if all(module in modules for module in unit.modules.values())
+            )
+            outer.idle = self._idle(modules)
+
+    def _idle(self, modules: set[nn.Module]) -> dict[FlatBuffer, int]:
+        """A bit for each parameter that one of ``modules`` holds and nothing else does."""
+        if not modules <= self._held.keys():
+            places = {
+                id(parameter): (flat, 1 << place)
+                for unit in self._units
+                for flat in unit.trainable
+                for place, parameter in enumerate(flat.members)
+            }
+            holders = Counter(
+                id(parameter)
+                for module in self._model.modules()
+                for parameter in module._parameters.values()
+            )
+            for module in modules - self._held.keys():
+                found = Counter(
+                    id(parameter)
+                    for part in module.modules()
+                    for parameter in part._parameters.values()
+                )
+                self._held[module] = [
+                    places[held]
+                    for held, number in found.items()
+                    if held in places and number == holders[held]
+                ]
+        idle: dict[FlatBuffer, int] = {}
+        for module in modules:
+            for flat, bit in self._held[module]:
+                idle[flat] = idle.get(flat, 0) | bit
+        return idle
+
+    @property
+    def forward_at_work(self) -> RootForward | None:
+        """The outermost forward under way; in a backward, the one that it runs again."""
+        return self._outer if graph_task() == -1 else self._tracker.reached
+
+    def _current(self) -> RootForward:
+        inside = graph_task() != -1
+        outer = self._tracker.outstanding.recomputation if inside else self._outer
+        assert outer is not None, "a module's forward is under way outside any pass"
+        return outer
+
+    def hold(self, unit: Unit, node: torch.autograd.graph.Node) -> None:
+        """Keep ``unit``, which is gathered, as long as ``node``, recorded outside the unit's own
+        forward, waits for its backward.
+        """
+        outer = RootForward(whole=self._nested > 0 or graph_task() != -1)
+        keep_for_backward(unit, outer)
+        node.register_prehook(partial(self._tracker.reach, outer))
+
+    def _leave(
+        self, unit: Unit | None, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        if transformed():
+            return
+        inside = graph_task() != -1
+        raised = sys.exc_info()[1] if output is None else None
+        self._nested = max(0, self._nested - 1)
+        if spans.logs:
+            spans.ended(module)
+        if unit is not None and unit.forwards.in_forward:
+            call = unit.forwards.in_forward.pop()
+            if call is not None:
+                call.left = self._tracker.outstanding.moment()
+                self._watch_output(call, module, output, raised)
+                if inside:
+                    self._last = None
+            if not inside:
+                self._schedule.reshard_later(unit)
+        if self._nested == 0 and not inside:
+            outer, self._outer, self._last = self._outer, None, None
+            if outer is not None:
+                self._tracker.end_forward(outer, torch.is_grad_enabled())
+            self._schedule.note(raised)
+            if raised is not None:
+                self._schedule.abandon()  # the forward has raised
+            else:
+                self._schedule.end(keep_last=torch.is_grad_enabled())
+
+    def _watch_output(
+        self,
+        call: UnitForward,
+        module: nn.Module,
+        output: Any,
+        raised: BaseException | None,
+    ) -> None:
+        marks, call.marks = call.marks, ()
+        self._last, last = None, call.last_node  # later ones are the forward's
+        for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
+            node = tensor.grad_fn
+            if node is not None:
+                last = max(last, node._sequence_nr())
+                node.register_prehook(partial(self._tracker.reach_outputs, call, module, marks))
+                self._last = call, tensor, marks
+            elif tensor.requires_grad:
+                # a parameter itself, which is read again in backward
+                keep_for_backward(call.unit, call.outer)
+        if self._last is not None and call not in call.unit.forwards.pending:
+            self._tracker.add_call(call)
+        # What was recorded after it has left another way: into an object, a dict, ``self``. Its
+        # backward comes before the hooks.
+        if raised is None and (call.marked or call.unit.trainable) and last < _last_node():
+            keep_for_backward(call.unit, call.outer)
+
+    def reset(self) -> None:
+        """Put away what an exception has left open in a forward or a backward; no forward can be
+        under way. KeyboardInterrupt passes by the hooks on leaving.
+        """
+        self._tracker.put_away_broken()
+        if self._nested and graph_task() == -1:
+            self._nested, self._outer, self._last = 0, None, None
+            for unit in self._units:
+                unit.forwards.in_forward.clear()
+            self._schedule.abandon()

@@ -1,0 +1,404 @@
+"""What plain PyTorch does to a model, made right or refused where parameters are owned:
+state_dict, load_state_dict, ``.to``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
+
+from hf_zero.errors import PartitionError
+from hf_zero.zero.gather.schedule import Schedule
+from hf_zero.zero.layout.cut_parameters import join_parts, own_part
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.parameter import LiveParameter, OwnedParameter, name_of, owner_of
+from hf_zero.zero.layout.sharding import sharding_of
+from hf_zero.zero.layout.unit import Unit
+
+_parameters, _children = attrgetter("_parameters"), attrgetter("_modules")
+
+
+class Attached(partial):  # type: ignore[type-arg]
+    """A hook of the engine on a module: ``Attached(function, *first_arguments)``. A copy of the
+    module gets one that does nothing. torch.compile of a whole model neither traces the function
+    into its graphs nor compiles what it calls.
+    """
+
+    def __new__(cls, function: Callable[..., Any], /, *first: Any) -> Attached:
+        outside_graphs(getattr(function, "__func__", function), _FrameAction.SKIP)
+        return super().__new__(cls, function, *first)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attached:
+        return Attached(_nothing)
+
+    def __reduce__(self) -> Any:
+        return Attached, (_nothing,)
+
+
+def outside_graphs(function: Any, calls: _FrameAction = _FrameAction.DEFAULT) -> Any:
+    """``function``, which torch.compile of what calls it does not trace into a graph; ``calls``
+    says what it does with what ``function`` calls.
+    """
+    function._torchdynamo_disable = True
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, calls))
+    return function
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What an engine's hook does on a copied module."""
+
+
+class Override:
+    """A method that the engine puts on one module.
+
+    A copy of the module gets its class's own again.
+    """
+
+    def __init__(self, fn: Callable[..., Any], module: nn.Module, name: str):
+        self._fn, self._module, self._name = fn, module, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._fn(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self._module)]
+        return getattr(type(copied), self._name).__get__(copied)
+
+    def __reduce__(self) -> Any:
+        raise PartitionError(
+            f"a {type(self._module).__name__} under an engine cannot be pickled whole; save its "
+            "state_dict(), or call engine.save_checkpoint"
+        )
+
+
+class Patches(Protocol):
+    """What is put on one model together with its engine and knows nothing of sharding: activation
+    checkpointing and offload, compiled blocks, an order of attention kernels.
+
+    The engine does not import them (they import the engine's layer); it is given an object of this
+    form.
+    """
+
+    def check(self, model: nn.Module, fixed_addresses: bool) -> None:
+        """Raise ConfigError for what cannot be installed, before the model is changed.
+
+        ``fixed_addresses``: parameters keep their memory for the life of the engine.
+        """
+        ...
+
+    def install(
+        self, model: nn.Module, units: Sequence[Unit], device: torch.device, logs: bool
+    ) -> None:
+        """Put everything on ``model``, whose hooks of the engine are in place.
+
+        ``logs``: whether this rank says what was installed.
+        """
+        ...
+
+    def remove(self) -> None:
+        """Take everything off again, whatever of it is there. Idempotent."""
+        ...
+
+    def compile(self, backend: str | Callable[..., Any], **options: Any) -> None:
+        """Compile each block's forward with these arguments of torch.compile."""
+        ...
+
+
+class Techniques(Protocol):
+    """What changes the training itself, step by step: layers that are dropped, sequences that grow,
+    weights in fewer bits. Like :class:`Patches`, the engine is given an object of this form.
+    """
+
+    def install(self, engine: Any) -> None:
+        """Put everything on the model of ``engine``, whose own hooks are in place. What depends on
+        the step reads ``engine.global_steps`` and ``engine.micro_steps``, which a load restores.
+        """
+        ...
+
+    def end_step(self) -> None:
+        """``engine.step`` has ended an accumulation window, and the counters count it."""
+        ...
+
+    def prepare_batch(self, batch: Any) -> Any:
+        """``batch`` as the model's forward would change it."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the counters, by technique: JSON, the same on all
+        ranks.
+        """
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` has returned, the counters being those of then."""
+        ...
+
+    def remove(self) -> None:
+        """Take everything off again, whatever of it is there. Idempotent."""
+        ...
+
+
+class Stateless:
+    """What is installed among the :class:`Techniques` of an engine and changes nothing step by
+    step.
+    """
+
+    def end_step(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class ModuleGuards:
+    """Hooks on every module that owns parameters of an engine, or wraps a unit.
+
+    ``state_dict`` gathers and returns copies (on the CPU where parameters are sharded);
+    ``load_state_dict`` gathers, lets torch copy, and takes the values over into shards and master
+    weights. Both are collective at stage 3, and where parameters are cut by tensor or expert
+    parallelism: a state dict has them whole. ``.to`` and its kin move buffers and refuse to change
+    parameters.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], schedule: Schedule):
+        self._schedule = schedule
+        self._copies: dict[int, torch.Tensor] = {}
+        # state_dict calls under way, outermost first
+        self._entered: list[tuple[nn.Module, list[Unit]]] = []
+        self._removable: list[Any] = []
+        self._patched: list[nn.Module] = []
+        self._model = model
+        self._part = False  # the state_dict under way is that of a part of the model
+        self._own: dict[nn.Module, dict[str, OwnedParameter]] = {}
+        # What the last walk has seen: modules, how many parameters and children each has, all of
+        # these, parameters that nothing trains.
+        self._walked: list[nn.Module] = [model]
+        self._lengths: list[int] = []
+        self._held: list[Any] = []
+        self._untrained: list[nn.Parameter] = []
+        wraps = {module: unit for unit in units for module in unit.modules.values()}
+        for module in model.modules():
+            own = {
+                name: p for name, p in module._parameters.items() if isinstance(p, OwnedParameter)
+            }
+            touched = {owner_of(p).unit for p in own.values()} | (
+                {wraps[module]} if module in wraps else set()
+            )
+            if not touched:
+                continue
+            pinned = sorted((unit for unit in touched if unit.sharded), key=lambda unit: unit.index)
+            self._removable += [
+                module.register_state_dict_pre_hook(Attached(self._before_state_dict, pinned)),
+                module._register_state_dict_hook(Attached(self._after_state_dict, pinned)),
+                module.register_load_state_dict_pre_hook(Attached(self._before_load, pinned)),
+                module.register_load_state_dict_post_hook(Attached(self._after_load, pinned)),
+            ]
+            if own:
+                self._own[module] = own
+                module.__dict__["_apply"] = Override(partial(self._apply, module), module, "_apply")
+                self._patched.append(module)
+
+    def remove(self) -> None:
+        for handle in self._removable:
+            handle.remove()
+        for module in self._patched:
+            module.__dict__.pop("_apply", None)
+        self._removable, self._patched = [], []
+
+    def check(self) -> None:
+        """Raise PartitionError if a parameter of the model has been replaced or added since
+        initialize: it would train nowhere.
+        """
+        # Each step comes here: while every module holds what it held at the last walk, no line of
+        # Python runs for a module.
+        held = [*map(_parameters, self._walked), *map(_children, self._walked)]
+        unchanged = list(map(len, held)) == self._lengths and all(
+            map(is_, chain.from_iterable(map(dict.values, held)), self._held)
+        )
+        if not unchanged or any(parameter.requires_grad for parameter in self._untrained):
+            self._walk()
+
+    def _walk(self) -> None:
+        """Look at every module, and note what it holds."""
+        seen, left = {self._model: None}, [self._model]
+        untrained = []
+        while left:
+            module = left.pop()
+            for child in module._modules.values():
+                if child is not None and child not in seen:
+                    seen[child] = None
+                    left.append(child)
+            own = self._own.get(module, {})
+            for name, parameter in module._parameters.items():
+                if name in own or parameter is None or isinstance(parameter, OwnedParameter):
+                    continue
+                untrained.append(parameter)
+                if parameter.requires_grad:
+                    raise PartitionError(
+                        f"{type(module).__name__}.{name}, of shape {tuple(parameter.shape)}, was "
+                        "added to the model after hf_zero.initialize, and nothing "
+                        "trains it; add it before, or set requires_grad=False"
+                    )
+            for name, parameter in own.items():
+                if module._parameters.get(name) is not parameter:
+                    raise PartitionError(
+                        f"{name_of(parameter)} has been replaced by another parameter after "
+                        "hf_zero.initialize, which the engine does not train; "
+                        "copy into it inside GatheredParameters, or destroy() the engine "
+                        "and initialize again"
+                    )
+        self._walked, self._untrained = list(seen), untrained
+        held = [*map(_parameters, self._walked), *map(_children, self._walked)]
+        self._lengths, self._held = (
+            list(map(len, held)),
+            list(chain.from_iterable(map(dict.values, held))),
+        )
+
+    def _before_state_dict(
+        self, pinned: list[Unit], module: nn.Module, prefix: str, keep_vars: bool
+    ) -> None:
+        while self._entered and not any(
+            module is inside for inside in self._entered[-1][0].modules()
+        ):
+            self._leave_one()  # an exception has broken that call
+        if not self._entered:
+            self._part = module is not self._model
+        self._entered.append((module, pinned))
+        for unit in pinned:
+            self._schedule.pin(unit)
+
+    def _after_state_dict(
+        self,
+        pinned: list[Unit],
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: Any,
+    ) -> None:
+        for name, parameter in module._parameters.items():
+            key = prefix + name
+            if (
+                isinstance(parameter, OwnedParameter)
+                and key in state
+                and (
+                    self._part
+                    or isinstance(parameter, LiveParameter)
+                    or sharding_of(parameter).axes
+                )
+            ):
+                # Copies, because a sharded one is released again and a part would be saved with all
+                # memory it is a view of. One copy a parameter, so that tied names still share
+                # memory and are saved once.
+                if id(parameter) not in self._copies:
+                    value = join_parts(sharding_of(parameter), parameter.detach(), key)
+                    self._copies[id(parameter)] = torch.empty(
+                        value.shape, dtype=parameter.dtype
+                    ).copy_(value)
+                state[key] = self._copies[id(parameter)]
+        while self._leave_one() is not module:
+            pass
+
+    def _leave_one(self) -> nn.Module:
+        module, pinned = self._entered.pop()
+        for unit in pinned:
+            self._schedule.unpin(unit)
+        if not self._entered:
+            self._copies = {}
+            self._schedule.shards.end_asking()
+        return module
+
+    def _before_load(
+        self,
+        pinned: list[Unit],
+        module: nn.Module,
+        state: Any,
+        prefix: str,
+        metadata: dict[str, Any],
+        *args: Any,
+    ) -> None:
+        # refused here, before anything is replaced or pinned
+        if metadata.get("assign_to_params_buffers"):
+            owned = next((p for p in module.parameters() if isinstance(p, OwnedParameter)), None)
+            raise PartitionError(
+                "load_state_dict(assign=True) cannot replace "
+                f"{name_of(owned) if owned is not None else 'parameters'}, "
+                "which lives in a flat buffer; use assign=False"
+            )
+        for unit in pinned:
+            self._schedule.pin(unit)
+        for name, parameter in self._own.get(module, {}).items():
+            given = state.get(prefix + name)
+            if sharding_of(parameter).axes and isinstance(given, torch.Tensor):
+                state[prefix + name] = own_part(sharding_of(parameter), given)
+
+    @torch.no_grad()
+    def _after_load(self, pinned: list[Unit], module: nn.Module, incompatible: Any) -> None:
+        with self._schedule.shards.writing():
+            for name, parameter in self._own.get(module, {}).items():
+                if module._parameters.get(name) is parameter:
+                    owner_of(parameter).adopt(name_of(parameter), loaded=True)
+        for unit in pinned:
+            self._schedule.unpin(unit)
+
+    def _apply(
+        self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> nn.Module:
+        for child in module.children() if recurse else ():
+            child._apply(fn)
+        for parameter in module._parameters.values():
+            if isinstance(parameter, OwnedParameter):
+                probe = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device))
+                if probe.dtype != parameter.dtype or probe.device != parameter.device:
+                    raise PartitionError(
+                        f"{name_of(parameter)} is {parameter.dtype} on {parameter.device} and "
+                        f"cannot become {probe.dtype} on {probe.device} now that an "
+                        "engine owns it; move or cast the model before, load it with dtype=, and "
+                        "choose bf16 or fp16 in the config"
+                    )
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = fn(buffer)
+        return module
+
+
+def refuse_switched(flats: Sequence[FlatBuffer]) -> None:
+    """Raise if a parameter that was laid out as frozen requires a gradient in a backward. One that
+    trains may be frozen for a while: it gets none.
+    """
+    for flat in flats:
+        for name in sorted(flat.handles.switched):
+            if flat.parameters[name].requires_grad:
+                raise PartitionError(
+                    f"requires_grad of {name} is True in this backward and was False at "
+                    "hf_zero.initialize, where it was settled what trains; set it "
+                    "back after forwards that need it otherwise, or destroy() the engine "
+                    "and initialize again"
+                )
+
+
+def refuse_foreign_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise if ``optimizer`` was made over parameters that an engine owns: it would see no
+    gradients and train nothing.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, OwnedParameter) and owner_of(parameter) is not None:
+                raise PartitionError(
+                    f"{type(optimizer).__name__} holds {name_of(parameter)}, which an hf-zero "
+                    "engine owns and trains; pass the optimizer to "
+                    "hf_zero.initialize, or step the one it returned"
+                )

@@ -1,0 +1,465 @@
+"""When units are gathered and released: recorded orders, prefetching, agreement on what is not in
+an order yet.
+
+[Note: passes]
+Gathers happen in passes: a forward from the outermost module called, a backward from its first hook
+to its end. Each kind of pass (see :meth:`Schedule.begin`) has a plan, the order of its gathers, and
+all ranks issue exactly that order, units that this rank happens not to use included. The first pass
+of a kind is recorded: before every gather the ranks agree, so that a block used on one rank only
+enters the plan of every rank. A gather that is not in the rest of a plan is a fetch (the note in
+consensus.py) where other ranks hold shards of the unit, and sends nothing where this rank holds all
+of it.
+
+A pass may leave units out that no rank uses in it, as all ranks know before its first gather: they
+keep their places in its plan, and are passed over there. One that is needed all the same is
+fetched.
+
+A unit is released one step late, when the next unit is needed: a block called twice in a row is not
+gathered twice, and the unit that ends a forward is still there when its backward begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from torch import nn
+
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.errors import PartitionError
+from hf_zero.zero.gather.shared_shards import SharedShards
+from hf_zero.zero.layout.compute_copy import ComputedValues
+from hf_zero.zero.layout.unit import State, Unit
+from hf_zero.zero.reduce.reduction_order import merged, places
+
+GATHER, END = 1, 0
+AHEAD = 2  # units prefetched at most; the byte limit comes from the config
+
+
+class Limits(NamedTuple):
+    """How far ahead of its use a unit is brought."""
+
+    bytes: int  # gathered at most
+    shards: int  # read from files
+
+
+class ReductionsUnderWay(Protocol):
+    """What the gathers of a backward must know of its reductions."""
+
+    @property
+    def launched(self) -> int: ...
+
+    def land_launched(self, number: int) -> None: ...
+
+
+@dataclass(eq=False)
+class GatherPass:
+    """One pass under way. ``plan`` is the order of its gathers, None while they are recorded.
+    ``left_out``: units that no rank is going to use.
+    """
+
+    key: Hashable
+    backward: bool
+    plan: list[Unit] | None
+    left_out: frozenset[Unit] = frozenset()
+    cursor: int = 0  # gathers of the plan that are issued
+    record: list[Unit] = field(default_factory=list)
+
+
+class Schedule:
+    """The gathers and releases of one engine."""
+
+    def __init__(self, units: Sequence[Unit], mesh: Mesh, ahead_bytes: int, reads_ahead: int = 0):
+        """``ahead_bytes`` may be gathered ahead; the shards of ``reads_ahead`` units are read
+        from files before their gather.
+        """
+        self._units = list(units)
+        self._mesh = mesh
+        self._limits = Limits(ahead_bytes, reads_ahead)
+        self.computed = ComputedValues()
+        self.gathers = any(unit.sharded for unit in units)
+        self.shards = SharedShards(self._units, mesh)
+        self._plans: dict[Hashable, list[Unit]] = {}
+        self._before: dict[Hashable, list[Unit]] = {}  # plans that are being recorded anew
+        self._pass: GatherPass | None = None  # None: between passes, or nothing to gather in it
+        # the pass that was the last to issue all its gathers: its plan is complete
+        self._issued = GatherPass(None, False, [])
+        self._to_reshard: list[Unit] = []
+        self._ahead: list[Unit] = []
+        # units gathered for other ranks' sake so far, and their places in the plan
+        self._passed: list[tuple[int, Unit]] = []
+        self._kept: list[Unit] = []  # for the backward that may follow
+        self.on_use: Callable[[Unit], None] | None = None  # called with each unit that is needed
+        self.reductions: ReductionsUnderWay | None = None
+
+    @property
+    def plan(self) -> Sequence[Unit]:
+        """The order of the gathers of the pass that was the last to issue all of them."""
+        return self._issued.plan or ()
+
+    @property
+    def places(self) -> Sequence[int]:
+        """Where in :attr:`plan` the gathers stand that were issued in that pass: after none of
+        them, one, and so on.
+        """
+        recorded = self._issued.record
+        return places(recorded, self.plan) if recorded else range(len(self.plan) + 1)
+
+    @property
+    def gathered(self) -> tuple[int, ...]:
+        """Indices of the sharded units that are whole now."""
+        return tuple(
+            unit.index for unit in self._units if unit.sharded and unit.state is not State.RELEASED
+        )
+
+    @property
+    def resident(self) -> tuple[int, ...]:
+        """Indices of the units that every rank expects to be whole at the start of a pass: pinned,
+        or kept by the pass before.
+
+        A rank that has left an order may hold others; that must not choose its plan.
+        """
+        return tuple(
+            unit.index for unit in self._units if unit.sharded and (unit.pins or unit in self._kept)
+        )
+
+    def begin(
+        self,
+        kind: tuple[Hashable, ...],
+        backward: bool = False,
+        left_out: frozenset[Unit] = frozenset(),
+    ) -> None:
+        """Start a pass.
+
+        ``kind`` must be the same on all ranks; with what is gathered already it selects the plan.
+        ``left_out``: units that no rank uses in this pass, the same on all ranks.
+        """
+        self.computed.begin(backward)
+        if not self.gathers:
+            return
+        if not backward:
+            if all(unit.pins for unit in self._units if unit.sharded):
+                # Nothing to gather and so nothing to agree on: ranks may run different numbers of
+                # such forwards, which leave nothing behind that chooses a plan.
+                self._pass = None
+                return
+            self._kept = []
+            self._release_unused()
+            if self._mesh.whole.node is not None:
+                for unit in self._units:
+                    unit.forget_secondary()
+        key = (*kind, self.resident)
+        self._pass = GatherPass(key, backward, self._plans.get(key), left_out)
+        if not backward:
+            self._mesh.passes.begin("forward", key)
+
+    def leave_out(self, units: frozenset[Unit]) -> None:
+        """No rank uses ``units`` in the backward under way, as all know. Before its first gather
+        by a plan.
+        """
+        if self._pass is not None:
+            self._pass.left_out = units
+
+    def issue_rest(self) -> None:
+        """The pass is over on this rank: issue the gathers that others may still need, and wait
+        for none of them.
+        """
+        under_way = self._pass
+        if under_way is None:
+            self._issued = GatherPass(None, False, [])
+            return
+        if under_way.plan is None:
+            while self._agree_on_gather(END, None):
+                pass
+            # What no rank used this time may be used again: a unit that no plan holds is slow to
+            # get.
+            plan = merged(
+                [
+                    under_way.record,
+                    self._before.get(under_way.key, ()),
+                    self._with_left_out(under_way),
+                ]
+            )
+            under_way.plan = self._plans[under_way.key] = plan
+            under_way.cursor = len(plan)
+        else:
+            self.issue_through(len(under_way.plan))
+        self._issued = under_way
+
+    def end(self, keep_last: bool) -> None:
+        """Finish the pass: issue what the plan still holds, then release.
+
+        ``keep_last``: its backward may follow.
+        """
+        self.computed.end()
+        under_way = self._pass
+        if under_way is None:
+            self._mesh.passes.end()
+            return
+        self.issue_rest()
+        self._mesh.passes.end()
+        assert under_way.plan is not None
+        last = [unit for unit in under_way.plan[-1:] if unit not in under_way.left_out]
+        self._kept = [self._units[0], *last] if keep_last else []
+        self._pass = None
+        self._release_unused()
+
+    def issue_through(self, count: int) -> None:
+        """Issue the first ``count`` gathers of the plan, with all that others need of this rank, if
+        there is one.
+        """
+        under_way = self._pass
+        if under_way is None or under_way.plan is None:
+            return
+        while under_way.cursor < count:
+            unit = under_way.plan[under_way.cursor]
+            if unit not in under_way.left_out:
+                self._passed.append((under_way.cursor, unit))
+                unit.launch_gather(backward=under_way.backward)
+            under_way.cursor += 1
+        if self._mesh.shard.hops is not None:
+            later = under_way.plan[count : under_way.cursor]
+            ahead = sum(unit not in under_way.left_out for unit in later)
+            self._mesh.shard.hops.advance(ahead)
+
+    def _with_left_out(self, under_way: GatherPass) -> list[Unit]:
+        """What a pass has recorded and left out, in the order in which the model is run: for the
+        places of what was left out.
+        """
+        if not under_way.left_out:
+            return []
+        held = under_way.left_out.union(under_way.record)
+        units = self._units[1:] if not under_way.backward else self._units[:0:-1]
+        return [unit for unit in units if unit in held and unit.sharded]
+
+    def let_go(self, through: int, awaits: Callable[[Unit], bool]) -> None:
+        """Release units that were gathered for others' sake among the first ``through`` of the
+        plan, if this backward needs them no more.
+        """
+        if not self._passed:
+            return
+        kept = []
+        for place, unit in self._passed:
+            if place >= through or awaits(unit):
+                kept.append((place, unit))
+            elif unit.state is State.GATHERING and not unit.in_use and unit not in self._kept:
+                unit.release()
+        self._passed = kept
+
+    @property
+    def issued(self) -> int:
+        """How many gathers the pass under way has issued."""
+        under_way = self._pass
+        if under_way is None:
+            return 0
+        return len(under_way.record) if under_way.plan is None else under_way.cursor
+
+    @property
+    def recording(self) -> bool:
+        """Whether the pass under way agrees on every gather with the other ranks."""
+        under_way = self._pass
+        return under_way is not None and under_way.plan is None and self._mesh.world > 1
+
+    def note(self, error: BaseException | None) -> None:
+        """Remember, for the other ranks, the exception that a forward has raised, as long as
+        none has gone well since.
+        """
+        self._mesh.record_last_error(error)
+
+    def abandon(self) -> None:
+        """Forget the pass under way, which an exception has broken, and release what no pass
+        uses.
+        """
+        self.computed.end()
+        self._mesh.passes.broke()
+        self._pass, self._kept = None, []
+        self._release_unused()
+
+    def ensure_gathered(
+        self, unit: Unit, module: nn.Module | None = None, for_script: bool = False
+    ) -> None:
+        """Return when ``unit`` is whole on this rank, with the values of the last step, for
+        ``module``, which is at work; ``for_script``: no module computes with them.
+        """
+        if self.on_use is not None:
+            self.on_use(unit)
+        unit.wait_for_update()
+        if not unit.sharded:
+            if self.computed.on and not for_script:
+                self.computed.use(unit.flats)
+            return
+        if unit in self._to_reshard:
+            self._to_reshard.remove(unit)
+        if unit.state is not State.GATHERED:
+            for other in self._to_reshard:
+                if not other.in_use:
+                    other.release()
+            self._to_reshard = []
+        if unit.state is State.RELEASED:
+            self._acquire(unit)
+        unit.finish_gather()
+        if self.computed.on and not for_script:
+            self.computed.use(unit.flats)
+        unit.guard.off(module)
+        if unit in self._ahead:  # what was gathered before it is not needed, or not in this order
+            at = self._ahead.index(unit)
+            self._pass_by(self._ahead[:at])
+            del self._ahead[: at + 1]
+        self._prefetch()
+
+    def reshard_later(self, unit: Unit) -> None:
+        """Say that ``unit`` is not needed for now; it goes when the next one is needed."""
+        if unit.sharded and not unit.forwards.in_forward and not unit.forwards.in_backward:
+            unit.guard.on()
+            if not unit.in_use and unit not in self._to_reshard:
+                self._to_reshard.append(unit)
+
+    def pin(self, unit: Unit) -> None:
+        """Keep ``unit`` whole until :meth:`unpin`. All ranks must pin together."""
+        unit.pins += 1
+        here = unit.sharded and unit.state is not State.RELEASED
+        known = unit in self._kept and not unit.is_rounded
+        if self._pass is None and unit.pins == 1 and here and not known:
+            # It is here by chance (a graph that lives on, say), which other ranks may not share:
+            # they need this one to join. Or it is rounded.
+            self._agree_on_gather(GATHER, unit)
+        self.ensure_gathered(unit, for_script=True)
+
+    def unpin(self, unit: Unit) -> None:
+        unit.pins -= 1
+        if unit.sharded and not unit.in_use:
+            unit.release()
+
+    @property
+    def between_passes(self) -> bool:
+        """Whether no pass that gathers anything is under way."""
+        return self._pass is None
+
+    def agree(self, what: str, value: int) -> int:
+        """The largest ``value`` of all ranks, which meet here for ``what`` (collective, outside
+        passes).
+        """
+        if self._mesh.consensus is None:
+            return value
+        return self._mesh.consensus.gathers.agree(what, (0, value), lambda wish: "agreement")[1]
+
+    def _acquire(self, unit: Unit) -> None:
+        under_way = self._pass
+        plan = under_way.plan if under_way is not None else None
+        coming = () if under_way is None or plan is None else plan[under_way.cursor :]
+        if under_way is not None and plan and unit in coming and unit not in under_way.left_out:
+            self._pass_by(self._ahead)
+            self._ahead = []
+            self.issue_through(plan.index(unit, under_way.cursor))
+            under_way.cursor += 1
+            unit.launch_gather(backward=under_way.backward)
+        elif under_way is not None and plan is not None and unit.needs_no_peer:
+            unit.launch_gather(backward=under_way.backward)
+        elif plan is not None and self._mesh.consensus is not None:
+            self.shards.fetch(unit)
+        else:
+            while unit.state is State.RELEASED:
+                self._agree_on_gather(GATHER, unit)
+
+    def _pass_by(self, units: Sequence[Unit]) -> None:
+        """Units gathered ahead have not been needed when their turn came."""
+        if self._pass is not None and self._pass.plan is not None:
+            issued = self._pass.plan[: self._pass.cursor]
+            self._passed += [(len(issued) - 1 - issued[::-1].index(unit), unit) for unit in units]
+
+    def meet(self) -> None:
+        """A step is over: if a rank has left a recorded order, record all of them anew."""
+        if self._mesh.consensus is not None and self._mesh.consensus.steps.end_step():
+            self._before.update(self._plans)
+            self._plans.clear()
+
+    def _agree_on_gather(self, kind: int, unit: Unit | None) -> bool:
+        """Agree with the other ranks on the next gather and issue it; False when all of them are
+        at the end. Outside passes a rank that is alone fetches ``unit``.
+        """
+        under_way = self._pass
+        sign = 1 if under_way is not None and under_way.backward else -1
+        wish = (kind, sign * unit.index if unit is not None else -len(self._units) - 1)
+        consensus, agreed = self._mesh.consensus, wish
+        if consensus is not None:
+            reductions = self.reductions
+            launched = reductions.launched if reductions is not None else 0
+            if under_way is None and unit is not None:
+                found = consensus.gathers.agree_or_leave(self._where(), wish, self._say)
+                if found is None:
+                    self.shards.fetch(unit, alone=True)
+                    return True
+                agreed = found
+            else:
+                agreed = consensus.gathers.agree(self._where(), wish, self._say, launched)
+            if reductions is not None:
+                reductions.land_launched(consensus.gathers.all_launched)
+        if agreed[0] == END:
+            return False
+        chosen = self._units[abs(agreed[1])]
+        # outside passes for a script, or a checkpoint
+        chosen.launch_gather(under_way is None, under_way is not None and under_way.backward)
+        if self._mesh.shard.hops is not None:
+            self._mesh.shard.hops.advance()  # all ranks have issued it, or are about to
+        if under_way is not None:
+            under_way.record.append(chosen)
+        return True
+
+    def _where(self) -> str:
+        if self._pass is None:
+            return "a gather outside forward and backward"
+        return f"{'backward' if self._pass.backward else 'forward'} {self._pass.key!r}"
+
+    def _say(self, wish: tuple[int, int]) -> str:
+        return (
+            f"gather of {self._units[abs(wish[1])].label}"
+            if wish[0] == GATHER
+            else "end of the pass"
+        )
+
+    def _prefetch(self) -> None:
+        under_way = self._pass
+        if under_way is None or under_way.plan is None:
+            return
+        plan, cursor = under_way.plan, under_way.cursor
+        for unit in plan[cursor : cursor + self._limits.shards]:
+            if unit.state is State.RELEASED and unit not in under_way.left_out:
+                for flat in unit.sharded:
+                    flat.prefetch()
+        if not self._limits.bytes:
+            return
+        waiting = sum(unit.nbytes for unit in self._ahead)
+        while under_way.cursor < len(plan) and len(self._ahead) < AHEAD:
+            unit = plan[under_way.cursor]
+            if unit in under_way.left_out:
+                under_way.cursor += 1
+                continue
+            if unit.state is not State.RELEASED or (
+                self._ahead and waiting + unit.nbytes > self._limits.bytes
+            ):
+                return
+            under_way.cursor += 1
+            unit.launch_gather(backward=under_way.backward)
+            self._ahead.append(unit)
+            waiting += unit.nbytes
+
+    def _release_unused(self) -> None:
+        for unit in self._units:
+            if (
+                unit.sharded
+                and unit.state is not State.RELEASED
+                and not unit.in_use
+                and unit not in self._kept
+            ):
+                unit.release()
+        self._to_reshard, self._ahead, self._passed = [], [], []
+
+    def check_all_released(self) -> None:
+        """Raise PartitionError if a unit is still gathered: for tests and for saving."""
+        held = [self._units[index].label for index in self.gathered]
+        if held:
+            raise PartitionError(
+                f"units {held} are still gathered; leave the GatheredParameters "
+                "blocks around this call"
+            )

@@ -1,0 +1,128 @@
+"""Which collectives of a model travel in few bits: one choice for each flat buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero.config import ZeroConfig
+from hf_zero.distributed.codec import Codec
+from hf_zero.logging import logger
+from hf_zero.ops.block_codec import BlockCodec
+from hf_zero.ops.error_codec import ErrorCodec
+from hf_zero.ops.sign_blocks import SignBlocks
+from hf_zero.ops.symmetric_blocks import SymmetricBlocks
+from hf_zero.optim.one_bit import OneBit
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.flat_layout import FlatLayout
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# By bits. Adam divides by what a gradient's elements are usually: with 4 bits those far below the
+# largest of their block are lost, and more of them the larger the block
+# (scripts/bench/compressed_loss.py).
+DEFAULT_BLOCKS = {4: 64, 8: 256}
+SMALLEST_TENSOR = 256  # elements
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How gradients are reduced, and weights gathered: as they are where there is no codec.
+
+    weights, frozen: those of stage 3, that train and that do not. updates: what a step has changed
+    of weights that all ranks keep whole. block: tensors of fewer elements, and those of one
+    dimension, travel as they are, in flat buffers of their own: beside them the scale of a block of
+    a matrix would be too large.
+    """
+
+    gradients: BlockCodec | None = None
+    weights: BlockCodec | None = None
+    frozen: BlockCodec | None = None
+    updates: BlockCodec | None = None
+    momentum: SignBlocks | None = None
+    block: int = SMALLEST_TENSOR
+    error_beta: float | None = None  # errors of gradients are fed back (``error_codec.py``)
+
+    @classmethod
+    def of(cls, config: ZeroConfig, one_bit: OneBit | None = None) -> Compression:
+        """What ``config`` asks for, or an optimizer whose momentum travels in ``one_bit``."""
+        if one_bit is not None:
+            return cls(momentum=SignBlocks(one_bit.block), block=one_bit.block)
+        zero, both = config.zero, config.compressed_communication
+        loco = config.zeropp_loco_param
+        four, eight = (
+            BlockCodec(SymmetricBlocks(bits, both.block_size or DEFAULT_BLOCKS[bits]))
+            for bits in (4, 8)
+        )
+        # new values of an offloaded update leave the host as they are
+        differences = both.bits is not None and not config.offload_optimizer.on
+        return cls(
+            four if both.bits or zero.quantized_gradients else None,
+            eight if zero.quantized_weights else None,
+            eight if zero.quantized_weights or zero.quantized_nontrainable_weights else None,
+            BlockCodec(four.blocks, differences=True) if differences else None,
+            block=both.block_size or SMALLEST_TENSOR,
+            error_beta=loco.beta if loco.on else None,
+        )
+
+    def takes(self, parameter: torch.Tensor, trains: bool) -> bool:
+        """Whether ``parameter`` may lie in a flat buffer that travels in few bits."""
+        ours = (self.gradients, self.weights, self.updates, self.momentum)
+        return (
+            any(ours if trains else (self.frozen,))
+            and parameter.dim() > 1
+            and parameter.numel() >= self.block
+        )
+
+    def momentum_of(self, layout: FlatLayout, dtype: torch.dtype) -> SignBlocks | None:
+        """How momenta travel of a flat buffer of parameters that :meth:`takes` has chosen."""
+        fits = layout.shards > 1 and layout.chunk >= self.block and dtype in FLOATS
+        return self.momentum if fits else None
+
+    def codecs(
+        self, layout: FlatLayout, dtype: torch.dtype, trains: bool, sharded: bool, persistent: bool
+    ) -> tuple[Codec | None, Codec | None]:
+        """The codecs of reductions and of gathers of a flat buffer of parameters that
+        :meth:`takes` has chosen.
+        """
+        if layout.shards == 1 or layout.chunk < self.block or dtype not in FLOATS:
+            return None, None
+        if not trains:
+            return None, self.frozen if sharded else None
+        up: Codec | None = self.gradients
+        if self.gradients is not None and self.error_beta is not None:
+            up = ErrorCodec(self.gradients, self.error_beta)
+        return up, self.weights if sharded else None if persistent else self.updates
+
+
+UNCOMPRESSED = Compression()
+
+
+def report(flats: Sequence[FlatBuffer], wire: torch.dtype | None) -> None:
+    """Log, on rank 0, what travels in few bits, and the bytes of its messages."""
+    chosen = [flat for flat in flats if flat.spec.reduce_codec or flat.spec.gather_codec]
+    if not chosen or chosen[0].engine_mesh.rank != 0:
+        return
+    said = []
+    trains = [flat for flat in flats if flat.trainable and flat.layout.shards > 1]
+    up = [(flat.layout, wire or flat.dtype, flat.spec.reduce_codec) for flat in trains]
+    down = [
+        (flat.layout, flat.dtype, flat.spec.gather_codec)
+        for flat in flats
+        if flat.layout.shards > 1
+    ]
+    for what, each in (("a reduction of all gradients", up), ("a gather of all weights", down)):
+        names = sorted({str(codec) for *_, codec in each if codec is not None})
+        if names:
+            dense = sum(layout.padded * dtype.itemsize for layout, dtype, _ in each)
+            sent = sum(
+                layout.padded * dtype.itemsize
+                if codec is None
+                else layout.shards * codec.nbytes(layout.chunk)
+                for layout, dtype, codec in each
+            )
+            said.append(f"{what} is {sent:,} bytes instead of {dense:,} ({', '.join(names)})")
+    logger.info(
+        f"compressed communication in {len(chosen)} of {len(flats)} flats: " + "; ".join(said)
+    )

@@ -1,0 +1,91 @@
+"""Parameters that tensor or expert parallelism has cut: whole ones from the parts of all ranks, and
+this rank's part of a whole one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.parallel_groups import ParallelGroups, get_parallel, groups_along
+from hf_zero.errors import PartitionError
+from hf_zero.zero.layout.box import Box
+from hf_zero.zero.layout.sharding import Sharding, sharding_of
+
+
+def join_parts(sharding: Sharding, part: torch.Tensor, name: str) -> torch.Tensor:
+    """The tensor that ``part`` is this rank's part of, from all ranks along the axes of
+    ``sharding`` (collective over them); what is not cut is given back.
+    """
+    groups = get_parallel()
+    axes = sharding.axes[1:] if sharding.names else sharding.axes
+    if not axes or groups is None:
+        return part
+    if sharding.box is None:
+        raise PartitionError(
+            f"nobody has said which part of {name} each rank along "
+            f"{' and '.join(axes)} holds; give its Sharding a box"
+        )
+    # axes and dimensions go in the same order: experts are the first dimension
+    for axis, (dim, ranges) in reversed(list(zip(axes, sharding.box.cuts, strict=True))):
+        size = _parts(sharding.box, dim, ranges)
+        cut = groups_along(axis, size)
+        if cut is None:
+            raise PartitionError(
+                f"{name} is one of {size} parts along the {axis!r} axis, over which this job was "
+                f"never {size} ranks; cut the model in this job, or load it whole"
+            )
+        every = of_ranks(cut, axis, part, f"{name} (whole)")
+        parts = [each.chunk(len(ranges), dim) for each in every]
+        # each of several matrices side by side has a part of every rank
+        part = torch.cat([each[place] for place in range(len(ranges)) for each in parts], dim)
+    return part
+
+
+def join_named(sharding: Sharding, part: torch.Tensor, name: str) -> list[torch.Tensor]:
+    """As :func:`join_parts`, of each of the parameters that ranks hold under ``name``."""
+    whole, groups = join_parts(sharding, part, name), get_parallel()
+    if not sharding.names or groups is None:
+        return [whole]
+    return list(of_ranks(groups, sharding.axes[0], whole, f"{name} of all ranks"))
+
+
+def of_ranks(groups: ParallelGroups, axis: str, own: torch.Tensor, key: str) -> torch.Tensor:
+    """What each rank along ``axis`` has as its ``own``: [ranks, *shape], where ``own`` is; sent
+    from the device, which communicates (collective over them).
+    """
+    ranks, sent = groups.along(axis), own.detach().to(groups.device).contiguous()
+    every = sent.new_empty(ranks.size * sent.numel())
+    ranks.all_gather([(every, sent.view(-1))], key).wait()
+    return every.view(ranks.size, *own.shape).to(own.device)
+
+
+def _parts(box: Box, dim: int, ranges: Sequence[tuple[int, int]]) -> int:
+    """How many ranks share what ``box`` cuts into ``ranges`` of dimension ``dim``."""
+    return box.whole[dim] // sum(end - start for start, end in ranges)
+
+
+def dims_of_parts(tensors: Iterable[torch.Tensor]) -> list[MeshDim]:
+    """The dimensions of ranks along which ``tensors`` are cut: a forward with them meets the other
+    ranks there.
+    """
+    found: dict[tuple[str, int], MeshDim] = {}
+    for sharding in {sharding_of(tensor) for tensor in tensors}:
+        named, box = sharding.axes[:1] if sharding.names else (), sharding.box
+        cuts = zip(sharding.axes[len(named) :], box.cuts) if box is not None else ()
+        sizes = {axis: _parts(box, *cut) for axis, cut in cuts if box is not None}
+        for axis in sharding.axes:
+            groups = groups_along(axis, sizes[axis]) if axis in sizes else get_parallel()
+            if groups is not None and groups.along(axis).size > 1:
+                found[axis, groups.along(axis).size] = groups.along(axis)
+    return [found[key] for key in sorted(found)]
+
+
+def own_part(sharding: Sharding, given: torch.Tensor) -> torch.Tensor:
+    """This rank's part of ``given``, where that is the whole tensor."""
+    box = sharding.box
+    if box is None or tuple(given.shape) != box.whole:
+        return given
+    return box.take(given)  # type: ignore[no-any-return]

@@ -1,0 +1,424 @@
+"""Flat buffers: the parameters of one unit that share dtype and trainability, end to end in one
+buffer of which each rank owns a part.
+
+[Note: one storage for life]
+A whole buffer keeps one storage, unless views of it were taken outside the engine
+(``leave_storage``). Releasing gives its memory back (``resize_(0)``), gathering fills the same
+storage again, so the views that autograd saved in between (``weight.t()``) come back to life with
+their values. A release must come after the last reader of such a view: reading one later would
+crash the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.device import streams
+from hf_zero.device.spans import span
+from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.flat_mesh import FlatMesh
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.errors import PartitionError
+from hf_zero.storage.base import SHARD, Storage, numbers
+from hf_zero.storage.memory import DeviceStorage
+from hf_zero.zero.layout.compute_copy import Change, Computing
+from hf_zero.zero.layout.flat_layout import FlatLayout, Slot
+from hf_zero.zero.layout.flat_spec import FlatSpec, reading
+from hf_zero.zero.layout.gradient_buffer import GradientBuffer
+from hf_zero.zero.layout.optimizer_shard import OptimizerShard
+from hf_zero.zero.layout.parameter_handles import ParameterHandles
+from hf_zero.zero.layout.writes import UserWrites
+
+_get_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class EngineFlats:
+    """The flat buffers of one engine, what they are sharded over, and the engine itself."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+        self.flats: list[FlatBuffer] = []
+        self.gradients: list[GradientBuffer] = []
+        self.engine: Callable[[], Any] = lambda: None  # a weak reference
+
+    def add(self, flat: FlatBuffer) -> None:
+        """``flat`` is one of them."""
+        self.flats.append(flat)
+        self.gradients.append(flat.gradient)
+
+    def attach(self, engine: Callable[[], Any]) -> None:
+        """``engine``, a weak reference, is their engine."""
+        self.engine = engine
+
+
+class FlatBuffer:
+    """The values of the parameters of one flat buffer: whole in ``full`` [padded] while they are
+    gathered, and this rank's part of them, the parameter shard [owned], always.
+
+    ``gradient`` and ``optimizer_shard`` are the other state of the same parameters. Only the
+    methods here change attributes.
+    """
+
+    key: str = reading("spec.key")
+    layout: FlatLayout = reading("spec.layout")
+    dtype: torch.dtype = reading("spec.dtype")
+    owned: tuple[int, int] = reading("spec.owned")
+    trainable: bool = reading("spec.trainable")
+    sharded: bool = reading("spec.sharded")
+    raw: bool = reading("spec.raw")
+    writes: bool = reading("spec.writes")
+    number: int = reading("spec.number")
+    mesh: FlatMesh = reading("spec.mesh")
+    axis: MeshDim = reading("spec.mesh.shard")
+    engine_mesh: Mesh = reading("engine_flats.mesh")
+    engine: Callable[[], Any] = reading("engine_flats.engine")
+    # whether the parameter shard lives elsewhere than on the compute device
+    is_away: bool = reading("_storage.offloaded")
+
+    def __init__(
+        self, spec: FlatSpec, parameters: dict[str, nn.Parameter], engine_flats: EngineFlats
+    ):
+        self.spec = spec
+        self.engine_flats = engine_flats
+        self.handles = ParameterHandles(spec, parameters)
+        self.parameters = parameters
+        # those of ``handles``: in the order of the buffer, and as views of it by name
+        self.members, self.views = self.handles.members, self.handles.views
+        self.gradient = GradientBuffer(spec, engine_flats.gradients)
+        self.optimizer_shard = OptimizerShard(spec, self.gradient)
+        self.user_writes = UserWrites(parameters)
+        self.retired = False  # its engine has been destroyed
+        self.unit: Any  # the Unit it belongs to, whose module imports this one
+        self.full: torch.Tensor
+        self._own: torch.Tensor  # this rank's part of ``full``
+        self._storage: Storage = DeviceStorage({})  # where the parameter shard lives
+        self._secondary: torch.Tensor | None = None
+        self.computing: Computing | None = None
+        engine_flats.add(self)
+
+    def __repr__(self) -> str:
+        return f"FlatBuffer({self.key}, {self.layout.numel} elements, owned {self.owned})"
+
+    def join(self, unit: Any) -> None:
+        """Be gathered and released with the other flat buffers of ``unit``."""
+        self.unit = unit
+
+    @property
+    def references(self) -> int:
+        """How many tensors besides this flat buffer's own share the memory of ``full``, which is
+        gathered.
+        """
+        # Its own: ``full``, ``_own``, the object asked here, for each parameter a view and the
+        # parameter itself, and aliases.
+        own = 3 + 2 * len(self.members) + self.user_writes.aliases
+        return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) - own
+
+    @property
+    def items(self) -> Iterator[tuple[nn.Parameter, Slot]]:
+        """Each parameter with its place in the buffer."""
+        return zip(self.members, self.layout.slots)
+
+    # ---- this rank's part ----
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's elements in compute dtype, on the compute device: [owned].
+
+        Written with :meth:`store_shard`.
+        """
+        self.optimizer_shard.wait_for_update()
+        return self._shard_as_it_is()
+
+    def _shard_as_it_is(self) -> torch.Tensor:
+        if not self.is_away:
+            return self._storage.fetch(SHARD)
+        out = torch.empty(self.layout.chunk, dtype=self.dtype, device=self.full.device)
+        self._storage.fetch_into(SHARD, 0, out)
+        copied = streams.record_here(out.device)
+        if copied is not None:
+            copied.synchronize()  # the caller may drop the shard, or write to it on the host
+        return out
+
+    def shard_for_others(self) -> torch.Tensor:
+        """As :attr:`shard`, for a thread other than the one that trains."""
+        self.optimizer_shard.synchronize_update()
+        return self._shard_as_it_is()
+
+    def shard_to_fill(self) -> torch.Tensor:
+        """Memory for new values of this rank's elements, to be given to :meth:`store_shard`:
+        [owned], on the device or the host.
+        """
+        self.optimizer_shard.wait_for_update()
+        return numbers(self._storage.acquire(0, overwrite=True)[SHARD])
+
+    def bring_shard(self) -> torch.Tensor:
+        """This rank's elements where they stand in ``full``, copied there if they live elsewhere:
+        [owned].
+        """
+        if self.optimizer_shard.finish_update is not None:
+            self.optimizer_shard.finish_update()
+        own = self._own
+        with span("copy_to_device", self.spec.key, own.nbytes):
+            self._storage.fetch_into(SHARD, 0, own)
+        return own
+
+    def prefetch(self) -> None:
+        """Say that the parameter shard will be needed soon.
+
+        One that an update is about to write is not read ahead.
+        """
+        if not self.optimizer_shard.update_runs:
+            self._storage.prefetch(0)
+
+    def store_shard(self, values: torch.Tensor) -> None:
+        """Overwrite this rank's elements, casting to compute dtype."""
+        self.optimizer_shard.wait_for_update()
+        self.store_part(0, values)
+
+    def store_part(self, start: int, values: torch.Tensor) -> None:
+        """Overwrite the elements from ``start`` of ``owned`` on: for the update under way, which
+        does not wait for itself.
+        """
+        self._storage.store(SHARD, start, values)
+
+    def part_in_host_memory(self, start: int, stop: int) -> torch.Tensor | None:
+        """Elements ``[start, stop)`` of ``owned`` where the host can write them, if it can.
+        :meth:`end_host_writes` follows, when it has written all elements.
+        """
+        own = numbers(self._storage.acquire(0, overwrite=True)[SHARD])[start:stop]
+        return own if own.device.type == "cpu" else None
+
+    def end_host_writes(self) -> None:
+        """All parts have been written by the host."""
+        self._storage.release(0)
+
+    def shard_bytes(self) -> dict[str, int]:
+        """Bytes by tier of the parameter shard."""
+        return self._storage.nbytes()
+
+    def keep_shard_in(self, storage: Storage) -> None:
+        """Keep the parameter shard in ``storage``, under the name ``SHARD``."""
+        self._storage = storage
+
+    def move_states_to_device(self, master: torch.Tensor | None, grad: torch.Tensor | None) -> None:
+        """Keep master weights and gradient on the device from now on; the caller takes the moments
+        first.
+
+        ``master`` [owned] is the memory for the first, None where the shard is the master weights;
+        ``grad`` [owned], in zeros, the one for the second, None where whole gradients are kept.
+        """
+        own = master is not None or self.is_away
+        self.optimizer_shard.move_to_device(master, self.shard, own)
+        self.gradient.move_to_device(grad)
+
+    def own_part(self, name: str) -> torch.Tensor:
+        """This rank's elements of parameter ``name``: 1-D, possibly empty."""
+        _, start, stop = self.spec.own_range(name)
+        return self.shard[start:stop]
+
+    # ---- this rank's part among the ranks of its node ----
+
+    @property
+    def secondary_shard(self) -> torch.Tensor | None:
+        """This rank's part of the values of the last forward, cut among the ranks of its node:
+        [padded / ranks of a node], compute dtype; None where there is no such copy (ZeRO++'s hpZ).
+        """
+        return self._secondary
+
+    def keep_secondary(self, node: MeshDim) -> None:
+        """Copy this rank's part among ``node`` out of the gathered values."""
+        numel = self.layout.padded // node.size
+        part = self.full.narrow(0, node.rank * numel, numel)
+        if self._secondary is None:
+            self._secondary = torch.empty_like(part)
+        self._secondary.copy_(part)
+
+    # ---- what a script writes ----
+
+    def refuse_changed(self, name: str) -> None:
+        """Raise PartitionError while modules compute with other values than those of parameter
+        ``name``, which a script has written to.
+        """
+        if self.computing is not None and self.computing.under_way:
+            self.user_writes.accept()
+            raise PartitionError(
+                f"{name} was written to in a forward or backward, where modules compute with "
+                "other values than its own (quantized ones, say), and what was written is lost; "
+                "write to it between steps, inside GatheredParameters"
+            )
+
+    def adopt(self, name: str, loaded: bool = False) -> None:
+        """Take the gathered values of parameter ``name`` over into this rank's shard and master
+        weights; where these are rounded to them already, only if they were ``loaded``.
+        """
+        self.refuse_changed(name)
+        first, start, stop = self.spec.own_range(name)
+        values = self.views[name].reshape(-1)[first : first + stop - start]
+        self.optimizer_shard.wait_for_update()
+        if loaded:
+            self.store_part(start, values)
+            self.optimizer_shard.store_master(values, start)
+        elif start < stop:
+            self._take_part(start, stop, values)
+
+    def data_of(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """``values``, the memory of parameter ``name``, as a tensor whose changes are noticed."""
+        view = self.views.get(name)
+        if view is None or values.data_ptr() != view.data_ptr():
+            return values  # a script has put the parameter elsewhere (``Tensor.set_``)
+        return self.user_writes.alias(name, view)
+
+    def assign(self, name: str, value: torch.Tensor) -> bool:
+        """Copy ``value`` over the whole parameter ``name``. False where torch is to put the
+        parameter elsewhere.
+
+        Raises PartitionError for a parameter that trains and would not fit its place any more.
+        """
+        view, parameter = self.views.get(name), self.parameters[name]
+        if view is None or self.retired:
+            return False
+        fits = (
+            value.shape == view.shape and value.dtype == view.dtype and value.device == view.device
+        )
+        if not fits:
+            if self.trainable and not (self.sharded and self.unit.guard.watched):
+                raise PartitionError(
+                    f"{name}.data of shape {tuple(view.shape)}, {view.dtype} on {view.device} was "
+                    "given a tensor of shape "
+                    f"{tuple(value.shape)}, {value.dtype} on {value.device}, but the place of a "
+                    "parameter that an engine "
+                    "trains is fixed; assign values of the same kind, or change the model "
+                    "before hf_zero.initialize"
+                )
+            return False
+        self.optimizer_shard.wait_for_update()
+        with torch.no_grad():
+            if value.untyped_storage()._cdata != view.untyped_storage()._cdata:
+                self.user_writes.alias(name, view).copy_(value)
+            elif value.data_ptr() != view.data_ptr() or value.stride() != view.stride():
+                self.user_writes.alias(name, view).copy_(value.clone())
+            if _get_data(parameter).data_ptr() != view.data_ptr() or parameter.shape != view.shape:
+                _set_data(parameter, view)
+        return True
+
+    @torch.no_grad()
+    def take_user_writes(self) -> None:
+        """Take what the script has written to whole parameters over into this rank's shard and
+        master weights.
+        """
+        names = self.user_writes.names()
+        if not names:
+            return
+        self.refuse_changed(names[0])
+        self.optimizer_shard.wait_for_update()
+        for name in names:
+            self._take_written(name)
+        self.user_writes.accept()
+
+    def _take_written(self, name: str) -> None:
+        parameter, view = self.parameters[name], self.views[name]
+        if parameter.numel() and parameter.data_ptr() != view.data_ptr():  # Tensor.set_
+            self.assign(name, parameter.detach())
+        first, start, stop = self.spec.own_range(name)
+        if start == stop:
+            return
+        self._take_part(start, stop, view.reshape(-1)[first : first + stop - start])
+
+    def _take_part(self, start: int, stop: int, values: torch.Tensor) -> None:
+        """Let elements [start, stop) of this rank's shard and master weights be ``values``. Master
+        weights that are rounded to them already stay as they are.
+        """
+        master = self.optimizer_shard.master if self.optimizer_shard.has_own_master else None
+        if master is not None:
+            before = master[start:stop]
+            given = values.to(before.device)
+            self.optimizer_shard.store_master(
+                torch.where(given == before.to(self.dtype), before, given.to(before.dtype)), start
+            )
+        self.store_part(start, values)
+
+    # ---- the whole buffer ----
+
+    def compute_with(self, change: Change | None) -> None:
+        """Let modules compute with what ``change`` makes of the values from the next pass on;
+        None: with the values. Called between passes.
+        """
+        self.computing = None if change is None else Computing(self, change)
+
+    def make_room(self, exact: bool = False) -> None:
+        """Have memory for values that are about to come into ``full``, and then :meth:`fill`;
+        ``exact``: for a script.
+        """
+        storage = self.full.untyped_storage()
+        if storage.size() == 0:
+            storage.resize_(self.layout.padded * self.dtype.itemsize)
+        if self.computing is not None:
+            self.computing.expect(exact)
+
+    def fill(self) -> None:
+        """The values are there."""
+        if self.computing is not None:
+            self.computing.gathered()
+
+    @property
+    def whole_buffers(self) -> Sequence[torch.Tensor]:
+        """What the parameters may be views of."""
+        return (self.full, *(self.computing.memory if self.computing is not None else ()))
+
+    def use_full(self, full: torch.Tensor) -> None:
+        """Make ``full`` [padded] the whole buffer and the parameters views of it.
+
+        Their values must be in it.
+        """
+        self._set_full(full)
+        if not self.sharded:
+            self._storage = DeviceStorage({SHARD: self._own})
+        self.handles.take(self, full)
+
+    def _set_full(self, full: torch.Tensor) -> None:
+        self.full, self._own = full, full[self.owned[0] : self.owned[1]]
+
+    def leave_storage(self) -> None:
+        """Go on in another storage: this one, with the values it has, belongs to the views that
+        were taken of it.
+        """
+        self._set_full(torch.empty_like(self.full))
+        self.handles.lay(self.full)
+
+    def retire(self) -> None:
+        """Give whole parameters back to plain PyTorch.
+
+        Released ones stay so; another engine can take them from the shards.
+        """
+        self.optimizer_shard.wait_for_update()
+        self.retired = True
+        self._secondary = None
+        self.gradient.free()
+        self.optimizer_shard.free()
+        self.handles.restore()
+        if not self.sharded:
+            self.drop()  # the parameters alone keep the memory from now on
+
+    def drop(self) -> None:
+        """Let go of this rank's memory: the parameters belong to another flat buffer by now, or to
+        themselves.
+        """
+        self._storage = DeviceStorage({})
+        self.handles.drop_memory()
+        self.user_writes.drop_aliases()
+        self.full = self.full.new_empty(0)
+        self._own = self.full
+
+    def whole_from_shards(self) -> torch.Tensor:
+        """A new buffer with the values of all ranks' shards, past the parameters: [padded].
+
+        Collective.
+        """
+        whole = torch.empty(self.layout.padded, dtype=self.dtype, device=self.full.device)
+        self.axis.all_gather([(whole, self.shard)], self.key).wait()
+        return whole

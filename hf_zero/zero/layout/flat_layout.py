@@ -1,0 +1,212 @@
+"""Flat layouts: where each element of each parameter lives. Arithmetic only; no torch, no device,
+no ranks at work.
+
+A :class:`FlatLayout` places parameters one after another in one flat buffer and cuts the buffer
+into equal chunks, one per shard. Everything that moves parameters (partitioning, optimizer
+segments, saving, loading on another number of ranks, exporting, estimating) is an intersection of
+ranges over such a layout.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from hf_zero.zero.layout.box import Box
+
+ALIGNMENT = 8  # elements; a chunk of 16-bit elements then starts on a 16-byte boundary
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one parameter: ``offset`` and ``numel`` in elements of the flat buffer. ``box``:
+    of a larger tensor it is this part.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    box: Box | None = None
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return self.shape if self.box is None else self.box.whole
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class ParameterRange:
+    """A run of elements of one parameter: ``[start, stop)`` of the parameter is ``[offset,
+    offset+len)`` of the flat.
+    """
+
+    name: str
+    start: int
+    stop: int
+    offset: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Parameters laid end to end, padded to a multiple of ``shards * ALIGNMENT`` elements, cut
+    into ``shards`` chunks.
+    """
+
+    slots: tuple[Slot, ...]
+    shards: int
+
+    def __post_init__(self) -> None:
+        if self.shards < 1:
+            raise ValueError(
+                f"a layout needs at least one shard, not {self.shards}; pass the "
+                "size of the shard group"
+            )
+        names = [slot.name for slot in self.slots]
+        if len(set(names)) != len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ValueError(
+                f"parameters named twice in one layout: {twice}; give each parameter one name"
+            )
+
+    @classmethod
+    def build(
+        cls,
+        named_shapes: Sequence[tuple[str, Sequence[int]]],
+        shards: int,
+        boxes: Mapping[str, Box | None] = MappingProxyType({}),
+    ) -> FlatLayout:
+        """Lay ``named_shapes`` out in the order given; ``boxes`` are those of parts of tensors.
+
+        A shape ``()`` holds one element, an empty one none.
+        """
+        slots, offset = [], 0
+        for name, shape in named_shapes:
+            slots.append(Slot(name, tuple(int(n) for n in shape), offset, boxes.get(name)))
+            offset = slots[-1].end
+        return cls(tuple(slots), shards)
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of parameters, without padding."""
+        return self.slots[-1].end if self.slots else 0
+
+    @cached_property
+    def padded(self) -> int:
+        """Elements of the flat buffer."""
+        step = self.shards * ALIGNMENT
+        return -(-self.numel // step) * step
+
+    @property
+    def chunk(self) -> int:
+        """Elements of one shard."""
+        return self.padded // self.shards
+
+    def rank_range(self, shard: int) -> tuple[int, int]:
+        """The half-open range of the flat buffer that shard ``shard`` owns (it may reach into
+        the padding).
+        """
+        if not 0 <= shard < self.shards:
+            raise IndexError(
+                f"shard {shard} of a layout with {self.shards} shards; shards count from 0"
+            )
+        return shard * self.chunk, (shard + 1) * self.chunk
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        return [slot.offset for slot in self.slots]
+
+    @cached_property
+    def by_name(self) -> dict[str, Slot]:
+        return {slot.name: slot for slot in self.slots}
+
+    def pieces(self, start: int, stop: int) -> Iterator[ParameterRange]:
+        """The runs of parameters inside ``[start, stop)`` of the flat buffer, in order; padding
+        yields nothing.
+        """
+        # Of the slots that share an offset all but the last are empty, and those before them have
+        # ended.
+        first = max(0, bisect.bisect_right(self._offsets, start) - 1)
+        for slot in self.slots[first:]:
+            if slot.offset >= stop:
+                return
+            a, b = max(slot.offset, start), min(slot.end, stop)
+            if a < b:
+                yield ParameterRange(slot.name, a - slot.offset, b - slot.offset, a)
+
+    def reshard(self, shards: int) -> FlatLayout:
+        """The same parameters cut for another number of shards."""
+        return FlatLayout(self.slots, shards)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "shards": self.shards,
+            "slots": [
+                {"name": s.name, "shape": list(s.shape), "offset": s.offset}
+                | ({} if s.box is None else {"box": s.box.to_json()})
+                for s in self.slots
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> FlatLayout:
+        """Inverse of :meth:`to_json`.
+
+        Raises ValueError where a field is missing or of another type, or slots do not follow one
+        another.
+        """
+        try:
+            slots = tuple(
+                Slot(
+                    _typed(s["name"], str),
+                    tuple(map(_count, s["shape"])),
+                    _count(s["offset"]),
+                    Box.from_json(s["box"]) if "box" in s else None,
+                )
+                for s in data["slots"]
+            )
+            shards = _count(data["shards"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                "a layout holds a list of slots (name, shape, offset) and a number "
+                f"of shards: {error!r}"
+            ) from None
+        at = 0
+        for slot in slots:
+            if any(n < 0 for n in slot.shape) or slot.offset != at:
+                raise ValueError(
+                    f"slot {slot.name!r} with shape {slot.shape} stands at {slot.offset}, expected "
+                    f"{at}; the layout is damaged"
+                )
+            if slot.box is not None and slot.box.shape != slot.shape:
+                raise ValueError(
+                    f"slot {slot.name!r} has shape {slot.shape}, its box {slot.box.shape}; the "
+                    "layout is damaged"
+                )
+            at = slot.end
+        return cls(slots, shards)
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is not of type {kind.__name__}")
+    return value
+
+
+def _count(value: Any) -> int:
+    return _typed(value, int)

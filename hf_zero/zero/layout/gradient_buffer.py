@@ -1,0 +1,273 @@
+"""The gradient of one flat buffer, from what backwards leave to this rank's reduced part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+
+from hf_zero.zero.layout.flat_layout import FlatLayout
+from hf_zero.zero.layout.flat_spec import FlatSpec, reading
+
+_NONE: frozenset[str] = frozenset()
+
+
+class GradState(Enum):
+    """Which gradients a :class:`GradientBuffer` holds for the next step."""
+
+    EMPTY = "empty"
+    UNREDUCED = "unreduced"  # this rank's own, in ``accumulated_grad``
+    REDUCED = "reduced"  # of all ranks, in ``shard``
+    BOTH = "reduced, and unreduced ones of later backwards"
+
+
+class GradientBuffer:
+    """This rank's memory for the gradient of one flat buffer.
+
+    ``shard`` [owned] is this rank's part of the reduced gradient. Where the stage reduces once in
+    an accumulation window, ``accumulated_grad`` [padded] is the sum of this rank's gradients until
+    then, and ``shard`` is a view of it unless the gradient is ``offloaded`` to host memory. Both
+    are None for parameters that do not train. Only the methods here change attributes; reductions
+    write into the tensors.
+    """
+
+    key: str = reading("spec.key")
+    layout: FlatLayout = reading("spec.layout")
+    owned: tuple[int, int] = reading("spec.owned")
+
+    def __init__(self, spec: FlatSpec, others: Sequence[GradientBuffer] = ()):
+        """``others`` are the gradient buffers of the engine, this one among them in the end."""
+        self.spec = spec
+        self.state = GradState.EMPTY
+        self.shard: torch.Tensor | None = None
+        self.accumulated_grad: torch.Tensor | None = None
+        # reduced gradients, set aside while ``accumulated_grad`` takes further ones in
+        self.pending_grad: torch.Tensor | None = None
+        # the sum of squares of ``shard``, where it was taken on the device before it left (0-dim)
+        self.grad_sq_norm: torch.Tensor | None = None
+        # 16 bits are enough as long as nothing is added
+        self.upcast_on_accumulate = False
+        # what ``accumulated_grad`` holds is not reduced: the optimizer sends its momentum instead
+        self.stays_local = False
+        self.offloaded = False  # ``shard`` is in host memory, apart from ``accumulated_grad``
+        self.all_used = (1 << len(spec.layout.slots)) - 1  # a bit for each parameter
+        self.used = 0  # those for which this rank has had a gradient in the accumulation window
+        # those that all ranks have left out of every backward of the window, and know it
+        self.idle = 0
+        # names of those for which no rank has, once the ranks have agreed
+        self.unused = _NONE
+        self._others = others
+
+    def __repr__(self) -> str:
+        return f"GradientBuffer({self.key}, {self.state.value})"
+
+    def allocate(
+        self,
+        shard: torch.Tensor | None,
+        accumulated_grad: torch.Tensor | None,
+        upcast_on_accumulate: bool = False,
+        offloaded: bool = False,
+    ) -> None:
+        """Take memory; ``shard`` None: it is this rank's part of ``accumulated_grad``."""
+        self.accumulated_grad = accumulated_grad
+        if shard is None and accumulated_grad is not None:
+            shard = accumulated_grad[self.owned[0] : self.owned[1]]
+        self.shard, self.upcast_on_accumulate = shard, upcast_on_accumulate
+        self.offloaded = offloaded
+
+    def move_to_device(self, shard: torch.Tensor | None) -> None:
+        """End the offload: ``shard`` [owned], in zeros, is its memory on the device; None where
+        there is ``accumulated_grad``.
+        """
+        upcast = self.upcast_on_accumulate if self.accumulated_grad is not None else False
+        self.allocate(shard, self.accumulated_grad, upcast)
+
+    # ---- what it holds ----
+
+    @property
+    def holds_gradient(self) -> bool:
+        return self.state is not GradState.EMPTY
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether ``accumulated_grad`` holds gradients that are not reduced yet."""
+        return self.state is GradState.UNREDUCED or self.state is GradState.BOTH
+
+    @property
+    def has_reduced(self) -> bool:
+        """Whether reduced gradients are held that no step has used yet."""
+        return self.state is GradState.REDUCED or self.state is GradState.BOTH
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step can use what is held."""
+        return self.has_reduced or (self.stays_local and self.has_unreduced)
+
+    @property
+    def all_unused(self) -> bool:
+        """Whether no rank has a gradient of any parameter here, as far as ranks have agreed."""
+        return len(self.unused) == len(self.layout.slots)
+
+    @property
+    def adds_to_shard(self) -> bool:
+        """Whether the next reduction is to be added to what is in ``shard``."""
+        reduced = self.state is GradState.REDUCED or self.state is GradState.BOTH
+        return reduced and (self.accumulated_grad is None or self.offloaded)
+
+    # ---- moves ----
+
+    def keep_local(self, local: bool) -> None:
+        """Whether later reductions leave out what is in ``accumulated_grad``."""
+        self.stays_local = local
+
+    def keep_reduced(self) -> None:
+        """Before further gradients are taken into ``accumulated_grad``: set reduced ones aside
+        that are in its memory, so that they are not averaged again.
+        """
+        if self.state is GradState.REDUCED and not self.offloaded:
+            assert self.shard is not None
+            self.pending_grad = self.shard.clone()
+
+    def mark_accumulated(self, used: int = 0) -> None:
+        """Gradients of the parameters whose bits are set in ``used`` were taken into
+        ``accumulated_grad``.
+        """
+        self.used |= used
+        self.unused = _NONE
+        if self.state is GradState.EMPTY:
+            self.state = GradState.UNREDUCED
+        elif self.state is GradState.REDUCED:
+            self.state = GradState.BOTH
+
+    def mark_reduced(self, sq_norm: torch.Tensor | None = None) -> None:
+        """A reduction has come into ``shard``; what was set aside is added.
+
+        ``sq_norm``: its sum of squares, where that is known.
+        """
+        self.grad_sq_norm, self.unused = sq_norm, _NONE
+        if self.pending_grad is not None:
+            assert self.shard is not None
+            self.shard.add_(self.pending_grad)
+            self.pending_grad = None
+        self.state = GradState.REDUCED
+
+    def mark_used(self, bits: int) -> None:
+        """This rank has had gradients of the parameters whose bits are set."""
+        self.used |= bits
+        self.unused = _NONE
+
+    def leave_out(self) -> None:
+        """All ranks have left these parameters out of every backward of the window, and know it:
+        the gradient is zero.
+        """
+        assert self.shard is not None
+        self.shard.zero_()
+        self.mark_reduced()
+        self.set_unused(frozenset(slot.name for slot in self.layout.slots))
+
+    def set_idle(self, bits: int) -> None:
+        """All ranks have left the parameters whose bits are set out of every backward of the
+        window, and know it.
+        """
+        self.idle = bits
+
+    def set_unused(self, names: frozenset[str]) -> None:
+        """No rank has had gradients of these parameters."""
+        self.unused = names
+
+    def clear(self) -> None:
+        """Hold no gradient: after a step, and for ``zero_grad``."""
+        self.state, self.pending_grad = GradState.EMPTY, None
+        self.used, self.idle, self.unused = 0, 0, _NONE
+
+    def free(self) -> None:
+        """Let go of the memory."""
+        self.shard = self.accumulated_grad = self.pending_grad = self.grad_sq_norm = None
+
+    def write(
+        self, name: str, value: torch.Tensor | None, unreduced_scale: float, scale: float
+    ) -> None:
+        """Replace what this rank holds of the gradient of ``name``, reduced and unreduced; None:
+        it has none.
+
+        ``scale`` is what reduced gradients carry, ``unreduced_scale`` what those carry that are yet
+        to be summed over the ranks.
+        """
+        slot, (first, start, stop) = self.layout.by_name[name], self.spec.own_range(name)
+        bit = 1 << self.layout.slots.index(slot)
+        self.used = self.used & ~bit if value is None else self.used | bit
+        flattened = (
+            None
+            if value is None
+            else (value.to_dense() if value.is_sparse else value).detach().reshape(-1)
+        )
+        if self.pending_grad is not None:
+            self.pending_grad[start:stop].zero_()
+        elif self.has_reduced and self.shard is not None:
+            own = self.shard[start:stop]
+            if flattened is None or self.has_unreduced:
+                own.zero_()
+            else:
+                own.copy_(flattened[first : first + stop - start]).mul_(scale)
+        if self.has_unreduced and self.accumulated_grad is not None:
+            whole = self.accumulated_grad[slot.offset : slot.end]
+            if flattened is None:
+                whole.zero_()
+            else:
+                whole.copy_(flattened).mul_(unreduced_scale)
+        self.grad_sq_norm = None
+
+    def write_own(self, name: str, value: torch.Tensor) -> None:
+        """Replace this rank's part of the reduced gradient of ``name`` by ``value`` (1-D), with the
+        loss scale in it.
+        """
+        _, start, stop = self.spec.own_range(name)
+        assert self.shard is not None
+        self.shard[start:stop].copy_(value)
+        self.grad_sq_norm = None
+        self.used |= 1 << self.layout.slots.index(self.layout.by_name[name])
+
+    # ---- 16 bits, then 32 ----
+
+    def upcast(self) -> None:
+        """Keep gradients in 32 bits from now on: they are going to be sums, which would lose what
+        is small. No update may be reading them.
+        """
+        self.upcast_on_accumulate = False
+        if self.accumulated_grad is not None and self.accumulated_grad.itemsize == 2:
+            self._upcast_allocation(self.accumulated_grad)
+        if self.shard is not None and (self.accumulated_grad is None or self.offloaded):
+            self.shard = self.shard.float()
+
+    def _upcast_allocation(self, one: torch.Tensor) -> None:
+        """Upcast everything in the allocation of ``one`` together: buffers stay neighbours, and the
+        narrow memory is free again when this returns.
+
+        It is freed first where nothing is in it. A reduction under way keeps what it works on, and
+        is cast when it lands.
+        """
+        storage = one.untyped_storage()
+        offsets = {
+            each: int(each.accumulated_grad.storage_offset())
+            for each in self._others
+            if each.accumulated_grad is not None
+            and each.accumulated_grad.untyped_storage()._cdata == storage._cdata
+        }
+        device, numel = one.device, storage.nbytes() // one.itemsize
+        holds = any(each.holds_gradient for each in offsets)
+        narrow = one.as_strided((numel,), (1,), 0) if holds else None
+        del one, storage
+        for each in offsets:
+            each.accumulated_grad = None
+            if not each.offloaded:
+                each.shard = None
+        wide = (
+            torch.zeros(numel, dtype=torch.float32, device=device)
+            if narrow is None
+            else narrow.float()
+        )
+        for each, at in offsets.items():
+            each.accumulated_grad = wide[at : at + each.layout.padded]
+            if not each.offloaded:
+                each.shard = each.accumulated_grad[each.owned[0] : each.owned[1]]

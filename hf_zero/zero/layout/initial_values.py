@@ -1,0 +1,188 @@
+"""The first values of an engine's parameters: rank 0's, of a source, or of a destroyed engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.zero.layout.flat_buffer import EngineFlats, FlatBuffer
+from hf_zero.zero.layout.parameter import name_of, owner_of
+from hf_zero.zero.layout.pending import source_of
+from hf_zero.zero.layout.sharding import sharding_of
+
+T = TypeVar("T")
+
+
+class FormerValues:
+    """Values of parameters that a destroyed engine left sharded: one of its flats whole at a
+    time; and how reading others went.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, EngineFlats] = {}  # of each engine that left some
+        self._flat: FlatBuffer | None = None
+        self._whole = torch.empty(0)
+        self._error: Exception | None = None
+
+    def attempt(self, read: Callable[..., T], *args: Any) -> T | None:
+        """Read what this rank alone may fail to read: an error is kept until all ranks are
+        through, so that none waits for this one.
+        """
+        try:
+            return read(*args)
+        except Exception as error:
+            self._error = self._error or error
+            return None
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def let_go(self) -> None:
+        """Free the shards that have been taken over, and the groups of an engine that nothing is
+        left of.
+        """
+        self._flat, self._whole = None, torch.empty(0)
+        self.drop_spent()
+        for former in self._seen.values():
+            if not any(_owns(flat) for flat in former.flats):
+                former.mesh.close()
+
+    def drop_spent(self) -> None:
+        """Free the shards of which every parameter has been taken over."""
+        for former in self._seen.values():
+            for flat in former.flats:
+                if not _owns(flat):
+                    flat.drop()
+
+    def values(self, parameter: torch.Tensor) -> torch.Tensor:
+        flat, source = owner_of(parameter), source_of(parameter)
+        if source is not None:
+            return source.whole()
+        if flat is None:
+            return parameter
+        if flat is not self._flat:
+            self._flat, self._whole = flat, flat.whole_from_shards()
+            self._seen[id(flat.engine_flats)] = flat.engine_flats
+        slot = flat.layout.by_name[name_of(parameter)]
+        return self._whole[slot.offset : slot.end].view(slot.shape)
+
+
+@torch.no_grad()
+def fill_whole(
+    flat: FlatBuffer, full: torch.Tensor, mesh: Mesh, former: FormerValues
+) -> torch.Tensor:
+    """The values of the first rank that holds ``flat`` into ``full``; returned in the precision
+    they came in, for the master weights: [padded].
+    """
+    given = {parameter.dtype for parameter, _ in flat.items}
+    widest = flat.dtype if given <= {flat.dtype} else torch.float32
+    values = (
+        full
+        if widest == flat.dtype
+        else torch.empty(full.numel(), dtype=widest, device=full.device)
+    )
+    values[flat.layout.numel :].zero_()
+    for parameter, slot in flat.items:
+        values[slot.offset : slot.end].view(slot.shape).copy_(former.values(parameter))
+        parameter.__dict__.pop("_hf_zero_source", None)
+    mesh.broadcast(values, flat.mesh)
+    if values is not full:
+        full.copy_(values)
+    return values
+
+
+def _owns(flat: FlatBuffer) -> bool:
+    return any(owner_of(parameter) is flat for parameter, _ in flat.items)
+
+
+class Staging:
+    """Memory for one whole parameter at a time.
+
+    One piece for all: an allocator keeps many that come and go in sizes of their own.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """[numel] of ``dtype``; what was taken before is overwritten."""
+        if self._bytes.numel() < numel * dtype.itemsize:
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # give it back first
+            self._bytes = torch.empty(numel * dtype.itemsize, dtype=torch.uint8)
+        return self._bytes[: numel * dtype.itemsize].view(dtype)
+
+
+def is_pending(flat: FlatBuffer) -> bool:
+    return flat.sharded and any(source_of(parameter) is not None for parameter, _ in flat.items)
+
+
+@torch.no_grad()
+def read_own(flat: FlatBuffer, mesh: Mesh, former: FormerValues, staging: Staging) -> torch.Tensor:
+    """This rank's elements, each rank reading its own where they can be read in part: [owned],
+    in the precision they came in.
+    """
+    given = {parameter.dtype for parameter, _ in flat.items}
+    values = (
+        flat.shard_to_fill()
+        if given <= {flat.dtype}
+        else torch.zeros(flat.spec.owned_numel, dtype=torch.float32, device=flat.full.device)
+    )
+    for parameter, slot in flat.items:
+        first, start, stop = flat.spec.own_range(slot.name)
+        source = source_of(parameter)
+        if source is not None and source.sliceable:
+            target = values[start:stop]
+            direct = target.dtype == source.dtype and target.device.type == "cpu"
+            part = target if direct else torch.empty(stop - start, dtype=source.dtype)
+            former.attempt(source.read, first, part)
+            if not direct:
+                target.copy_(part)
+        else:
+            if source is None:
+                whole = former.values(parameter).detach().to(values.device).contiguous()
+            else:
+                staged = staging.take(math.prod(slot.shape), source.dtype)
+                if flat.mesh.is_first:
+                    former.attempt(source.read, 0, staged)
+                whole = staged.to(values.device)
+            mesh.broadcast(whole, flat.mesh)
+            values[start:stop].copy_(whole.reshape(-1)[first : first + stop - start])
+        parameter.__dict__.pop("_hf_zero_source", None)
+    return values
+
+
+@torch.no_grad()
+def place_buffers(
+    model: nn.Module, device: torch.device, mesh: Mesh, dtype: torch.dtype | None = None
+) -> None:
+    """Buffers stay whole; they move to the device and take the values of the first rank that
+    holds them. Those of floating point are cast to ``dtype``; None: they keep theirs.
+    """
+    moved: dict[int, torch.Tensor] = {}  # a buffer of two modules stays one
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            sharding = sharding_of(buffer)
+            if id(buffer) in moved:
+                module._buffers[name] = moved[id(buffer)]
+                continue
+            wanted = dtype if dtype and buffer.is_floating_point() else buffer.dtype
+            if buffer.device != device or buffer.dtype != wanted:
+                module._buffers[name] = moved[id(buffer)] = buffer.to(device, wanted)
+                buffer = moved[id(buffer)]
+            mesh.broadcast(_without_repeats(buffer), mesh.of(sharding.axes))
+
+
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without its expanded dimensions: every element of its memory once."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor

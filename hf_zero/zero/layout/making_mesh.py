@@ -1,0 +1,97 @@
+"""The mesh of an engine, from its configuration and from how its parameters are cut over ranks."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from hf_zero.config import ZeroConfig
+from hf_zero.distributed.flat_mesh import MeshOptions
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.distributed.process_group import get_world_size
+from hf_zero.distributed.world_group import get_world_group
+from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.zero.layout.sharding import sharding_of
+from hf_zero.zero.layout.stage_policy import POLICIES
+
+
+def make_mesh(model: nn.Module, config: ZeroConfig, device: torch.device) -> Mesh:
+    """The mesh of the engine of ``model`` on ``device`` (collective over all ranks of the job).
+
+    Raises PartitionError for parameters that are cut along axes which the job does not have, and
+    ConfigError for keys that do not go with model parallelism.
+    """
+    policy, parallel = POLICIES[config.stage], get_parallel()
+    ranks = get_world_size()
+    cuts: set[tuple[str, ...]] = {()}
+    for name, tensor in _tensors(model):
+        cuts.add(axes := sharding_of(tensor).axes)
+        for axis in axes:
+            if parallel is None or parallel.dims.size(axis) == 1:
+                raise PartitionError(
+                    f"{name} is cut along the {axis!r} axis, which this job does not have; call "
+                    f"init_parallel(ParallelDims.over(ranks, {axis}=...)) before the model is cut"
+                )
+    if parallel is not None and parallel.dims.splits_model:
+        _refuse_keys(config)
+        ranks //= parallel.dims.pipeline
+        # stages of a pipeline may hold other kinds, and every rank has a part in making groups
+        every = get_world_group().all_gather_object(sorted(cuts), "how parameters are cut")
+        cuts = set(itertools.chain.from_iterable(every))
+    shards = policy.shards(ranks, config.replicate_size)
+    in_hops = config.zero.hierarchical_gather and policy.shards_parameters
+    options = MeshOptions(
+        config.offload_optimizer.on and policy.gathers_after_step,
+        config.zero.hpz_partition_size if policy.shards_parameters else 1,
+        _ranks_of_a_host(shards) if in_hops else 1,
+        tuple(sorted(cuts)),
+    )
+    return Mesh(shards, device, config.timeout, options, parallel)
+
+
+def _ranks_of_a_host(shards: int) -> int:
+    """How many ranks each host has, where ``shards`` ranks share one copy; 1 where one host has
+    them all (collective over all ranks of the job).
+    """
+    key, world = "zero_optimization.mics_hierarchical_params_gather", get_world_group()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
+    each = set(world.all_gather_object(here, "ranks of each host"))
+    if shards <= min(each):
+        return 1
+    if len(each) > 1 or shards % min(each):
+        raise ConfigError(
+            f"{key} needs the same number of ranks on each host, of which the {shards} that share "
+            f"one copy are a multiple; hosts have {', '.join(map(str, sorted(each)))}: choose "
+            "another zero_optimization.mics_shard_size, or remove the key"
+        )
+    return min(each)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _refuse_keys(config: ZeroConfig) -> None:
+    """Raise ConfigError for what sends over one mesh of all ranks."""
+    zero, prefix = config.zero, "zero_optimization.zero_"
+    asked = {
+        "replicate_size": (config.replicate_size or 1) > 1,
+        f"{prefix}hpz_partition_size": zero.hpz_partition_size > 1,
+        "zero_optimization.mics_hierarchical_params_gather": zero.hierarchical_gather,
+        f"{prefix}quantized_gradients": zero.quantized_gradients,
+        f"{prefix}quantized_weights": zero.quantized_weights,
+        f"{prefix}quantized_nontrainable_weights": zero.quantized_nontrainable_weights,
+        "compressed_communication.bits": config.compressed_communication.bits is not None,
+    }
+    wrong = [key for key, on in asked.items() if on]
+    if wrong:
+        raise ConfigError(
+            f"{', '.join(wrong)} does not go with a model that is split over ranks by tensor, "
+            "expert or pipeline parallelism; remove the key"
+        )

@@ -1,0 +1,420 @@
+"""Parameters that an engine owns, and what may be done with them while their values are not here.
+
+[Note: released parameters]
+A released parameter keeps its identity, hash, shape and dtype; its memory is one element, expanded.
+Written through, such a tensor would lose the write in silence, and saved it would store garbage. So
+its class becomes :class:`ReleasedParameter`, whose ``__torch_function__`` answers metadata and
+raises on everything else. Autograd's saved references are to the tensor, not to its Python class,
+and survive the change.
+
+[Note: parameters of a class of their own]
+Quantised weights are often a subclass of ``nn.Parameter`` whose attributes tell how to read the
+bytes. Such a parameter keeps its class, its attributes and the name of its class: while an engine
+owns it, its class is made of the engine's and its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.device import kinds
+from hf_zero.errors import PartitionError, ReleasedParameterError
+from hf_zero.zero.layout.raw_grads import raw_grad, set_raw_grad
+from hf_zero.zero.layout.tree import tensors_in, transformed
+
+_data: Any = torch.Tensor.data
+_requires_grad: Any = torch.Tensor.requires_grad
+
+
+class ZeroParamStatus(Enum):
+    """Where the values of a stage 3 parameter are: whole on this rank, sharded, or on their way."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+def owner_of(parameter: torch.Tensor) -> Any:
+    """The flat that holds ``parameter``, or None for a tensor that no engine owns."""
+    return (
+        parameter.__dict__.get("_hf_zero_flat")
+        if issubclass(type(parameter), OwnedParameter)
+        else None
+    )
+
+
+def name_of(parameter: torch.Tensor) -> str:
+    return parameter.__dict__.get("_hf_zero_name", "?")
+
+
+def given_class(parameter: torch.Tensor) -> type[nn.Parameter]:
+    """The class ``parameter`` has, or had before an engine owned it."""
+    kind = type(parameter)  # isinstance asks the class of all parameters, in Python
+    return kind.given if issubclass(kind, OwnedParameter) else kind  # type: ignore[return-value]
+
+
+@functools.cache
+def owned_class(kind: type[OwnedParameter], given: type[nn.Parameter]) -> type[OwnedParameter]:
+    """``kind`` for a parameter that was a ``given``.
+
+    Raises TypeError where the two classes cannot be one.
+    """
+    if given is nn.Parameter:
+        return kind
+    return type(
+        given.__name__,  # others tell such a class by its name, too
+        (kind, given),
+        {
+            "given": given,
+            "__module__": given.__module__,
+            "__qualname__": given.__qualname__,
+            # what its own methods make, no engine owns
+            "__new__": lambda cls, *args, **kwargs: given(*args, **kwargs),
+        },
+    )
+
+
+def become(parameter: torch.Tensor, kind: type[OwnedParameter]) -> None:
+    """Give ``parameter`` the class of a state, and leave it the class it came with."""
+    parameter.__class__ = owned_class(kind, given_class(parameter))
+
+
+class OwnedParameter(nn.Parameter):
+    """A parameter whose memory is a view of its unit's flat buffer."""
+
+    given: type[nn.Parameter] = nn.Parameter
+
+    @property  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
+        """The gradient of the backward under way.
+
+        Once the engine has taken it in, reading it raises.
+        """
+        value = raw_grad(self)
+        flat = self.__dict__.get("_hf_zero_flat")
+        held = (
+            flat is not None and flat.gradient.holds_gradient and not torch.compiler.is_compiling()
+        )
+        # What is on the parameter between backwards is what none has announced: a part of its
+        # gradient.
+        if held and (value is None or torch._C._current_graph_task_id() == -1):
+            raise PartitionError(
+                f"the gradient of {name_of(self)} has been taken in by the engine and is not on "
+                "the parameter; use engine.get_global_grad_norm(), "
+                "config gradient_clipping instead of clip_grad_norm_, or "
+                "hf_zero.safe_get_full_grad(parameter)"
+            )
+        return value
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        """Before the engine has taken a gradient in, as in plain PyTorch; after that the
+        engine's own is replaced, or forgotten.
+        """
+        flat = self.__dict__.get("_hf_zero_flat")
+        set_raw_grad(self, value)  # checks its shape, dtype and device
+        if (
+            flat is not None
+            and flat.gradient.holds_gradient
+            and torch._C._current_graph_task_id() == -1
+            and not torch.compiler.is_compiling()
+        ):
+            set_raw_grad(self, None)
+            flat.engine().write_gradient(flat, name_of(self), value)
+
+    @property  # type: ignore[override]
+    def data(self) -> torch.Tensor:
+        """The values, past autograd.
+
+        What is written through it is noticed; what is assigned is copied into the flat buffer.
+        """
+        values = _data.__get__(self)
+        flat = self.__dict__.get("_hf_zero_flat")
+        if flat is None or isinstance(values, ReleasedTensor) or torch.compiler.is_compiling():
+            return values
+        return flat.data_of(name_of(self), values)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value is self:
+            return  # as modules do that are moved where they are
+        flat = self.__dict__.get("_hf_zero_flat")
+        if (
+            flat is None
+            or isinstance(self, ReleasedParameter)
+            or not flat.assign(name_of(self), value)
+        ):
+            _data.__set__(self, value)
+
+    @property  # type: ignore[override]
+    def requires_grad(self) -> bool:
+        """Whether operations on the parameter are recorded.
+
+        What trains was laid out at initialize.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            return _requires_grad.__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> OwnedParameter:
+        """Adapters are switched off and on again around the forward of a reference, and layers
+        frozen for some steps; a backward refuses what was frozen at initialize and is not now.
+        """
+        if requires_grad != self.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                _requires_grad.__set__(self, requires_grad)
+            self.__dict__["_hf_zero_flat"].handles.switch(name_of(self))
+        return self
+
+    def _bare(self) -> nn.Parameter:
+        """A copy of the values as the parameter that was given, with the attributes it had."""
+        with torch._C.DisableTorchFunctionSubclass():
+            made = torch.Tensor._make_subclass(
+                self.given, self.detach().clone(), self.requires_grad
+            )
+        if self.given is not nn.Parameter:
+            made.__dict__.update(
+                (name, value)
+                for name, value in self.__dict__.items()
+                if not name.startswith("_hf_zero_")
+            )
+        return made  # type: ignore[return-value]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        made = self._bare()
+        memo[id(self)] = copied = made if self.given is nn.Parameter else copy.deepcopy(made, memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._bare().__reduce_ex__(protocol)
+
+
+class UpdatingParameter(OwnedParameter):
+    """A whole parameter whose update is under way: whatever is done with it waits for that."""
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not (_called(func) in METADATA and func.__name__ != "__set__"):
+            for parameter in tensors_in((args, kwargs)):
+                if isinstance(parameter, UpdatingParameter):
+                    parameter.__dict__["_hf_zero_flat"].optimizer_shard.wait_for_update()
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    def _bare(self) -> nn.Parameter:
+        self.__dict__["_hf_zero_flat"].optimizer_shard.wait_for_update()
+        return OwnedParameter._bare(self)  # its class is another one now
+
+
+class _Status:
+    """A status that a class has, also where a parameter was given another one before the class."""
+
+    def __init__(self, status: ZeroParamStatus):
+        self._status = status
+
+    def __get__(self, parameter: Any, kind: type) -> ZeroParamStatus:
+        return self._status
+
+    def __set__(self, parameter: Any, value: Any) -> None:
+        raise AttributeError("ds_status says where the values of a parameter are: it is read only")
+
+
+class _Stage3Facts:
+    """What other libraries ask a stage 3 parameter, in DeepSpeed's names."""
+
+    ds_status = _Status(ZeroParamStatus.AVAILABLE)
+
+    @property
+    def ds_id(self) -> int:
+        return self.__dict__["_hf_zero_id"]
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        return self.shape  # type: ignore[attr-defined]
+
+    @property
+    def ds_numel(self) -> int:
+        return self.numel()  # type: ignore[attr-defined]
+
+    @property
+    def ds_persist(self) -> bool:
+        """Whether the parameter stays whole between steps."""
+        return self.__dict__["_hf_zero_flat"].spec.persistent
+
+    @property
+    def ds_tensor(self) -> torch.Tensor:
+        """This rank's elements of the parameter: 1-D, possibly empty."""
+        return self.__dict__["_hf_zero_flat"].own_part(self.__dict__["_hf_zero_name"])
+
+    @property
+    def ds_active_sub_modules(self) -> set[int]:
+        return set()
+
+    def partition_numel(self) -> int:
+        return self.ds_tensor.numel()
+
+
+class LiveParameter(_Stage3Facts, OwnedParameter):
+    """A stage 3 parameter that is whole and readable: its unit is gathered, or it stays so."""
+
+
+_METADATA = """
+shape dtype device layout requires_grad is_leaf grad grad_fn ndim is_cuda is_cpu is_meta is_sparse
+is_quantized is_nested is_mkldnn is_xpu is_mps nbytes itemsize names _version _backward_hooks
+_post_accumulate_grad_hooks output_nr retains_grad size dim numel nelement element_size stride
+ndimension is_floating_point is_complex is_contiguous is_inference is_same_size register_hook
+register_post_accumulate_grad_hook get_device __hash__ __len__ __get_device is_signed has_names
+grad_dtype is_distributed is_sparse_csr _is_view _has_symbolic_sizes_strides
+_has_compatible_shallow_copy_type
+"""
+METADATA = frozenset(_METADATA.split())  # what may be asked of a parameter whose values are away
+# what module.to() and its kin call; they return the tensor itself where it has the dtype and device
+CONVERSIONS = frozenset(("to", "float", "half", "bfloat16", "double", "type")) | kinds.COPIES
+
+
+LEFT_SHARDED = (
+    "was destroyed and left its parameters sharded; call hf_zero.initialize again, or "
+    "destroy(gather=True) next time"
+)
+
+
+def _refuse(parameter_name: str, operation: str, flat: Any = None) -> ReleasedParameterError:
+    if flat is not None and (flat.retired or flat.engine() is None):
+        return ReleasedParameterError(f"{operation} on {parameter_name}: its engine {LEFT_SHARDED}")
+    return ReleasedParameterError(
+        f"{operation} on {parameter_name}: its values are sharded over the ranks and not "
+        "here. Gather them first: "
+        "`with hf_zero.GatheredParameters([parameter], modifier_rank=0 or None):`; for a whole "
+        "copy use engine.state_dict()"
+    )
+
+
+def _called(func: Callable[..., Any]) -> str:
+    if func.__name__ in ("__get__", "__set__", "__delete__"):
+        return getattr(getattr(func, "__self__", None), "__name__", func.__name__)
+    return func.__name__
+
+
+class WatchedParameter(LiveParameter):
+    """A parameter inside GatheredParameters: whatever records a graph on it keeps its unit
+    gathered for the backward.
+    """
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        answer = super().__torch_function__(func, types, args, kwargs or {})
+        made = list(tensors_in(answer))
+        records = torch.is_grad_enabled() and not transformed()
+        nodes = [tensor.grad_fn for tensor in made if tensor.grad_fn is not None] if records else []
+        if made:
+            for flat in {
+                p.__dict__["_hf_zero_flat"]
+                for p in tensors_in((args, kwargs))
+                if isinstance(p, WatchedParameter)
+            }:
+                for node in nodes:
+                    flat.engine().hold(flat.unit, node)
+                if any(
+                    tensor.untyped_storage()._cdata == flat.full.untyped_storage()._cdata
+                    for tensor in made
+                    if type(tensor) is torch.Tensor
+                ):
+                    flat.unit.share()
+        return answer
+
+
+class ReleasedTensor(torch.Tensor):
+    """What ``parameter.data`` and ``parameter.detach()`` of a released parameter give: shape and
+    dtype, no values.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = _called(func)
+        if name in METADATA and func.__name__ != "__set__":
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        tensor = next((a for a in args if isinstance(a, ReleasedTensor)), None)
+        raise _refuse(getattr(tensor, "_hf_zero_name", "a released parameter"), name)
+
+
+class ReleasedParameter(_Stage3Facts, OwnedParameter):
+    """A stage 3 parameter whose values are sharded: metadata only."""
+
+    ds_status = _Status(ZeroParamStatus.NOT_AVAILABLE)
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = _called(func)
+        setting = func.__name__ == "__set__"
+        if name in METADATA and (
+            not setting or name in ("grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+        ):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        released = next(
+            (a for a in (*args, *kwargs.values()) if isinstance(a, ReleasedParameter)), None
+        )
+        if released is None:
+            released = next(
+                (
+                    b
+                    for a in args
+                    if isinstance(a, (list, tuple))
+                    for b in a
+                    if isinstance(b, ReleasedParameter)
+                ),
+                None,
+            )
+        if name in ("data", "detach") and not setting and released is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                bare = torch.Tensor.detach(released).as_subclass(ReleasedTensor)
+            bare._hf_zero_name = name_of(released)  # type: ignore[attr-defined]
+            return bare
+        writes = name.endswith("_") and not name.endswith("__")
+        if released is not None and not setting and not writes:
+            flat = released.__dict__["_hf_zero_flat"]
+            engine = flat.engine()
+            if engine is not None and engine.gather_on_use(flat.unit):
+                return func(*args, **kwargs)
+            if name in CONVERSIONS and released is args[0]:
+                probe = torch.empty(0, dtype=released.dtype, device=released.device)
+                if func(probe, *args[1:], **kwargs) is probe:
+                    return released
+            # adapters read the weights they are made for, on all ranks alike
+            if engine is not None and engine.shard_only:
+                with engine.gathered(flat.unit):
+                    return func(*args, **kwargs)
+        if released is None:
+            raise _refuse("a released parameter", name)
+        raise _refuse(name_of(released), name, released.__dict__["_hf_zero_flat"])
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ReleasedParameter({name_of(self)}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        flat = self.__dict__["_hf_zero_flat"]
+        engine = flat.engine()
+        if engine is None or not engine.shard_only:
+            raise _refuse(name_of(self), "deepcopy", flat)
+        with engine.gathered(flat.unit):
+            return OwnedParameter.__deepcopy__(self, memo)  # its class is another one now
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _refuse(name_of(self), "pickling", self.__dict__["_hf_zero_flat"])

@@ -1,0 +1,144 @@
+"""The ``nn.Parameter`` objects of one flat buffer: what they point at and which class they have in
+each state.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.zero.layout.flat_spec import FlatSpec
+from hf_zero.zero.layout.parameter import (
+    LiveParameter,
+    OwnedParameter,
+    ReleasedParameter,
+    become,
+    given_class,
+    owned_class,
+)
+
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class ParameterHandles:
+    """The parameters of one flat buffer, by name and in its order."""
+
+    def __init__(self, spec: FlatSpec, parameters: dict[str, nn.Parameter]):
+        self._spec = spec
+        self.by_name = parameters
+        self.members = [parameters[slot.name] for slot in spec.layout.slots]
+        self.views: dict[str, torch.Tensor] = {}  # of the whole buffer, by name
+        # names of those whose requires_grad is another one than at initialize
+        self.switched: frozenset[str] = frozenset()
+        self._placeholders: dict[str, torch.Tensor] = {}
+        # the classes of ``members``, by state
+        self._classes: dict[type[OwnedParameter], list[type[OwnedParameter]]] = {}
+        # torch.utils.swap_tensors would exchange what a view of the flat buffer stands for; it
+        # refuses tensors with weak references.
+        self._no_swaps = [weakref.ref(parameter) for parameter in parameters.values()]
+
+    def take(self, flat: Any, full: torch.Tensor) -> None:
+        """Make the parameters views of ``full`` [padded], the buffer of ``flat``, which has their
+        values.
+        """
+        at_stage_3 = self._spec.sharded or self._spec.persistent
+        kind = LiveParameter if at_stage_3 else OwnedParameter
+        self.lay(full)
+        dtype = self._spec.dtype
+        for index, (parameter, slot) in enumerate(zip(self.members, self._spec.layout.slots)):
+            # One element, expanded: true shape and dtype, no memory. In floats all bits set are
+            # NaN: a leak cannot pass for a weight.
+            bits = torch.full(
+                (dtype.itemsize,),
+                255 if dtype.is_floating_point else 0,
+                dtype=torch.uint8,
+                device=full.device,
+            )
+            self._placeholders[slot.name] = bits.view(dtype).view(()).expand(slot.shape)
+            become(parameter, kind)
+            parameter.__dict__.update(
+                _hf_zero_flat=flat,
+                _hf_zero_name=slot.name,
+                _hf_zero_id=self._spec.number * 1_000_000 + index,
+            )
+            _set_data(parameter, self.views[slot.name])
+
+    def lay(self, full: torch.Tensor) -> None:
+        """Let ``views`` be those of ``full``."""
+        self.views.update(self.views_of(full))
+
+    def views_of(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The parameters by name, as views of ``buffer`` [padded]."""
+        return {
+            slot.name: buffer[slot.offset : slot.end].view(slot.shape)
+            for slot in self._spec.layout.slots
+        }
+
+    def point_at(self, views: Mapping[str, torch.Tensor]) -> None:
+        """Let each parameter be its view among ``views``; its class stays."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, slot in zip(self.members, self._spec.layout.slots):
+                _set_data(parameter, views[slot.name])
+
+    def point_at_full(self, kind: type[OwnedParameter] = LiveParameter) -> None:
+        """The values are there: each parameter is its view, in the state ``kind``."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, made, view in zip(
+                self.members, self._classes_of(kind), self.views.values()
+            ):
+                parameter.__class__ = made
+                _set_data(parameter, view)
+
+    def point_at_nothing(self) -> None:
+        """The values are released: each parameter is its placeholder."""
+        with torch._C.DisableTorchFunctionSubclass():
+            released = self._classes_of(ReleasedParameter)
+            for parameter, made, placeholder in zip(
+                self.members, released, self._placeholders.values()
+            ):
+                _set_data(parameter, placeholder)
+                parameter.__class__ = made
+
+    def _classes_of(self, kind: type[OwnedParameter]) -> list[type[OwnedParameter]]:
+        # the classes that they were given do not change
+        if kind not in self._classes:
+            self._classes[kind] = [
+                owned_class(kind, given_class(parameter)) for parameter in self.members
+            ]
+        return self._classes[kind]
+
+    def turn(self, before: type[OwnedParameter], after: type[OwnedParameter]) -> None:
+        """Put those that are in the state ``before`` into the state ``after``."""
+        for parameter in self.members:
+            if type(parameter) is owned_class(before, given_class(parameter)):
+                become(parameter, after)
+
+    def switch(self, name: str) -> None:
+        """The requires_grad of ``name`` was turned."""
+        self.switched ^= {name}
+
+    def restore(self) -> None:
+        """Let whole parameters be plain ones again; where values are sharded, with memory of their
+        own.
+        """
+        for parameter, slot in zip(self.members, self._spec.layout.slots):
+            if not isinstance(parameter, ReleasedParameter):
+                if self._spec.sharded:
+                    _set_data(parameter, self.views[slot.name].clone())
+                forget(parameter)
+
+    def drop_memory(self) -> None:
+        """Keep no view of the buffer."""
+        self.views.clear()
+        self._placeholders.clear()
+
+
+def forget(parameter: nn.Parameter) -> None:
+    """Make ``parameter`` what it was when it was given, with the data it has."""
+    for key in ("_hf_zero_flat", "_hf_zero_name", "_hf_zero_id"):
+        parameter.__dict__.pop(key, None)
+    parameter.__class__ = given_class(parameter)

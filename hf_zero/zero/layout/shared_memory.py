@@ -1,0 +1,153 @@
+"""Parameters that share memory without being one object, as after ``a.weight.data =
+b.weight.data``: the engine gives each parameter memory of its own, which would part them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from hf_zero.errors import PartitionError
+from hf_zero.logging import log_rank0
+from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.pending import source_of
+
+Tied = dict[nn.Parameter, nn.Parameter]
+REMEDY = "give one of them memory of its own (.clone()), or assign the parameter itself to both"
+
+
+class _SharedView(NamedTuple):
+    """A tensor of a model, and the bytes of its storage between its first and last element."""
+
+    name: str
+    tensor: torch.Tensor
+    start: int
+    end: int
+
+    @property
+    def trains(self) -> bool:
+        return isinstance(self.tensor, nn.Parameter) and self.tensor.requires_grad
+
+    def is_same(self, other: _SharedView) -> bool:
+        """Whether both are the same elements of their memory, in the same order."""
+        return _geometry(self.tensor) == _geometry(other.tensor)
+
+    def meets(self, other: _SharedView) -> bool:
+        """Whether an element of this one, whose range overlaps that of ``other``, is in it."""
+        if self.tensor.dtype != other.tensor.dtype:
+            return True
+        first = min(self.start, other.start) // self.tensor.element_size()
+        last = max(self.end, other.end) // self.tensor.element_size()
+        taken = torch.zeros(last - first, dtype=torch.bool)
+        own, others = (
+            taken.as_strided(each.shape, each.stride(), each.storage_offset() - first)
+            for each in (self.tensor, other.tensor)
+        )
+        own.fill_(True)
+        return bool(others.any())
+
+
+def tie_shared_memory(model: nn.Module) -> Tied:
+    """Make those parameters of ``model`` that are the same elements of one memory one parameter,
+    which has the sum of their gradients: the others by the one that takes their place.
+
+    Raises PartitionError for tensors that share memory with a parameter that trains in another way:
+    other views of it, buffers, frozen parameters.
+    """
+    tied: Tied = {}
+    for one, other in _overlapping(model):
+        if not (one.trains or other.trains):
+            continue
+        if one.trains and other.trains and one.is_same(other):
+            kept = tied.get(one.tensor, one.tensor)  # type: ignore[call-overload]
+            tied[other.tensor] = kept  # type: ignore[index]
+            log_rank0(f"{one.name} and {other.name} are the same memory: one parameter from now on")
+        elif one.meets(other):
+            raise PartitionError(_refusal(one, other))
+    for module in model.modules() if tied else ():
+        for name, parameter in list(module._parameters.items()):
+            if parameter in tied:
+                setattr(module, name, tied[parameter])
+    return tied
+
+
+def without_tied(
+    optimizer: torch.optim.Optimizer, tied: Mapping[nn.Parameter, nn.Parameter]
+) -> None:
+    """Let ``optimizer`` step one parameter in place of those in ``tied``.
+
+    Raises PartitionError where they are in different groups.
+    """
+    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    for left, kept in tied.items():
+        if left not in group_of:
+            continue
+        if group_of.get(kept, group_of[left]) is not group_of[left]:
+            raise PartitionError(
+                f"parameters of shape {tuple(kept.shape)} that are one memory are in different "
+                "groups of the optimizer; put them into one group"
+            )
+        params, state = group_of[left]["params"], optimizer.state.pop(left, None)
+        at = next(place for place, each in enumerate(params) if each is left)
+        params[at : at + 1] = [] if kept in group_of else [kept]
+        group_of[kept] = group_of[left]
+        if state is not None:
+            optimizer.state.setdefault(kept, state)
+
+
+def _refusal(one: _SharedView, other: _SharedView) -> str:
+    if not all(isinstance(each.tensor, nn.Parameter) for each in (one, other)):
+        how = "a buffer and a parameter"
+    elif one.is_same(other):
+        how = "a parameter that trains and one that is frozen"
+    else:
+        how = "different views"
+    return (
+        f"{one.name} and {other.name} are {how} that share memory, which would be parted as the "
+        f"engine lays parameters out, so that a step would change one of them alone; {REMEDY}"
+    )
+
+
+def _overlapping(model: nn.Module) -> Iterator[tuple[_SharedView, _SharedView]]:
+    """Pairs of tensors whose ranges of bytes in one memory overlap."""
+    by_storage: dict[tuple[torch.device, int], list[_SharedView]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not _is_plain(tensor):
+            continue
+        size = tensor.element_size()
+        start = int(tensor.storage_offset()) * size
+        reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
+        held = _SharedView(name, tensor, start, start + (int(reach) + 1) * size)
+        place = (tensor.device, tensor.untyped_storage().data_ptr())
+        by_storage.setdefault(place, []).append(held)
+    for held_there in by_storage.values():
+        under_way: list[_SharedView] = []
+        for held in sorted(held_there, key=lambda each: each.start):
+            under_way = [each for each in under_way if each.end > held.start]
+            for each in under_way:
+                yield each, held
+            under_way.append(held)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` has memory of its own choice: no engine and no file holds its values."""
+    if (
+        is_lazy(tensor)
+        or tensor.is_meta
+        or not tensor.numel()
+        or tensor.layout is not torch.strided
+    ):
+        return False
+    if owner_of(tensor) is not None or source_of(tensor) is not None:
+        return False
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return False  # its class says where its values are
+    return tensor.untyped_storage().data_ptr() != 0
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()

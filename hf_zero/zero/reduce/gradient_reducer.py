@@ -1,0 +1,492 @@
+"""Which unit is reduced when: units as they become ready, in one order on all ranks.
+
+[Note: order of reductions]
+All ranks launch the reductions of all trainable units, in one fixed order
+(``reduction_order.py``), in every backward that reduces. A unit waits for its predecessors; one for
+which nothing can come any more on this rank (:class:`Outstanding`) is launched at once, with zeros
+where nothing came. What all ranks leave out of the backward, and know it, is passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import torch
+
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.errors import PartitionError
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.precision import Scaling
+from hf_zero.zero.layout.raw_grads import any_raw_grad
+from hf_zero.zero.layout.stage_policy import Policy
+from hf_zero.zero.layout.unit import Unit
+from hf_zero.zero.reduce.gradient_intake import (
+    GradientIntake,
+    MicroBatch,
+    WireBuffers,
+    drop_grads,
+    grad_versions,
+    mark_present,
+    take_in,
+)
+from hf_zero.zero.reduce.gradient_offload import GradientOffload, NoGradientOffload
+from hf_zero.zero.reduce.reduction_order import Gathers, Outstanding, ReductionOrder, Shown
+from hf_zero.zero.reduce.reductions import Reductions
+from hf_zero.zero.reduce.usage import IdleParameters, Usage, settle_left_out
+
+
+@dataclass(frozen=True)
+class ReductionOptions:
+    """How gradients are scaled and travel.
+
+    wire_dtype: what travels; None: the dtype of the parameters. kernels: the configuration's.
+    packed: elements that consecutive units may have together in one message.
+    """
+
+    scaling: Scaling
+    wire_dtype: torch.dtype | None = None
+    kernels: Any = "off"
+    packed: int = 0
+
+
+class Broken(Enum):
+    """Whether an exception has broken a backward since the last step or ``zero_grad``."""
+
+    NO = auto()
+    UNHARMED = auto()  # before it had brought a gradient
+    GRADIENTS_LOST = auto()
+
+
+@dataclass(eq=False)
+class _BackwardPass:
+    """One backward. ``key`` tells the kinds of backward apart, alike on all ranks."""
+
+    key: Hashable = None
+    under_way: bool = False
+    units: Sequence[Unit] = ()  # those to be reduced in it, in their order
+    next: int = 0  # place in the order of the next unit to be launched
+    # gathers that any rank may wait for before it launches the last reduction launched here
+    depth: int = 0
+    # units that became complete, with what was on their parameters then, where that is learned
+    ready: dict[Unit, list[Any] | None] = field(default_factory=dict)
+    reduced: set[FlatBuffer] = field(default_factory=set)
+    shown: Shown = field(default_factory=lambda: Shown(False))
+
+
+class GradientReducer:
+    """Takes gradients in as units become ready and reduces them in order.
+
+    ``offload`` takes offloaded gradients off a GPU.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        mesh: Mesh,
+        policy: Policy,
+        options: ReductionOptions,
+        usage: Usage,
+        offload: GradientOffload | NoGradientOffload,
+    ):
+        self._units = list(units)
+        self._order = ReductionOrder(units)
+        self._mesh = mesh
+        self._policy = policy
+        self._wire_dtype = options.wire_dtype
+        self._usage = usage
+        self._offload = offload
+        self._buffers = WireBuffers(flat for unit in units for flat in unit.trainable)
+        self._intake = GradientIntake(options.scaling, self._buffers, offload)
+        self._reductions = Reductions(
+            mesh,
+            self._intake,
+            self._buffers,
+            offload,
+            options.kernels,
+            options.packed,
+            self._issue_gathers,
+        )
+        self._known: set[Hashable] = set()  # kinds of backward that have been learned
+        self._pass = _BackwardPass()
+        # units that the backward under way has seemed to leave out, and uses: reduced last
+        self._brought_back: set[Unit] = set()
+        self.idle = IdleParameters()
+        self._batch = MicroBatch()
+        self._gathers: Gathers | None = None
+        self._outstanding: Outstanding | None = None
+        self.broken = Broken.NO
+        # backwards that have brought gradients since the last step or ``zero_grad``
+        self.backwards = 0
+
+    def connect(self, gathers: Gathers, outstanding: Outstanding) -> None:
+        """Make known the gathers of the passes, and what may still come."""
+        self._gathers, self._outstanding = gathers, outstanding
+
+    def start(self, batch: MicroBatch) -> None:
+        """The backward of ``batch`` is about to begin."""
+        self._batch = batch
+
+    def begin(self, key: Hashable) -> None:
+        """A backward starts; ``key`` tells kinds apart, alike on all ranks."""
+        self.wait()
+        gathers = self._gathers is not None and self._gathers.gathers
+        self._mesh.passes.begin("backward", key, joint=self._reduces_now or gathers)
+        self._pass = _BackwardPass(key, True, list(self._order.units))
+        self._brought_back = set()
+        # A rank must not wait for a reduction that others launch only after a gather it has yet to
+        # join.
+        self._reductions.begin(
+            self.learns and gathers, None if self._batch.on_reduced is None else self._on_reduced
+        )
+        # others are going to be added; as long as nothing is held, an upcast copies nothing
+        if not self._reduces_now:
+            for flat in (flat for unit in self._pass.units for flat in unit.trainable):
+                self._intake.upcast(flat)
+
+    def leave_out(self, units: frozenset[Unit]) -> None:
+        """No rank uses ``units`` in the backward under way, as all know. Before its first
+        reduction.
+        """
+        self._pass.units = self._order.without(units, self._reduces_now)
+
+    def bring_back(self, units: frozenset[Unit]) -> None:
+        """The backward under way uses ``units`` after all, on all ranks: they are reduced last."""
+        self._brought_back |= units
+
+    def wait_for_older(self) -> None:
+        """An older forward still waits for its backward, and this one may go through it: nothing
+        is complete before the end.
+        """
+        self._pass.shown.waits = True
+        self._reductions.hold(self._gathers is not None and self._gathers.gathers)
+
+    @property
+    def _reduces_now(self) -> bool:
+        return self._batch.reduces or self._policy.reduces_every_backward
+
+    @property
+    def learns(self) -> bool:
+        """Whether this backward is the first of its kind, or shows anew in which order gathers
+        come.
+        """
+        return self._pass.key not in self._known or (
+            self._gathers is not None and self._gathers.recording
+        )
+
+    def ready(self, unit: Unit) -> None:
+        """The gradients of ``unit`` are complete on this rank, as far as hooks tell."""
+        backward = self._pass
+        if not unit.trainable or unit in backward.ready or not backward.under_way:
+            return
+        backward.ready[unit] = grad_versions(unit) if self.learns else None
+        backward.shown.complete.append(unit.index)
+        if self._gathers is not None and self.learns:
+            backward.shown.depths[unit.index] = self._gathers.issued
+        if not self._reduces_now:
+            self._accumulate(unit)
+
+    def advance(self) -> None:
+        """Launch the reductions whose turn it is and for which nothing can come any more on this
+        rank.
+        """
+        backward, outstanding = self._pass, self._outstanding
+        if not backward.under_way or not self._reduces_now or outstanding is None:
+            return
+        while backward.next < len(backward.units):
+            unit = backward.units[backward.next]
+            if unit in self._order.deferred:
+                return
+            awaits = outstanding.awaits_reruns if unit in backward.ready else outstanding.awaits
+            if awaits(unit, self.learns):
+                return
+            self._launch_next()
+
+    @property
+    def depth(self) -> int:
+        """How many gathers of the plan any rank may have waited for before it launches what this
+        rank has launched.
+        """
+        return self._pass.depth
+
+    @property
+    def launched(self) -> int:
+        """How many messages of reductions this rank has sent in the backward under way."""
+        return self._reductions.sent if self._pass.under_way else 0
+
+    def land_launched(self, number: int) -> None:
+        """Wait for reductions beyond those that may be under way, among the first ``number``
+        messages, which all ranks have sent.
+        """
+        self._reductions.finish_beyond(number)
+
+    def note_unfinished(self) -> None:
+        """The backward is over: remember for which units gradients could have come until now."""
+        backward, outstanding = self._pass, self._outstanding
+        if backward.under_way and outstanding is not None and self.learns:
+            left = (unit for unit in backward.units[backward.next :] if unit not in backward.ready)
+            backward.shown.unfinished = [
+                unit.index for unit in left if outstanding.awaits(unit, False)
+            ]
+
+    def finish(self, learns: bool = False) -> None:
+        """The backward is over, and all its gathers are issued: reduce what is left, in order, and
+        wait for all of it.
+
+        ``learns``: the order of gathers was recorded in it.
+        """
+        backward = self._pass
+        if not backward.under_way:
+            return
+        learns = learns or self.learns
+        self._leave()
+        if len(backward.units) < len(self._order.units):
+            backward.units = [*backward.units, *self._used_after_all(backward.units)]
+        if self._reduces_now:
+            launched, waited = backward.units[: backward.next], backward.units[backward.next :]
+            backward.shown.parts = [
+                unit.index
+                for unit in waited
+                if (before := backward.ready.get(unit)) is not None
+                and before != grad_versions(unit)
+            ]
+            while backward.next < len(backward.units):
+                self._launch_next()
+            self._reduce_late(launched, learns)
+            self._reductions.finish()
+            self._usage.drop()
+        else:
+            for unit in backward.units:
+                self._accumulate(unit)
+        self.backwards += backward.shown.brought
+        self.idle.end_backward()
+        if self._batch.reduces:
+            self._settle()
+        for unit in self._units:
+            for flat in unit.flats:
+                if not flat.trainable:
+                    # it requires grad but is in no optimizer group: nothing would ever clear it
+                    drop_grads(flat)
+
+    def _used_after_all(self, units: Sequence[Unit]) -> list[Unit]:
+        """What is not among ``units`` and has a part in the backward that is over: a forward that
+        was reached later has used it, or a penalty on the weights has brought gradients.
+        """
+        left_out = set(self._order.units).difference(units)
+        return [
+            unit
+            for unit in self._order.units
+            if unit in left_out
+            and (
+                unit in self._brought_back
+                or any(any_raw_grad(flat.members) for flat in unit.trainable)
+            )
+        ]
+
+    def _leave(self) -> None:
+        self._pass.under_way = False
+        self._reductions.hold(False)
+
+    def _issue_gathers(self) -> None:
+        """Before a reduction is waited for: the gathers that other ranks may wait for before they
+        launch it.
+        """
+        if self._pass.under_way and self._gathers is not None:
+            self._gathers.issue_through(self._pass.depth)
+
+    def _launch_next(self) -> None:
+        backward, units = self._pass, self._pass.units
+        unit = units[backward.next]
+        backward.next += 1
+        backward.depth = max(backward.depth, self._order.depth(backward.key, unit))
+        self._launch(unit)
+        if self._reductions.waiting:
+            at = backward.next
+            comes = at < len(units) and units[at] not in self._order.deferred
+            self._reductions.flush_unless_fits(units[at].trainable if comes else ())
+
+    def _reduce_late(self, launched: Sequence[Unit], learns: bool) -> None:
+        backward = self._pass
+        late = [
+            unit for unit in launched if any(any_raw_grad(flat.members) for flat in unit.trainable)
+        ]
+        if late and backward.key in self._known:
+            raise PartitionError(
+                f"gradients of {[unit.label for unit in late]} came after their reduction had "
+                "started, unlike in the first backward of this kind; compute what uses them "
+                "outside their module after the forward, or from the first backward on (times 0)"
+            )
+        if not learns:
+            return
+        backward.shown.late = [unit.index for unit in late]
+        backward.shown.brought |= bool(late)
+        shown = self._mesh.all_gather_object(backward.shown, "what a backward has shown")
+        again = {index for each in shown for index in each.late}
+        if again:
+            self._reductions.finish()  # what is on the wire must not change
+        for unit in self._order.units:
+            if unit.index in again:
+                self._launch(unit)
+        self._reductions.flush()
+        # While an older forward waits, units are not complete before the end, which shows nothing.
+        if any(each.brought for each in shown) and not any(each.waits for each in shown):
+            self._known.add(backward.key)
+            gathers = self._gathers
+            places, plan = (gathers.places, gathers.plan) if gathers is not None else ((0,), ())
+            self._order.learn(backward.key, shown, places, [unit.index for unit in plan])
+
+    def reduce_accumulated(self) -> None:
+        """Reduce what backwards before the end of the window left, where none of them was said to
+        be the last (collective).
+        """
+        left = [
+            flat
+            for unit in self._order.units
+            for flat in unit.trainable
+            if flat.gradient.has_unreduced and not flat.gradient.stays_local
+        ]
+        for flat in left:
+            self._send_accumulated(flat)
+        if left:
+            self._reductions.finish()
+        self._offload.finish_sums()
+        self._settle()
+
+    def _settle(self) -> None:
+        """The gradients of the window are reduced."""
+        if self._order.left_some_out:
+            settle_left_out(self._order.units)
+            self._order.left_some_out = False
+        self.idle.settle()
+
+    def unreduced(self, flat: FlatBuffer) -> float:
+        """What an accumulated gradient of ``flat`` is a multiple of that is the same on all its
+        ranks: its average is yet to be taken.
+        """
+        return 1.0 / (flat.mesh.size * flat.mesh.gain * self._intake.scaling.post)
+
+    def wait(self) -> None:
+        """Return when every gradient that was reduced can be read."""
+        self._offload.wait()
+
+    def close(self) -> None:
+        """Let go of everything: the engine is destroyed."""
+        self.clear()
+        self._buffers.clear()
+        self._offload.close()
+
+    def abandon(self) -> None:
+        """Forget the backward under way, which an exception has broken, and the gradients it
+        left on the parameters.
+
+        If it had brought any, or was a part of a reduction, the window is spoiled until
+        :meth:`clear`: what plain PyTorch would keep in ``.grad`` is lost.
+        """
+        backward = self._pass
+        if self.broken is Broken.NO:
+            self.broken = Broken.UNHARMED
+        if backward.under_way:
+            flats = (flat for unit in self._order.units for flat in unit.trainable)
+            brought = any(any_raw_grad(flat.members) for flat in flats)
+            if brought or backward.ready or backward.next:
+                self.broken = Broken.GRADIENTS_LOST
+        self._leave()
+        self._drop()
+
+    def lose_gradients(self) -> None:
+        """Gradients of the window have come that are in no reduction: it is spoiled until
+        :meth:`clear`.
+        """
+        self.broken = Broken.GRADIENTS_LOST
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether the gradients that are here are not all that backwards have brought."""
+        return self.broken is Broken.GRADIENTS_LOST
+
+    def clear(self) -> None:
+        """Forget all gradients: after a step, and for ``zero_grad``."""
+        self.broken = Broken.NO
+        self.backwards = 0
+        self.idle.clear()
+        self._drop()
+        for unit in self._order.units:
+            for flat in unit.trainable:
+                flat.gradient.clear()
+
+    def _drop(self) -> None:
+        """Let go of gradients on parameters and of reductions on the wire."""
+        self._reductions.drop()
+        self._usage.drop()
+        for unit in self._units:
+            for flat in unit.flats:
+                drop_grads(flat)
+
+    def _launch(self, unit: Unit) -> None:
+        batch = self._batch
+        if self._policy.reduces_every_backward:
+            unit.await_gradients()
+        else:
+            self._accumulate(unit)
+        # the update of the unit may begin as soon as its gradients are here
+        if batch.on_reduced is not None:
+            for flat in unit.trainable:
+                mark_present(flat)
+            self._usage.send(unit)
+        for flat in unit.trainable:
+            if flat.gradient.accumulated_grad is not None:
+                self._send_accumulated(flat)
+                continue
+            wire = self._buffers.acquire(
+                flat.layout.padded, self._wire_dtype or flat.dtype, flat.full.device
+            )
+            before = self._intake.scaling.before(batch.weight, on_the_wire=True) * batch.unscale
+            used = take_in(flat, wire, False, before)
+            flat.gradient.mark_used(used)
+            self._pass.shown.brought |= used > 0
+            after = self._intake.scaling.after(batch.weight, on_the_wire=True)
+            self._reductions.add(flat, wire, wire, after * flat.mesh.gain)
+
+    def _accumulate(self, unit: Unit) -> None:
+        self._pass.shown.brought |= self._intake.accumulate(unit, self._batch)
+
+    @property
+    def local_scale(self) -> float:
+        """Times this, unreduced gradients are this rank's part of a mean over the ranks."""
+        return self._intake.scaling.after(self._batch.weight) * self._mesh.world
+
+    def _send_accumulated(self, flat: FlatBuffer) -> None:
+        if flat.gradient.stays_local:
+            return
+        accumulated = flat.gradient.accumulated_grad
+        scale = self._intake.scaling.after(self._batch.weight) * flat.mesh.gain
+        assert accumulated is not None
+        dtype = self._wire_dtype or flat.dtype
+        encoded = flat.spec.reduce_codec is not None
+        if dtype != accumulated.dtype and self._mesh.world > 1 and not encoded:
+            wire = self._buffers.acquire(flat.layout.padded, dtype, flat.full.device)
+            wire.copy_(accumulated)
+            self._reductions.add(flat, wire, wire, scale)
+        else:
+            self._reductions.add(flat, accumulated, None, scale)
+
+    def _on_reduced(self, flat: FlatBuffer) -> None:
+        """The gradient of ``flat`` is here: where all of its unit's are that are offloaded, their
+        update may begin.
+        """
+        backward, unit = self._pass, flat.unit
+        backward.reduced.add(flat)
+        # In the first backward of its kind more may come.
+        if (
+            self._batch.on_reduced is None
+            or not self._batch.reduces
+            or backward.key not in self._known
+            or flat not in unit.offloaded
+            or not backward.reduced.issuperset(unit.offloaded)
+            or self._offload.is_adding
+        ):
+            return
+        self._usage.receive(unit)
+        self._batch.on_reduced(unit)

@@ -1,0 +1,251 @@
+"""What a loss carries into a backward: its weight in the window, and the fp16 loss scale, which
+must be in a gradient once.
+
+[Note: one loss, several engines]
+The backward of one loss may go through several engines of a rank: a loss over two models, one model
+fed by another. What its root carries holds for all of them, so they share one record.
+``engine.backward(loss)`` puts a scale in at the root, and every engine takes its gradients in as if
+the scale had been its own. A plain ``loss.backward()`` can only be scaled where it reaches the
+outputs of a model; beyond that it cannot be known what has been scaled, so it may go through one
+engine alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.errors import PartitionError
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.precision import Fp16LossScaler
+from hf_zero.zero.layout.tree import map_tensors, tensors_in, transformed
+
+SCALED_ONCE = (
+    "this loss.backward() goes through more than one fp16 forward of the model, or through a part "
+    "of it, its weights or another engine beside one, so "
+    "that the loss scale cannot be put in once; call engine.backward(loss)"
+)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """Identity whose backward multiplies by the fp16 loss scale, for a loss that is not passed
+    to ``engine.backward``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, factor: Callable[[], float], *tensors: torch.Tensor) -> Any:
+        ctx.factor = factor
+        ctx.set_materialize_grads(False)
+        # not views, so that they may be changed in place (``loss *= n``)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        factor = ctx.factor()
+        return (None, *(grad if grad is None or factor == 1.0 else grad * factor for grad in grads))
+
+
+class _Rank:
+    """What the engines of one rank share about the backward under way."""
+
+    def __init__(self) -> None:
+        self.engines: weakref.WeakSet[Losses] = weakref.WeakSet()
+        self.scale_owner: Losses | None = None  # whose scale is in
+        self.scale = 1.0
+        self.weight: float | None = None  # of the micro-batch, where the caller has said it
+        # of the backward that found the scale missing; an exception that ends it drops it
+        self._task: weakref.ref[Any] | None = None
+
+    def put(self, scale_owner: Losses, scale: float, weight: float | None) -> None:
+        """The loss of a backward to come carries these at its root."""
+        self.scale_owner, self.scale, self.weight, self._task = scale_owner, scale, weight, None
+
+    def put_at_outputs(self, scale_owner: Losses, scale: float) -> None:
+        """The backward under way carries the scale of ``scale_owner`` from here to its end."""
+        callback = partial(self.clear)
+        self.scale_owner, self.scale, self.weight, self._task = (
+            scale_owner,
+            scale,
+            None,
+            weakref.ref(callback),
+        )
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def clear(self) -> None:
+        self.scale_owner, self.scale, self.weight, self._task = None, 1.0, None, None
+
+    @property
+    def by_outputs(self) -> bool:
+        """Whether the backward under way has been scaled at the outputs of a model."""
+        if self._task is not None and self._task() is None:
+            self.clear()
+        return self._task is not None
+
+
+_ranks: dict[int, _Rank] = {}  # by rank, because ranks may be threads of one process
+
+
+class Losses:
+    """One engine's side of it.
+
+    ``scales``: losses are multiplied by the scale of ``scaler``, in a pipeline also where all that
+    this rank holds is frozen. ``in_backward`` says whether a backward is under way in this engine,
+    ``awaits_backward`` whether one may come to it; ``watch`` makes every gradient begin one: where
+    an engine of the rank scales losses, what a gradient carries is known in its backward alone.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        scaler: Fp16LossScaler,
+        scales: bool,
+        training: Sequence[FlatBuffer],
+        in_backward: Callable[[], bool],
+        awaits_backward: Callable[[], bool],
+        watch: Callable[[], None],
+    ):
+        self.scaler = scaler
+        self._training = list(training)
+        self._scales = scales
+        self._in_backward = in_backward
+        self._awaits_backward = awaits_backward
+        # whose scale the gradients held here have carried, if not this engine's
+        self._scale_owner: Losses | None = None
+        self._borrowed_scale = 1.0  # that scale
+        # a gradient that carried this engine's scale has overflowed in another engine
+        self._overflow_reported = False
+        self._rank = _ranks.setdefault(rank, _Rank())
+        self._watch = watch
+        self._rank.engines.add(self)
+        if any(each._scales for each in self._rank.engines):
+            for each in list(self._rank.engines):
+                each._watch()
+
+    def close(self) -> None:
+        """The engine is destroyed."""
+        self._scale_owner = None
+        self._rank.engines.discard(self)
+        if self._rank.scale_owner is self:
+            self._rank.clear()
+
+    # ---- a backward ----
+
+    @contextmanager
+    def carrying(self, dtype: torch.dtype, weight: float | None) -> Iterator[float]:
+        """Around the backward of a loss of ``dtype`` that was given to this engine: the factor to
+        multiply the loss by.
+
+        Where this engine has no scale of its own, the largest one of the rank's engines that the
+        backward may reach keeps their gradients from vanishing.
+        """
+        scale_owner = self
+        if not self._scales:
+            reached = (each for each in self._rank.engines if each._scales)
+            others = [each for each in reached if each._awaits_backward()]
+            scale_owner = max(others, key=lambda each: each.scaler.scale, default=self)
+        scale = scale_owner.scaler.scale
+        if (
+            dtype == torch.float16
+            and not scale_owner.scaler.dynamic
+            and scale > torch.finfo(torch.float16).max
+        ):
+            raise PartitionError(
+                f"an fp16 loss cannot carry a loss_scale of {scale:g}; compute the loss in fp32 "
+                "(logits.float()), or choose a smaller scale"
+            )
+        self._rank.put(scale_owner, scale, weight)
+        try:
+            yield scale
+        finally:
+            self._rank.clear()
+
+    def begin(self, weight: float) -> tuple[float, float]:
+        """A backward reaches this engine: the weight of its micro-batch, and what takes the scale
+        of another engine out of its gradients.
+
+        The weight is the same on all ranks. The second factor need not be: an engine that was
+        dropped without ``destroy`` gives its scale until it is collected, which ranks do at
+        different times. So it goes before the reduction, but in fp16, where the gradients have a
+        scale of their own, and either could be out of range in the other's.
+        """
+        rank = self._rank
+        if rank.by_outputs and rank.scale_owner is not self and self._training:
+            raise PartitionError(SCALED_ONCE)
+        if (
+            rank.scale_owner is not None
+            and rank.scale_owner is not self
+            and rank.scale_owner._scales
+        ):
+            self._scale_owner, self._borrowed_scale = rank.scale_owner, rank.scale
+        weight, unscale = (
+            weight if rank.weight is None else rank.weight,
+            self.scaler.scale / rank.scale,
+        )
+        return (weight * unscale, 1.0) if self._scales else (weight, unscale)
+
+    def scale_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """A forward hook of the model: a loss that nothing else scales is scaled where its backward
+        reaches these outputs.
+        """
+        if transformed():
+            return None  # the gradients are the script's
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if not self._scales or not tensors or not torch.is_grad_enabled() or self._in_backward():
+            return None
+        wrapped = _ScaleGradient.apply(self._missing_scale, *tensors)
+        replaced = dict(zip(map(id, tensors), wrapped))
+        return map_tensors(output, lambda tensor: replaced.get(id(tensor), tensor))
+
+    def _missing_scale(self) -> float:
+        rank = self._rank
+        twice = rank.by_outputs
+        if rank.scale_owner is not None and not twice:
+            return 1.0
+        if twice or any(each._training and each._in_backward() for each in rank.engines):
+            raise PartitionError(SCALED_ONCE)
+        rank.put_at_outputs(self, self.scaler.scale)
+        return self.scaler.scale
+
+    def part_joins(self) -> None:
+        """The backward reaches a part of the model that was called alone."""
+        if self._rank.by_outputs:
+            raise PartitionError(SCALED_ONCE)
+
+    # ---- a step ----
+
+    @property
+    def may_overflow(self) -> bool:
+        """Whether the gradients held here have carried a scale: this engine's or another's."""
+        return self._scales or self._scale_owner is not None
+
+    def update_scale(self, overflow: bool) -> Fp16LossScaler:
+        """Gradients have been used, or skipped because of ``overflow``: move the scale they
+        carried, which is returned.
+        """
+        owner, self._scale_owner = self._scale_owner, None
+        if owner is not None and overflow:
+            owner._report_overflow(self._borrowed_scale)
+        if owner is None or self._overflow_reported:
+            self.scaler.update(self._overflow_reported or overflow)
+            self._overflow_reported = False
+        return self.scaler if owner is None else owner.scaler
+
+    def forget(self) -> None:
+        """Gradients have been dropped."""
+        self._scale_owner = None
+        if self._overflow_reported:
+            self._overflow_reported = False
+            self.scaler.update(True)
+
+    def _report_overflow(self, scale: float) -> None:
+        if self.scaler.scale != scale:
+            return  # it has fallen since
+        self._overflow_reported = True
+        if not any(flat.gradient.holds_gradient for flat in self._training):
+            self.forget()  # else later: gradients here are stored with the scale as it is

@@ -1,0 +1,245 @@
+"""Reductions of gradients under way: messages sent, waited for, and written into each rank's part
+of the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_zero.device.spans import span
+from hf_zero.distributed.collective_handle import Handle
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.gradient_buffer import GradState
+from hf_zero.zero.layout.packing import Pack
+from hf_zero.zero.reduce.gradient_intake import GradientIntake, WireBuffers
+from hf_zero.zero.reduce.gradient_offload import GradientOffload, NoGradientOffload
+from hf_zero.zero.reduce.norm import sums_of_squares
+
+IN_FLIGHT = 2  # acquired buffers that may be on the wire at once
+
+
+@dataclass(eq=False)
+class _Reduction:
+    """The reduction of one flat buffer: its result goes to the gradient shard times ``scale``."""
+
+    flat: FlatBuffer
+    wire: torch.Tensor  # [padded], what is summed
+    scale: float
+    acquired: torch.Tensor | None  # ``wire``, where it is to be released
+
+
+@dataclass(eq=False)
+class _Message:
+    """A message under way, with the reductions of one flat buffer or of several small ones."""
+
+    reductions: Sequence[_Reduction]
+    handles: Sequence[Handle]  # of each
+    number: int  # of the message in its backward
+    takes_memory: bool  # further to the gradients themselves, until it is over
+    # where a sum over the shard axis goes that is yet to be summed over the replicas
+    part: torch.Tensor | None = None
+
+
+def _nothing() -> None:
+    """Nothing is to be issued before a wait."""
+
+
+class Reductions:
+    """Sends the reductions of one engine, in the order in which they are given.
+
+    ``before_wait`` is called before one is waited for in a backward. Small ones of at most
+    ``packed`` elements together travel in one message; larger ones do not wait for them.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        intake: GradientIntake,
+        buffers: WireBuffers,
+        offload: GradientOffload | NoGradientOffload,
+        kernels: Any,
+        packed: int,
+        before_wait: Callable[[], None] = _nothing,
+    ):
+        self._mesh = mesh
+        self._intake = intake
+        self._buffers = buffers
+        self._offload = offload
+        self._kernels = kernels
+        self._pack = Pack(packed if mesh.world > 1 else 0)  # of those that wait
+        self._before_wait = before_wait
+        self.waiting: list[_Reduction] = []  # for others, to be sent in one message
+        self._messages: list[_Message] = []
+        self._taking_memory = 0  # messages that do
+        # Alone, nothing is on the wire, and what has to go to the host should leave at once.
+        self._most = IN_FLIGHT if mesh.world > 1 else 0
+        self._holds = False
+        self._on_reduced: Callable[[FlatBuffer], None] | None = None
+        self.sent = 0  # messages in this backward
+
+    def begin(self, holds: bool, on_reduced: Callable[[FlatBuffer], None] | None) -> None:
+        """A backward starts. ``holds`` as in :meth:`hold`; ``on_reduced`` is called with each flat
+        buffer whose reduction is over.
+        """
+        self.sent, self._on_reduced = 0, on_reduced
+        self.hold(holds)
+
+    def hold(self, holds: bool) -> None:
+        """Whether none is waited for before the backward is over, but those that all ranks have
+        launched: all of them, on one rank.
+        """
+        self._holds = holds and self._mesh.world > 1
+
+    # ---- sending ----
+
+    def add(
+        self, flat: FlatBuffer, wire: torch.Tensor, acquired: torch.Tensor | None, scale: float
+    ) -> None:
+        """Sum ``wire`` [padded] over the ranks. ``acquired`` is ``wire`` where it is to be released
+        afterwards.
+        """
+        elements = flat.layout.padded
+        # small ones that wait go on waiting for others
+        if not self._is_small(flat):
+            self._send([_Reduction(flat, wire, scale, acquired)])
+            return
+        if not self._pack.has_room(elements, wire.dtype, flat.mesh):
+            self.flush()
+        self.waiting.append(_Reduction(flat, wire, scale, acquired))
+        self._pack.add(elements, wire.dtype, flat.mesh)
+
+    def flush_unless_fits(self, flats: Sequence[FlatBuffer]) -> None:
+        """Send what waits, unless small ones among ``flats``, which come next, may travel with
+        it.
+        """
+        small = [flat.layout.padded for flat in flats if self._is_small(flat)]
+        if not small or not self._pack.has_room(sum(small)):
+            self.flush()
+
+    def _is_small(self, flat: FlatBuffer) -> bool:
+        """Whether the gradient of ``flat`` may travel with others. A sum over two axes is two
+        messages a flat buffer.
+        """
+        return (
+            flat.layout.padded <= self._pack.limit
+            and flat.spec.reduce_codec is None
+            and not flat.mesh.sums_twice
+        )
+
+    def flush(self) -> None:
+        """Send what waits, in one message."""
+        reductions, self.waiting = self.waiting, []
+        self._pack.clear()
+        if reductions:
+            self._send(reductions)
+
+    def _send(self, reductions: Sequence[_Reduction]) -> None:
+        """Send ``reductions`` in one message."""
+        wires, flat = [each.wire for each in reductions], reductions[0].flat
+        shard, replicate, part = flat.mesh.shard, flat.mesh.replicate, None
+        key = flat.key if len(reductions) == 1 else f"{flat.key}..{reductions[-1].flat.key}"
+        if len(reductions) > 1 and flat.layout.shards > 1:
+            handles = shard.reduce_packed(wires, key)
+        elif len(reductions) > 1:
+            packed = replicate.all_reduce(torch.cat(wires), key, ordered=True)
+            handles = packed.split([wire.numel() for wire in wires])
+        elif flat.layout.shards > 1:
+            handles = [shard.reduce_scatter(wires[0], key, flat.spec.reduce_codec)]
+            if replicate.size > 1:
+                part = wires[0].new_empty(flat.layout.chunk)
+        else:
+            handles = [replicate.all_reduce(wires[0], key, ordered=True)]
+        takes_memory = (
+            len(reductions) > 1
+            or reductions[0].acquired is not None
+            or flat.spec.reduce_codec is not None
+            or (flat.gradient.offloaded and self._offload.copies)
+        )
+        self._messages.append(_Message(reductions, handles, self.sent, takes_memory, part))
+        self._taking_memory += takes_memory
+        self.sent += 1
+        if self._holds or self._taking_memory <= self._most:
+            return
+        self._before_wait()
+        while self._taking_memory > self._most:
+            self._finish_oldest()
+
+    # ---- results ----
+
+    def finish(self) -> None:
+        """Send what waits, and wait for all of it."""
+        self.flush()
+        while self._messages:
+            self._finish_oldest()
+
+    def finish_beyond(self, number: int) -> None:
+        """Wait for messages beyond those that may be under way, among the first ``number``, which
+        all ranks have sent.
+        """
+        # so that all ranks wait for the same ones
+        while self._messages and self._messages[0].number < number - IN_FLIGHT:
+            self._finish_oldest()
+
+    def drop(self) -> None:
+        """Let go of what is under way: its results are not wanted."""
+        for message in self._messages:
+            for reduction, handle in zip(message.reductions, message.handles):
+                handle.drop()
+                self._buffers.release(reduction.acquired)
+        for waiting in self.waiting:
+            self._buffers.release(waiting.acquired)
+        self._messages, self.waiting = [], []
+        self._pack.clear()
+        self._taking_memory = 0
+
+    def _finish_oldest(self) -> None:
+        message = self._messages.pop(0)
+        self._taking_memory -= message.takes_memory
+        for reduction, handle in zip(message.reductions, message.handles):
+            self._finish_one(reduction, handle, message.part)
+
+    def _finish_one(self, reduction: _Reduction, handle: Handle, part: torch.Tensor | None) -> None:
+        flat, gradient = reduction.flat, reduction.flat.gradient
+        if flat.optimizer_shard.finish_update is not None:
+            flat.optimizer_shard.finish_update()
+        held = gradient.state
+        adds = held is not GradState.EMPTY and held is not GradState.UNREDUCED
+        adds = adds and gradient.adds_to_shard
+        if adds:
+            self._intake.upcast(flat)
+        if part is not None:
+            with span("wait_reduction", flat.key):
+                handle.reduce_into(part, False, 1.0)
+            handle = flat.mesh.replicate.all_reduce(part, flat.key, ordered=True)
+        assert gradient.shard is not None
+        if gradient.offloaded and self._offload.copies:
+            gradient.mark_reduced(self._send_to_host(reduction, handle, adds))
+        else:
+            with span("wait_reduction", flat.key):
+                handle.reduce_into(gradient.shard, adds, reduction.scale)
+            gradient.mark_reduced()
+        self._buffers.release(reduction.acquired)
+        if self._on_reduced is not None:
+            self._on_reduced(flat)
+
+    def _send_to_host(
+        self, reduction: _Reduction, handle: Handle, adds: bool
+    ) -> torch.Tensor | None:
+        """Copy the result to host memory; its sum of squares, if it is the whole gradient."""
+        gradient, wire = reduction.flat.gradient, reduction.acquired
+        if wire is None:
+            wire = gradient.accumulated_grad  # in 32 bits by now, if it was upcast meanwhile
+        assert gradient.shard is not None and wire is not None
+        values = torch.empty(gradient.shard.numel(), dtype=wire.dtype, device=wire.device)
+        # What the host adds or casts, it multiplies as well.
+        later = reduction.scale if adds or gradient.shard.dtype != wire.dtype else 1.0
+        with span("wait_reduction", gradient.key):
+            handle.reduce_into(values, False, reduction.scale / later)
+        squares = None if adds else sums_of_squares([values], self._kernels)[0] * later**2
+        self._offload.send(gradient, values, adds, later)
+        return squares

@@ -1,0 +1,312 @@
+"""A model whose parameters are laid out over the ranks: its units, and when they are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.config import ZeroConfig
+from hf_zero.device.spans import span
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.ops import native
+from hf_zero.optim.bound_optimizer import BoundOptimizer
+from hf_zero.optim.elementwise import check
+from hf_zero.optim.fused_support import reads_16_bits
+from hf_zero.optim.one_bit import one_bit_of
+from hf_zero.optim.state import collect, numbers_kept
+from hf_zero.optim.whole_tensor import WholeTensorOptimizer, moments_by_group
+from hf_zero.storage.placement import Placement
+from hf_zero.zero.gather.model_patches import ModuleGuards
+from hf_zero.zero.gather.schedule import Schedule
+from hf_zero.zero.layout.compression import Compression, report
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.flat_layout import Slot
+from hf_zero.zero.layout.flat_memory import Dtypes
+from hf_zero.zero.layout.materialize import check_parameters, partition
+from hf_zero.zero.layout.packing import packs
+from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.sharding import sharding_of
+from hf_zero.zero.layout.stage_policy import POLICIES, Policy
+from hf_zero.zero.layout.unit import Unit
+from hf_zero.zero.layout.wrap import find_units, packed_elements, persistent_names
+from hf_zero.zero.step.optimizer_patch import refuse_unknown_params
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ShardedModel:
+    """The units of ``model`` on ``mesh``, partitioned when this is made (collective).
+
+    Parameters in no group of ``optimizer`` are kept frozen; without ``precision`` all keep their
+    dtypes. Raises the errors of :func:`hf_zero.zero.layout.materialize.partition`, and for an
+    optimizer that flat shards cannot run; the model is then as it was.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ZeroConfig,
+        mesh: Mesh,
+        placement: Placement,
+        optimizer: torch.optim.Optimizer | None,
+        precision: str | None,
+    ):
+        self.module = model
+        self.mesh = mesh
+        self.placement = placement
+        self.shard_only = precision is None
+        self.policy = POLICIES[config.stage]
+        zero = config.zero
+        whole = persistent_names(
+            model, zero.param_persistence_threshold, zero.model_persistence_threshold
+        )
+        in_root = _gathered_with_the_root(model, mesh, self.policy, whole)
+        specs, self.aliases = find_units(model, zero.module_granularity_threshold, in_root)
+        # that small units may have together in one message
+        self.packed_elements = packed_elements(config.zero.module_granularity_threshold)
+        check_parameters(specs, mesh.device)
+        self.parameters = {name: p for spec in specs for name, p in spec.parameters}
+        self.param_dtypes = {
+            name: str(p.dtype).removeprefix("torch.") for name, p in self.parameters.items()
+        }
+        self.group_of = _groups(optimizer, self.parameters, config)
+        self.one_bit = one_bit_of(config, optimizer)  # of its momentum, if it sends that
+        accumulate, wire = config.gradient_accumulation_dtype, config.communication_data_type
+        dtypes = Dtypes(
+            precision,
+            DTYPES[accumulate] if accumulate else None,
+            DTYPES[wire] if wire else None,
+            numbers_kept(optimizer) if optimizer is not None and placement.in_files else 0,
+            optimizer is not None and reads_16_bits(optimizer, config.kernels, mesh.device),
+            DTYPES[config.buffer_dtype] if config.buffer_dtype and precision else None,
+        )
+        self.units = partition(
+            model,
+            specs,
+            self.group_of,
+            self.policy,
+            mesh,
+            placement,
+            dtypes,
+            whole,
+            Compression.of(config, self.one_bit),
+            moments_by_group(optimizer),
+        )
+        self.flats: list[FlatBuffer] = [flat for unit in self.units for flat in unit.flats]
+        self.trainable = [flat for flat in self.flats if flat.trainable]
+        report(self.flats, dtypes.wire)
+        itemsize = max((flat.dtype.itemsize for flat in self.flats), default=4)
+        self.schedule = Schedule(
+            self.units,
+            mesh,
+            int(config.zero.prefetch_bucket_size) * itemsize,
+            placement.reads_ahead,
+        )
+        self.guards = ModuleGuards(model, self.units, self.schedule)
+
+    def attach(self, engine: Callable[[], Any]) -> None:
+        """``engine``, a weak reference, is the engine of these parameters."""
+        for flat in self.flats[:1]:
+            flat.engine_flats.attach(engine)
+
+    @contextmanager
+    def gathered(self, unit: Unit) -> Iterator[None]:
+        """``unit`` whole inside (collective); its parameters record graphs and views taken of
+        them.
+        """
+        self.schedule.pin(unit)
+        unit.guard.watch()
+        try:
+            yield
+        finally:
+            unit.guard.unwatch()
+            self.schedule.unpin(unit)
+
+    def refresh(
+        self,
+        stale: Sequence[FlatBuffer],
+        chosen: Sequence[FlatBuffer],
+        written: frozenset[str] = frozenset(),
+        differences: bool = False,
+    ) -> None:
+        """Cast the masters of ``stale`` into their shards, and gather these flats where they are
+        whole, and units of ``chosen`` that are pinned (collective).
+
+        The shards of flats whose keys are in ``written`` are up to date already. ``differences``:
+        all ranks have the values of the step before, and flats that send differences may do so.
+        """
+        sends, rest = list[FlatBuffer](), list[FlatBuffer]()
+        for flat in stale:
+            (sends if differences and flat.spec.sends_differences else rest).append(flat)
+        with self.schedule.shards.writing(), span("update", "shards in compute dtype"):
+            for flat in rest:
+                master = flat.optimizer_shard.master
+                if master is not None and flat.key not in written:
+                    flat.store_shard(master)
+        handles = []
+        whole = [flat for flat in rest if not flat.sharded and flat.layout.shards > 1]
+        for flat in sends:
+            master = flat.optimizer_shard.master
+            assert master is not None
+            codecs = [flat.spec.gather_codec]
+            key = f"updated {flat.key}"
+            handles.append(flat.axis.all_gather([(flat.full, master)], key, codecs))
+        for several in packs(whole, self.packed_elements):
+            pairs = [(flat.full, flat.shard) for flat in several]
+            last = f"..{several[-1].key}" if len(several) > 1 else ""
+            key = f"updated {several[0].key}{last}"
+            handles.append(several[0].axis.all_gather_packed(pairs, key))
+        with span("wait_all_gather", "updated parameters"):
+            for handle in handles:
+                handle.wait()
+        resident = frozenset(self.schedule.resident)
+        for unit in dict.fromkeys(flat.unit for flat in chosen):
+            if unit.index in resident:
+                # whole across the step on every rank: its values are those of before
+                unit.launch_gather(exact=unit.pins > 0)
+                unit.finish_gather()
+            else:
+                # Here by a graph that this rank has not dropped yet, which keeps the values of
+                # before; other ranks may have none.
+                unit.release(keep_views=True)
+
+    def release(self, gather: bool) -> None:
+        """Release every sharded unit, or with ``gather`` gather it for good (collective)."""
+        for unit in self.units:
+            if unit.sharded and gather:
+                self.schedule.pin(unit)
+            elif unit.sharded:
+                unit.release(keep_views=True)  # on every rank, whatever is still here on this one
+
+    def retire(self) -> None:
+        """Give the parameters up, as :func:`retire_flats` does."""
+        for flat in self.flats:
+            flat.retire()
+
+    def bind(self, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> BoundOptimizer:
+        """``optimizer`` over this rank's segments, with its state where the placement says.
+
+        Raises UnsupportedOptimizerError for one that looks at whole tensors, of which ranks hold
+        parts.
+        """
+        cut = [flat for flat in self.trainable if flat.mesh.axes]
+        if cut and isinstance(optimizer, WholeTensorOptimizer):
+            raise UnsupportedOptimizerError(
+                f"{type(optimizer).__name__} looks at whole tensors, and of "
+                f"{cut[0].layout.slots[0].name} a rank has the part that "
+                f"{' and '.join(cut[0].mesh.axes)} parallelism has cut; take an optimizer that "
+                "updates each element by itself (AdamW, Lion, SGD)"
+            )
+        shards = [flat.optimizer_shard for flat in self.trainable]
+        return BoundOptimizer(
+            optimizer,
+            shards,
+            self.group_of,
+            self.parameters,
+            config.kernels,
+            self.placement.moments,
+            MeshRanks(self.mesh),
+        )
+
+
+class MeshRanks:
+    """The ranks of the shard axis of ``mesh``, as optimizers ask them for what they hold."""
+
+    def __init__(self, mesh: Mesh):
+        self._mesh, self._device, self._axis = mesh, mesh.device, mesh.shard
+        self.rank, self.size = mesh.shard.rank, mesh.shard.size
+
+    def add_up(self, sums: torch.Tensor) -> torch.Tensor:
+        """``sums`` added up over the ranks (collective)."""
+        total = sums.to(self._device, copy=True)
+        self._axis.all_reduce(total, "sums over whole tensors").wait()
+        return total
+
+    def exchange(
+        self, sent: torch.Tensor, sizes: Sequence[int], counts: Sequence[int]
+    ) -> Sequence[torch.Tensor]:
+        """``sizes[rank]`` elements of ``sent`` to each rank, ``counts[rank]`` from each
+        (collective).
+        """
+        handle, received = self._axis.all_to_all(
+            sent.to(self._device), sizes, counts, "parts of matrices"
+        )
+        handle.wait()
+        return received.split(list(counts))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """``value`` of each rank (collective over all ranks)."""
+        every = dict(
+            zip(self._mesh.ranks, self._mesh.all_gather_object(value, "what optimizers keep"))
+        )
+        return [every[rank] for rank in self._axis.ranks]
+
+
+def _gathered_with_the_root(
+    model: nn.Module, mesh: Mesh, policy: Policy, whole: frozenset[str]
+) -> frozenset[int]:
+    """The ids of vectors that all tensor-parallel ranks hold, beside matrices that these cut: in
+    the unit of those they would be a message more for each gather.
+    """
+    if mesh.dims.tensor == 1 or not policy.shards_parameters:
+        return frozenset()
+    named = model.named_parameters()
+    return frozenset(
+        id(p) for name, p in named if p.dim() < 2 and name not in whole and not sharding_of(p).axes
+    )
+
+
+def _groups(
+    optimizer: torch.optim.Optimizer | None,
+    parameters: Mapping[str, nn.Parameter],
+    config: ZeroConfig,
+) -> dict[str, int]:
+    """The group of each parameter that ``optimizer`` trains, by name.
+
+    Raises for an optimizer that flat shards cannot run, before the model is changed.
+    """
+    if optimizer is None:
+        return {}
+    check(optimizer, config.elementwise_optimizers)
+    groups = {
+        id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]
+    }
+    refuse_unknown_params(optimizer, {id(p) for p in parameters.values()})
+    group_of = {
+        name: groups[id(p)] for name, p in parameters.items() if id(p) in groups and p.requires_grad
+    }
+    # state that cannot be carried over is refused before the model is cut up
+    slots = {name: Slot(name, tuple(parameters[name].shape), 0) for name in group_of}
+    collect(optimizer, parameters, slots, group_of)
+    return group_of
+
+
+def retire_flats(model: nn.Module, mesh: Mesh) -> None:
+    """Give the parameters of ``model`` that lie on ``mesh`` back: whole ones become plain, sharded
+    ones stay released until another engine takes them over.
+    """
+    for parameter in model.parameters():
+        flat = owner_of(parameter)
+        if flat is not None and flat.engine_mesh is mesh:
+            flat.retire()
+
+
+def take_native_threads(placement: Placement) -> Callable[[], None]:
+    """Give the native kernels of an offloaded update the share of the cores that ``placement``
+    says; what is returned undoes it.
+    """
+    before = native.threads() if native.available() else 0
+    if not before or not placement.offloads_optimizer or placement.cores >= 1.0:
+        return _nothing
+    native.set_threads(max(1, int(placement.cores * native.default_share().threads)))
+    return partial(native.set_threads, before)
+
+
+def _nothing() -> None:
+    """Nothing was changed."""

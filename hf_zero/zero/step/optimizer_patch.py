@@ -1,0 +1,224 @@
+"""The user's optimizer object under an engine: its steps become the engine's, its groups stay
+live.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+from hf_zero.errors import PartitionError
+from hf_zero.optim.convert import give_back
+from hf_zero.zero.layout.parameter import name_of, owner_of
+
+TAKEN = ("step", "add_param_group", "zero_grad", "state_dict", "load_state_dict")
+# an attribute by which GradScaler.step hands itself to the step of an optimizer, as grad_scaler
+_SUPPORTS_AMP = "_step_supports_amp_scaling"
+
+
+class SegmentStates(defaultdict[Any, dict[str, Any]]):
+    """``optimizer.state``, by segment. Asked for a parameter of the model it raises, where a plain
+    one would make an empty entry.
+
+    ``wait`` returns when no update of what is offloaded is under way; ``restart`` makes all state
+    what it was before the first step, or raises.
+    """
+
+    wait: Callable[[], None] | None = None
+    restart: Callable[[], None] | None = None
+
+    def _wait(self) -> None:
+        if self.wait is not None:
+            self.wait()
+
+    def __getitem__(self, key: Any) -> dict[str, Any]:
+        self._wait()
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._wait()
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self._wait()
+        return super().items()
+
+    def values(self) -> Any:
+        self._wait()
+        return super().values()
+
+    def keys(self) -> Any:
+        self._wait()
+        return super().keys()
+
+    def __len__(self) -> int:
+        self._wait()
+        return super().__len__()
+
+    def __contains__(self, key: object) -> bool:
+        self._wait()
+        return super().__contains__(key)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        self._refuse_parameter(key)
+        self._wait()
+        return super().pop(key, *default)
+
+    def popitem(self) -> tuple[Any, dict[str, Any]]:
+        self._wait()
+        return super().popitem()
+
+    def clear(self) -> None:
+        if self.restart is not None:
+            self.restart()
+        else:
+            super().clear()
+
+    def __missing__(self, key: Any) -> dict[str, Any]:
+        self._refuse_parameter(key)
+        return super().__missing__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._refuse_parameter(key)
+        self._wait()
+        return super().get(key, default)
+
+    @staticmethod
+    def _refuse_parameter(key: Any) -> None:
+        if isinstance(key, torch.Tensor) and owner_of(key) is not None:
+            raise PartitionError(
+                f"optimizer.state[{name_of(key)}]: the optimizer's state is kept in flat buffers, "
+                "sharded over the ranks, and not by "
+                "parameter; read it with hf_zero.safe_get_full_optimizer_state(parameter, "
+                "name) and write it with "
+                "hf_zero.safe_set_full_optimizer_state(parameter, value, name), on all ranks"
+            )
+
+
+def refuse_unknown_params(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
+    """Raise PartitionError if ``optimizer`` holds parameters whose ids are not in ``known``, the
+    model's.
+    """
+    unknown_params = [
+        tuple(p.shape)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if id(p) not in known
+    ]
+    if unknown_params:
+        raise PartitionError(
+            f"the optimizer holds {len(unknown_params)} parameters that are not in the model "
+            f"(shapes {unknown_params[:3]}); "
+            "build it from model.parameters() of the model given to initialize, after the model "
+            "has its final parameters"
+        )
+
+
+def patch_optimizer(optimizer: Any, owner: Any) -> None:
+    """Make ``step`` and ``zero_grad`` of ``optimizer`` those of the engine ``owner``, which it does
+    not keep alive.
+
+    Its state dict is that of this rank's segments, wherever their state is kept.
+    """
+    engine = weakref.ref(owner)
+
+    def step(closure: Any = None, grad_scaler: Any = None) -> None:
+        optimizer._opt_called = True  # what torch's schedulers look for
+        if grad_scaler is not None:
+            raise PartitionError(
+                "torch.amp.GradScaler cannot step under ZeRO: it looks for gradients on "
+                "parameters, and the engine has taken them in; write "
+                '"fp16": {"enabled": true} in the configuration and call '
+                "engine.backward(loss) and engine.step(), which scale and unscale, or make it "
+                "with enabled=False"
+            )
+        if closure is not None:
+            raise PartitionError(
+                "optimizer.step(closure) cannot run under ZeRO: the closure would need a second "
+                "backward; call step() without it"
+            )
+        alive = engine()
+        if alive is not None:
+            alive.step()
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        alive = engine()
+        # scripts with accumulation call it after every micro-batch, as they do step
+        if alive is not None and not alive.window_is_open:
+            alive.zero_grad()
+
+    def add_param_group(group: Any) -> None:
+        raise PartitionError(
+            "add_param_group cannot run after hf_zero.initialize: the layout is fixed; add the "
+            "group before, or destroy() and initialize again"
+        )
+
+    def state_dict() -> dict[str, Any]:
+        alive = engine()
+        if alive is None:
+            return type(optimizer).state_dict(optimizer)
+        with alive.optimizer_step.counted_state() as changed:
+            packed = alive.bound.packed(type(optimizer).state_dict(optimizer))
+            return deepcopy(packed) if changed else packed
+
+    def load_state_dict(state_dict: dict[str, Any]) -> None:
+        alive = engine()
+        if alive is not None:
+            alive.updater.finish()
+            state_dict = alive.bound.fitted(state_dict)
+        type(optimizer).load_state_dict(optimizer, state_dict)
+        watch_state()
+        if alive is not None:
+            alive.bound.unpacked()
+
+    def wait() -> None:
+        alive = engine()
+        if alive is not None and not alive.updates_state:
+            alive.updater.finish()
+
+    def restart() -> None:
+        alive = engine()
+        if alive is not None:
+            alive.optimizer_step.forget_state()
+
+    def watch_state() -> None:
+        optimizer.state = SegmentStates(dict, optimizer.state)
+        optimizer.state.wait, optimizer.state.restart = wait, restart
+
+    watch_state()
+    # a scheduler would otherwise wrap it as a method
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step, optimizer.zero_grad, optimizer.add_param_group = (
+        step,
+        zero_grad,
+        add_param_group,
+    )
+    optimizer.state_dict, optimizer.load_state_dict = state_dict, load_state_dict
+    optimizer.overflow = False
+    step.supports_amp = vars(optimizer).get(_SUPPORTS_AMP)  # type: ignore[attr-defined]
+    setattr(optimizer, _SUPPORTS_AMP, True)
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[Sequence[torch.Tensor]]
+) -> None:
+    """Undo :func:`patch_optimizer`; the groups have their ``parameters`` again, for another engine.
+
+    What the optimizer has learnt went with the engine, and the memory its segments were in.
+    """
+    given = getattr(optimizer.step, "supports_amp", None)
+    for name in (*TAKEN, _SUPPORTS_AMP):
+        optimizer.__dict__.pop(name, None)
+    if given is not None:
+        setattr(optimizer, _SUPPORTS_AMP, given)
+    optimizer.state = defaultdict(dict)
+    for group, given in zip(optimizer.param_groups, parameters):
+        for segment in group["params"]:
+            segment.data = segment.data.new_empty(0)
+        group["params"] = list(given)
+    give_back(optimizer)

@@ -1,0 +1,342 @@
+"""From reduced gradients to new parameters: the norm, clipping, the update of what is on the
+device and of what is offloaded.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from hf_zero.config import ZeroConfig
+from hf_zero.device import kinds
+from hf_zero.device.spans import span
+from hf_zero.errors import OffloadError, PartitionError
+from hf_zero.logging import logger
+from hf_zero.one_bit.steps import OneBitSteps
+from hf_zero.optim.hyperparameters import scaled_rates
+from hf_zero.storage.base import MASTER
+from hf_zero.storage.placement import ShardSpec, room_beside_a_step
+from hf_zero.zero.layout.flat_memory import keeps_master, ways_back
+from hf_zero.zero.layout.gradient_buffer import GradientBuffer
+from hf_zero.zero.layout.precision import Fp16LossScaler
+from hf_zero.zero.layout.unit import Unit
+from hf_zero.zero.reduce.gradient_errors import GradientErrors
+from hf_zero.zero.reduce.gradient_offload import GradientOffload, NoGradientOffload
+from hf_zero.zero.reduce.norm import squared_norm
+from hf_zero.zero.reduce.usage import Usage
+from hf_zero.zero.sharded_model import ShardedModel
+from hf_zero.zero.step.nonfinite_warnings import SanityChecks
+from hf_zero.zero.step.staged_copies import StagedCopies
+from hf_zero.zero.step.update import Updater
+
+
+class OptimizerStep:
+    """Updates the parameters of ``model`` from their reduced gradients with ``optimizer``.
+
+    ``bound`` is None without one; ``updater`` has units where their state is offloaded.
+    """
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        optimizer: torch.optim.Optimizer | None,
+        config: ZeroConfig,
+        scaler: Fp16LossScaler,
+        sanity: SanityChecks,
+    ):
+        mesh, placement = model.mesh, model.placement
+        self.bound: Any = None if optimizer is None else model.bind(optimizer, config)
+        # where gradients leave a GPU
+        self.gradient_offload: GradientOffload | NoGradientOffload = NoGradientOffload()
+        offloads = placement.offloads_optimizer and self.bound is not None
+        if offloads and not kinds.is_host(mesh.device):
+            self.gradient_offload = GradientOffload(mesh.device, placement.take_pinned)
+        widest = max((flat.dtype.itemsize for flat in model.trainable), default=1)
+        copies = StagedCopies(mesh.device, placement.sub_group_size * widest, placement.take_pinned)
+        self.updater = Updater(model.units, mesh, mesh.device, copies, self.gradient_offload)
+        if offloads:
+            model.schedule.on_use = self.updater.used
+        self.usage = Usage(model.trainable, mesh, mesh.device)
+        # to which the gradient is clipped; 0.0: not
+        self.max_norm = float(config.gradient_clipping or 0.0)
+        self.lr_scale = 1.0  # what an update multiplies the learning rates of the groups by
+        # where the momentum travels in one bit
+        self.one_bit = (
+            None
+            if model.one_bit is None
+            else OneBitSteps(
+                model.flats,
+                mesh,
+                self.bound,
+                model.one_bit,
+                config.kernels,
+                model.schedule.computed,
+            )
+        )
+        self.norm: torch.Tensor | None = None  # of the last step, 0-dim on the device
+        self.applied = False  # whether the last step has changed the weights
+        # the engine itself reads and writes the optimizer's state now: no update is waited for
+        self.updates_state = False
+        self.errors = GradientErrors(model.trainable, config.zeropp_loco_param.every, scaler.scale)
+        self._model = model
+        self._scaler = scaler
+        self._sanity = sanity
+        self._kernels = config.kernels
+        # whether gradients that are not finite forbid a step, also where they carry no loss scale
+        self.refuses_infinite = config.precision == "bf16" and config.bf16.check_grad_overflow
+
+    @contextmanager
+    def _updating_state(self) -> Iterator[None]:
+        self.updates_state = True
+        try:
+            yield
+        finally:
+            self.updates_state = False
+
+    def failed_writes(self) -> str:
+        """Which writes of offloaded state have failed in the last update, on any rank; "" if none
+        (collective where something is in files).
+
+        That update is complete all the same: what could not be written stays in memory
+        (storage/buffer_pool.py, the note).
+        """
+        model = self._model
+        if not model.placement.in_files:
+            return ""
+        self.updater.finish()
+        own = model.placement.write_error()
+        if not model.schedule.agree("a look at what was written", int(own is not None)):
+            return ""
+        errors = model.mesh.all_gather_object("" if own is None else str(own), "writes that failed")
+        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
+
+    def refuse_failed_writes(self) -> None:
+        """Raise OffloadError, on all ranks, if writes of the last update have failed on any: no
+        other update begins (collective).
+        """
+        failed = self.failed_writes()
+        if failed:
+            raise OffloadError(
+                f"a write of offloaded state has failed: {failed}. The last step is complete, what "
+                "could not be written is in memory: save a "
+                "checkpoint now, make room or mend the path, and resume"
+            )
+
+    def update_early(self, unit: Unit, steps: int) -> None:
+        """Begin the update of ``unit`` within the backward, after ``steps`` steps.
+
+        Its gradients are complete, and nothing can forbid the step any more.
+        """
+        if unit.offloaded:
+            unit.take_user_writes()
+            with self._updating_state(), scaled_rates(self.bound.groups, self.lr_scale):
+                self.updater.start_early(self.updater.early or self.bound.begin(1.0, steps), unit)
+
+    @torch.no_grad()
+    def gradient_norm(self) -> float:
+        """The norm of the reduced gradient, before clipping, loss scale removed; 0.0 without one
+        (collective).
+        """
+        if not any(flat.gradient.ready for flat in self._model.trainable):
+            return 0.0
+        total = self._squares()
+        for axis in (self._model.mesh.sums.stages, self._model.mesh.sums.each):
+            axis.all_reduce(total, "gradient norm").wait()
+        return float(total.sqrt()) / self._scaler.scale
+
+    def _squares(self, alone: bool = False) -> torch.Tensor:
+        """This rank's part of the square of the gradient norm: fp64, 0-dim. ``alone``: the square
+        as far as it knows it.
+        """
+        by_weight: defaultdict[float, list[GradientBuffer]] = defaultdict(list, {1.0: []})
+        for flat in self._model.trainable:
+            if not flat.gradient.stays_local:
+                by_weight[flat.mesh.weight].append(flat.gradient)
+        device = self._model.mesh.device
+        squares = squared_norm(by_weight.pop(1.0), device, self._kernels)
+        for weight, gradients in by_weight.items():
+            squares = squares + weight * squared_norm(gradients, device, self._kernels)
+        return squares if self.one_bit is None else squares + self.one_bit.squares(alone)
+
+    def update(self, steps: int, may_overflow: bool) -> bool:
+        """One optimizer step from the reduced gradients, after ``steps`` others (collective); True
+        where gradients that are not finite forbade it: those that carry a loss scale, or all by
+        configuration.
+        """
+        assert self.bound is not None
+        model = self._model
+        one_bit, stale = self.one_bit, False
+        if one_bit is None:
+            (total,) = self.usage.agree(self._squares().view(1), steps)
+        else:
+            one_bit.measure()
+            with model.schedule.shards.writing(), self._updating_state():
+                self.take_user_writes()  # which is_stale finds in the masters
+            if one_bit.is_local and not (may_overflow or self.refuses_infinite):
+                total = self._squares(alone=True)  # nothing is sent
+            else:
+                stale = one_bit.is_stale()
+                (total,) = self.usage.agree(self._squares().view(1), steps)
+        scale, limit = self._scaler.scale, self.max_norm
+        self.norm = total.sqrt() / scale
+        if (may_overflow or self.refuses_infinite) and not bool(torch.isfinite(total)):
+            return True
+        if not may_overflow:
+            self._sanity.on_norm(self.norm, steps + 1)
+        divisor = None
+        if limit > 0.0:
+            divisor = scale * ((self.norm + 1e-6) / limit).clamp(min=1.0)
+        elif scale != 1.0:
+            divisor = torch.full((), scale, device=model.mesh.device)
+        with (
+            model.schedule.shards.writing(),
+            self._updating_state(),
+            scaled_rates(self.bound.groups, self.lr_scale),
+        ):  # in fp32 the masters are the shards
+            self.take_user_writes()
+            if one_bit is not None:
+                one_bit.rest()
+            with span("update", "parameters on the device"):
+                written = self.bound.step(divisor, shards=self._shards_to_write())
+            done = [] if one_bit is None else one_bit.step(divisor, stale)
+            if self.updater.units:
+                update = self.updater.early or self.bound.begin(
+                    1.0 if divisor is None else float(divisor), steps
+                )
+                self.updater.start(update)
+        resting = set(done)  # flats whose shards on the device are not written here
+        for flat in model.trainable:
+            if flat.gradient.unused and flat.gradient.all_unused:
+                resting.add(flat)
+            else:
+                flat.user_writes.mark_updated()
+        behind = [
+            flat
+            for flat in model.flats
+            if not flat.optimizer_shard.offloaded and flat not in resting
+        ]
+        model.refresh(behind, model.flats, frozenset(written), differences=True)
+        return False
+
+    def synchronise(self) -> None:
+        """Before whole weights are read: let the weights of all ranks be the same, where steps do
+        not always send what they change (collective).
+        """
+        if self.one_bit is not None:
+            with self._model.schedule.shards.writing(), self._updating_state():
+                self.take_user_writes()
+                self.one_bit.synchronise()
+
+    def complete_state(self) -> None:
+        """Before state is saved: bring what ranks have yet to send of it to its owners
+        (collective).
+        """
+        self.synchronise()
+        if self.one_bit is not None:
+            self.one_bit.fold()
+
+    def counted_state(self) -> AbstractContextManager[bool]:
+        """Inside, the numbers and the tensors of the optimizer's state are those of one step, for
+        what reads them without a save. True: they are others afterwards.
+        """
+        return nullcontext(False) if self.one_bit is None else self.one_bit.counted()
+
+    def forget_state(self) -> None:
+        """Make the optimizer's state what it was before the first step.
+
+        Raises PartitionError where a backward has used it for a part of the model already.
+        """
+        refuse_half_done(self.updater, "optimizer.state.clear()")
+        self.updater.finish()
+        self.bound.forget()
+
+    def take_user_writes(self) -> None:
+        """Take what the script has written to whole parameters over into shards and master
+        weights.
+        """
+        updated_early = self.updater.updated_early
+        for unit in self._model.units:
+            if unit in updated_early:
+                for name in (name for flat in unit.trainable for name in flat.user_writes.names()):
+                    refuse_half_done(self.updater, f"a write to {name}")
+            unit.take_user_writes()
+
+    def _shards_to_write(self) -> dict[str, torch.Tensor]:
+        """Shards that a kernel of the optimizer can write while it has the new masters in
+        registers, by key of their flat.
+        """
+        if not self.bound.takes_shards():
+            return {}
+        here = [
+            flat
+            for flat in self._model.trainable
+            if flat.optimizer_shard.has_own_master
+            and not flat.spec.momentum_blocks
+            and not flat.spec.sends_differences
+            and not flat.optimizer_shard.offloaded
+            and not flat.is_away
+        ]
+        return {flat.key: flat.shard_to_fill() for flat in here}
+
+    def bring_back_what_fits(self) -> None:
+        """After the first step: keep the state of those units on the device that come first and
+        for which it has room (collective).
+        """
+        model = self._model
+        model.placement.measured()
+        self.updater.finish()
+        chunks = [
+            ShardSpec(flat.key, flat.spec.owned_numel, flat.dtype, True)
+            for flat in self._model.trainable
+            if flat.optimizer_shard.offloaded
+        ]
+        names = {
+            name for flat in model.trainable for name in self.bound.tensors(flat.optimizer_shard)
+        } - {MASTER}
+        room = min(
+            model.mesh.all_gather_object(
+                room_beside_a_step(model.mesh.device), "room on the device"
+            )
+        )
+        with_master = {flat.key for flat in model.trainable if keeps_master(flat)}
+        chosen = model.placement.fitting(chunks, len(names), room, with_master)
+        self.bound.bring_back(
+            ways_back([flat for flat in model.trainable if flat.key in chosen], model.mesh.device)
+        )
+        self.updater.refresh()
+        if model.mesh.rank == 0:
+            logger.info(
+                "offload ratio auto: %d of %d flats fit on the device beside the "
+                "first step and stay there",
+                len(chosen),
+                len(chunks),
+            )
+
+    def close(self) -> None:
+        """Wait for the update under way; raises what it has raised."""
+        failure = self.updater.close()
+        if self._model.placement.offloads_anything:
+            # no copy may outlive the host memory that it reads or fills
+            kinds.synchronize(self._model.mesh.device)
+        self.bound = None
+        if failure is not None:  # the values given back are not those of the last step
+            raise failure
+
+
+def refuse_half_done(updater: Updater, what: str) -> None:
+    """Raise PartitionError if a backward has updated a part of the model and no step has
+    followed, which has to come before ``what``.
+    """
+    if updater.early is not None:
+        raise PartitionError(
+            f"{what} comes after a backward that has updated a part of the model already "
+            "(offload_optimizer.update_in_backward) and before "
+            "the step() that updates the rest. Call step() first, or switch update_in_backward "
+            "off; backwards before the last one of a "
+            "step need engine.set_gradient_accumulation_boundary(False). If an exception has "
+            "broken that backward, load a checkpoint"
+        )

@@ -1,0 +1,93 @@
+"""Stopping a job that is asked to end: any rank may be asked, at any time, and all stop after the
+same step.
+
+The answer is agreed through the store (consensus.py), in the one step in which a rank was asked;
+no other step pays for it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.errors import PartitionError
+from hf_zero.logging import log_rank0
+from hf_zero.zero.gather.shared_shards import SharedShards
+
+
+class StopRequests:
+    """Requests to stop, of this rank and of others; see :meth:`hf_zero.Engine.stop_on`."""
+
+    def __init__(self, mesh: Mesh, shards: SharedShards):
+        self.agreed = False  # all ranks stop
+        self._mesh = mesh
+        self._shards = shards
+        self._handlers: list[_Handler] = []
+        self._listens = self._asked = False
+
+    def listen(self, *signals: int) -> None:
+        """Listen for requests from now on, and for ``signals``, which make one."""
+        if signals and threading.current_thread() is not threading.main_thread():
+            raise PartitionError(
+                "stop_on with signals needs the main thread: Python handles signals there alone; "
+                "call stop_on() here and request_stop() from a handler"
+            )
+        self.restore_handlers()
+        self._listens = True
+        self._shards.serve()
+        self._handlers = [_Handler(number, self.request) for number in signals]
+
+    def request(self) -> None:
+        """Ask all ranks to stop after one of the next steps."""
+        if not self._listens:
+            raise PartitionError(
+                "request_stop() reaches only ranks that listen; call engine.stop_on() on every "
+                "rank before training"
+            )
+        self._asked = True
+        if self._mesh.consensus is not None:
+            self._mesh.consensus.steps.request_stop()
+
+    def end_step(self) -> None:
+        """A step is over, on all ranks alike: see what they have agreed on."""
+        before, consensus = self.agreed, self._mesh.consensus
+        self.agreed = before or (self._asked if consensus is None else consensus.steps.stopped)
+        if self.agreed and not before:
+            log_rank0(
+                "a rank was told to stop: all ranks see stop_requested now, after the same step"
+            )
+
+    def restore_handlers(self) -> None:
+        """Give the signals back to what handled them before."""
+        for handler in self._handlers:
+            handler.remove()
+        self._handlers = []
+
+
+class _Handler:
+    """Stands in for what handled ``number`` before."""
+
+    def __init__(self, number: int, request: Callable[[], None]):
+        self._number, self._request, self._pid = number, weakref.WeakMethod(request), os.getpid()
+        self._before = signal.signal(number, self)
+
+    def __call__(self, number: int, frame: Any) -> None:
+        request = self._request()
+        # a child that was forked, a worker of a data loader, is to end as it would
+        if request is None or os.getpid() != self._pid:
+            signal.signal(number, self._before)
+            os.kill(os.getpid(), number)
+            return
+        request()
+        if callable(self._before) and self._before is not signal.default_int_handler:
+            self._before(number, frame)
+
+    def remove(self) -> None:
+        now: Any = signal.getsignal(self._number)
+        if now is self:
+            signal.signal(self._number, self._before)

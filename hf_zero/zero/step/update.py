@@ -1,0 +1,279 @@
+"""The update of what is offloaded: unit by unit on a thread of its own, in the order in which the
+next forward needs them.
+
+[Note: exact and without staleness]
+``engine.step`` returns while units are still being updated. What needs a unit waits for its update:
+a forward as it comes to the unit (``schedule.ensure_gathered``), a gather, a reduction into its
+gradient, and anything that reads its parameters, masters or moments
+(:meth:`OptimizerShard.wait_for_update`; whole parameters are :class:`UpdatingParameter` in
+between). The optimizer's groups were copied when the step began, so that a scheduler may set the
+next learning rate at once. Where the optimizer itself has to step, it does so before
+``engine.step`` returns.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+
+from hf_zero.device import kinds, streams
+from hf_zero.device.spans import span
+from hf_zero.distributed.collective_log import PendingCollective
+from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.optim.sub_group_update import Update
+from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter
+from hf_zero.zero.layout.unit import Unit
+from hf_zero.zero.reduce.gradient_offload import GradientOffload, NoGradientOffload
+from hf_zero.zero.step.staged_copies import StagedCopies
+from hf_zero.zero.step.update_gathers import Gather, UpdateGathers
+from hf_zero.zero.step.update_queue import UpdateQueue
+
+
+class Updater:
+    """Updates the units that have offloaded state; ``copies`` takes new parameters to a GPU.
+
+    ``mesh`` has a dimension of updates where parameters are whole and their state is in chunks:
+    units are then gathered as well, in the order of the model on all ranks
+    (``update_gathers.py``).
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        mesh: Mesh,
+        device: torch.device,
+        copies: StagedCopies,
+        offload: GradientOffload | NoGradientOffload,
+    ):
+        self._all = list(units)
+        self._watchdog = mesh.watchdog
+        self._gathers: UpdateGathers | None = None
+        if mesh.whole.updates is not None:
+            begin = partial(kinds.set_device, device)
+            peers = mesh.whole.updates.peers
+            self._gathers = UpdateGathers(peers, mesh.store_messages("updates"), begin)
+            weakref.finalize(self, self._gathers.close)
+            mesh.issue_before_others(self._gathers.issue_all)
+        self._device = device
+        self._copies = copies
+        self._offload = offload
+        self._pending: dict[Unit, tuple[Future[streams.Event | None], Gather | None]] = {}
+        self._uses: list[Unit] = []  # in the order of the forward under way
+        self._queue = UpdateQueue(device)
+        self.early: Update | None = None  # begun in the backward under way
+        self._started: list[Unit] = []  # by it
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look which units have offloaded flats now."""
+        self._order = [unit for unit in self._all if unit.offloaded]
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """Units whose state is offloaded."""
+        return self._order
+
+    @property
+    def pending(self) -> tuple[Unit, ...]:
+        """Units whose update was begun and not waited for."""
+        return tuple(self._pending)
+
+    @property
+    def updated_early(self) -> Sequence[Unit]:
+        """Units whose update has begun in the backward, and whose step is still to come."""
+        return self._started if self.early is not None else ()
+
+    def used(self, unit: Unit) -> None:
+        """A forward needs ``unit`` now."""
+        if unit in self._order and unit not in self._uses:
+            self._uses.append(unit)
+
+    def start(self, update: Update) -> None:
+        """Begin ``update``, in the order of the last forward; where units are gathered, in that
+        of the model.
+        """
+        if self._gathers is None and self._uses:
+            self._order = self._uses + [unit for unit in self._order if unit not in self._uses]
+        self._uses = []
+        order = [
+            unit
+            for unit in self._order
+            if not all(flat.gradient.all_unused for flat in unit.offloaded)
+        ]
+        if self.early is update:
+            self.early = None
+            self._submit(update, [unit for unit in order if unit not in self._started])
+        else:
+            self.finish()
+            self._submit(update, order)
+        if self._gathers is not None:
+            self._gathers.complete()
+
+    def start_early(self, update: Update, unit: Unit) -> None:
+        """Begin ``update`` with ``unit``, whose gradients have come while the backward goes on.
+        :meth:`start` follows with the rest.
+        """
+        if self.early is not update:
+            self.finish()
+            self.early, self._started = update, []
+        self._started.append(unit)
+        self._submit(update, [unit])
+
+    def drop_early(self) -> None:
+        """The rest of what was begun in a backward will not follow: everything is going to be
+        overwritten.
+        """
+        self.finish()
+        self.early = None
+
+    def _submit(self, update: Update, units: Sequence[Unit]) -> None:
+        units = self._begun_at_once(units)
+        events: list[streams.Event] = []
+        if not kinds.is_host(self._device):
+            # nothing reads the parameters any more
+            events.append(streams.record_event(streams.current_stream(self._device)))
+            beside = streams.shard_stream(self._device)
+            # nor do shards leave the memory that is written
+            events += [streams.record_event(beside)] if beside is not None else []
+            if self._gathers is not None:
+                self._copies.open()
+        for unit in units:
+            for flat in unit.offloaded:
+                update.announce(flat.optimizer_shard)
+        for at in range(update.rounds):
+            for unit in units:
+                self._prepare(update, unit, at, [*events, *self._copied_gradients(unit)])
+            update.combine(at)
+        if update.touches_optimizer:
+            for unit in units:
+                done: Future[streams.Event | None] = Future()
+                done.set_result(self._run(update, unit, [*events, *self._copied_gradients(unit)]))
+                self._add(unit, done)
+                self.finish(unit)
+            return
+        for place, unit in enumerate(units):
+            future: Future[streams.Event | None] = Future()
+            self._add(unit, future)
+            _mark(unit, partial(self.finish, unit), future)
+            # Of those that wait the thread takes the one that the next forward needs first; where
+            # all ranks gather, the first that came.
+            urgency = (
+                self._order.index(unit)
+                if self._gathers is None and update is self.early
+                else len(self._order) + place
+            )
+            run = partial(self._run, update, unit, [*events, *self._copied_gradients(unit)])
+            self._queue.submit(urgency, run, future)
+
+    def _add(self, unit: Unit, future: Future[streams.Event | None]) -> None:
+        """``unit`` is going to be updated, which ``future`` tells, and gathered."""
+        gather = None
+        if self._gathers is not None:
+            messages: dict[MeshDim, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+            for flat in unit.offloaded:
+                axis, own = flat.mesh.updates, flat.full[flat.owned[0] : flat.owned[1]]
+                if axis is not None:
+                    messages.setdefault(axis, []).append((flat.full, own))
+            gather = self._gathers.add(
+                unit.label, list(messages.items()), future, self._copies.stream
+            )
+        self._pending[unit] = future, gather
+
+    def _copied_gradients(self, unit: Unit) -> list[streams.Event]:
+        """The ends of the copies of the gradients of ``unit`` to host memory."""
+        found = [self._offload.event(flat.gradient) for flat in unit.offloaded]
+        return [event for event in found if event is not None]
+
+    def _begun_at_once(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        """``units``, not begun with the one whose gradients are the last to come: that of a
+        model's first unit, as a rule.
+        """
+        if (
+            self._gathers is not None
+            or len(units) < 2
+            or self._offload.last not in [flat.gradient for flat in units[0].trainable]
+        ):
+            return units
+        return [units[1], units[0], *units[2:]]
+
+    def finish(self, unit: Unit | None = None) -> None:
+        """Wait for the update of ``unit``, or of all units. Raises what it has raised."""
+        for each in [unit] if unit is not None else list(self._pending):
+            if each not in self._pending:
+                continue
+            future, gather = self._pending[each]
+            # The threads' own waits are not watched: what a rank waits for is one thing, and this
+            # is it.
+            needs = self._gathers.peers if self._gathers is not None else ()
+            pending = PendingCollective(f"the update of {each.label}", needs=needs)
+            with span("wait_update", each.label), self._watchdog.watching(pending):
+                copied = future.result()
+                self._wait_for(copied)
+                if self._gathers is not None and gather is not None:
+                    self._gathers.wait(gather)
+            if self._pending.pop(each, None) is not None:
+                _unmark(each, copied)
+
+    def _wait_for(self, copied: streams.Event | None) -> None:
+        if copied is not None:
+            streams.current_stream(self._device).wait_event(copied)
+
+    def close(self) -> BaseException | None:
+        """Wait, and end the thread; returns what an update has raised, if one has."""
+        failure: BaseException | None = None
+        for unit in list(self._pending):
+            try:
+                self.finish(unit)
+            except Exception as error:
+                failure = failure or error
+                del self._pending[unit]
+                _unmark(unit)
+        self._queue.close()
+        if self._gathers is not None:
+            self._gathers.close()
+            self._gathers.join()
+        return failure
+
+    @torch.no_grad()
+    def _prepare(self, update: Update, unit: Unit, at: int, ready: Sequence[streams.Event]) -> None:
+        for event in ready:
+            event.synchronize()
+        with span("prepare_update", unit.label):
+            for flat in unit.offloaded:
+                update.prepare(flat.optimizer_shard, at)
+
+    # ---- on the thread of updates ----
+
+    @torch.no_grad()
+    def _run(
+        self, update: Update, unit: Unit, ready: Sequence[streams.Event]
+    ) -> streams.Event | None:
+        copies = self._copies
+        for event in ready:
+            event.synchronize()
+        with span("update", unit.label):
+            for flat in unit.offloaded:
+                place, placed = partial(copies.place, flat), partial(copies.placed, flat)
+                update.run(flat.optimizer_shard, place, placed)
+                flat.end_host_writes()
+        return copies.record()
+
+
+def _mark(unit: Unit, finish: Callable[[], None], future: Future[streams.Event | None]) -> None:
+    for flat in unit.offloaded:
+        flat.optimizer_shard.begin_update(finish, future)
+        if not flat.sharded:
+            flat.handles.turn(OwnedParameter, UpdatingParameter)
+
+
+def _unmark(unit: Unit, copied: streams.Event | None = None) -> None:
+    for flat in unit.trainable:
+        if flat.optimizer_shard.finish_update is not None:
+            flat.optimizer_shard.end_update(copied)
+            if not flat.sharded:
+                flat.handles.turn(UpdatingParameter, OwnedParameter)

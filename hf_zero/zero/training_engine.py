@@ -1,0 +1,390 @@
+"""The engine: forward, backward and step over a model whose parameters, gradients and optimizer
+state are sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.logging import listed, logger
+from hf_zero.zero.access.consolidate import consolidated, whole_state_dict
+from hf_zero.zero.engine_parts import EngineParts
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.tree import map_tensors, tensors_in
+from hf_zero.zero.layout.unit import Unit
+from hf_zero.zero.sharded_model import DTYPES
+from hf_zero.zero.step.optimizer_step import refuse_half_done
+
+# as torch's messages have them
+TORCH_NAMES = {torch.bfloat16: "BFloat16", torch.float16: "Half"}
+
+
+class TrainingEngine(EngineParts):
+    """``model`` under ZeRO: forward, backward, step. :class:`hf_zero.Engine` is one that saves
+    checkpoints, too.
+
+    The loss given to :meth:`backward` (or a plain ``loss.backward()``) is the unscaled loss of one
+    micro-batch on this rank; the engine averages over the accumulation window and over ranks, and
+    scales for fp16. With ``shard_only`` it trains nothing: parameters keep their dtypes, and may be
+    frozen and unfrozen.
+    """
+
+    # ---- forward and backward ----
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.config.precision == "fp16" and self.config.fp16.auto_cast:
+            args, kwargs = map_tensors(
+                (args, kwargs), lambda t: t.half() if t.is_floating_point() else t
+            )
+        with self.step_times.timed("fwd"):
+            try:
+                if not self.config.torch_autocast.enabled:
+                    return self.module(*args, **kwargs)
+                dtype = DTYPES[self.config.torch_autocast.dtype]
+                with torch.autocast(self.device.type, dtype):
+                    return self.module(*args, **kwargs)
+            except RuntimeError as error:
+                self._refuse_uncast(error, args, kwargs)
+                raise
+            except (KeyboardInterrupt, SystemExit):
+                # They pass by the hooks on leaving, whose graph would keep the engine: Python's
+                # collector sees no cycle through a graph.
+                self.backward_pass.hooks.reset()
+                raise
+
+    def _refuse_uncast(self, error: RuntimeError, args: Any, kwargs: Any) -> None:
+        """Raise PartitionError where torch's ``error`` is that inputs are of another dtype than
+        that in which the model computes.
+        """
+        dtype = DTYPES[self.config.precision]
+        if dtype == torch.float32 or TORCH_NAMES[dtype] not in str(error):
+            return
+        named = {f"argument {place}": value for place, value in enumerate(args)} | kwargs
+        others = {
+            name: str(tensor.dtype).removeprefix("torch.")
+            for name, value in named.items()
+            for tensor in tensors_in(value)
+            if tensor.is_floating_point() and tensor.dtype != dtype
+        }
+        if others:
+            told = listed(f"{name} ({other})" for name, other in others.items())
+            raise PartitionError(
+                f"the model computes in {self.config.precision} and its inputs are not cast: "
+                f"{told}; cast them by .to({dtype}), or turn torch_autocast on in place of "
+                f"{self.config.precision} ({error})"
+            ) from error
+
+    def prepare_batch(self, batch: Any) -> Any:
+        """``batch``, a mapping, as training techniques change it for the step that is being
+        trained: sequences of this step's length. For loops that count labels, or compute the loss
+        themselves; a forward does it by itself.
+        """
+        return self.techniques.prepare_batch(batch)
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        """Backpropagate the loss of a micro-batch, a scalar, unscaled, and return it as it is.
+
+        ``scale_wrt_gas=False``: the caller has divided by the accumulation steps (or by the tokens
+        of the window) already.
+        """
+        with self.step_times.timed("bwd"):
+            self.backward_pass.run(loss, retain_graph, None if scale_wrt_gas else 1.0)
+        return loss
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside belong to an accumulation window that goes on: stages 0 and 1 keep their
+        gradients on this rank.
+
+        Stages 2 and 3 keep no whole gradient and reduce in every backward all the same; the result
+        is equal.
+        """
+        self.backward_pass.take_in_unannounced()
+        with self.accumulation.no_sync():
+            yield
+            self.backward_pass.take_in_unannounced()
+
+    @property
+    def in_no_sync(self) -> bool:
+        """Whether a ``no_sync`` block is open."""
+        return not self.accumulation.syncs
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say from outside whether the next backward ends the accumulation window; it holds
+        until said otherwise. Raises UnmanagedWindowError where every step ends one.
+        """
+        self.accumulation.set_boundary(is_boundary)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the backward under way, or the next, ends the accumulation window."""
+        return self.accumulation.ends
+
+    @property
+    def window_is_open(self) -> bool:
+        """Whether micro-batches have been counted that the next update will use."""
+        return self.accumulation.micro_batches > 0 and not self.backward_pass.reducer.spoiled
+
+    def reduce_gradients(self) -> None:
+        """Reduce what backwards have left unreduced (collective); a step does this by itself."""
+        self.backward_pass.reduce()
+        self.backward_pass.reducer.wait()
+
+    @torch.no_grad()
+    def gradient_norm(self) -> float:
+        """The norm of the gradient that the next step will use, before clipping, loss scale
+        removed; 0.0 without one (collective).
+        """
+        self.backward_pass.reduce()
+        return self.optimizer_step.gradient_norm()
+
+    @torch.no_grad()
+    def write_gradient(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:
+        """What ``parameter.grad = value`` does between a backward and the step: every rank passes
+        the whole averaged gradient, or None.
+
+        No communication: each rank keeps its part, and a parameter for which all ranks have None is
+        left as it is by the step.
+        """
+        self.backward_pass.write(flat, name, value)
+
+    # ---- batches ----
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Take another number of micro-batches for a step, from the next window on. Raises
+        ConfigError if it is no whole number, and PartitionError inside a window.
+        """
+        micro = self.train_micro_batch_size_per_gpu() * self.world_size
+        if train_batch_size < 1 or train_batch_size % micro:
+            raise ConfigError(
+                f"a train batch of {train_batch_size} samples is no multiple of the "
+                f"{micro} that all ranks' micro-batches have; choose one"
+            )
+        if self.window_is_open:
+            raise PartitionError(
+                "set_train_batch_size() inside an accumulation window would weigh its "
+                "micro-batches differently; call it after the step that ends the window"
+            )
+        self.set_batches(self.train_micro_batch_size_per_gpu(), train_batch_size // micro)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Say that micro-batches have another number of samples from now on: the loop brings them,
+        the number of micro-batches of a step stays.
+        """
+        self.set_batches(micro_batch_size, self.gradient_accumulation_steps())
+
+    def set_batches(self, micro: int, steps: int) -> None:
+        """Micro-batches of ``micro`` samples, ``steps`` of them in a step, from the next window
+        on.
+        """
+        self.accumulation.steps = steps
+        sizes = {
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": steps,
+            "train_batch_size": micro * steps * self.world_size,
+        }
+        self.config = self.config.override(sizes, "set by the script").resolve(self.world_size)
+
+    # ---- parameters ----
+
+    def gather_on_use(self, unit: Unit) -> bool:
+        """For a parameter that is read while released: gather it if a forward of this engine is
+        under way.
+        """
+        return self.backward_pass.hooks.gather_on_use(unit)
+
+    def gathered(self, unit: Unit) -> AbstractContextManager[None]:
+        """A context in which ``unit`` is whole (collective)."""
+        return self.sharded_model.gathered(unit)
+
+    def hold(self, unit: Unit, node: torch.autograd.graph.Node) -> None:
+        """Keep ``unit``, which is gathered, for the backward of ``node``, which was recorded
+        inside GatheredParameters.
+        """
+        self.backward_pass.hooks.hold(unit, node)
+
+    def take_user_writes(self) -> None:
+        """Take what the script has written to whole parameters over into shards and master
+        weights.
+        """
+        self.optimizer_step.take_user_writes()
+
+    @torch.no_grad()
+    def refresh_params(self, flats: Sequence[FlatBuffer] | None = None) -> None:
+        """Bring parameters up to date with the masters (collective): cast into shards; gather
+        where they are whole.
+        """
+        chosen = self.flats if flats is None else list(flats)
+        self.sharded_model.refresh(chosen, chosen)
+        if flats is None:
+            self.optimizer_step.errors.clear(self.scaler.scale)
+
+    # ---- the step ----
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """At the end of an accumulation window: clip, update, let the scheduler step. Elsewhere:
+        count the micro-batch.
+
+        In fp16 a gradient that overflowed skips the update: weights, optimizer and scheduler stay
+        as they are.
+        """
+        if self.destroyed:
+            raise PartitionError(
+                "step() of an engine that was destroyed; train with another one: "
+                "hf_zero.initialize(model=..., optimizer=...)"
+            )
+        self.backward_pass.reset(counts_only=not self.accumulation.ends_by_step)
+        self.backward_pass.take_in_unannounced()
+        self.sharded_model.guards.check()
+        self.backward_pass.refuse_unusable()
+        optimizer_step, losses = self.optimizer_step, self.backward_pass.losses
+        optimizer_step.applied = False
+        if not self.accumulation.ends_by_step:
+            self._count_micro_batches(1)
+            self.accumulation.micro_batches += 1
+            return
+        if self.bound is None:
+            raise PartitionError(
+                "step() needs an optimizer; pass one to hf_zero.initialize or "
+                "name one in the config"
+            )
+        if self.max_norm:
+            refuse_half_done(
+                self.updater, "gradient clipping that was switched on after the backward"
+            )
+        optimizer_step.refuse_failed_writes()
+        self.backward_pass.reduce_for_step()
+        if not self.config.zero.ignore_unused_parameters:
+            self.backward_pass.refuse_unused()
+        window = self.accumulation
+        self._count_micro_batches(1 if window.managed else window.micro_batches)
+        window.micro_batches = 0
+        overflow = optimizer_step.update(self.global_steps, losses.may_overflow)
+        self._publish_events()
+        self.schedule.meet()
+        self.stop_requests.end_step()
+        self.backward_pass.reducer.clear()
+        scaler = losses.update_scale(overflow)
+        optimizer_step.errors.end_step(self.global_steps + 1, overflow, scaler.scale)
+        if self.optimizer is not None:
+            self.optimizer.overflow = overflow
+        self.publish_scale()
+        if self.sharded_model.placement.measures and not overflow:
+            optimizer_step.bring_back_what_fits()
+        self.counters.global_steps += 1
+        self.counters.skipped_steps += overflow
+        optimizer_step.applied = not overflow
+        if overflow and optimizer_step.refuses_infinite:
+            logger.warning(
+                "step %d skipped: its gradients are not finite; look at the loss, the learning "
+                "rate and the batches of this step",
+                self.global_steps,
+            )
+        elif overflow and scaler.at_floor:
+            logger.warning(
+                "step %d skipped: fp16 gradients overflow at the smallest loss scale, %g; the loss "
+                "or the learning rate has diverged",
+                self.global_steps,
+                scaler.scale,
+            )
+        # one that takes a metric is the script's to step
+        own = self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau)
+        if own and not overflow:
+            self.lr_scheduler.step()
+        self.techniques.end_step()
+
+    def _publish_events(self) -> None:
+        """Publish what the other ranks are to see when all meet at the end of this step."""
+
+    def _count_micro_batches(self, count: int) -> None:
+        self.counters.micro_steps += count
+        samples = self.train_micro_batch_size_per_gpu() * self.world_size
+        self.counters.global_samples += samples * count
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, those of the accumulation window too. Its count of micro-batches
+        stays, if the engine manages it; :meth:`restart_window` begins it anew.
+        """
+        self.backward_pass.reset()
+        refuse_half_done(self.updater, "zero_grad()")
+        self.backward_pass.reducer.clear()
+        self.backward_pass.losses.forget()
+        if not self.accumulation.managed:  # counts what a step would use
+            self.accumulation.micro_batches = 0
+
+    def restart_window(self) -> None:
+        """Forget all gradients and begin the accumulation window anew: the next micro-batch is its
+        first. Every rank must call it, or none.
+        """
+        self.zero_grad()
+        self.accumulation.micro_batches = 0
+
+    def compile(
+        self,
+        backend: str = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Compile each block's forward as ``compile: blocks`` does, with these arguments of
+        torch.compile; gathers stay outside.
+        """
+        self.patches.compile(backend, **{**(compile_kwargs or {}), **options})
+
+    # ---- whole values, stopping ----
+
+    def consolidated(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole parameters on the CPU, one unit at a time, under their first names (collective:
+        exhaust it on every rank).
+        """
+        return consolidated(self, dtype)
+
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, rank0_only: bool = False, **kwargs: Any
+    ) -> dict[str, Any] | None:
+        """The consolidated model's state dict, as the bare model's. Collective at stage 3.
+
+        ``rank0_only``: others get None, and hold one unit at a time.
+        """
+        if rank0_only:
+            return whole_state_dict(self, everywhere=False)
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As ``load_state_dict`` of the bare model, over whole values (collective at stage 3)."""
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def stop_on(self, *signals: int) -> None:
+        """Listen for signals, and for :meth:`request_stop`, from now on. Every rank must call it
+        before the next step; after each, ``if engine.stop_requested``, save and leave.
+
+        A signal among ``signals`` no longer ends this process. What handled it before is called
+        too, and comes back with another ``stop_on()`` or at ``destroy``. Needs the main thread if
+        there are signals.
+        """
+        self.stop_requests.listen(*signals)
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop after one of the next steps.
+
+        One rank is enough; signal handlers may call it.
+        """
+        self.stop_requests.request()
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a rank was asked to stop.
+
+        It changes at the end of a step, on all ranks at that of the same one.
+        """
+        return self.stop_requests.agreed

@@ -1,0 +1,98 @@
+"""What a gradient buffer holds after each of its moves, and what a script's write reaches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_zero.zero.layout.flat_layout import FlatLayout
+from hf_zero.zero.layout.flat_spec import FlatSpec
+from hf_zero.zero.layout.gradient_buffer import GradientBuffer, GradState
+from hf_zero.zero.reduce.gradient_offload import NoGradientOffload
+
+WHOLE, OWNED = 16, (8, 16)  # elements, of which rank 1 of 2 owns the second half
+
+
+def buffer(whole: bool = True, offloaded: bool = False) -> GradientBuffer:
+    layout = FlatLayout.build([("a", (6,)), ("b", (10,))], 2)
+    made = GradientBuffer(
+        FlatSpec(0, "key", layout, torch.float32, True, False, False, True, OWNED)
+    )
+    shard = torch.zeros(8) if offloaded or not whole else None
+    made.allocate(shard, torch.zeros(WHOLE) if whole else None, offloaded=offloaded)
+    return made
+
+
+def test_the_shard_is_a_part_of_the_accumulated_gradient_unless_it_is_offloaded() -> None:
+    made, apart = buffer(), buffer(offloaded=True)
+    for each in (made, apart):
+        assert each.accumulated_grad is not None and each.shard is not None
+        each.accumulated_grad[8:] = 3.0
+    assert made.shard is not None and made.shard.eq(3).all()
+    assert apart.shard is not None and not apart.shard.any()
+
+
+def test_a_reduction_of_later_gradients_is_added_to_the_first() -> None:
+    """One average is not averaged again: it is set aside, and added to the next."""
+    made = buffer()
+    assert made.accumulated_grad is not None and made.shard is not None
+    made.mark_accumulated(0b01)
+    assert made.state is GradState.UNREDUCED and not made.has_reduced
+    made.shard.fill_(2.0)  # the result of the first reduction
+    made.mark_reduced()
+    made.keep_reduced()
+    made.mark_accumulated(0b10)
+    assert made.state is GradState.BOTH and not made.adds_to_shard
+    assert made.used == made.all_used == 0b11
+    made.accumulated_grad.fill_(5.0)
+    made.mark_reduced()
+    assert made.state is GradState.REDUCED and made.shard.eq(7).all() and made.pending_grad is None
+    made.clear()
+    assert made.state is GradState.EMPTY and not made.holds_gradient and made.used == 0
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_shard_of_its_own_is_added_to_by_the_reduction(whole: bool) -> None:
+    made = buffer(whole, offloaded=True)
+    made.mark_reduced()
+    made.keep_reduced()
+    assert made.adds_to_shard and made.pending_grad is None
+
+
+def test_a_write_replaces_what_is_reduced_and_what_is_not_counts_once() -> None:
+    """After it the gradient is the value: in unreduced gradients, where there are any."""
+    value = torch.arange(10.0)
+    made = buffer()
+    assert made.accumulated_grad is not None and made.shard is not None
+    made.shard.fill_(9.0)
+    made.mark_reduced()
+    made.write("b", value, 0.5, 2.0)  # 4 elements of b are rank 0's: 6 to 8 of the buffer
+    assert made.shard.tolist() == (2 * value[2:]).tolist()
+    made.keep_reduced()
+    made.mark_accumulated()
+    made.write("b", value, 0.5, 2.0)
+    assert made.pending_grad is not None and not made.pending_grad.any()
+    assert made.accumulated_grad[6:].tolist() == (0.5 * value).tolist()
+    made.write("b", None, 0.5, 2.0)
+    assert not made.accumulated_grad[6:].any() and made.used == 0
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_an_upcast_keeps_what_is_held(holds: bool) -> None:
+    made = buffer()
+    made.allocate(None, torch.full((WHOLE,), 1.5, dtype=torch.bfloat16), True)
+    made._others = [made]
+    if holds:
+        made.mark_accumulated()
+    made.upcast()
+    assert made.accumulated_grad is not None and made.shard is not None
+    assert made.accumulated_grad.dtype == torch.float32 and not made.upcast_on_accumulate
+    assert made.shard.data_ptr() == made.accumulated_grad[8:].data_ptr()
+    assert made.accumulated_grad.eq(1.5 if holds else 0.0).all()
+
+
+def test_a_gradient_that_stays_is_put_into_its_shard_at_once() -> None:
+    made, copies = buffer(), NoGradientOffload()
+    copies.send(made, torch.full((8,), 2.0), accumulate=False, scale=0.5)
+    copies.send(made, torch.full((8,), 2.0), accumulate=True, scale=3.0)
+    assert made.shard is not None and made.shard.eq(7).all()

@@ -1,0 +1,226 @@
+"""Tensors are found and replaced wherever modules may put them; what holds none, or did not
+change, stays the same object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, defaultdict, namedtuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import BatchEncoding
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hf_zero.zero.layout.tree import map_tensors, tensors_in
+
+Untyped = namedtuple("Untyped", ["a", "b"])
+
+
+class Typed(NamedTuple):
+    values: torch.Tensor
+    names: tuple[str, ...] = ("x",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    hidden: torch.Tensor
+    rest: Any = None
+
+
+@dataclasses.dataclass
+class Counting:
+    hidden: torch.Tensor
+    seen: int = dataclasses.field(default=7, init=False)
+
+
+class Labelled(OrderedDict):
+    """A dict class of its own."""
+
+
+def t(value: float) -> torch.Tensor:
+    return torch.full((2,), float(value))
+
+
+def plus_ten(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor + 10
+
+
+def firsts(value: Any) -> list[float]:
+    return [float(tensor.flatten()[0]) for tensor in tensors_in(value)]
+
+
+CONTAINERS: dict[str, Any] = {
+    "a tensor": t(1),
+    "tuple": (t(1), "s", t(2)),
+    "list": [t(1), None, [t(2)]],
+    "dict": {"a": t(1), "b": {"c": t(2)}},
+    "ordered dict": OrderedDict(b=t(1), a=t(2)),
+    "default dict": defaultdict(list, {"a": t(1)}),
+    "a dict class": Labelled(x=t(1), y=3),
+    "namedtuple": Untyped(t(1), {"c": t(2)}),
+    "typed namedtuple": Typed(t(1)),
+    "dataclass": Frozen(t(1), [t(2)]),
+    "dataclass with a field of its own": Counting(t(1)),
+    "struct sequence of torch": torch.max(torch.tensor([[1.0, 0.5]]), dim=1),
+    "model output": CausalLMOutputWithPast(loss=t(1), logits=t(2), hidden_states=(t(3), t(4))),
+    "all of them": [
+        Untyped(Typed(t(1)), OrderedDict(k=(t(2), Frozen(t(3), {"z": [t(4)]})))),
+        {"e": (), "f": t(5)},
+    ],
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_every_tensor_is_replaced_and_the_container_keeps_its_class(name: str) -> None:
+    value = CONTAINERS[name]
+    before = firsts(value)
+    changed = map_tensors(value, plus_ten)
+    assert type(changed) is type(value) and changed is not value
+    assert firsts(changed) == [number + 10 for number in before] and before
+    assert firsts(value) == before, "the original was changed"
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_nothing_changed_is_the_same_object(name: str) -> None:
+    value = CONTAINERS[name]
+    assert map_tensors(value, lambda tensor: tensor) is value
+
+
+def test_only_the_changed_branch_is_rebuilt() -> None:
+    kept, other = {"a": t(1)}, [t(2)]
+    changed = map_tensors(
+        (kept, other), lambda tensor: tensor + 1 if tensor is other[0] else tensor
+    )
+    assert changed[0] is kept and changed[1] is not other and float(changed[1][0][0]) == 3
+
+
+def test_in_place_lists_and_dicts_stay_the_objects_that_were_passed() -> None:
+    """Whoever passed a list may wait for what a module appends to it."""
+    inner, outer = [t(1)], {"a": t(2), "b": 3}
+    given = (inner, outer, [t(3), inner])
+    changed = map_tensors(given, plus_ten, in_place=True)
+    assert changed[0] is inner and changed[1] is outer and changed[2] is given[2]
+    assert (
+        float(inner[0][0]) >= 11
+        and float(outer["a"][0]) == 12
+        and float(given[2][0][0]) == 13
+        and outer["b"] == 3
+    )
+    frozen = Frozen(t(1), inner)
+    assert (
+        map_tensors(frozen, plus_ten, in_place=True).rest is inner and float(frozen.hidden[0]) == 1
+    )
+
+
+def test_the_rest_of_a_container_survives() -> None:
+    assert list(map_tensors(OrderedDict(b=t(1), a=3), plus_ten)) == ["b", "a"]
+    assert map_tensors(defaultdict(list, {"a": t(1)}), plus_ten).default_factory is list
+    assert map_tensors(Typed(t(1), ("n",)), plus_ten).names == ("n",)
+    assert map_tensors(Counting(t(1)), plus_ten).seen == 7
+    output = map_tensors(CausalLMOutputWithPast(loss=None, logits=t(2)), plus_ten)
+    assert (
+        output.loss is None
+        and list(output) == ["logits"]
+        and float(output[0][0]) == 12
+        and float(output.logits[0]) == 12
+    )
+
+
+def test_a_model_output_keeps_keys_and_attributes_that_are_no_fields() -> None:
+    output = CausalLMOutputWithPast(loss=t(1), logits=t(2))
+    output["aux"], output.note = t(3), "kept"
+    changed = map_tensors(output, plus_ten)
+    assert (
+        list(changed) == ["loss", "logits", "aux"]
+        and changed.note == "kept"
+        and changed.attentions is None
+    )
+    assert (
+        [float(changed[index][0]) for index in range(3)]
+        == [11, 12, 13]
+        == [float(changed[key][0]) for key in changed]
+    )
+    assert (
+        float(changed.logits[0]) == 12
+        and float(output.logits[0]) == 2
+        and float(output["aux"][0]) == 3
+    )
+
+
+OTHERS = [
+    3,
+    2.5,
+    "text",
+    b"raw",
+    None,
+    True,
+    1j,
+    torch.float16,
+    torch.device("cpu"),
+    torch.Size([2]),
+    {1, 2},
+    range(3),
+    len,
+    Frozen,
+]
+
+
+@pytest.mark.parametrize("value", OTHERS, ids=repr)
+def test_what_holds_no_tensor_is_left_alone(value: Any) -> None:
+    assert map_tensors(value, plus_ten) is value
+    unknown: list[Any] = []
+    assert list(tensors_in(value, unknown)) == []
+    assert unknown in ([], [value])
+
+
+def test_sets_are_searched() -> None:
+    assert firsts({t(4)}) == [4] and firsts(frozenset([t(5)])) == [5]
+
+
+class Cache:
+    """An object that carries tensors, as transformers' caches do."""
+
+    def __init__(self) -> None:
+        self.keys = [t(1), t(2)]
+        self.deeper = SimpleNamespace(hidden=t(3))
+
+
+def test_unknown_objects_are_searched_one_level_and_reported() -> None:
+    cache, unknown = Cache(), []
+    assert firsts({"cache": cache, "x": t(9)}) == [1, 2, 9]
+    list(tensors_in({"cache": cache}, unknown))
+    assert unknown == [cache]
+    assert map_tensors(cache, plus_ten) is cache
+
+
+def test_a_tokenizers_batch_is_searched() -> None:
+    assert firsts(BatchEncoding({"input_ids": t(1), "mask": t(2)})) == [1, 2]
+
+
+NESTED = st.recursive(
+    st.one_of(st.integers(0, 99).map(t), st.none(), st.text(max_size=2)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+        st.tuples(inner, inner).map(lambda pair: Untyped(*pair)),
+        st.tuples(st.integers(0, 99).map(t), inner).map(lambda pair: Frozen(*pair)),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(NESTED)
+def test_mapping_visits_what_searching_finds(value: Any) -> None:
+    visited: list[torch.Tensor] = []
+    changed = map_tensors(value, lambda tensor: visited.append(tensor) or tensor + 10)
+    found = list(tensors_in(value))
+    assert [id(tensor) for tensor in visited] == [id(tensor) for tensor in found]
+    assert firsts(changed) == [float(tensor[0]) + 10 for tensor in found]
+    assert (changed is value) == (not found)
