@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.logging import in_units
 from hf_zero.planning.plan import MemoryPlan
-from hf_zero.sizes import in_units
 
 REPORTED = (500_000_000, 700_000_000)  # bytes of one, as users report of some machines
 

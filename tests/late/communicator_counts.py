@@ -15,8 +15,8 @@ from tests.late import device, families, pipelines, training
 import torch  # isort: skip
 import hf_zero  # isort: skip
 from hf_zero.distributed import world_group  # isort: skip
-from hf_zero.hosts.reaching import free_port  # isort: skip
-from hf_zero.estimate import estimate  # isort: skip
+from hf_zero.launch.reaching import free_port  # isort: skip
+from hf_zero.planning.estimate import estimate  # isort: skip
 from hf_zero.planning.communicators import communicators  # isort: skip
 from hf_zero.planning.plan import MemoryPlan  # isort: skip
 
