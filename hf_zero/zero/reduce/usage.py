@@ -85,7 +85,10 @@ class Usage:
             )
             if not complete:
                 handle.wait()
-        self._learn(self._flats, None if complete else words)
+        if complete:
+            _mark_idle(self._flats)
+        else:
+            self._read(self._flats, words)
         return numbers
 
     def missing(self) -> list[str]:
@@ -123,7 +126,10 @@ class Usage:
         each, repeats, _ = self._mesh.sums
         if each.size > 1 and repeats.size > 1:
             repeats.all_reduce(words, f"used parameters of {unit.label}", ordered=True).wait()
-        self._learn(unit.trainable, None if _complete(unit.trainable) else words)
+        if _complete(unit.trainable):
+            _mark_idle(unit.trainable)
+        else:
+            self._read(unit.trainable, words)
 
     def drop(self) -> None:
         """Wait for what was sent and not received: nothing needs it."""
@@ -131,15 +137,7 @@ class Usage:
             handle.wait()
         self._units.clear()
 
-    def _learn(self, flats: Sequence[FlatBuffer], total: torch.Tensor | None) -> None:
-        """Tell ``flats`` which of their parameters are unused: by the message ``total``, or without
-        it by what is idle.
-        """
-        if total is None:
-            for flat in flats:
-                if flat.gradient.idle and not flat.gradient.all_unused:
-                    flat.gradient.set_unused(_names(flat, flat.gradient.idle))
-            return
+    def _read(self, flats: Sequence[FlatBuffer], total: torch.Tensor) -> None:
         for flat, counts in zip(flats, self._counts(flats, total)):
             gradient = flat.gradient
             if gradient.unused and gradient.all_unused:
@@ -195,6 +193,13 @@ def _both(
     if one is None or one is other:
         return other
     return {flat: bits & other[flat] for flat, bits in one.items() if flat in other}
+
+
+def _mark_idle(flats: Sequence[FlatBuffer]) -> None:
+    """What is idle in ``flats`` is unused."""
+    for flat in flats:
+        if flat.gradient.idle and not flat.gradient.all_unused:
+            flat.gradient.set_unused(_names(flat, flat.gradient.idle))
 
 
 def _names(flat: FlatBuffer, bits: int) -> frozenset[str]:
