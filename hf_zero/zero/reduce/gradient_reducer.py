@@ -186,7 +186,7 @@ class GradientReducer:
         if self._gathers is not None and self.learns:
             backward.shown.depths[unit.index] = self._gathers.issued
         if not self._reduces_now:
-            self._accumulate(unit)
+            backward.shown.brought |= self._intake.accumulate(unit, self._batch)
 
     def advance(self) -> None:
         """Launch the reductions whose turn it is and for which nothing can come any more on this
@@ -259,7 +259,7 @@ class GradientReducer:
             self._usage.drop()
         else:
             for unit in backward.units:
-                self._accumulate(unit)
+                backward.shown.brought |= self._intake.accumulate(unit, self._batch)
         self.backwards += backward.shown.brought
         self.idle.end_backward()
         if self._batch.reduces:
@@ -429,7 +429,7 @@ class GradientReducer:
         if self._policy.reduces_every_backward:
             unit.await_gradients()
         else:
-            self._accumulate(unit)
+            self._pass.shown.brought |= self._intake.accumulate(unit, batch)
         # the update of the unit may begin as soon as its gradients are here
         if batch.on_reduced is not None:
             for flat in unit.trainable:
@@ -448,9 +448,6 @@ class GradientReducer:
             self._pass.shown.brought |= used > 0
             after = self._intake.scaling.after(batch.weight, on_the_wire=True)
             self._reductions.add(flat, wire, wire, after * flat.mesh.gain)
-
-    def _accumulate(self, unit: Unit) -> None:
-        self._pass.shown.brought |= self._intake.accumulate(unit, self._batch)
 
     @property
     def local_scale(self) -> float:

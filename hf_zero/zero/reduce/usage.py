@@ -68,9 +68,10 @@ class Usage:
         sums, repeats, stages = self._mesh.sums
         stages.all_reduce(numbers, "gradient norm of stages").wait()
         complete = _complete(self._flats)
+        idle = [flat for flat in self._flats if flat.gradient.idle]
         words = (
             self._all
-            if complete and not any(flat.gradient.idle for flat in self._flats)
+            if complete and not idle
             else self._message(self._flats, [flat.gradient.used for flat in self._flats])
         )
         if sums.size > 1:
