@@ -11,49 +11,31 @@ A script that needs packages which are not installed is left out, and they are n
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
 import os
-import random
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-WORDS = [
-    "the",
-    "cat",
-    "dog",
-    "bird",
-    "tree",
-    "house",
-    "river",
-    "sees",
-    "likes",
-    "finds",
-    "eats",
-    "old",
-    "small",
-    "red",
-    "green",
-    "and",
-    "of",
-]
-SAMPLES = 48
+from packaging.requirements import Requirement
+
 MINUTES = 10
 
 
 @dataclass(frozen=True)
 class Case:
     """One run: ``command`` starts in ``folder`` of the checkout ``repository``. ``{work}`` in it is
-    the folder of models and data, ``{stage}`` the stage of ZeRO. ``losses`` matches the losses
-    that the run prints. ``stubs`` are modules of GPU libraries, made empty;
-    ``before`` is a case whose result it starts from, in ``{work}/before``;
-    ``moved`` are names that the installed transformers has elsewhere: "where it was from where".
+    the folder of models and data (``data``: which), ``{stage}`` the stage of ZeRO. ``losses``
+    matches the losses that the run prints. ``packages`` are requirements on what is installed,
+    ``paths`` folders of the checkout to import from, ``variables`` those of the environment,
+    ``files`` configurations that users write, by name in ``{work}``. ``stubs`` are modules of
+    libraries that need a GPU, made empty, and ``starts`` statements that each process runs first;
+    ``before`` is a case whose result it starts from, in ``{work}/before``.
     """
 
     name: str
@@ -63,98 +45,13 @@ class Case:
     losses: str
     packages: Sequence[str] = ()
     stubs: Sequence[str] = ()
-    moved: Sequence[str] = ()
+    starts: Sequence[str] = ()
+    paths: Sequence[str] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    data: str = "language"
     before: str = ""
     stages: Sequence[int] = (2, 3)
-
-
-def sentence(draw: random.Random) -> str:
-    return " ".join(draw.choices(WORDS, k=draw.randint(6, 14)))
-
-
-def prepare(work: Path) -> None:
-    """Write a tokenizer, tiny models and data into ``work``."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import (
-        GPT2Tokenizer,
-        LlamaConfig,
-        LlamaForCausalLM,
-        OPTConfig,
-        OPTForCausalLM,
-        OPTModel,
-    )
-
-    draw = random.Random(0)
-    texts = [sentence(draw) for _ in range(400)]
-    bare = Tokenizer(models.BPE())
-    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bare.decoder = decoders.ByteLevel()
-    special = ["<pad>", "<s>", "<|endoftext|>"]
-    bare.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=400,
-            special_tokens=special,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        ),
-    )
-    tokenizer = GPT2Tokenizer(
-        tokenizer_object=bare,
-        pad_token=special[0],
-        bos_token=special[1],
-        eos_token=special[2],
-        unk_token=special[2],
-    )
-    tokenizer.chat_template = (
-        "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    )
-    ids = {
-        "vocab_size": len(tokenizer),
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
-    opt = OPTConfig(
-        hidden_size=32,
-        word_embed_proj_dim=32,
-        ffn_dim=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-        **ids,
-    )
-    llama = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        **ids,
-    )
-    for name, model in (
-        ("opt", OPTForCausalLM(opt)),
-        ("opt-base", OPTModel(opt)),
-        ("llama", LlamaForCausalLM(llama)),
-    ):
-        model.save_pretrained(work / name)
-        tokenizer.save_pretrained(work / name)
-        bare.model.save(str(work / name))  # vocab.json and merges.txt, which old scripts copy
-    rows = [
-        {
-            "prompt": f"Human: {sentence(draw)} Assistant:",
-            "chosen": f" {sentence(draw)}",
-            "rejected": f" {sentence(draw)}",
-            "input": sentence(draw),
-            "output": sentence(draw),
-        }
-        for _ in range(SAMPLES)
-    ]
-    (work / "data").mkdir()
-    for split in ("train", "eval"):
-        (work / "data" / f"{split}.json").write_text(json.dumps(rows))
-    (work / "data" / "sft.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
 LAUNCH = (sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2")
@@ -166,9 +63,56 @@ CHAT = (
     *("--zero_stage", "{stage}", "--deepspeed", "--output_dir", "{work}/out"),
 )
 CHAT_FOLDER = "applications/DeepSpeed-Chat"
-NO_INIT = (
-    "transformers.modeling_utils.no_init_weights from transformers.initialization.no_init_weights",
+NO_INIT = (  # where it was
+    "import transformers.modeling_utils, transformers.initialization",
+    "transformers.modeling_utils.no_init_weights = transformers.initialization.no_init_weights",
 )
+NO_DEVICE = (
+    "import torch",
+    "torch.cuda.set_device = lambda device: None",
+    "torch.cuda.current_device = lambda: 'cpu'",
+    "torch.cuda.synchronize = lambda: None",
+)
+NO_MEMORY_COUNTERS = (
+    "import torch",
+    "torch.cuda.current_device = lambda: 0",
+    "torch.cuda.max_memory_reserved = torch.cuda.max_memory_allocated = lambda device=None: 0",
+)
+# A wheel of torchvision that was built for GPUs has no operators beside torch for the CPU.
+NO_OPERATORS = (
+    "import torch",
+    "torch.library.define('torchvision::nms', '(Tensor a, Tensor b, float c) -> Tensor')",
+    "torch.library.define('torchvision::qnms', '(Tensor a, Tensor b, float c) -> Tensor')",
+)
+BF16_WITHOUT_GPU = (
+    "import transformers.training_args",
+    "transformers.training_args.is_torch_bf16_gpu_available = lambda: True",
+)
+AXOLOTL = """base_model: {work}/llama
+datasets: [{path: "{work}/instructions/local.json", ds_type: json, type: alpaca}]
+dataset_prepared_path: {work}/prepared
+val_set_size: 0
+output_dir: {work}/out
+sequence_len: 256
+micro_batch_size: 4
+gradient_accumulation_steps: 1
+max_steps: 8
+num_epochs: 1
+optimizer: adamw_torch
+lr_scheduler: cosine
+learning_rate: 0.001
+bf16: true
+logging_steps: 1
+attn_implementation: eager
+special_tokens: {pad_token: <pad>}
+deepspeed: deepspeed_configs/zero3_bf16.json
+"""
+TRAINER_LOSSES = r"'loss': '?([0-9.]+)"
+SFT = (
+    *("--learning_rate", "1e-3", "--max_steps", "8", "--per_device_train_batch_size", "4"),
+    *("--bf16", "true", "--use_cpu", "true", "--logging_steps", "1", "--report_to", "none"),
+)
+ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch")
 FLASH = (
     "flash_attn.utils.distributed: all_gather",
     "flash_attn.bert_padding: index_first_axis pad_input rearrange unpad_input",
@@ -186,7 +130,7 @@ CASES = (
         ),
         r"loss[ =:]+(?:tensor\()?([0-9.]+)",
         ("datasets", "tensorboard"),
-        moved=NO_INIT,
+        starts=NO_INIT,
     ),
     Case(
         "deepspeed-chat step 1, LoRA",
@@ -201,7 +145,7 @@ CASES = (
         ),
         r"loss[ =:]+(?:tensor\()?([0-9.]+)",
         ("datasets", "tensorboard"),
-        moved=NO_INIT,
+        starts=NO_INIT,
     ),
     Case(
         "deepspeed-chat step 2",
@@ -216,7 +160,7 @@ CASES = (
         ),
         r"loss[ =:]+(?:tensor\()?([0-9.]+)",
         ("datasets", "tensorboard"),
-        moved=NO_INIT,
+        starts=NO_INIT,
     ),
     Case(
         "deepspeed-chat step 3",
@@ -237,7 +181,7 @@ CASES = (
         ),
         r"Actor Loss: (-?[0-9.]+)",
         ("datasets", "tensorboard"),
-        moved=NO_INIT,
+        starts=NO_INIT,
         before="deepspeed-chat step 2",
     ),
     Case(
@@ -268,6 +212,93 @@ CASES = (
         r"gpt_loss=([0-9.]+)",
         ("datasets", "torchdata", "pylatexenc", "sympy", "peft", "aiohttp"),
         stubs=FLASH,
+        starts=NO_DEVICE,
+    ),
+    Case(
+        "alignment-handbook sft",
+        "alignment-handbook",
+        "",
+        (
+            *ACCELERATE,
+            *("--config_file", "recipes/accelerate_configs/zero3.yaml", "--num_processes", "2"),
+            *("scripts/sft.py", "--model_name_or_path", "{work}/llama", "--eval_strategy", "no"),
+            *("--dataset_name", "{work}/chat", "--output_dir", "{work}/out", *SFT),
+        ),
+        TRAINER_LOSSES,
+        ("trl<1", "datasets"),
+        paths=("src",),
+        stages=(3,),
+    ),
+    Case(
+        "llama-factory sft",
+        "LLaMA-Factory",
+        "",
+        (
+            *TORCHRUN,
+            *("src/train.py", "--stage", "sft", "--do_train", "true", "--finetuning_type", "full"),
+            *("--deepspeed", "examples/deepspeed/ds_z{stage}_config.json", "--template", "default"),
+            *("--model_name_or_path", "{work}/llama", "--dataset_dir", "{work}/instructions"),
+            *("--dataset", "local", "--cutoff_len", "64", "--output_dir", "{work}/out", *SFT),
+            *("--disable_gradient_checkpointing", "true"),  # its own asks for transformers <= 5.8
+        ),
+        TRAINER_LOSSES,
+        ("trl<1", "datasets", "omegaconf", "av", "einops", "sentencepiece", "torchdata"),
+        paths=("src",),
+        stubs=("torchaudio: load",),
+        starts=NO_OPERATORS,
+        variables={"DISABLE_VERSION_CHECK": "1"},
+    ),
+    Case(
+        "axolotl sft",
+        "axolotl",
+        "",
+        (*TORCHRUN, "-m", "axolotl.cli.train", "{work}/axolotl.yaml"),
+        TRAINER_LOSSES,
+        ("axolotl", "axolotl-contribs-lgpl", "axolotl-contribs-mit", "trl<1.9", "bitsandbytes"),
+        starts=BF16_WITHOUT_GPU,
+        paths=("src",),
+        variables={"AXOLOTL_DO_NOT_TRACK": "1", "ACCELERATE_USE_CPU": "1"},
+        files={"axolotl.yaml": AXOLOTL},
+        stages=(3,),
+    ),
+    Case(
+        "open-instruct sft",
+        "open-instruct",
+        "",
+        (
+            *(*ACCELERATE, "--mixed_precision", "bf16", "--num_processes", "2", "--use_deepspeed"),
+            "--deepspeed_config_file",
+            "configs/ds_configs/stage{stage}_no_offloading_accelerate.conf",
+            *("open_instruct/finetune.py", "--model_name_or_path", "local/llama"),
+            *("--tokenizer_name", "local/llama", "--chat_template_name", "tulu"),
+            *("--dataset_mixer_list", "{work}/chat/train.jsonl", "1.0", "--max_seq_length", "128"),
+            *("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1"),
+            *("--learning_rate", "1e-3", "--max_train_steps", "8", "--logging_steps", "1"),
+            *("--output_dir", "{work}/out", "--dataset_local_cache_dir", "{work}/prepared"),
+            *("--push_to_hub", "false", "--try_launch_beaker_eval_jobs", "false"),
+        ),
+        r"Loss: ([0-9.]+)",
+        ("ai2-olmo-core", "ray", "beaker-py", "litellm", "wandb", "nltk"),
+        starts=NO_MEMORY_COUNTERS,
+        paths=("",),
+    ),
+    Case(
+        "diffusers text-to-image",
+        "diffusers",
+        "examples/text_to_image",
+        (
+            *ACCELERATE,
+            *("--use_deepspeed", "--zero_stage", "{stage}", "--zero3_init_flag", "true"),
+            *("--num_processes", "2", "--mixed_precision", "bf16", "train_text_to_image.py"),
+            *("--pretrained_model_name_or_path", "{work}/diffusion", "--resolution", "16"),
+            *("--train_data_dir", "{work}/data/images", "--train_batch_size", "4"),
+            *("--max_train_steps", "8", "--learning_rate", "1e-3", "--lr_warmup_steps", "0"),
+            *("--mixed_precision", "bf16", "--output_dir", "{work}/out"),
+        ),
+        r"step_loss=([0-9.]+)",
+        ("diffusers>=0.40", "torchvision", "datasets", "tensorboard", "pillow", "ftfy"),
+        starts=NO_OPERATORS,
+        data="diffusion",
     ),
 )
 
@@ -287,21 +318,19 @@ def stub(folder: Path, modules: Sequence[str]) -> None:
         (place / "__init__.py").write_text("\n".join(lines))
 
 
-def put_back(folder: Path, names: Sequence[str]) -> None:
-    """Have each process find names of transformers where they were."""
-    lines = ["from importlib import import_module"]
-    for each in names:
-        old, _, new = each.partition(" from ")
-        (at, name), (there, same) = old.rsplit(".", 1), new.rsplit(".", 1)
-        lines.append(
-            f"setattr(import_module({at!r}), {name!r}, getattr(import_module({there!r}), {same!r}))"
-        )
-    if names:
-        (folder / "sitecustomize.py").write_text("\n".join(lines))
-
-
 def missing(packages: Sequence[str]) -> list[str]:
-    return [name for name in packages if importlib.util.find_spec(name) is None]
+    """Requirements that no installed distribution meets."""
+    lacking = []
+    for each in packages:
+        wanted = Requirement(each)
+        try:
+            found = version(wanted.name)
+        except PackageNotFoundError:
+            lacking.append(each)
+            continue
+        if not wanted.specifier.contains(found, prereleases=True):
+            lacking.append(f"{each} (here: {found})")
+    return lacking
 
 
 def run(case: Case, stage: int, sources: Path, work: Path, log: Path) -> str:
@@ -317,13 +346,15 @@ def run(case: Case, stage: int, sources: Path, work: Path, log: Path) -> str:
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(sources / case.repository, copy, ignore=shutil.ignore_patterns(".git"))
     folder = copy / case.folder
-    shutil.copytree(work / "data", folder / "data", dirs_exist_ok=True)
     (work / "stubs").mkdir(exist_ok=True)
     stub(work / "stubs", case.stubs)
-    put_back(work / "stubs", case.moved)
+    (work / "stubs" / "sitecustomize.py").write_text("\n".join(case.starts))
     shutil.rmtree(work / "out", ignore_errors=True)
+    for name, text in case.files.items():
+        (work / name).write_text(text.replace("{work}", str(work)).replace("{stage}", str(stage)))
     command = [part.format(work=work, stage=stage) for part in case.command]
-    paths = [str(folder), str(work / "stubs"), os.environ.get("PYTHONPATH", "")]
+    paths = [*(str(copy / each) for each in case.paths), str(folder), str(work / "stubs")]
+    paths.append(os.environ.get("PYTHONPATH", ""))
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -333,7 +364,12 @@ def run(case: Case, stage: int, sources: Path, work: Path, log: Path) -> str:
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "WANDB_MODE": "disabled",
+        **case.variables,
     }
+    if not (work / "data").is_dir():
+        models = [sys.executable, str(Path(__file__).with_name("published_models.py"))]
+        subprocess.run([*models, case.data, str(work)], env=environment, check=True)
+    shutil.copytree(work / "data", folder / "data", dirs_exist_ok=True)
     with log.open("w") as file:
         try:
             code = subprocess.run(
@@ -381,7 +417,6 @@ def main() -> None:
             continue
         for stage in given.stages or case.stages:
             with tempfile.TemporaryDirectory() as folder:
-                prepare(Path(folder))
                 log = given.logs / f"{re.sub('[^a-z0-9]+', '-', case.name.lower())}-{stage}.log"
                 found = run(case, stage, given.sources.resolve(), Path(folder), log)
             print(f"| {case.name} | {stage} | {found} |", flush=True)
