@@ -171,6 +171,13 @@ class Watchdog:
         if self.verdict:
             return RankMismatchError(self.verdict)
         cause = self.rank_status.failure_cause() if self.rank_status is not None else None
+        if cause is None and self.rank_status is not None and pending.log is not None:
+            # the groups of a destroyed engine are closed: its connections go without a failure
+            self.rank_status.publish("waits", pending=pending)
+            found = self.rank_status.diagnose(pending)
+            if found is not None:
+                self._conclude(*found)
+                return RankMismatchError(found.text)
         if cause is None:
             others = rank_hosts.of(
                 rank

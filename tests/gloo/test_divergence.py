@@ -95,10 +95,6 @@ def saves(job: Job) -> None:
     job.save()
 
 
-def takes_the_state_dict(job: Job) -> None:
-    job.engine.module.state_dict()
-
-
 def looks_at_a_weight(job: Job) -> None:
     """The sum of a whole weight where the others sum one number: gloo aborts on that."""
     job.backward()
@@ -135,7 +131,6 @@ PARTED = [
     (evaluates, (3,), 1),
     (evaluates_then_saves, (0, 2), 1),
     (saves, (0, 2, 3), 1),
-    (takes_the_state_dict, (3,), 1),
     (looks_at_a_weight, (2, 3), 1),
     (sets_a_weight, (0, 2, 3), 1),
     (catches_an_error_in_forward, (3,), 1),
@@ -224,7 +219,6 @@ BEFORE_THE_FIRST_STEP = [
     ("more_micro_batches", 0, 1, 0),
     ("saves", 0, 1, 0),
     ("sets_a_weight", 2, 1, 0),
-    ("takes_the_state_dict", 3, 1, 0),
     ("waits_elsewhere", 3, 1, 0),
 ]
 ONE_OF_THREE = [
