@@ -1,4 +1,4 @@
-"""Sharded checkpoints: saved by all ranks, resumed by any number of them, converted to a model
+"""Sharded checkpoints: saved by all ranks, resumed on any number of ranks, converted to a model
 folder (FORMAT.md).
 """
 

@@ -1,16 +1,16 @@
-"""Saves that a thread writes while training goes on: state is copied into staging memory at
-the call.
+"""Background saves: the state is copied into staging memory at the call, and a thread writes it
+while training continues.
 
 [Note: without a collective]
-All that is collective comes before the thread begins: tag, folder, the copies, what the manifest
-says. Afterwards each rank publishes in the store what came of its file; rank 0 commits once all are
-well, and publishes the outcome. A thread that waits for another rank so never meets a collective of
-the training. Every rank ends with the outcome of rank 0, so that what waits for it (a save, a load,
-``wait_for_checkpoint``) raises on all ranks or on none. A rank that has lost the store looks at the
-folder, which decides.
+All collectives (tag, folder, copies, manifest) run before the thread starts. Afterwards each rank
+publishes the outcome of its file in the store; rank 0 commits once all ranks have succeeded, and
+publishes the result. A thread that waits for another rank therefore never interleaves with a
+collective of the training. Every rank adopts the result of rank 0, so that a call that waits for
+the save (another save, a load, ``wait_for_checkpoint``) raises on all ranks or on none. A rank that
+has lost the store reads the result from the folder instead.
 
-Threads are no daemons: an interpreter that ends, by an exception too, waits for them. A process
-that is killed leaves a temporary folder and no checkpoint.
+The threads are not daemons: an interpreter that exits, even by an exception, waits for them. A
+process that is killed leaves a temporary folder and no checkpoint.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _in_flight: dict[AnyPath, list[Action]] = {}
 
 
 def started(final: AnyPath) -> None:
-    """A thread is going to publish ``final``."""
+    """Register the checkpoint ``final``, which a thread is about to publish."""
     with _in_flight_lock:
         _in_flight[final] = []
 
 
 def finished(final: AnyPath, whole: bool) -> None:
-    """``final`` is whole, and what waits for it is done now; or nothing has come of it, and that
-    is left undone.
+    """Unregister ``final``. If it is ``whole``, run the actions deferred until then; otherwise drop
+    them.
     """
     with _in_flight_lock:
         actions = _in_flight.pop(final, [])
@@ -62,18 +62,18 @@ def finished(final: AnyPath, whole: bool) -> None:
 
 
 def is_below(final: AnyPath, folder: Path) -> bool:
-    """Whether the checkpoint ``final`` is in ``folder``, however deep; one in an object store is
-    in no folder.
+    """Whether the checkpoint ``final`` is in ``folder``, at any depth. False for an object
+    store.
     """
     return not is_remote(final) and final.parent.resolve().is_relative_to(folder.resolve())
 
 
 def after_commit(folder: Path, action: Action) -> None:
-    """Run ``action`` when nothing is being written in ``folder``: now, or from the thread that
-    writes there, before its save is over.
+    """Run ``action`` once no save writes into ``folder``: now, or from the thread that writes
+    there, before its save ends.
 
-    Where a save in ``folder`` fails the action is not run: what it would remove is still needed.
-    Only the process that publishes knows of a save, which is rank 0's.
+    If a save in ``folder`` fails, the action is dropped: what it would remove is still needed. Only
+    the process that publishes, rank 0, knows of a save.
     """
     with _in_flight_lock:
         final = next((each for each in _in_flight if is_below(each, folder)), None)
@@ -84,11 +84,11 @@ def after_commit(folder: Path, action: Action) -> None:
 
 
 class AsyncSaver:
-    """The saves of one engine that a thread writes, one at a time. Staging memory is as large as
-    this rank's file and kept.
+    """Background saves of one engine, one at a time. The staging memory is as large as this rank's
+    file and is kept between saves.
 
-    mesh: the engine's mesh, which gives threads their messages through the store.
-    device: where the state is; staging memory is pinned if that is a GPU.
+    mesh: the engine's mesh, through whose store the threads exchange messages.
+    device: the device of the state; staging memory is pinned if that is a GPU.
     """
 
     def __init__(self, mesh: Any, rank: int, world: int, device: torch.device):
@@ -99,12 +99,12 @@ class AsyncSaver:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._size = 0
         self._stall = 0.0
-        self.number = 0  # of the last save that was begun
+        self.number = 0  # sequence number of the last save that was started
         self._running: tuple[SaveJob, Future[None]] | None = None
 
     @property
     def failed(self) -> bool:
-        """Whether a save has ended that no call has waited for, and not well."""
+        """Whether a save has failed whose outcome no call has collected yet."""
         return (
             self._running is not None
             and self._running[1].done()
@@ -113,14 +113,14 @@ class AsyncSaver:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of staging memory."""
+        """Size of the staging memory in bytes."""
         return self._memory.numel()
 
     def wait(self, what: str = "", below: Path | None = None) -> None:
-        """Return when nothing is being written, in the folder ``below`` if one is given. Where that
-        takes time, ``what`` is named in a warning as waiting.
+        """Return when no save is being written; with ``below``, when none is being written into
+        that folder. If this blocks, a warning names ``what`` as the waiting operation.
 
-        Raises CheckpointError, alike on all ranks.
+        Raises CheckpointError, with the same text on all ranks, if the save failed.
         """
         if self._running is None or (
             below is not None and not is_below(self._running[0].target.final, below)
@@ -137,18 +137,18 @@ class AsyncSaver:
         try:
             future.result()
         finally:
-            if future.done():  # a wait that was interrupted leaves the thread with its memory
+            if future.done():  # after an interrupted wait the thread still uses its memory
                 self._running = None
 
     def stage(self, plan: SavePlan) -> str:
-        """Copy the file of ``plan`` to staging memory; why there is none for it, "" if all went
-        well.
+        """Copy the file of ``plan`` to staging memory. Return "" on success, otherwise the reason
+        why it could not be staged.
         """
         if self._mail is None and self._world > 1:
             return "the ranks of this process group share no store"
         begun, size = time.perf_counter(), plan.file.size
         if self._memory.numel() < size:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # before more is taken
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old block first
             try:
                 self._memory = self._arena.take(size, torch.uint8)
             except HostMemoryError as error:
@@ -161,12 +161,12 @@ class AsyncSaver:
             values = plan.tensors[entry.name].values().detach().reshape(-1)
             copy_bytes(self._memory[at + entry.begin : at + entry.end], values, wait=False)
             del values
-        kinds.synchronize(self._device)  # before training goes on to change it
+        kinds.synchronize(self._device)  # the copies must end before training changes the state
         self._size, self._stall = size, time.perf_counter() - begun
         return ""
 
     def start(self, job: SaveJob, plan: FilePlan) -> None:
-        """Write what was staged, the file of ``plan``, from a thread. Training goes on."""
+        """Start the thread that writes the staged file of ``plan`` and commits. Returns at once."""
         self.number += 1
         image = bytes_view(self._memory)[: self._size]
         ended: Future[None] = Future()
@@ -188,7 +188,7 @@ def _set_result(future: Future[Any], action: Callable[[], Any]) -> None:
 
 
 def _run(job: SaveJob, image: memoryview, plan: FilePlan, exchange: _ByStore, stall: float) -> None:
-    """What the thread of one rank does for one save."""
+    """Run one save on the thread of one rank. Raises CheckpointError if it failed."""
     begun, final = time.perf_counter(), job.target.final
     try:
         failure, _ = job.run(
@@ -198,10 +198,10 @@ def _run(job: SaveJob, image: memoryview, plan: FilePlan, exchange: _ByStore, st
         )
     finally:
         if job.rank == 0:
-            finished(final, whole=False)  # nothing, where the commit has called it already
+            finished(final, whole=False)  # no effect if the commit has called it already
     if failure:
         text = f"{failure} (written in the background)"
-        # the program has ended: no call asks for the outcome any more
+        # The main thread has ended: no call will collect the outcome, so log it.
         if not threading.main_thread().is_alive():
             logger.error("%s", text)
         raise CheckpointError(text)
@@ -215,7 +215,7 @@ def _run(job: SaveJob, image: memoryview, plan: FilePlan, exchange: _ByStore, st
 
 
 def _outcome(sent: dict[str, Any]) -> Outcome:
-    """Inverse of ``asdict``."""
+    """Return the Outcome that ``asdict`` made ``sent`` of."""
     hashes = sent["hashes"]
     if hashes is not None:
         hashes = FileHashes(hashes["whole"], BlockHashes(**hashes["blocks"]))
@@ -223,11 +223,11 @@ def _outcome(sent: dict[str, Any]) -> Outcome:
 
 
 class _ByStore:
-    """The exchange of outcomes through the store, without a collective; the ``number``-th save."""
+    """Exchange of outcomes through the store, without a collective, for save number ``number``."""
 
     def __init__(self, mail: Any, number: int, job: SaveJob) -> None:
         self._mail, self._number, self._job = mail, number, job
-        self._lost: Exception | None = None  # why this rank cannot reach the store, or rank 0
+        self._lost: Exception | None = None  # the error that cut this rank off the store or rank 0
 
     def gather(self, own: Outcome) -> list[Outcome]:
         if self._job.rank > 0:
@@ -258,7 +258,7 @@ class _ByStore:
         if self._mail is not None:
             try:
                 self._mail.send("verdict", self._number, json.dumps(failure))
-            except RuntimeError as error:  # the other ranks look at the folder
+            except RuntimeError as error:  # the other ranks read the result from the folder
                 logger.warning(
                     "%s: the other ranks do not hear of it, because their store is gone (%s)",
                     self._job.target.final,
@@ -267,7 +267,9 @@ class _ByStore:
         return failure
 
     def _read_outcome(self, error: Exception) -> str:
-        """Without the store: whether the checkpoint is there all the same."""
+        """Derive the outcome from the folder, for a rank that has lost the store: "" if the
+        checkpoint of this save is there, else a message.
+        """
         final = self._job.target.final
         try:
             whole = Manifest.read(final / MANIFEST_NAME).save_id == self._job.target.save_id

@@ -1,4 +1,6 @@
-"""Work that succeeds on all ranks or raises on all of them: no rank waits for one that raised."""
+"""Actions that succeed on all ranks or raise on all ranks, so that no rank waits for one that
+raised.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ _REMEDIES = {
 
 
 def describe_error(error: BaseException, path: Any = None) -> str:
-    """One line for ``error``: what was wrong, with which file, and what to do."""
+    """Return one line that says what was wrong, in which file, and what to do about it.
+
+    ``path`` is the file to name where ``error`` itself has none.
+    """
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError):
@@ -36,8 +41,8 @@ def describe_error(error: BaseException, path: Any = None) -> str:
 
 
 def describe_failures(failed: Mapping[int, str], world: int) -> str:
-    """One line for what was wrong on the ranks that failed, of ``world``; said once if all say
-    the same.
+    """Return one line for the ranks that failed, out of ``world``: rank -> text in ``failed``. A
+    text that all ranks share is given once, without ranks.
     """
     texts = list(dict.fromkeys(failed.values()))
     if len(failed) == world and len(texts) == 1:
@@ -53,9 +58,9 @@ def collective_try(
     """Run ``action`` on every rank, exchange the outcomes, and return the results by rank.
     Collective.
 
-    If it raised anywhere, all ranks raise one CheckpointError that names the ranks and what was
-    wrong there. ``path`` is the file to name where the error itself does not know it; ``after`` is
-    added to the message: what still holds.
+    If ``action`` raised on any rank, all ranks raise one CheckpointError that names these ranks and
+    their errors. ``path`` is the file to name where an error has none; ``after`` is appended to the
+    message and says what still holds.
     """
     cause: BaseException | None = None
     try:

@@ -1,5 +1,5 @@
-"""Where the files of one save go, how they become a checkpoint, in a folder or in an object store,
-and which older ones go then.
+"""Target of one save: where its files are written, how they become a checkpoint in a folder or an
+object store, and which older checkpoints are then removed.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ from hf_zero.logging import logger
 
 
 class CommitTarget(ABC):
-    """The save of checkpoint ``tag`` in ``directory``: ``final`` is its folder.
+    """Target of the save of checkpoint ``tag`` in ``directory``; ``final`` is the checkpoint's
+    folder.
 
-    Rank 0 calls all methods, the others ``file_name`` and ``path_of`` alone.
+    Rank 0 calls all methods, the other ranks only ``file_name`` and ``path_of``.
     """
 
     def __init__(self, directory: AnyPath, tag: str, save_id: str) -> None:
@@ -52,21 +53,23 @@ class CommitTarget(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Make the place ready, after mending what an interrupted save left.
+        """Repair what an interrupted save left, and make the target ready.
 
-        Raises CheckpointError where something else stands.
+        Raises CheckpointError if the place is taken by something that is not a checkpoint.
         """
 
     def file_name(self, name: str) -> str:
-        """The name that the file ``name`` of this save gets."""
+        """Return the name under which this save stores its file ``name``."""
         return name
 
     @abstractmethod
     def path_of(self, name: str) -> AnyPath:
-        """Where this save writes its file ``name``."""
+        """Return the path to which this save writes its file ``name``."""
 
     def _check_written(self, manifest: Manifest) -> None:
-        """Raises CheckpointError or OSError if what the ranks have written is not all there."""
+        """Raise CheckpointError or OSError if a file listed in ``manifest`` is missing or has
+        another size.
+        """
         for entry in manifest.all_files():
             path = self.path_of(entry.name)
             with store_errors(path):
@@ -81,20 +84,20 @@ class CommitTarget(ABC):
     def publish(
         self, manifest: Manifest, files: Mapping[str, bytes], above: Mapping[str, bytes]
     ) -> None:
-        """Write ``files`` next to those of the ranks, and the manifest: the checkpoint is there.
+        """Write ``files`` next to the rank files, then the manifest. This makes the checkpoint.
 
-        ``above``: what :meth:`finish` needs.
+        ``above``: the files that :meth:`finish` puts into the directory above.
         """
 
     @abstractmethod
     def finish(self, above: Mapping[str, bytes]) -> None:
-        """Put the files ``above``, ``latest`` last, into the directory, and let the checkpoint
-        go that this one replaced.
+        """Put the files ``above`` into the directory, ``latest`` last, and remove the checkpoint
+        that this one replaced.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Remove what this save has written. Raises nothing."""
+        """Remove what this save has written. Never raises."""
 
 
 def commit_target(directory: AnyPath, tag: str, save_id: str) -> CommitTarget:
@@ -102,15 +105,15 @@ def commit_target(directory: AnyPath, tag: str, save_id: str) -> CommitTarget:
 
 
 class FolderTarget(CommitTarget):
-    """A folder of a file system, which has a temporary name until it is whole (FORMAT.md section
-    6).
+    """Target in a file system: a folder with a temporary name until it is complete (FORMAT.md
+    section 6).
     """
 
     directory: Path
     final: Path
 
     def __init__(self, directory: Path, tag: str, save_id: str) -> None:
-        # a thread may write when the working folder is another
+        # A background thread may write after the process has changed its working directory.
         super().__init__(directory.absolute(), tag, save_id)
         self._temporary = temporary_folder(self.directory, tag, save_id)
 
@@ -125,8 +128,8 @@ class FolderTarget(CommitTarget):
     ) -> None:
         for name, content in files.items():
             storage.write_file(self.path_of(name), content)
-        # Written with the others, moved by finish: a disk that fills up is found out before
-        # anything has changed.
+        # Written here and moved by finish, so that a full disk is noticed before anything has
+        # changed.
         for name, content in above.items():
             storage.write_file(self.path_of(find.NEW + name), content)
         storage.write_file(self.path_of(MANIFEST_NAME), manifest.dumps())
@@ -140,8 +143,8 @@ class FolderTarget(CommitTarget):
         discard_replaced(self.final)
 
     def abort(self) -> None:
-        # Under another name first: a rank that is still at work cannot put a file into what is
-        # being removed.
+        # Rename first: a rank that is still writing cannot add a file to a folder that is being
+        # removed.
         written = self._temporary
         with suppress(OSError):
             written = written.rename(self.directory / (find.DROPPED + self.save_id))
@@ -149,8 +152,8 @@ class FolderTarget(CommitTarget):
 
 
 class StoreTarget(CommitTarget):
-    """Objects of a store, which are a checkpoint once their manifest is there (FORMAT.md section
-    10).
+    """Target in an object store: the objects are a checkpoint once their manifest exists (FORMAT.md
+    section 10).
     """
 
     def begin(self) -> None:
@@ -169,7 +172,7 @@ class StoreTarget(CommitTarget):
         for name, content in files.items():
             storage.put_object(self.path_of(name), content)
         content = manifest.dumps()
-        # what cannot be read is not put
+        # Parse it before the upload: an unreadable manifest is never published.
         self._check_written(Manifest.parse(content, self.path_of(MANIFEST_NAME)))
         storage.put_object(self.path_of(MANIFEST_NAME), content)
 
@@ -183,15 +186,16 @@ class StoreTarget(CommitTarget):
 
 
 def temporary_folder(directory: Path, tag: str, save_id: str) -> Path:
-    """Where a save of ``tag`` is put together: a folder of its own, so that two jobs never write
-    into one.
+    """Return the folder in which a save of ``tag`` is assembled. The name is unique per save, so
+    that two jobs never write into one folder.
     """
     return directory / f"{SAVING}{tag}.{save_id[:8]}"
 
 
 def begin_folder(directory: Path, tag: str, save_id: str) -> Path:
-    """Make the temporary folder of a save of ``tag``, after mending what an interrupted save of
-    it left.
+    """Repair what an interrupted save of ``tag`` left, and make the temporary folder of this save.
+
+    Raises CheckpointError if ``tag`` names a non-empty folder, or a file, that is not a checkpoint.
     """
     make_folder(directory)
     for dropped in directory.glob(f"{DROPPED}*"):
@@ -227,8 +231,8 @@ def begin_folder(directory: Path, tag: str, save_id: str) -> Path:
 
 
 def publish_folder(temporary: Path, tag: str) -> Path:
-    """Rename the finished ``temporary`` folder to ``tag``; a checkpoint that stood there stays
-    until this is done.
+    """Rename the complete ``temporary`` folder to ``tag``. A checkpoint of that name is kept, under
+    another name, until this has succeeded.
     """
     directory = temporary.parent
     final, replaced = directory / tag, directory / (REPLACED + tag)
@@ -246,8 +250,8 @@ def publish_folder(temporary: Path, tag: str) -> Path:
 
 
 def discard_replaced(final: Path) -> None:
-    """Remove the checkpoint that :func:`publish` moved aside; files in it that are not the
-    format's own move over.
+    """Remove the checkpoint that :func:`publish_folder` moved aside. Files in it that are not part
+    of the format move to ``final``.
     """
     replaced = final.with_name(REPLACED + final.name)
     if replaced.is_symlink():
@@ -272,7 +276,7 @@ def _is_own_file(item: Path) -> bool:
 def begin_objects(final: AnyPath) -> None:
     """Remove what interrupted saves left in ``final``.
 
-    Raises CheckpointError if something lies there that is none of ours.
+    Raises CheckpointError if ``final`` holds objects and none of them is part of a checkpoint.
     """
     held = objects_in(final)
     if held and not any(_is_own_object(item) for item in held):
@@ -284,8 +288,8 @@ def begin_objects(final: AnyPath) -> None:
 
 
 def remove_unlisted(final: AnyPath) -> None:
-    """Remove rank files and the like that the manifest in ``final`` does not list: all of them
-    where there is none.
+    """Remove the rank files and ``objects`` files that the manifest in ``final`` does not list; all
+    of them if there is no manifest.
     """
     manifest = final / MANIFEST_NAME
     try:
@@ -295,7 +299,7 @@ def remove_unlisted(final: AnyPath) -> None:
             else set()
         )
     except CheckpointError:
-        return  # which files are its own is not known any more
+        return  # a damaged manifest no longer tells which files belong to the checkpoint
     remove_objects(
         item
         for item in objects_in(final)
@@ -304,7 +308,9 @@ def remove_unlisted(final: AnyPath) -> None:
 
 
 def abandon_objects(final: AnyPath, mark: str) -> None:
-    """Remove the files whose names end on ``mark``."""
+    """Remove the files of a failed save: their names end in ``mark``. Logs a warning if that
+    fails.
+    """
     try:
         remove_objects(item for item in objects_in(final) if item.stem.endswith(f"-{mark}"))
     except Exception as error:
@@ -317,8 +323,8 @@ def abandon_objects(final: AnyPath, mark: str) -> None:
 
 
 def drop_objects(folder: AnyPath) -> None:
-    """Remove the checkpoint in ``folder``, its manifest first: at no moment a half of it can be
-    taken for one. Raises OSError.
+    """Remove the checkpoint in ``folder``, its manifest first, so that no partial checkpoint is
+    ever taken for a whole one. Raises OSError.
     """
     remove_objects([folder / MANIFEST_NAME])
     remove_objects(objects_in(folder))
@@ -334,7 +340,7 @@ def _is_own_object(item: AnyPath) -> bool:
 
 
 def check_keep(keep: int | None) -> None:
-    """Raises CheckpointError for a number of checkpoints that cannot be kept."""
+    """Raise CheckpointError unless ``keep`` is None or an integer of at least 1."""
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise CheckpointError(
             f"keep={keep!r} is no number of checkpoints; pass 1 or more, or None to keep all"
@@ -342,12 +348,12 @@ def check_keep(keep: int | None) -> None:
 
 
 def retain(final: AnyPath, keep: int) -> list[AnyPath]:
-    """Keep ``final``, just saved, and the newest whole checkpoints beside it: ``keep`` in all.
-    Returns those that were removed.
+    """Keep the new checkpoint ``final`` and the newest whole ones beside it, ``keep`` in all.
+    Return the folders that were removed.
 
-    Only tags that differ from its own by their numbers alone are looked at (``global_step100``
-    beside ``global_step200``; ``best`` stays), and the one that ``latest`` names stays too. What
-    cannot be removed is a warning: the save itself is good.
+    Only tags that differ from this one in their numbers alone are considered (``global_step100``
+    and ``global_step200``, but not ``best``); the tag that ``latest`` names always stays. A failed
+    removal is a warning, since the save itself has succeeded.
     """
     family = [
         folder
@@ -373,11 +379,11 @@ def excess(
     protected: set[AnyPath],
     wrong: Callable[[AnyPath], str],
 ) -> list[AnyPath]:
-    """Those of ``newest_first`` that are whole and beyond the first ``keep`` whole ones, the oldest
-    first.
+    """Return the whole checkpoints of ``newest_first`` beyond the first ``keep`` whole ones, oldest
+    first, without the ``protected`` ones.
 
-    ``wrong`` says what is wrong with one, or "". If the newest is damaged nothing goes: something
-    is the matter with the storage.
+    ``wrong`` returns the damage of a checkpoint, or "". If the newest is damaged, nothing is
+    returned: the storage itself may be at fault.
     """
     whole: list[AnyPath] = []
     for at, folder in enumerate(newest_first):
@@ -392,9 +398,8 @@ def excess(
 
 
 def remove(chosen: Sequence[AnyPath], aside: str = find.DROPPED) -> list[AnyPath]:
-    """Drop each of ``chosen``; one that cannot be removed is named in a warning.
-
-    Returns those that went.
+    """Remove the folders ``chosen`` and return those that were removed. A warning names each one
+    that cannot be removed.
     """
     gone = []
     for folder in chosen:
@@ -412,10 +417,10 @@ def remove(chosen: Sequence[AnyPath], aside: str = find.DROPPED) -> list[AnyPath
 
 
 def drop(folder: AnyPath, aside: str = find.DROPPED) -> None:
-    """Remove ``folder``: renamed first, so that at no moment a half of it stands under its name.
+    """Remove ``folder``. It is renamed first, so that no partial checkpoint ever has its name.
     Raises OSError.
 
-    ``aside`` goes before the name meanwhile, possibly with a folder in front.
+    ``aside`` is the prefix of its name meanwhile, optionally with a folder in front.
     """
     if is_remote(folder):
         drop_objects(folder)

@@ -1,5 +1,5 @@
-"""The whole model as one state dict or one file: from a checkpoint, under the names that scripts
-for DeepSpeed call, or straight from a live engine.
+"""The whole model as one state dict or one file: from a checkpoint, through functions with
+DeepSpeed's names, or directly from a live engine.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def iterate_state_dict(
     only: str | Sequence[str] | None = None,
     verify: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and whole CPU tensor of each parameter and buffer; one tensor is made at a time. Tied
-    ones come once.
+    """Yield the name and the whole CPU tensor of each parameter and buffer, one at a time. Tied
+    weights are yielded once.
 
-    ``dtype`` None gives each parameter the dtype it had when it was handed to training. ``only``
-    are patterns over the names (``"*.lora_?.*"``): nothing else is read. ``verify`` compares what
-    is read with the hashes of its blocks. Raises ConfigError for a pattern that fits no tensor.
+    With ``dtype`` None each parameter has the dtype it had when it was handed to training. ``only``
+    gives patterns for the names (``"*.lora_?.*"``); no other tensor is read. ``verify`` compares
+    what is read with the block hashes. Raises ConfigError for a pattern that matches no tensor.
     """
     with open_checkpoint(find_checkpoint(checkpoint_dir, tag), hashes=verify) as checkpoint:
         for output in choose(
@@ -59,9 +59,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     verify: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """The consolidated float32 state dict on the CPU; tied names share a tensor.
+    """Return the consolidated float32 state dict on the CPU. Tied names share a tensor.
 
-    Needs memory for the whole model. ``verify`` as in :func:`iterate_state_dict`.
+    Needs host memory for the whole model. ``verify`` as in :func:`iterate_state_dict`.
     """
     folder = find_checkpoint(checkpoint_dir, tag)
     state = dict(
@@ -83,7 +83,7 @@ def load_state_dict_from_zero_checkpoint(
     verify: bool = True,
 ) -> torch.nn.Module:
     """Copy a checkpoint into ``model``, a plain module on any device, tensor by tensor, and return
-    it. ``verify`` as in :func:`iterate_state_dict`.
+    ``model``. ``verify`` as in :func:`iterate_state_dict`.
 
     Raises CheckpointError, before anything is copied, for names that only one side has and for
     shapes that differ.
@@ -125,8 +125,8 @@ def load_state_dict_from_zero_checkpoint(
         with torch.no_grad():
             for name, held in there.items():
                 output = given[held]
-                # A tensor that is not contiguous is filled by way of one that is; an expanded
-                # constant need not be.
+                # A non-contiguous tensor is filled through a contiguous copy. It is not written
+                # where the values are equal: an expanded constant cannot be.
                 contiguous = wanted[name].is_contiguous()
                 tensor = (
                     wanted[name] if contiguous else torch.empty(output.shape, dtype=output.dtype)
@@ -146,10 +146,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     exclude_frozen_parameters: bool = False,
     verify: bool = True,
 ) -> Path:
-    """Write the consolidated float32 model to ``output_dir`` and return it.
+    """Write the consolidated float32 model to ``output_dir`` and return that folder.
 
-    Always safetensors, never a pickle, and never adapters alone. ``verify`` as in
-    :func:`iterate_state_dict`.
+    Writes the whole model as safetensors, whatever ``safe_serialization`` says: never a pickle,
+    never adapters alone. ``verify`` as in :func:`iterate_state_dict`.
     """
 
     return convert_checkpoint(
@@ -173,12 +173,12 @@ def save_whole(
     """Write parameters and buffers to ``directory/filename`` from rank 0, and return that path.
     Collective.
 
-    A name that ends in ``.safetensors`` is written a tensor at a time, tied weights once, under the
-    names that Hugging Face keeps. Any other is written by ``torch.save`` as a state dict, for which
-    rank 0 holds the whole model.
+    A name that ends in ``.safetensors`` is written tensor by tensor, tied weights once, under the
+    names that Hugging Face keeps. Any other file is a state dict written by ``torch.save``, for
+    which rank 0 holds the whole model in memory.
 
     Raises:
-        CheckpointError: on all ranks, if rank 0 could not write. A file that stood there stays.
+        CheckpointError: on all ranks, if rank 0 could not write. An existing file is then kept.
     """
     engine_state.refuse_destroyed(engine, "save")
     path = local_path(directory, "one file of the whole model") / filename
@@ -210,8 +210,8 @@ def save_whole(
 def _stream(
     engine: TrainingEngine, temporary: Path, exclude_frozen: bool, failed: list[Exception]
 ) -> None:
-    """Write on rank 0 while every rank takes part in the gathers; an error there is kept for
-    after the last of them.
+    """Write the file on rank 0 while every rank takes part in the gathers. Errors on rank 0 are
+    appended to ``failed``, to be raised after the last gather.
     """
     plan, saved_as = _file_plan(engine, exclude_frozen)
     places = {entry.name: len(plan.header) + entry.begin for entry in plan.entries}
@@ -241,7 +241,7 @@ def _stream(
 
 
 def _file_plan(engine: TrainingEngine, exclude_frozen: bool) -> tuple[FilePlan, dict[str, str]]:
-    """The file, and under which name each parameter stands in it."""
+    """Return the plan of the file, and the map from parameter name to name in the file."""
     export = engine_state.export_of(engine.module, engine.aliases)
     names = WholeNames(engine.module)
     held = {

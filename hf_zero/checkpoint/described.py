@@ -1,4 +1,4 @@
-"""What a manifest says of a model, stage by stage where it is a pipeline."""
+"""The part of the manifest that describes the model; for a pipeline, described stage by stage."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Described:
-    """What the manifest says of the model of an engine: of one stage of a pipeline, of all else.
+    """Manifest entries for the model of one engine: the whole model, or one stage of a pipeline.
 
-    flats: without their chunks. groups: names of the parameters in each of the optimizer's.
+    flats: entries without their chunks. groups: parameter names in each optimizer group.
     """
 
     flats: tuple[FlatEntry, ...]
@@ -61,8 +61,9 @@ class Described:
 
     @classmethod
     def joined(cls, parts: Sequence[Described]) -> Described:
-        """``parts`` as those of one model. Raises CheckpointError where they have other numbers of
-        optimizer groups.
+        """Merge the descriptions of the pipeline's stages into that of one model.
+
+        Raises CheckpointError if the stages have different numbers of optimizer groups.
         """
         if len({len(part.groups) for part in parts}) > 1:
             raise CheckpointError(

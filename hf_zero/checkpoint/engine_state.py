@@ -1,5 +1,5 @@
-"""What of an engine goes into a checkpoint: the tensors of this rank, and what the model says
-about its names and configuration.
+"""State of an engine that a checkpoint holds: this rank's tensors, and the names and configuration
+of the model.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from hf_zero.zero.layout.flat_buffer import FlatBuffer
     from hf_zero.zero.training_engine import TrainingEngine
 
-# of get_extra_state, which is not part of the format
+# key suffix of get_extra_state, which is not part of the format
 EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
-# torch holds a mutex while it makes the tensor of a state. If garbage is collected there, another
-# thread may run meanwhile, and would wait for that mutex with the interpreter's lock in its hands,
-# for ever.
+# torch holds a mutex while it creates the tensor of a generator's state. A garbage collection at
+# that point may switch to another thread, which would wait for the mutex while it holds the GIL:
+# a deadlock.
 _generator = threading.Lock()
 
 
 def weights_of(flat: FlatBuffer) -> tuple[str, torch.Tensor]:
-    """The tensor that holds the values of ``flat`` on this rank, and the name it is stored
-    under.
+    """Return the name under which the values of ``flat`` are stored, and the tensor that holds them
+    on this rank: the master weights if there are any, else the shard.
     """
     master = flat.optimizer_shard.master
     if master is not None:
@@ -47,7 +47,7 @@ def weights_of(flat: FlatBuffer) -> tuple[str, torch.Tensor]:
 
 
 def stage_key(flat: FlatBuffer) -> str:
-    """The key of ``flat`` among those of all stages of a pipeline."""
+    """Return the key of ``flat``, unique among the stages of a pipeline."""
     dims = flat.engine_mesh.dims
     if dims.pipeline == 1:
         return flat.key
@@ -55,14 +55,18 @@ def stage_key(flat: FlatBuffer) -> str:
 
 
 def is_of_this_stage(flat: FlatBuffer) -> bool:
-    """Whether the stage of this rank saves ``flat``: of several stages that hold it the first."""
+    """Whether the stage of this rank saves ``flat``. If several stages hold it, the first one
+    does.
+    """
     mesh, stages = flat.engine_mesh, flat.spec.sharding.stages
     return not stages or mesh.dims.coordinate(mesh.rank, "pipeline") == stages[0]
 
 
 def saved_key(flat: FlatBuffer) -> str:
-    """The key of ``flat`` in a checkpoint: of one that is cut over ranks beside ZeRO, that of its
-    part. Raises CheckpointError where it is not known which part that is.
+    """Return the key of ``flat`` in a checkpoint; for a flat buffer that tensor or expert
+    parallelism cuts, the key of this rank's part.
+
+    Raises CheckpointError for a part of a tensor whose Sharding has no box.
     """
     axes, dims = flat.mesh.axes, flat.engine_mesh.dims
     lost = []
@@ -81,7 +85,7 @@ def saved_key(flat: FlatBuffer) -> str:
 
 @dataclass(frozen=True)
 class DeferredTensor:
-    """A tensor of this rank that need not be in memory before it is written: [numel]."""
+    """A tensor of this rank, [numel], that need not be in memory until it is written."""
 
     dtype: torch.dtype
     numel: int
@@ -93,7 +97,9 @@ class DeferredTensor:
 
 
 def flat_tensors(flat: FlatBuffer, bound: Any) -> dict[str, DeferredTensor]:
-    """All that this rank keeps for ``flat``: the weights and each per-element optimizer state."""
+    """Return all that this rank stores for ``flat``: the weights and each per-element optimizer
+    state, by name.
+    """
     kept = flat.optimizer_shard
     if kept.storage.offloaded and bound is not None:
         kept.wait_for_update()
@@ -122,10 +128,10 @@ def flat_tensors(flat: FlatBuffer, bound: Any) -> dict[str, DeferredTensor]:
 def persistent_buffers(
     module: torch.nn.Module, without: Collection[str] = ()
 ) -> dict[str, torch.Tensor]:
-    """The tensors other than parameters that ``state_dict`` has, under every name that it gives
-    them: buffers, the state of quantised weights.
+    """Return the tensors in ``state_dict`` that are not parameters, under every name they have
+    there: buffers, the state of quantised weights.
 
-    ``without`` leaves out what stands beside the parameters of these names.
+    Tensors that accompany a parameter named in ``without`` are left out.
     """
     held = {}
     for prefix, child in module.named_modules(remove_duplicate=False):
@@ -140,15 +146,15 @@ def persistent_buffers(
 
 
 def model_buffers(engine: TrainingEngine, exclude_frozen: bool) -> dict[str, torch.Tensor]:
-    """:func:`persistent_buffers` of the engine's model, or of its stage of a pipeline."""
+    """Return :func:`persistent_buffers` of the engine's model, or of its pipeline stage."""
     return persistent_buffers(engine.module, frozen_names(engine) if exclude_frozen else ())
 
 
 def buffers_of_other_stages(
     engine: TrainingEngine, exclude_frozen: bool
 ) -> dict[str, torch.Tensor]:
-    """Those of a pipeline's stages but that of rank 0, and of modules that differ between ranks
-    (collective where there are such).
+    """Return the buffers that rank 0 lacks, on the CPU: those of other pipeline stages, and those
+    of modules that differ between ranks. Collective if the model has any of these.
     """
     mesh, names = engine.mesh, WholeNames(engine.module)
     if mesh.dims.pipeline == 1 and not names:
@@ -166,7 +172,7 @@ def buffers_of_other_stages(
 
 
 def refuse_destroyed(engine: TrainingEngine, what: str) -> None:
-    """Raise CheckpointError for an engine that has let go of its shards and optimizer state."""
+    """Raise CheckpointError if the engine has released its shards and optimizer state."""
     if engine.destroyed:
         raise CheckpointError(
             f"the engine was destroyed and holds no weights and no optimizer state to {what}; "
@@ -175,13 +181,13 @@ def refuse_destroyed(engine: TrainingEngine, what: str) -> None:
 
 
 def frozen_names(engine: TrainingEngine) -> set[str]:
-    """Names of the parameters that are not trained."""
+    """Return the names of the parameters that are not trained."""
     return {slot.name for flat in engine.flats if not flat.trainable for slot in flat.layout.slots}
 
 
 def rng_states() -> dict[str, torch.Tensor]:
-    """The state of this rank's generators; the accelerator's only where it is in use, so that
-    saving does not initialise it.
+    """Return the states of this rank's torch generators. The accelerator's is included only if it
+    is in use, so that a save does not initialise it.
     """
     with _generator:
         states = {f"{RNG}cpu": torch.get_rng_state()}
@@ -194,7 +200,7 @@ def rng_states() -> dict[str, torch.Tensor]:
 def model_order(
     module: torch.nn.Module, aliases: Mapping[str, str], held: Iterable[str]
 ) -> list[str]:
-    """The names in ``held`` in the order of the model's parameters."""
+    """Return the names in ``held`` in the order of the model's parameters."""
     left = dict.fromkeys(held)
     names = [aliases.get(name, name) for name, _ in module.named_parameters(remove_duplicate=False)]
     order = [name for name in dict.fromkeys(names) if name in left]
@@ -202,8 +208,8 @@ def model_order(
 
 
 def export_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> Export:
-    """Which of several tied names Hugging Face keeps, and which names it leaves out, read off
-    the model's own lists.
+    """Return the names for ``save_pretrained``: the one of several tied names that Hugging Face
+    keeps, and the names it leaves out, read from the model's own lists.
     """
     patterns = []
     for prefix, child in module.named_modules():
@@ -214,8 +220,8 @@ def export_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> Export:
         groups.setdefault(held, [held]).append(tied)
     names: dict[str, str] = {}
     for held, group in groups.items():
-        # A name on the list is one that is tied to another when the model is loaded, so it is not
-        # the one to save.
+        # A name in `_tied_weights_keys` is tied to another one at load time, so the other one is
+        # saved.
         sources = [name for name in group if not any(pattern.search(name) for pattern in patterns)]
         if sources and held not in sources:
             names[held] = min(sources)
@@ -225,7 +231,9 @@ def export_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> Export:
 
 
 def adapters_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> dict[str, Adapter]:
-    """How PEFT would write the adapters of ``module``, by held names; empty for a model without."""
+    """Return PEFT's description of each adapter of ``module``, by held parameter names; {} without
+    PEFT.
+    """
     if not getattr(module, "peft_config", None):
         return {}
     inner = unwrapped(module)
@@ -246,22 +254,24 @@ def adapters_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> dict[str
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The model that ``torch.compile`` has wrapped, or a pipeline has cut; else ``module``."""
+    """Return the model inside ``torch.compile``'s wrapper or a pipeline's stage; else
+    ``module``.
+    """
     inner: torch.nn.Module = getattr(module, "_orig_mod", module)
     cut: torch.nn.Module | None = inner.__dict__.get("hf_model")  # the stages of a pipeline
     return inner if cut is None else cut
 
 
 def config_files(module: torch.nn.Module) -> dict[str, bytes]:
-    """Configuration files that make a converted folder loadable, of models that have a
-    configuration (duck-typed).
+    """Return the configuration files that make a converted folder loadable, by name; {} for a model
+    without a configuration (duck-typed).
     """
     files = {}
     config: Any = getattr(module, "config", None)
     if hasattr(config, "to_json_string"):
         content = json.loads(config.to_json_string())
-        # save_pretrained writes the class here; a model that was built from a bare configuration
-        # has not been asked yet.
+        # save_pretrained sets this field; it is empty if the model was built from a bare
+        # configuration and never saved.
         content["architectures"] = content.get("architectures") or [
             type(unwrapped(module)).__name__
         ]
@@ -277,14 +287,14 @@ def scalars_of(engine: TrainingEngine) -> list[dict[str, Any]]:
 
 
 def saved_layout(flat: FlatBuffer, names: WholeNames) -> FlatLayout:
-    """That of ``flat``, with names of the whole model."""
+    """Return the layout of ``flat`` with parameter names of the whole model."""
     slots = tuple(replace(slot, name=names.own(slot.name)) for slot in flat.layout.slots)
     return replace(flat.layout, slots=slots)
 
 
 def apart_of(engine: TrainingEngine) -> list[dict[str, Any]]:
-    """Where the parameters of a group have not all made the same steps, the numbers of each of
-    which this rank has elements.
+    """Return, for each optimizer group, the scalars of its parameters by name if these have not all
+    made the same steps, else {}. Covers the parameters of which this rank has elements.
     """
     if engine.bound is None:
         return []
@@ -296,8 +306,8 @@ def apart_of(engine: TrainingEngine) -> list[dict[str, Any]]:
 
 
 def factors_of(engine: TrainingEngine) -> dict[str, dict[str, torch.Tensor]]:
-    """State of whole tensors, by parameter and name, of the parameters whose first elements this
-    rank writes.
+    """Return the optimizer states of whole tensors, by parameter and state name, for the parameters
+    whose first elements this rank writes.
     """
     if engine.bound is None:
         return {}

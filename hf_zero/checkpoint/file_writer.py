@@ -1,5 +1,5 @@
-"""Files of tensors, written as fast as the disk and the hash allow: past the page cache, one block
-is written while the next one is filled.
+"""Writer of tensor files at the speed of disk and hash: bypasses the page cache, and writes one
+block while the next one is filled.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, bytes_view
 from hf_zero.device import kinds
 from hf_zero.device.spans import span
 
-BLOCK_BYTES = 4 << 20  # bytes of each of the blocks that tensors pass through
-DIRECT_FROM = 1 << 20  # bytes of a file from which on direct I/O is worth its set-up
+BLOCK_BYTES = 4 << 20  # size of each of the two blocks that tensors pass through
+DIRECT_FROM = 1 << 20  # smallest file for which direct I/O is worth its set-up, in bytes
 
 
 def copy_bytes(place: torch.Tensor, values: torch.Tensor, wait: bool = True) -> None:
-    """Copy ``values``, 1-D on any device, to host memory ``place``: [bytes] of uint8. From a GPU it
-    may be under way still unless ``wait``.
+    """Copy ``values``, 1-D on any device, to host memory ``place``: [bytes] of uint8. With ``wait``
+    False a copy from a GPU may still be in progress on return.
 
-    Host memory is copied by this thread alone: torch's team of threads spins against the one that
-    hashes, and slows both.
+    Host memory is copied by this thread alone: torch's thread pool would spin against the hashing
+    thread and slow both down.
     """
     source = values.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
     if source.device.type == "cpu":
@@ -41,17 +41,19 @@ def copy_bytes(place: torch.Tensor, values: torch.Tensor, wait: bool = True) -> 
 
 
 def aligned_buffer(nbytes: int, pin: bool = False) -> torch.Tensor:
-    """Memory that direct I/O takes: [nbytes] of uint8 on a multiple of :data:`DATA_ALIGNMENT`."""
+    """Return memory suitable for direct I/O: [nbytes] of uint8, aligned to
+    :data:`DATA_ALIGNMENT`.
+    """
     memory = torch.empty(nbytes + DATA_ALIGNMENT, dtype=torch.uint8, pin_memory=pin)
     return memory[-memory.data_ptr() % DATA_ALIGNMENT :][:nbytes]
 
 
 class DirectFile:
-    """A new file of ``size`` bytes, written from its start to its end; past the page cache where
-    its file system allows that.
+    """A new file of ``size`` bytes, written sequentially, with direct I/O where the file system
+    supports it.
 
-    What a save writes is not read soon, and pages that it left in the cache would drive out those
-    that training needs.
+    A checkpoint is not read again soon; its pages would evict those that training needs from the
+    page cache.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -67,7 +69,8 @@ class DirectFile:
     def write(self, data: memoryview) -> None:
         """Append ``data``.
 
-        What is no whole page at its end goes through the cache, and so does all that follows.
+        A remainder of less than a page at its end is written through the page cache, and so are all
+        later writes.
         """
         while len(data):
             part = data[: len(data) - len(data) % DATA_ALIGNMENT] if self._direct else data
@@ -86,7 +89,7 @@ class DirectFile:
         self._direct = False
 
     def flush(self) -> None:
-        """Have the device keep it."""
+        """Flush the file to the device (fsync)."""
         os.fsync(self._fd)
 
     def __enter__(self) -> DirectFile:
@@ -102,13 +105,13 @@ class DirectFile:
 
 
 def open_output(where: AnyPath, size: int) -> DirectFile | Upload:
-    """A new file of ``size`` bytes on this machine, or in an object store. Raises OSError."""
+    """Open a new file of ``size`` bytes, local or in an object store. Raises OSError."""
     return Upload(where, size) if is_remote(where) else DirectFile(where, size)
 
 
 class _DoubleBuffer:
-    """Two blocks of memory in turn: this thread fills one and hashes it, while a thread writes
-    the other.
+    """Two blocks of memory in turn: the caller's thread fills and hashes one while a writer thread
+    writes the other.
     """
 
     def __init__(
@@ -122,8 +125,8 @@ class _DoubleBuffer:
         self._output, self._writer, self._tick = output, writer, tick
         pin = kinds.in_use() is not None
         self._blocks = [aligned_buffer(min(plan.size, BLOCK_BYTES), pin) for _ in range(2)]
-        self._under_way: Future[None] | None = None  # what still reads the second one
-        self._used = 0  # bytes of the first one
+        self._under_way: Future[None] | None = None  # the write of the second block
+        self._used = 0  # bytes filled of the first block
 
     def take(self, flat: torch.Tensor) -> None:
         """Append the elements of ``flat``: [numel], on any device."""
@@ -141,8 +144,8 @@ class _DoubleBuffer:
             self.flush()
 
     def flush(self) -> None:
-        """Hash what was taken and have it written; the block that comes next is free when this
-        returns.
+        """Hash the filled block and submit its write. On return the other block is free to be
+        filled.
         """
         data = bytes_view(self._blocks[0][: self._used])
         self._hasher.update(data)
@@ -154,12 +157,12 @@ class _DoubleBuffer:
             self._tick(len(data))
 
     def settle(self) -> None:
-        """Return when nothing is being written. Raises what the write has met with."""
+        """Wait for the write in progress. Raises its error."""
         if self._under_way is not None:
             self._under_way.result()
 
     def end(self) -> FileHashes:
-        """The hashes of all that was taken, once it is written."""
+        """Write the rest and return the hashes of all data."""
         self.flush()
         self.settle()
         return self._hasher.result()
@@ -174,9 +177,9 @@ def write_tensors(
     """Write ``plan`` with the values of ``tensors`` to ``path``, flush it to the device and return
     its hashes.
 
-    A tensor that has to be fetched first is given as what fetches it, and is let go before the next
-    one. Tensors may be on any device; they pass through two blocks of ``FILLED`` bytes, so that no
-    tensor is held twice.
+    A tensor that has to be fetched is given as a function that returns it, and is released before
+    the next one. Tensors may be on any device; they pass through two blocks of ``BLOCK_BYTES``
+    bytes, so that no tensor is held twice.
     """
     with span("write_file", path.name, plan.size), open_output(path, plan.size) as output:
         with ThreadPoolExecutor(1) as writer:
@@ -193,8 +196,8 @@ def write_tensors(
 
 
 def write_image(path: AnyPath, image: memoryview, plan: FilePlan) -> FileHashes:
-    """Write ``image``, the whole file of ``plan`` on a page, to ``path``, flush it to the device
-    and return its hashes.
+    """Write ``image``, the complete page-aligned file of ``plan``, to ``path``, flush it to the
+    device and return its hashes.
     """
     hasher = FileHasher(plan.stretches)
     with span("write_file", path.name, len(image)), open_output(path, len(image)) as output:

@@ -1,5 +1,5 @@
-"""Which checkpoint a folder means: tags and `latest` of a run, whether a checkpoint can be loaded,
-and the newest whole one below a folder that is no run itself (FORMAT.md section 6).
+"""Lookup of checkpoints: tags and `latest` of a run, whether a checkpoint can be loaded, and the
+newest whole one below a folder that is not itself a run (FORMAT.md section 6).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, logger
 
 LATEST = "latest"
-MODEL = "huggingface"  # the reader of foreign folders that hold weights and no training state
+MODEL = "huggingface"  # name of the reader for folders with weights and no training state
 OBJECTS_NAME = "objects.pt"
 RANK_PATTERN = "rank-*-of-*.safetensors"
 RESERVED = ".hf-zero-"
@@ -24,12 +24,12 @@ SAVING = RESERVED + "saving-"
 REPLACED = RESERVED + "replaced-"
 NEW = RESERVED + "new-"
 DROPPED = RESERVED + "dropped-"
-LONGEST_TAG = 230  # bytes: with what is put around it meanwhile, a name that file systems take
+LONGEST_TAG = 230  # bytes; with its temporary prefix and suffix, a name that file systems accept
 LONGEST_LATEST = 4096  # bytes; beyond it is damage, not a tag
 
 
 def check_tag(tag: object) -> str:
-    """``tag`` as a string. Raises CheckpointError if it cannot name a folder of a checkpoint."""
+    """Return ``tag`` as a string. Raises CheckpointError if it cannot name a checkpoint folder."""
     name = str(tag)
     if (
         not name
@@ -62,17 +62,19 @@ def check_tag(tag: object) -> str:
 
 
 def is_checkpoint(folder: AnyPath) -> bool:
-    """Whether ``folder`` is a checkpoint of ours."""
+    """Whether ``folder`` is a checkpoint that hf-zero wrote."""
     return (folder / MANIFEST_NAME).is_file()
 
 
 def can_be_read(folder: AnyPath) -> bool:
-    """Whether ``folder`` is a checkpoint of ours, or one that another program wrote and we read."""
+    """Whether ``folder`` is a checkpoint of hf-zero, or of another program in a supported
+    format.
+    """
     return is_checkpoint(folder) or bool(recognise(folder))
 
 
 def tags_in(directory: AnyPath) -> list[str]:
-    """The tags in ``directory`` that hold a checkpoint, oldest first."""
+    """Return the tags in ``directory`` that hold a checkpoint, oldest first."""
     if not directory.is_dir():
         return []
     found = [
@@ -82,31 +84,33 @@ def tags_in(directory: AnyPath) -> list[str]:
 
 
 def age_key(folder: AnyPath) -> tuple[int, str]:
-    """What orders checkpoints by age: when the manifest came, if there is one, and the name."""
-    # The folder's own time changes with every file that anyone puts beside ours, and a store has no
-    # folders.
+    """Return the sort key for checkpoints by age: modification time of the manifest (of the folder,
+    without one), then name.
+    """
+    # The folder's own time changes with every file added to it, and an object store has no folders.
     try:
         return modified_ns(folder / MANIFEST_NAME), folder.name
-    except FileNotFoundError:  # another program's
+    except FileNotFoundError:  # a checkpoint of another program
         return modified_ns(folder), folder.name
 
 
 def locate(directory: str | os.PathLike[str], tag: str | None = None) -> AnyPath:
-    """The folder of checkpoint ``tag`` in ``directory``, by default the one that ``latest`` names,
-    or a foreign one itself.
+    """Return the folder of checkpoint ``tag`` in ``directory``. By default that is the tag in
+    ``latest``, or ``directory`` itself if another program wrote it.
 
-    Raises CheckpointError saying what was looked for and which tags exist.
+    Raises CheckpointError with what was looked for and the tags that exist.
     """
     root = as_path(directory)
     if tag is not None:
         name = check_tag(tag)
     elif recognise(root) and not any(is_checkpoint(root / held) for held in tags_in(root)):
-        # where a checkpoint of ours lies beside whole weights, a save was stopped before it wrote
-        # `latest`
+        # With an hf-zero checkpoint beside the whole weights, a save was stopped before it wrote
+        # `latest`: that case is left to latest_tag, which raises.
         return root
     else:
         name = latest_tag(root)
-    # A save that replaced this tag may have been stopped between its two renames.
+    # A save that replaced this tag may have been stopped between its two renames; the old
+    # checkpoint then still has its temporary name.
     for folder in (root / name, root / (REPLACED + name)):
         if can_be_read(folder):
             return folder
@@ -117,7 +121,7 @@ def locate(directory: str | os.PathLike[str], tag: str | None = None) -> AnyPath
 
 
 def latest_tag(root: AnyPath) -> str:
-    """The tag that ``latest`` in ``root`` names. Raises CheckpointError where there is none."""
+    """Return the tag that ``latest`` in ``root`` names. Raises CheckpointError if there is none."""
     path = root / LATEST
     try:
         with store_errors(path), path.open("rb") as file:
@@ -165,10 +169,10 @@ def rank_file(rank: int, world_size: int) -> str:
 
 
 def integrity_error(folder: AnyPath) -> str:
-    """What keeps the checkpoint in ``folder`` from being loaded; "" if nothing is seen. Reads no
-    tensor: ``verify`` does.
+    """Return the reason why the checkpoint in ``folder`` cannot be loaded, or "". Checks manifest,
+    sizes and headers and reads no tensor; ``verify`` does.
 
-    Of a checkpoint that another program wrote it is known only that it is one.
+    For a checkpoint of another program only its presence is checked.
     """
     if not is_checkpoint(folder):
         return (
@@ -186,9 +190,7 @@ def integrity_error(folder: AnyPath) -> str:
 
 
 def whole_tags_beside(folder: AnyPath) -> list[str]:
-    """The other tags of the run that ``folder`` belongs to, oldest first, without those in which
-    something is wrong.
-    """
+    """Return the other whole tags of the run that ``folder`` belongs to, oldest first."""
     return [
         tag
         for tag in tags_in(folder.parent)
@@ -196,18 +198,18 @@ def whole_tags_beside(folder: AnyPath) -> list[str]:
     ]
 
 
-LISTED = 6  # candidates that a message names
+LISTED = 6  # most candidates that a message names
 
 
 def find_checkpoint(
     source: str | os.PathLike[str], tag: str | None = None, whole: bool = True
 ) -> AnyPath:
-    """The checkpoint that ``source`` means: itself, the one that its ``latest`` names, or the
-    newest of ours at any depth below.
+    """Return the checkpoint meant by ``source``: the folder itself, the one that its ``latest``
+    names, or the newest hf-zero checkpoint at any depth below.
 
-    Of several below, damaged ones are passed over unless ``whole`` is false, and the one that is
-    taken is logged. A folder that another program wrote is taken where it is ``source`` itself, or
-    the only one in it that holds training state. Raises CheckpointError with what is there.
+    Among several below, damaged ones are skipped unless ``whole`` is false, and the choice is
+    logged. A folder of another program is returned if it is ``source`` itself, or the only one in
+    it with training state. Raises CheckpointError with what was found.
     """
     root = as_path(source)
     if tag is None and is_checkpoint(root):
@@ -222,7 +224,7 @@ def find_checkpoint(
         and not can_be_read(named := root / check_tag(tag))
         and (named / LATEST).is_file()
     ):
-        return locate(named)  # Accelerate's folder of one state, which holds ours
+        return locate(named)  # a state folder of Accelerate, with our checkpoint inside
     if tag is not None or (root / LATEST).is_file():
         return locate(root, tag)
     if newest_first := checkpoints_below(root)[::-1]:
@@ -238,17 +240,17 @@ def find_checkpoint(
             f"no checkpoint of hf-zero in {root}; if one of these is meant, pass it: "
             f"{_listed(root, foreign)}"
         )
-    return locate(root)  # raises, with what it looked for
+    return locate(root)  # raises the error that names what was looked for
 
 
 def checkpoints_below(root: AnyPath) -> list[AnyPath]:
-    """The checkpoints of ours in ``root``, at any depth, oldest first."""
+    """Return the hf-zero checkpoints in ``root``, at any depth, oldest first."""
     return sorted((folder for folder in walk(root) if is_checkpoint(folder)), key=age_key)
 
 
 def walk(root: AnyPath) -> Iterator[AnyPath]:
-    """``root`` and the folders below it, without hidden ones and without what lies inside a
-    checkpoint.
+    """Yield ``root`` and the folders below it, without hidden ones and without the content of
+    checkpoints. In an object store, yield the folders that hold a manifest.
     """
     if is_remote(root):  # a store has no folders, but names with slashes
         for manifest in sorted(root.glob(f"**/{MANIFEST_NAME}"), key=str):

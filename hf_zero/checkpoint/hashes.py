@@ -1,12 +1,12 @@
 """Hashes of files, and of the blocks of rank files.
 
-Hashes are stored with the names of their algorithms: xxh3 of 128 bits, which keeps up with any disk
-(https://github.com/Cyan4973/xxHash); SHA-256 in what version 1 wrote. A hash detects damage, not
-malice: who can change a file can change the manifest too.
+Hashes are stored with the name of their algorithm: 128-bit xxh3, which keeps up with any disk
+(https://github.com/Cyan4973/xxHash), or SHA-256 in files of format version 1. They detect damage,
+not tampering: whoever can change a file can change the manifest too.
 
-The hash of a file needs all of it. So that a reader of any range can compare what it reads, a rank
-file has digests of blocks as well. Its header and each of its tensors are cut into blocks from
-their first byte on: whole tensors are whole blocks.
+The hash of a file needs the whole file. A rank file therefore also has hashes of blocks, so that a
+reader can verify any range it reads. The header and each tensor are cut into blocks separately,
+from their first byte on, so that a whole tensor is a whole number of blocks.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _HEXADECIMAL = set("0123456789abcdef")
 BLOCK_HASH = "xxh3_64"
 _BLOCK_DIGITS = 2 * xxhash.xxh3_64().digest_size
 MIN_BLOCK = 1 << 20  # bytes
-MOST_BLOCKS = 1 << 16  # of a file, about; of larger files they are longer
+MOST_BLOCKS = 1 << 16  # most blocks of a file, roughly: larger files have larger blocks
 
 
 class Hash:
-    """The hash of bytes as they come, as ``<algorithm>:<hexadecimal digits>``."""
+    """Incremental hash, as text ``<algorithm>:<hexadecimal digits>``."""
 
     def __init__(self, algorithm: str = DEFAULT_HASH) -> None:
         self._algorithm, self._state = algorithm, HASH_ALGORITHMS[algorithm]()
@@ -55,9 +55,9 @@ def hash_of(content: bytes | memoryview) -> str:
 
 
 def algorithm_of(text: str) -> str:
-    """The algorithm that made ``text``.
+    """Return the algorithm that made ``text``.
 
-    Raises ValueError if it is no hash that can be computed here.
+    Raises ValueError if it is not a hash of a known algorithm.
     """
     name, colon, digits = text.partition(":")
     if not colon or len(digits) != _DIGITS.get(name) or set(digits) - _HEXADECIMAL:
@@ -71,7 +71,7 @@ def algorithm_of(text: str) -> str:
 def hash_of_file(
     path: AnyPath, algorithm: str = DEFAULT_HASH, tick: Callable[[int], None] | None = None
 ) -> str:
-    """The hash of a file, read through a buffer of ``BLOCK`` bytes."""
+    """Return the hash of a file, read through a buffer of ``BLOCK`` bytes."""
     digest = Hash(algorithm)
     buffer = memoryview(bytearray(BLOCK))
     at = 0
@@ -86,7 +86,7 @@ def hash_of_file(
 
 @dataclass(frozen=True)
 class BlockHashes:
-    """The digests of blocks of ``size`` bytes, one after another in hexadecimal."""
+    """Digests of consecutive blocks of ``size`` bytes, concatenated as hexadecimal."""
 
     size: int
     digests: str
@@ -96,7 +96,7 @@ class BlockHashes:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> BlockHashes:
-        """Inverse of :meth:`to_json`. Raises ValueError for what is none."""
+        """Inverse of :meth:`to_json`. Raises ValueError for malformed ``data``."""
         size, digests = data["size"], data["digests"]
         if (
             data["algorithm"] != BLOCK_HASH
@@ -113,27 +113,27 @@ class BlockHashes:
         return len(self.digests) // _BLOCK_DIGITS
 
     def match(self, block: int, content: Any) -> bool:
-        """Whether ``content`` is what block number ``block`` held when it was written."""
+        """Whether ``content`` equals block number ``block`` as it was written."""
         at = block * _BLOCK_DIGITS
         return xxhash.xxh3_64_hexdigest(content) == self.digests[at : at + _BLOCK_DIGITS]
 
 
 def block_lengths(stretch: int, size: int) -> list[int]:
-    """The lengths of the blocks of a header or a tensor of ``stretch`` bytes."""
+    """Return the lengths of the blocks of a header or tensor of ``stretch`` bytes."""
     return [min(size, stretch - at) for at in range(0, stretch, size)]
 
 
 @dataclass(frozen=True)
 class FileHashes:
-    """The hash of a rank file, and those of its blocks."""
+    """Hash of a rank file, and the hashes of its blocks."""
 
     whole: str
     blocks: BlockHashes
 
 
 class FileHasher:
-    """The hashes of a rank file, of bytes as they come; ``stretches`` are the lengths of its header
-    and of its tensors, in order.
+    """Incremental hasher of a rank file and its blocks. ``stretches`` are the lengths of the header
+    and of each tensor, in order.
     """
 
     def __init__(self, stretches: Iterable[int]) -> None:
@@ -143,7 +143,7 @@ class FileHasher:
             self._size *= 2
         self._lengths = (one for each in lengths for one in block_lengths(each, self._size))
         self._whole, self._block = Hash(), xxhash.xxh3_64()
-        self._left = next(self._lengths, 0)  # bytes of the block that are still to come
+        self._left = next(self._lengths, 0)  # bytes still missing of the current block
         self._digests: list[str] = []
 
     def update(self, data: memoryview) -> None:

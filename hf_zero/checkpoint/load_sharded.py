@@ -1,5 +1,5 @@
-"""Loading: every rank reads the byte ranges that it owns, whatever the number of ranks and the
-stage of the save.
+"""Load: every rank reads the byte ranges that it owns, whatever the number of ranks and the stage
+at the save.
 """
 
 from __future__ import annotations
@@ -61,22 +61,22 @@ def load(
 
     Args:
         tag: by default the one that ``latest`` names.
-        load_module_strict: refuse a checkpoint that lacks a parameter of the model or has one too
-            many; else load what both have.
-        load_optimizer_states: also moments, step counts, hyper-parameters and the fp16 loss scale.
-        load_lr_scheduler_states: also the schedule, if the engine has one and one was saved.
-        load_module_only: weights and buffers, nothing else; counters stay too.
-        verify: compare what is read with the hashes of its blocks, as it is read (None), or also
-            compute the hashes of all files first, before anything changes, shared out over the
-            ranks (True), or trust what is read (False). A checkpoint of a release that wrote no
-            hashes of blocks is read without them.
-        load_rng: put back this rank's torch generators, if the number of ranks is the one of the
+        load_module_strict: refuse a checkpoint that lacks a parameter of the model or has one that
+            the model lacks; else load what both have.
+        load_optimizer_states: also load moments, step counts, hyper-parameters and the fp16 loss
+            scale.
+        load_lr_scheduler_states: also load the schedule, if the engine has one and one was saved.
+        load_module_only: load weights and buffers alone; counters stay as they are too.
+        verify: compare what is read with its block hashes, while it is read (None); also hash all
+            files first, before anything changes, divided among the ranks (True); or compare nothing
+            (False). A checkpoint of an older release without block hashes is read without them.
+        load_rng: restore this rank's torch generators, if the number of ranks equals that of the
             save.
 
     Raises:
-        CheckpointError: on all ranks, if anything failed on one. Whatever can be checked is checked
-            before anything changes; if a file fails in the middle of being read, the engine holds a
-            mixture and must not go on training.
+        CheckpointError: on all ranks, if anything failed on one. Everything that can be checked is
+            checked before anything changes; if a file fails while it is read, the engine is partly
+            loaded and must not train on.
     """
     refuse_destroyed(engine, "load into")
     load_optimizer_states &= not load_module_only and engine.bound is not None
@@ -130,8 +130,8 @@ def load(
 
 
 def _check_same(seen: list[tuple[str, str]], directory: str | os.PathLike[str]) -> None:
-    """Raises CheckpointError unless all ranks, in order, have opened one save: (folder's name,
-    save_id or "" where others wrote it).
+    """Raise CheckpointError unless all ranks have opened the same save. ``seen``, by rank: (name of
+    the folder, save_id or "" for a checkpoint of another program).
     """
     if len({save_id or folder for folder, save_id in seen}) > 1:
         told = listed(
@@ -145,8 +145,8 @@ def _check_same(seen: list[tuple[str, str]], directory: str | os.PathLike[str]) 
 
 
 def _grouped(engine: TrainingEngine) -> list[list[str]]:
-    """The names of the parameters in each group of the optimizer, in the model's order; none
-    without one.
+    """Return the parameter names in each optimizer group, in the model's order; [] without an
+    optimizer.
     """
     names: list[list[str]] = [[] for _ in engine.bound.groups] if engine.bound is not None else []
     for name in model_order(engine.module, engine.aliases, engine.bound.group_of) if names else ():
@@ -161,7 +161,9 @@ def _open(folder: AnyPath, engine: TrainingEngine, hashes: bool) -> Checkpoint:
 
 
 def _naming_whole(folder: AnyPath, action: Callable[[], Read]) -> Read:
-    """``action()``; what it raises names the whole checkpoints beside ``folder``."""
+    """Return ``action()``. A CheckpointError that it raises also names the whole checkpoints beside
+    ``folder``.
+    """
     try:
         return action()
     except CheckpointError as error:
@@ -174,7 +176,7 @@ def _naming_whole(folder: AnyPath, action: Callable[[], Read]) -> Read:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two CPU tensors of one dtype hold the same; NaN is itself."""
+    """Whether two CPU tensors of one dtype are bitwise equal, so that NaN equals itself."""
     return torch.equal(
         *(
             each.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
@@ -184,8 +186,8 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class _Load:
-    """One rank's part of a load: everything looked up and checked by the constructor, changed by
-    :meth:`apply`.
+    """One rank's part of a load. The constructor looks up and checks everything, :meth:`apply`
+    changes the engine.
     """
 
     def __init__(
@@ -239,7 +241,7 @@ class _Load:
 
     @property
     def nbytes(self) -> int:
-        """What this rank reads for its flats."""
+        """Bytes that this rank reads for its flat buffers."""
         total = 0
         for flat, found in self.runs:
             states = (
@@ -254,7 +256,7 @@ class _Load:
         return total
 
     def _stored(self, found: list[CopyRange], tensor: str | None = None) -> int:
-        """Bytes that ``found`` takes in the files."""
+        """Return the bytes that the ranges ``found`` occupy in the files."""
         files = self.checkpoint.file
         keys = [(run, f"{run.flat.key}::{tensor or run.flat.weights}") for run in found]
         return sum(
@@ -286,7 +288,7 @@ class _Load:
         self._load_buffers()
         if self.scheduler is not None:
             self.engine.lr_scheduler.load_state_dict(self.scheduler)
-        if self.optimizer:  # after the schedule: what a script had written to the groups counts
+        if self.optimizer:  # after the schedule: values that a script set on the groups prevail
             self._load_groups()
         if not module_only:
             for field in fields(self.engine.counters):
@@ -297,7 +299,10 @@ class _Load:
             self._load_rng()
 
     def _load_buffers(self) -> None:
-        """Give buffers their saved values, in the dtypes that they have here."""
+        """Load the buffers, in the dtypes that they have in the model.
+
+        Raises CheckpointError for saved values that the model cannot take.
+        """
         buffers = persistent_buffers(self.engine.module)
         changed, kept = {}, []
         for name, held in self.match.buffers.items():
@@ -307,7 +312,7 @@ class _Load:
                 value.to(saved.dtype), saved
             ):
                 kept.append(name)
-            # An expanded constant cannot be written, and need not be.
+            # Write changed values only: an expanded constant cannot be written.
             elif not _same_bits(buffers[name].cpu(), value):
                 buffers[name].copy_(value)
                 changed[name] = value
@@ -315,7 +320,8 @@ class _Load:
         kept += [
             name for name, value in changed.items() if not _same_bits(after[name].cpu(), value)
         ]
-        # a module makes them anew for every state dict, or has integers where there were others
+        # The module creates these anew for every state dict, or holds integers where the save had
+        # floats.
         if kept:
             raise CheckpointError(
                 f"{self.checkpoint.folder} has other values of {listed(kept)}, which the model "
@@ -323,9 +329,7 @@ class _Load:
             )
 
     def _forget_unsaved(self) -> None:
-        """An optimizer that had not stepped when it was saved has not stepped after the load
-        either.
-        """
+        """Reset the optimizer to unstepped if it had not stepped when it was saved."""
         saved = self.manifest.optimizer
         nothing = saved is not None and not any(group.scalars for group in saved.groups)
         if nothing and not any(flat.states for flat in self.manifest.flats):

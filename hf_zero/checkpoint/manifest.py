@@ -1,5 +1,5 @@
-"""The manifest of a checkpoint, as FORMAT.md section 3 defines it: frozen records, strictly
-read, written as JSON.
+"""The manifest of a checkpoint, as FORMAT.md section 3 defines it: frozen records, read strictly,
+written as JSON.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from hf_zero.errors import CheckpointError
 from hf_zero.zero.layout.flat_layout import FlatLayout, Slot
 
 FORMAT = "hf-zero/checkpoint"
-PARTS_VERSION = 3  # of those with parts of tensors
-VERSION = 2  # of all others
-READ = (1, 2, 3)  # version 1 has SHA-256 alone
+PARTS_VERSION = 3  # written if the manifest has parts of tensors
+VERSION = 2  # written otherwise
+READ = (1, 2, 3)  # versions that can be read; version 1 has SHA-256 alone
 MANIFEST_NAME = "manifest.json"
-MAX_MANIFEST = 1 << 30  # bytes; a manifest beyond it is damage, not a model
-DIGEST = "digest"  # the field that tells whether all others are as they were written
-_BLANK = f"{DEFAULT_HASH}:{'0' * 32}"  # stands in its place while the digest is computed
+MAX_MANIFEST = 1 << 30  # bytes; a larger manifest is damage, not a model
+DIGEST = "digest"  # the field with the hash of the whole file
+_BLANK = f"{DEFAULT_HASH}:{'0' * 32}"  # placeholder of the digest while it is computed
 
 T = TypeVar("T")
 
@@ -71,12 +71,16 @@ class Manifest:
 
     @cached_property
     def slots(self) -> dict[str, tuple[FlatEntry, Slot]]:
-        """Where each parameter is held, or the first part of it."""
+        """The flat entry and slot of each parameter; for a parameter in parts, those of the first
+        part.
+        """
         return {name: parts[0] for name, parts in self.parts.items()}
 
     @cached_property
     def parts(self) -> dict[str, list[tuple[FlatEntry, Slot]]]:
-        """Where each parameter is held: as one, or in parts with boxes."""
+        """The flat entries and slots of each parameter: a single one, or one per part, with
+        boxes.
+        """
         found: dict[str, list[tuple[FlatEntry, Slot]]] = {}
         for flat in self.flats:
             for slot in flat.layout.slots:
@@ -85,13 +89,13 @@ class Manifest:
 
     @property
     def version(self) -> int:
-        """That of the format in which it is written."""
+        """Version of the format in which this manifest is written."""
         cut = any(slot.box is not None for parts in self.parts.values() for _, slot in parts)
         return PARTS_VERSION if cut else VERSION
 
     def runs(self, name: str, start: int, stop: int) -> Iterator[tuple[FlatEntry, int, int]]:
-        """Elements ``[start, stop)`` of the whole parameter ``name``, in order: ``length`` elements
-        from ``at`` of a flat on, as (flat, at, length).
+        """Yield the runs that hold elements ``[start, stop)`` of the whole parameter ``name``, in
+        order, as (flat, at, length): ``length`` elements from element ``at`` of the flat.
         """
         parts = self.parts[name]
         flat, slot = parts[0]
@@ -137,20 +141,20 @@ class Manifest:
         }
 
     def dumps(self) -> bytes:
-        """The file's content, its digest last."""
+        """Return the file's content, with the digest as its last field."""
         blank = json.dumps({**self.to_json(), DIGEST: _BLANK}, indent=1).encode()
         before, _, after = blank.rpartition(_BLANK.encode())
         return before + hash_of(blank).encode() + after
 
     def all_files(self) -> list[FileEntry]:
-        """Every file that is listed."""
+        """Return every listed file."""
         return [*self.files, *([self.objects] if self.objects else [])]
 
     @classmethod
     def read(cls, path: AnyPath) -> Manifest:
         """Read and check ``path``.
 
-        Raises CheckpointError naming the file and the field that is wrong.
+        Raises CheckpointError with the file and the field that is wrong.
         """
         try:
             with store_errors(path):
@@ -220,8 +224,8 @@ def _runs_of(
 
 
 def _is_as_written(content: bytes, digest: Any) -> bool:
-    """Whether ``digest``, which stands last in ``content``, is the hash of it with zeros in its
-    place.
+    """Whether ``digest``, the last field of ``content``, is the hash of ``content`` with zeros in
+    its place.
     """
     if not isinstance(digest, str) or not digest or not digest.isascii():
         return False
@@ -230,7 +234,7 @@ def _is_as_written(content: bytes, digest: Any) -> bool:
 
 
 def _typed(value: Any, kind: type[T], where: str) -> T:
-    # bool is a subclass of int; a flag in the place of a size is damage.
+    # bool is a subclass of int: a flag in place of a size is damage.
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise TypeError(f"{where} is {type(value).__name__}, expected {kind.__name__}")
     return value
@@ -263,7 +267,7 @@ def _size(data: Mapping[str, Any], key: str) -> int:
 
 
 def is_plain(name: str) -> bool:
-    """Whether ``name`` stays in its folder and is not hidden there."""
+    """Whether ``name`` is one path component that is not hidden."""
     return bool(name) and Path(name).name == name and not name.startswith(".") and "\0" not in name
 
 
@@ -384,7 +388,9 @@ def _parse(data: dict[str, Any]) -> Manifest:
 
 
 def _check_parts(name: str, slots: Sequence[Slot]) -> None:
-    """Raise ValueError unless ``slots`` hold each element of the parameter ``name`` once."""
+    """Raise ValueError unless ``slots`` hold each element of the parameter ``name`` exactly
+    once.
+    """
     whole, numel = slots[0].whole, sum(slot.numel for slot in slots)
     if any(slot.box is None for slot in slots) and len(slots) > 1:
         raise ValueError(f"parameter {name!r} is held twice")
@@ -397,7 +403,8 @@ def _check_parts(name: str, slots: Sequence[Slot]) -> None:
 
 
 def _check(manifest: Manifest) -> None:
-    """What single fields cannot show: names held once, chunks that cover each flat once.
+    """Check what involves several fields: each name is held once, the chunks cover each flat
+    exactly once, references resolve.
 
     Raises ValueError.
     """

@@ -1,5 +1,5 @@
-"""Whether a checkpoint fits an engine: parameters by name and shape, buffers, the optimizer's class
-and its groups, the schedule.
+"""Match between a checkpoint and an engine: parameters by name and shape, buffers, the optimizer's
+class and groups, the schedule.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NameMatch:
-    """Names in the engine -> names in the checkpoint: ``held`` of parameters that can be loaded,
-    ``buffers`` of buffers.
+    """Names in the engine -> names in the checkpoint: ``held`` for the parameters that can be
+    loaded, ``buffers`` for buffers.
     """
 
     held: dict[str, str]
@@ -35,8 +35,9 @@ class NameMatch:
 def match_names(engine: TrainingEngine, manifest: Manifest, where: str, strict: bool) -> NameMatch:
     """Pair the engine's names with the checkpoint's.
 
-    Raises CheckpointError for shapes that differ and, if ``strict``, for names that only one side
-    has. Frozen parameters that the checkpoint left out on request are not missing.
+    Raises CheckpointError for shapes that differ, for weights quantised in another way and, if
+    ``strict``, for names that only one side has. Frozen parameters that the checkpoint left out on
+    request do not count as missing.
     """
     live = [slot.name for flat in engine.flats for slot in flat.layout.slots]
     names = WholeNames(engine.module)
@@ -45,7 +46,8 @@ def match_names(engine: TrainingEngine, manifest: Manifest, where: str, strict: 
     )
     held, missing, differing, recoded = _match_parameters(engine, manifest, there)
     buffers = persistent_buffers(engine.module)
-    # Some writers do not tell buffers from parameters, and write tied weights under both names.
+    # Some programs do not distinguish buffers from parameters, and write tied weights under both
+    # names.
     kept, other_buffers = _pair(buffers, names, (*manifest.buffers, *manifest.slots))
     for own, name in kept.items():
         if name in manifest.buffers and manifest.buffers[name][1] != tuple(buffers[own].shape):
@@ -78,8 +80,8 @@ def match_names(engine: TrainingEngine, manifest: Manifest, where: str, strict: 
 def _pair(
     live: Iterable[str], names: WholeNames, there: Collection[str]
 ) -> tuple[dict[str, str], set[str]]:
-    """Each of ``live`` that the checkpoint holds, to its name ``there``; and what other ranks hold
-    there under these names.
+    """Map each name of ``live`` that the checkpoint holds to its name ``there``. Also return the
+    names there that match only names held on other ranks.
     """
     live = list(live)
     found = pair_names([each for name in live for each in names.every(name)], there)
@@ -90,8 +92,10 @@ def _pair(
 def _match_parameters(
     engine: TrainingEngine, manifest: Manifest, there: Mapping[str, str]
 ) -> tuple[dict[str, str], list[str], list[str], list[str]]:
-    """The engine's parameters that the checkpoint holds, by name, as names in the checkpoint; and
-    those that it lacks, that have other shapes there, that are quantised in another way there.
+    """Match the engine's parameters with the checkpoint's by name.
+
+    Returns the map from matched names to names in the checkpoint, and the parameters that it lacks,
+    that have another shape there, and that are quantised in another way there.
     """
     held, missing, differing, recoded = {}, [], [], []
     also: dict[str, list[str]] = {}
@@ -140,10 +144,11 @@ def _refuse_one_sided(
 def check_optimizer(
     engine: TrainingEngine, manifest: Manifest, held: dict[str, str], where: str
 ) -> list[int]:
-    """For each group of the engine's optimizer the saved group that it goes on from: the one with
-    the same parameters.
+    """Return, for each group of the engine's optimizer, the index of the saved group to resume
+    from: the one with the same parameters.
 
-    Raises CheckpointError unless the engine's optimizer can go on from the one of ``manifest``.
+    Raises CheckpointError if the engine's optimizer cannot resume from that of ``manifest``:
+    another class, unknown states, other groups.
     """
     saved = manifest.optimizer
     remedy = "or pass load_optimizer_states=False to start the optimizer anew"
@@ -154,13 +159,12 @@ def check_optimizer(
             f"{where} was saved without an optimizer; load it with load_module_only=True, {remedy}"
         )
     live = class_name(engine.bound.optimizer)
-    if saved.class_name and _kind(live) != _kind(saved.class_name):  # others do not write it down
+    if saved.class_name and _kind(live) != _kind(saved.class_name):  # others do not record it
         raise CheckpointError(
             f"{where} was saved with optimizer {saved.class_name}, this engine has {live}; use "
             f"{_short(saved.class_name)}, {remedy}"
         )
-    # The class tells all, where it is known: the states it is given are asked about one by one
-    # where it is not.
+    # A known class implies its states. Where it is not recorded, each saved state is looked up.
     states = (
         ()
         if saved.class_name
@@ -202,9 +206,9 @@ def _kind(class_name: str) -> str:
 
 
 def check_scheduler(engine: Any, saved: dict[str, Any] | None, where: str) -> bool:
-    """Whether there is a scheduler's state to load.
+    """Whether there is a scheduler state to load.
 
-    Raises CheckpointError if it is that of another class.
+    Raises CheckpointError if it was saved by another class.
     """
     if saved is None or not hasattr(engine.lr_scheduler, "load_state_dict"):
         return False
@@ -218,7 +222,7 @@ def check_scheduler(engine: Any, saved: dict[str, Any] | None, where: str) -> bo
     return True
 
 
-# What torch's schedules keep as one value per group.
+# Attributes of torch's schedules that hold one value per group.
 _PER_GROUP = {
     "base_lrs",
     "_last_lr",
@@ -233,13 +237,13 @@ _PER_GROUP = {
 def pair_groups(
     group_of: Mapping[str, int], count: int, saved: Sequence[GroupEntry], held: Mapping[str, str]
 ) -> tuple[list[int], list[str]]:
-    """For each of ``count`` groups of an engine the index of the saved group that it goes on from,
-    and what does not fit that.
+    """Return the index of the saved group that each of the engine's ``count`` groups resumes from,
+    and the mismatches.
 
-    ``group_of`` is the engine's, ``held`` maps its names to the checkpoint's. Groups with the most
-    parameters in common are paired first, then those at the same place, then in order. The second
-    answer describes each parameter that was in another group than its pair; a checkpoint that does
-    not say where a parameter was fits anything.
+    ``group_of`` maps parameter to group in the engine, ``held`` the engine's names to the
+    checkpoint's. Groups with the most parameters in common are paired first, then those with the
+    same index, then in order. The mismatches describe each parameter that was saved in another
+    group than the paired one; a parameter without a saved group never mismatches.
     """
     there = {name: index for index, group in enumerate(saved) for name in group.parameters}
     shared = Counter(
@@ -261,7 +265,7 @@ def pair_groups(
 
 
 def reorder_schedule(state: Any, order: Sequence[int]) -> Any:
-    """The state of a schedule with its values per group in the order of the engine's groups."""
+    """Return the state of a schedule with its per-group values in the engine's order of groups."""
     if isinstance(state, list):
         return [reorder_schedule(each, order) for each in state]
     if not isinstance(state, dict):

@@ -1,8 +1,8 @@
-"""State that is not a tensor: JSON where JSON gives the same value back, else torch's weights_only
-form.
+"""State other than tensors: as JSON if that preserves the value, else in a form that torch's
+weights_only loader accepts.
 
-Nothing here can execute code when it is read: what ``torch.load(weights_only=True)`` refuses is
-refused at the save.
+Nothing here can execute code when it is read: a save refuses what ``torch.load(weights_only=True)``
+refuses.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hf_zero.errors import CheckpointError
 
 
 def is_json(value: Any) -> bool:
-    """Whether ``json.loads(json.dumps(value))`` has equal values of equal types (so no tuples,
-    no integer keys).
+    """Whether ``json.loads(json.dumps(value))`` equals ``value``, with equal types (no tuples, no
+    integer keys).
     """
     if value is None or type(value) in (bool, int, float, str):
         return True
@@ -31,7 +31,7 @@ def is_json(value: Any) -> bool:
 
 
 def split(what: str, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Cut ``state`` into its manifest form ``{"json", "objects"}`` and the values that go to
+    """Divide ``state`` into its manifest form ``{"json", "objects"}`` and the values for
     ``objects.pt``.
 
     ``what`` names the state in errors. Raises CheckpointError for a value that neither form can
@@ -57,7 +57,7 @@ def _check_loadable(what: str, value: Any) -> None:
         torch.save(value, buffer)
         buffer.seek(0)
         torch.load(buffer, map_location="cpu", weights_only=True)
-    except Exception as error:  # pickling runs the value's own code, which may raise anything
+    except Exception as error:  # pickling runs code of the value, which may raise anything
         raise CheckpointError(
             f"{what} of type {type(value).__name__} cannot be saved without a "
             "pickle that executes code "
@@ -67,14 +67,14 @@ def _check_loadable(what: str, value: Any) -> None:
 
 
 def load_objects(path: AnyPath) -> dict[str, dict[str, Any]]:
-    """The content of ``objects.pt``.
+    """Return the content of ``objects.pt``.
 
-    Raises CheckpointError where it is damaged or would execute code.
+    Raises CheckpointError if the file is damaged or would execute code.
     """
     try:
         with store_errors(path), path.open("rb") as file:
             content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # what is damaged makes the unpickler raise anything
+    except Exception as error:  # a damaged file can make the unpickler raise anything
         raise CheckpointError(
             f"{path} cannot be loaded ({type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else 'no detail'}); "
@@ -95,7 +95,7 @@ def join(
 ) -> dict[str, Any]:
     """Inverse of :func:`split`.
 
-    Raises CheckpointError naming a promised key that ``objects`` lacks.
+    Raises CheckpointError for a promised key that ``objects`` lacks.
     """
     missing = [key for key in state["objects"] if key not in objects]
     if missing:

@@ -1,5 +1,5 @@
-"""A save that is planned: the file of this rank, the manifest and the other files of rank 0, and
-the job that writes them, exchanges outcomes with the other ranks and commits.
+"""Plan and execution of a save: the file of this rank, the manifest and the other files of rank 0,
+and the job that writes them, exchanges outcomes among the ranks and commits.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank tells rank 0: its file, the chunks in it by flat, the numbers of each
-    optimizer group and of parameters in it, and the state of whole parameters in its file. layouts:
-    of flats that are cut over ranks beside ZeRO: key in the checkpoint -> (key, layout). model: of
-    the first rank of each stage of a pipeline.
+    """Report of one rank to rank 0.
+
+    file: its rank file. chunks: by flat, (start, stop, tensor names). scalars, apart: numbers of
+    each optimizer group, and of single parameters in it. factors: state of whole parameters in its
+    file. layouts: for flats that tensor or expert parallelism cuts, key in the checkpoint -> (key,
+    layout). model: set by the first rank of each pipeline stage.
     """
 
     file: FileEntry
@@ -57,7 +59,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The file of this rank: where everything stands in it, and what fetches it."""
+    """Plan of this rank's file: the place of each tensor, and a function that fetches it."""
 
     file: FilePlan
     tensors: dict[str, engine_state.DeferredTensor]
@@ -66,7 +68,9 @@ class SavePlan:
 
 @dataclass(frozen=True)
 class ExtraState:
-    """State that is no tensor, in the manifest's form, and what of it goes to ``objects.pt``."""
+    """State other than tensors, in the manifest's form, and the part of it that goes to
+    ``objects.pt``.
+    """
 
     client_state: dict[str, Any]
     lr_scheduler: dict[str, Any] | None
@@ -80,7 +84,7 @@ def plan_save(
     exclude_frozen: bool,
     buffers: Mapping[str, torch.Tensor],
 ) -> SavePlan:
-    """The file ``name`` of this rank; ``buffers`` go into that of rank 0."""
+    """Return the plan of this rank's file ``name``. ``buffers`` go into the file of rank 0."""
     tensors: dict[str, engine_state.DeferredTensor] = {}
     chunks: dict[str, tuple[int, int, tuple[str, ...]]] = {}
     layouts: dict[str, tuple[str, FlatLayout]] = {}
@@ -138,7 +142,9 @@ def plan_save(
 
 
 def extra_state(engine: TrainingEngine, client_state: Mapping[str, Any]) -> ExtraState:
-    """State that is no tensor, as it is now. Raises CheckpointError naming what cannot be saved."""
+    """Return a snapshot of the state other than tensors. Raises CheckpointError naming a value that
+    cannot be saved.
+    """
     client, objects_of_client = objects.split("client_state", client_state)
     scheduler: dict[str, Any] | None = None
     objects_of_scheduler: dict[str, Any] = {}
@@ -160,8 +166,8 @@ def build_manifest(
     extra: ExtraState,
     buffers: Mapping[str, torch.Tensor],
 ) -> Manifest:
-    """The manifest, still without its ``objects``; nothing in it changes with the engine any
-    more.
+    """Return the manifest, without its ``objects``. It is a copy: later changes of the engine do
+    not reach it.
     """
     flats = []
     model = Described.joined([report.model for report in reports if report.model is not None])
@@ -205,7 +211,7 @@ def build_manifest(
 
 
 def _chunks(key: str, reports: list[RankReport]) -> tuple[Chunk, ...]:
-    """The chunks of the flat ``key``, in order."""
+    """Return the chunks of the flat ``key``, in order."""
     held = sorted(
         (report.chunks[key][0], file, report.chunks[key])
         for file, report in enumerate(reports)
@@ -221,9 +227,9 @@ def _optimizer(
         return None
     groups = []
     for index, hyperparameters in enumerate(engine.bound.hyperparameters()):
-        # A group can be empty on a rank, which then has no numbers for it; where there are some,
-        # they are equal, except that a rank tells those of each parameter once it has seen one left
-        # out. What no rank has left out has made every step.
+        # A rank on which a group is empty has no scalars for it. Scalars of other ranks are equal,
+        # except on a rank that has seen a parameter left unused: it reports each parameter apart.
+        # Parameters that no rank has seen unused have made every step, as the group has.
         even = [
             report.scalars[index]
             for report in reports
@@ -250,9 +256,10 @@ SCRIPT = "zero_to_fp32.py"
 
 @dataclass(frozen=True)
 class SharedFiles:
-    """All files but the ranks' own, as bytes: in the folder, and ``above`` it.
+    """The files other than rank files, as bytes: ``files`` in the checkpoint folder, ``above`` in
+    its parent.
 
-    The manifest lacks the hashes of the ranks' files.
+    The manifest still lacks the hashes of the rank files.
     """
 
     manifest: Manifest
@@ -268,7 +275,7 @@ def shared_files(
     buffers: Mapping[str, torch.Tensor],
     save_latest: bool,
 ) -> SharedFiles:
-    """What rank 0 writes beside its own file."""
+    """Return the files that rank 0 writes beside its own rank file."""
     manifest = build_manifest(engine, target.tag, target.save_id, reports, extra, buffers)
     files = engine_state.config_files(engine.module)
     if any(extra.objects.values()):
@@ -288,25 +295,27 @@ NOTHING_SAVED = "Nothing was saved as {!r}; earlier checkpoints are as they were
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of the file of one rank: its hashes, or what was wrong."""
+    """Result of writing the file of one rank: its hashes, or an error message."""
 
     hashes: FileHashes | None
     error: str = ""
 
 
 class Exchange(Protocol):
-    """How the ranks of one save learn of each other's outcomes."""
+    """Protocol by which the ranks of one save exchange their outcomes."""
 
     def gather(self, own: Outcome) -> list[Outcome]:
-        """The outcomes of all ranks, in order, on rank 0. What other ranks get is not used."""
+        """Return the outcomes of all ranks, by rank, on rank 0. The result on other ranks is not
+        used.
+        """
 
     def broadcast(self, failure: str) -> str:
-        """Rank 0's ``failure``, on all ranks."""
+        """Return rank 0's ``failure`` on all ranks."""
 
 
 @dataclass(frozen=True)
 class SaveJob:
-    """A save that is planned: where it goes, this rank's file, on rank 0 all the other files."""
+    """A planned save: its target, this rank's file and, on rank 0, all shared files."""
 
     target: CommitTarget
     path: AnyPath
@@ -321,9 +330,11 @@ class SaveJob:
         exchange: Exchange,
         committed: Callable[[], object] = lambda: None,
     ) -> tuple[str, Exception | None]:
-        """Write this rank's file by ``write``, which returns its hashes, and commit on rank 0,
-        where ``committed`` is called last. Returns what was wrong, "" if nothing, the same on all
-        ranks; and the exception of this rank.
+        """Write this rank's file with ``write``, which returns its hashes, and commit on rank 0,
+        which calls ``committed`` last.
+
+        Returns the failure, equal on all ranks and "" on success, and the exception of this rank,
+        if any.
         """
         causes: list[Exception] = []
         failure = ""
@@ -347,8 +358,8 @@ class SaveJob:
         return exchange.broadcast(failure), causes[0] if causes else None
 
     def _publish(self, outcomes: list[Outcome], causes: list[Exception]) -> str:
-        """Write the shared files, with the hashes in the manifest, if all ranks have written: the
-        checkpoint is there, or nothing has changed.
+        """Write the shared files, with the hashes in the manifest, if all ranks have written their
+        files. Returns "" once the checkpoint exists, else the failure; nothing has changed then.
         """
         assert self.shared is not None
         failed = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error}
@@ -369,8 +380,8 @@ class SaveJob:
         return f"{describe_failures(failed, self.world)}. {NOTHING_SAVED.format(self.target.tag)}"
 
     def _finish(self, committed: Callable[[], object], causes: list[Exception]) -> str:
-        """Have ``latest`` name the new checkpoint, then remove the one that it replaces and those
-        that are too many.
+        """Point ``latest`` to the new checkpoint, then remove the one that it replaces and those
+        beyond ``keep``. Returns the failure, or "".
         """
         assert self.shared is not None
         try:

@@ -1,4 +1,4 @@
-"""A progress bar in bytes, for work on files that can take long."""
+"""A progress bar in bytes for long file operations."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from typing import Any
 Tick = Callable[[int], None]
 
 
-SHOWN_AFTER = 2.0  # seconds of work for which nothing is shown unless asked for
+SHOWN_AFTER = 2.0  # seconds before a bar appears that was not asked for
 
 
 @contextmanager
 def progress_bar(progress: bool | None, total: int, what: str) -> Iterator[Tick]:
-    """Yields the function that moves it, by bytes; it may be called from several threads.
+    """Show a progress bar on stderr and yield the function that advances it by a number of bytes,
+    which several threads may call.
 
-    Shown on stderr if ``progress``; None means where stderr is a terminal, and once the work has
-    lasted :data:`PATIENCE`.
+    With ``progress`` None the bar is shown only if stderr is a terminal, and only once the work has
+    lasted :data:`SHOWN_AFTER` seconds. False shows none.
     """
     if not (sys.stderr.isatty() if progress is None else progress):
         yield lambda count: None
@@ -35,7 +36,7 @@ def progress_bar(progress: bool | None, total: int, what: str) -> Iterator[Tick]
 
 
 class _Bar:
-    """A bar that appears at ``since``."""
+    """A bar that appears at the time ``since`` (``time.monotonic``)."""
 
     def __init__(self, total: int, what: str, since: float) -> None:
         self._total, self._what, self._since = total, what, since

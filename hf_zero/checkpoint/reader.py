@@ -1,6 +1,5 @@
-"""A checkpoint opened for reading: its files checked against the manifest, and the ranges of
-elements that a load or a conversion wants mapped to the ranges that are stored, for any number of
-ranks, stage and division into units.
+"""Reader of a checkpoint: files checked against the manifest, and the element ranges of a load or a
+conversion mapped to stored ranges, for any number of ranks, stage and division into units.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from hf_zero.zero.layout.flat_layout import FlatLayout
 
 @dataclass(frozen=True)
 class CopyRange:
-    """``length`` elements to copy: from ``source`` in tensor ``<flat.key>::…`` of ``files[file]``,
-    to ``target``.
+    """``length`` elements to copy from tensor ``<flat.key>::…`` in the file of chunk number
+    ``chunk``.
 
-    ``source`` counts elements of the stored tensor (the chunk), ``target`` elements of what is
-    being filled.
+    ``source`` is their offset in the stored tensor (the chunk), ``target`` their offset in the
+    tensor to fill, both in elements.
     """
 
     flat: FlatEntry
@@ -45,12 +44,12 @@ class CopyRange:
 def parameter_ranges(
     manifest: Manifest, name: str, start: int, stop: int, target: int = 0
 ) -> Iterator[CopyRange]:
-    """The runs that give elements ``[start, stop)`` of the whole parameter ``name``, in order,
-    without gaps.
+    """Yield the runs that hold elements ``[start, stop)`` of the whole parameter ``name``, in
+    order, without gaps.
     """
     for flat, at, numel in manifest.runs(name, start, stop):
         end = at + numel
-        # the last of those that start there: earlier ones are empty
+        # the last chunk that starts at or before `at`: others with the same start are empty
         index = bisect.bisect_right(flat.starts, at) - 1
         while at < end:
             chunk = flat.chunks[index]
@@ -64,12 +63,12 @@ def parameter_ranges(
 def copy_ranges(
     manifest: Manifest, layout: FlatLayout, start: int, stop: int, held: dict[str, str]
 ) -> Iterator[CopyRange]:
-    """The runs that fill elements ``[start, stop)`` of ``layout``; ``target`` counts from
+    """Yield the runs that fill elements ``[start, stop)`` of ``layout``; ``target`` counts from
     ``start``.
 
-    ``held`` maps the layout's names to the names in the manifest; what it lacks is left out.
-    Neighbours that continue each other are merged: a resume on the same ranks reads each tensor in
-    one piece.
+    ``held`` maps the layout's names to those in the manifest; names that it lacks are left out.
+    Consecutive runs that are contiguous are merged, so that a resume on the same ranks reads each
+    tensor in one piece.
     """
     last: CopyRange | None = None
     for piece in layout.pieces(start, stop):
@@ -107,11 +106,11 @@ def _continues(last: CopyRange, run: CopyRange) -> bool:
 
 
 class Checkpoint(ClosedAtExit):
-    """The folder of one tag. Files are opened, and their headers checked, when they are first
-    needed.
+    """The checkpoint folder of one tag. Each file is opened, and its header checked, at its first
+    use.
 
-    ``sizes`` compares those of all files at once; ``hashes`` compares what is read with the hashes
-    of its blocks. Raises CheckpointError for whatever FORMAT.md section 7 rejects.
+    ``sizes`` checks the sizes of all files at once; ``hashes`` compares what is read with the block
+    hashes. Raises CheckpointError for whatever FORMAT.md section 7 rejects.
     """
 
     def __init__(self, folder: AnyPath, sizes: bool = True, hashes: bool = True) -> None:
@@ -123,11 +122,13 @@ class Checkpoint(ClosedAtExit):
             self.check_size(entry)
 
     def listed(self) -> list[FileEntry]:
-        """Every file that the manifest lists."""
+        """Return every file that the manifest lists."""
         return self.manifest.all_files()
 
     def identity(self) -> str:
-        """Tells this save from any other, and from itself with a file replaced."""
+        """Return a digest that distinguishes this save from any other, and from itself with a file
+        replaced.
+        """
         digest = sha256(self.manifest.dumps())
         for entry in self.listed():
             path = self.folder / entry.name
@@ -135,7 +136,7 @@ class Checkpoint(ClosedAtExit):
         return digest.hexdigest()
 
     def check_size(self, entry: FileEntry) -> None:
-        """Raises CheckpointError for a file that is missing or of another size."""
+        """Raise CheckpointError if a file is missing or has another size."""
         path = self.folder / entry.name
         try:
             with store_errors(path):
@@ -154,9 +155,9 @@ class Checkpoint(ClosedAtExit):
     def verify(
         self, entries: Iterable[FileEntry], tick: Callable[[int], None] | None = None
     ) -> None:
-        """Compare the hashes of ``entries`` with the manifest.
+        """Compare the hashes of the files ``entries`` with the manifest.
 
-        Raises CheckpointError for the first that differs or cannot be read.
+        Raises CheckpointError for the first file that differs or cannot be read.
         """
         for entry in entries:
             try:
@@ -174,7 +175,7 @@ class Checkpoint(ClosedAtExit):
                 )
 
     def file(self, index: int) -> TensorFile:
-        """File ``index`` of the manifest, its header checked against it."""
+        """Return file ``index`` of the manifest, its header checked against the manifest."""
         with self._lock:
             if index not in self._open:
                 entry = self.manifest.files[index]
@@ -237,7 +238,7 @@ class Checkpoint(ClosedAtExit):
                 )
 
     def buffer_file(self) -> int:
-        """The index of the file that holds the buffers.
+        """Return the index of the file that holds the buffers.
 
         Raises CheckpointError if rank 0's file is not listed.
         """
@@ -250,8 +251,8 @@ class Checkpoint(ClosedAtExit):
         )
 
     def fill(self, out: torch.Tensor, runs: Iterable[CopyRange], tensor: str | None = None) -> None:
-        """Copy ``runs`` into ``out``, 1-D, of any dtype and device; ``tensor`` is a state's
-        name, by default the weights.
+        """Copy ``runs`` into ``out``, 1-D, of any dtype and device. ``tensor`` is the name of an
+        optimizer state; by default the weights are read.
         """
         for run in runs:
             name = tensor or run.flat.weights
@@ -264,7 +265,7 @@ class Checkpoint(ClosedAtExit):
             )
 
     def factors(self, parameter: str) -> dict[str, torch.Tensor]:
-        """The state of the whole ``parameter``, by name; {} where none was saved."""
+        """Return the states of the whole ``parameter``, by name; {} if none was saved."""
         saved = self.manifest.optimizer
         if saved is None or parameter not in saved.factors:
             return {}
@@ -276,11 +277,11 @@ class Checkpoint(ClosedAtExit):
         return found
 
     def holds(self, run: CopyRange, tensor: str) -> bool:
-        """Whether the chunk that ``run`` reads has the state ``tensor``."""
+        """Whether the chunk of ``run`` has the tensor ``tensor``."""
         return tensor in run.flat.chunks[run.chunk].tensors
 
     def buffer(self, name: str) -> torch.Tensor:
-        if name not in self.manifest.buffers:  # a writer that does not tell them from parameters
+        if name not in self.manifest.buffers:  # written by a program that saves them as parameters
             flat, slot = self.manifest.slots[name]
             out = torch.empty(slot.whole, dtype=flat.dtype)
             self.fill(out.view(-1), parameter_ranges(self.manifest, name, 0, out.numel()))
@@ -292,9 +293,9 @@ class Checkpoint(ClosedAtExit):
 
     @cached_property
     def objects(self) -> dict[str, dict[str, Any]]:
-        """What ``objects.pt`` holds; empty without one.
+        """The content of ``objects.pt``; {} without one.
 
-        Its hash is compared: it is small, and a wrong bit in it would not show.
+        Its hash is always compared: the file is small, and a flipped bit in it would go unnoticed.
         """
         if self.manifest.objects is None:
             return {}
@@ -327,8 +328,8 @@ class Checkpoint(ClosedAtExit):
 
 
 def read_range(file: TensorFile, name: str, start: int, out: torch.Tensor) -> None:
-    """Elements of ``name`` from ``start`` into ``out``: straight into its memory where that
-    fits, else by blocks and cast.
+    """Read elements of ``name`` from ``start`` on into ``out``: directly if it is contiguous, on
+    the CPU and of the stored dtype, else block by block with a cast.
     """
     dtype = file.entries[name].dtype
     if out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous():

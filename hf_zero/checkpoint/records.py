@@ -1,5 +1,5 @@
-"""The records that a manifest is made of (FORMAT.md sections 3 and 4), and parameter names
-without the prefixes of wrappers.
+"""Records of a manifest (FORMAT.md sections 3 and 4), and parameter names without the prefixes of
+wrappers.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from hf_zero.checkpoint.hashes import BlockHashes
 from hf_zero.zero.layout.flat_layout import FlatLayout
 
 MASTER, SHARD = "master", "shard"  # the two names under which the weights of a flat are stored
-# before the names of tensors that lie in no flat buffer
+# prefixes of tensors outside flat buffers
 BUFFER, RNG, FACTOR = "buffer::", "rng::", "factor::"
 
 
 def factor_key(parameter: str, name: str) -> str:
-    """The name of a state of a whole parameter in a file."""
+    """Return the name in a file of a state of a whole parameter."""
     return f"{FACTOR}{parameter}::{name}"
 
 
@@ -29,7 +29,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Inverse of :func:`dtype_name`. Raises ValueError for a name that is no dtype."""
+    """Inverse of :func:`dtype_name`. Raises ValueError for a name that is not a dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype of torch")
@@ -40,8 +40,8 @@ def dtype_of(name: str) -> torch.dtype:
 class FileEntry:
     """A file of the checkpoint.
 
-    ``rank`` is the rank that wrote it; ``hash`` names its algorithm (``hashes``). ``blocks`` are
-    those of a file of tensors, unless an older release wrote it.
+    ``rank`` is the rank that wrote it; ``hash`` includes the name of its algorithm (``hashes``).
+    ``blocks`` are the block hashes of a tensor file, None if an older release wrote it.
     """
 
     name: str
@@ -78,12 +78,12 @@ class FlatEntry:
 
     @property
     def weights(self) -> str:
-        """The tensor that holds the parameters' values."""
+        """Name of the tensor with the parameters' values."""
         return MASTER if self.chunks and MASTER in self.chunks[0].tensors else SHARD
 
     def weights_dtype(self, tensor: str) -> torch.dtype | None:
-        """The dtype the weights must be stored in; None for an optimizer state, which has the
-        dtype of its header.
+        """Return the dtype in which the weights must be stored; None for an optimizer state, whose
+        dtype is given in the file's header.
         """
         if tensor == MASTER:
             return torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -95,7 +95,7 @@ class FlatEntry:
 
     @cached_property
     def states(self) -> tuple[str, ...]:
-        """Optimizer states that some chunk holds."""
+        """Names of the optimizer states that at least one chunk holds."""
         return tuple(
             sorted({name for chunk in self.chunks for name in chunk.tensors} - {MASTER, SHARD})
         )
@@ -117,11 +117,11 @@ class FlatEntry:
 
 @dataclass(frozen=True)
 class GroupEntry:
-    """An optimizer group: its hyper-parameters, its numbers that are not per element, and its
-    parameters' names.
+    """An optimizer group: its hyper-parameters, its scalars (numbers that are not per element), and
+    the names of its parameters.
 
-    ``apart`` has the numbers of parameters that have made other steps than the group: those that
-    went unused in some.
+    ``apart`` has the scalars of parameters whose step count differs from the group's, because they
+    were unused in some steps.
     """
 
     hyperparameters: dict[str, Any]
@@ -140,7 +140,7 @@ class GroupEntry:
 
 @dataclass(frozen=True)
 class FactorEntry:
-    """State of a whole parameter: the file that holds it, and its shapes by name."""
+    """State of a whole parameter: the index of the file that holds it, and its shapes by name."""
 
     file: int
     shapes: dict[str, tuple[int, ...]]
@@ -155,8 +155,8 @@ class OptimizerEntry:
 
 @dataclass(frozen=True)
 class Adapter:
-    """How PEFT writes one adapter: its configuration, and by name in its file the name under
-    which a tensor is held.
+    """PEFT's description of one adapter: its configuration, and the map from names in its file to
+    names of held tensors.
     """
 
     config: dict[str, Any]
@@ -165,10 +165,10 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Export:
-    """What Hugging Face's ``save_pretrained`` would do with the names: ``names`` renames tied
-    weights, ``skip`` drops.
+    """Changes that Hugging Face's ``save_pretrained`` makes to the names: ``names`` renames tied
+    weights, ``skip`` lists dropped ones.
 
-    ``adapters`` are those of a model of PEFT, by their names.
+    ``adapters`` are those of a PEFT model, by name.
     """
 
     names: dict[str, str] = field(default_factory=dict)
@@ -182,13 +182,13 @@ DDP_PREFIX = "module."  # what DDP puts before every name
 
 
 def strip_wrappers(name: str) -> str:
-    """``name`` as the module within would give it."""
+    """Return ``name`` without the components that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def pair_names(wanted: Iterable[str], held: Iterable[str]) -> dict[str, str]:
-    """Each of ``wanted`` that is among ``held``, to the name it has there: the same, or the same
-    but for wrappers.
+    """Map each of ``wanted`` to its name in ``held``: an equal one, else the only one that is equal
+    without wrappers. Others are left out.
     """
     there = list(held)
     exact = set(there)

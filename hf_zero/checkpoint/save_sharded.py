@@ -1,9 +1,8 @@
-"""Saving, one pipeline: check, plan, stage, write, commit. Every rank writes its own file; rank 0
-commits once all of them are written (plan.py).
+"""Save in five steps: check, plan, stage, write, commit. Every rank writes its own file; rank 0
+commits once all files are written (plan.py).
 
-A blocking save goes through it inline and streams tensors into the file. A save in the background
-copies them into staging memory first, and a thread does the writing and the commit
-(async_save.py).
+A blocking save runs inline and streams tensors into the file. A background save copies them into
+staging memory first, and a thread writes and commits (async_save.py).
 """
 
 from __future__ import annotations
@@ -58,22 +57,23 @@ def save(
     """Save ``engine`` as ``<directory>/<tag>`` and return that folder. Collective.
 
     Args:
-        directory: a folder that all ranks see, made if it does not exist; or the URL of one in an
-            object store (``s3://bucket/run``).
-        tag: name of the checkpoint, the same on all ranks; ``global_step<N>`` by default.
-        client_state: what to return at the load; rank 0's is saved (FORMAT.md section 5 says what
-            it may hold).
+        directory: a folder that all ranks see, created if missing; or the URL of one in an object
+            store (``s3://bucket/run``).
+        tag: name of the checkpoint, equal on all ranks; ``global_step<N>`` by default.
+        client_state: user state that the load returns; rank 0's is saved (FORMAT.md section 5 says
+            what it may hold).
         exclude_frozen_parameters: leave out parameters that are not trained.
-        save_latest: whether ``latest`` is to name this tag.
-        keep: how many whole checkpoints stay whose tags differ from this one by their numbers
-            alone, this one included; older ones are removed after the commit. None keeps all.
+        save_latest: whether ``latest`` names this tag afterwards.
+        keep: number of whole checkpoints to keep among those whose tags differ from this one in
+            their numbers alone, this one included; older ones are removed after the commit. None
+            keeps all.
         background: return once everything is copied to staging memory, and let a thread write it.
-            Where that memory cannot be had, a warning says so and everything is written before this
-            returns. A save that is still being written is waited for.
+            If there is no memory for the copy, a warning says so and the save blocks. A save that
+            is still being written is waited for.
 
     Raises:
-        CheckpointError: on all ranks, if anything failed on one. Nothing that was saved before is
-            touched then. What fails in the background is raised by ``background.wait()``.
+        CheckpointError: on all ranks, if anything failed on one. Earlier checkpoints are then
+            untouched. An error in the background is raised by ``background.wait()``.
     """
     refuse_destroyed(engine, "save")
     if background is not None:
@@ -91,7 +91,7 @@ def save(
     def plan() -> tuple[Any, str]:
         if rank == 0:
             buffers.update(model_buffers(engine, exclude_frozen_parameters) | elsewhere)
-            # first: what cannot be saved is found out before anything is written
+            # first: state that cannot be saved must raise before anything is written
             extras.append(extra_state(engine, client_state or {}))
             target.begin()
         plans.append(
@@ -133,7 +133,10 @@ def save(
 def _agree_on_target(
     engine: TrainingEngine, directory: str | os.PathLike[str], tag: str | None, keep: int | None
 ) -> CommitTarget:
-    """Where this save goes, under rank 0's save_id. Collective."""
+    """Return the target of this save, with rank 0's save_id. Collective.
+
+    Raises CheckpointError if the ranks pass different tags.
+    """
     name = f"global_step{engine.counters.global_steps}" if tag is None else str(tag)
     roots: list[AnyPath] = []
 
@@ -154,7 +157,9 @@ def _agree_on_target(
 
 
 def _stream(job: SaveJob, plan: SavePlan) -> FileHashes:
-    """Write this rank's file straight from its tensors; its hashes. Rank 0 shows its progress."""
+    """Write this rank's file directly from its tensors and return its hashes. Rank 0 shows
+    progress.
+    """
     with progress_bar(
         None if job.rank == 0 else False, plan.file.size, f"saving {job.target.directory}"
     ) as tick:

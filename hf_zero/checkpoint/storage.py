@@ -1,5 +1,5 @@
-"""The two kinds of storage: folders of this machine as paths, object stores by their URLs through
-fsspec. Ranges are read from either; small files are written so that they are on the device.
+"""The two kinds of storage: local folders as paths, and object stores as URLs through fsspec. Reads
+ranges from either, and writes small files that are flushed to the device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Both have the methods of the former that read.
 
 BLOCK = 16 << 20  # bytes read at a time
 PART = 8 << 20  # bytes of one request to an object store
-REQUESTS = 8  # under way at a time
+REQUESTS = 8  # concurrent requests to an object store
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _CUT_URL = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
@@ -35,7 +35,7 @@ Opened = TypeVar("Opened", bound="ClosedAtExit")
 
 
 class ClosedAtExit:
-    """What a ``with`` block gives, and closes at its end."""
+    """Context manager that closes itself at the end of its ``with`` block."""
 
     def close(self) -> None:
         raise NotImplementedError
@@ -48,11 +48,11 @@ class ClosedAtExit:
 
 
 def as_path(where: Any) -> AnyPath:
-    """The place that a user names: a path, a URL that fsspec knows (``s3://bucket/run``,
-    ``file:///…``), or a ``UPath``.
+    """Return the path for a place that a user names: a path, a URL that fsspec knows
+    (``s3://bucket/run``, ``file:///…``), or a ``UPath``.
 
-    Raises CheckpointError for a URL that no installed package opens, and for one that was made a
-    ``Path``.
+    Raises CheckpointError for a URL that no installed package opens, and for one that was turned
+    into a ``Path``.
     """
     if not isinstance(where, (str, os.PathLike)):
         if hasattr(where, "fs") and hasattr(where, "storage_options"):
@@ -77,10 +77,10 @@ def _of_url(text: str) -> AnyPath:
     from upath import UPath
 
     try:
-        # Other ranks and other jobs write too: what was listed once may not be kept.
+        # Other ranks and jobs write too, so listings must not be cached.
         found = UPath(text, use_listings_cache=False)
         local = found.protocol in ("file", "local")
-        found.fs  # noqa: B018  the package that speaks to this store is imported here
+        found.fs  # noqa: B018  imports the package for this store
     except (ImportError, ValueError) as error:
         raise CheckpointError(
             f"{text} cannot be opened: {error}; install the package of fsspec "
@@ -95,9 +95,9 @@ def is_remote(where: AnyPath) -> bool:
 
 
 def local_path(where: Any, what: str) -> Path:
-    """``where`` as a path.
+    """Return ``where`` as a local path.
 
-    Raises CheckpointError, saying ``what`` has to be on a file system, if it is in an object store.
+    Raises CheckpointError if it is in an object store; ``what`` is named as what must be local.
     """
     found = as_path(where)
     if is_remote(found):
@@ -109,7 +109,7 @@ def local_path(where: Any, what: str) -> Path:
 
 
 def modified_ns(where: AnyPath) -> int:
-    """When a file was written, in nanoseconds."""
+    """Return the modification time of a file in nanoseconds."""
     if not is_remote(where):
         return int(where.stat().st_mtime_ns)
     with store_errors(where):
@@ -118,9 +118,7 @@ def modified_ns(where: AnyPath) -> int:
 
 @contextmanager
 def store_errors(where: AnyPath) -> Iterator[None]:
-    """What a store's package raises in it, whatever its class, is an OSError that names
-    ``where``.
-    """
+    """Convert any exception of a store's package into an OSError that names ``where``."""
     try:
         yield
     except (OSError, CheckpointError) as error:
@@ -133,16 +131,16 @@ def store_errors(where: AnyPath) -> Iterator[None]:
 
 
 class RangeReader(Protocol):
-    """A file from which ranges of bytes are read, from several threads; ``at_once`` bytes of a
-    read are worth a call of their own.
+    """A file from which several threads can read byte ranges. A read of ``at_once`` bytes is large
+    enough to be efficient.
     """
 
     size: int
     at_once: int
 
     def read(self, view: memoryview, at: int) -> int:
-        """Fill ``view`` with what stands at byte ``at``; the bytes that were there, fewer if the
-        file ends. Raises OSError.
+        """Fill ``view`` with the bytes from ``at`` on. Returns the number of bytes read, fewer than
+        asked for if the file ends. Raises OSError.
         """
         ...
 
@@ -150,13 +148,13 @@ class RangeReader(Protocol):
 
 
 def open_ranges(where: AnyPath) -> RangeReader:
-    """Raises OSError."""
+    """Open a file for reading ranges. Raises OSError."""
     return _ObjectRanges(where) if is_remote(where) else _LocalRanges(where)
 
 
 def read_all(fd: int, data: memoryview, at: int) -> int:
-    """``os.preadv`` from ``at`` on until ``data`` is full, ``BLOCK`` bytes at a time; the bytes
-    that were there, fewer if the file ends.
+    """Call ``os.preadv`` from ``at`` on until ``data`` is full, ``BLOCK`` bytes at a time. Returns
+    the number of bytes read, fewer than asked for if the file ends.
     """
     taken = 0
     while taken < len(data) and (count := os.preadv(fd, [data[taken : taken + BLOCK]], at + taken)):
@@ -165,7 +163,7 @@ def read_all(fd: int, data: memoryview, at: int) -> int:
 
 
 class _LocalRanges:
-    at_once = 4 << 20  # what is read is still in the caches when it is hashed
+    at_once = 4 << 20  # small enough to be still in the CPU caches when it is hashed
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDONLY)
@@ -193,7 +191,7 @@ class _ObjectRanges:
             self.size = int(where.stat().st_size)
 
     def read(self, view: memoryview, at: int) -> int:
-        """``REQUESTS`` ranges of ``PART`` bytes at a time."""
+        """Read ``REQUESTS`` ranges of ``PART`` bytes at a time."""
         taken, wanted = 0, min(len(view), max(0, self.size - at))
         while taken < wanted:
             starts = range(at + taken, at + min(wanted, taken + PART * REQUESTS), PART)
@@ -205,7 +203,7 @@ class _ObjectRanges:
             for part, start, end in zip(parts, starts, ends):
                 view[taken : taken + len(part)] = part
                 taken += len(part)
-                if len(part) < end - start:  # another object has come in its place
+                if len(part) < end - start:  # the object was replaced by a shorter one
                     return taken
         return taken
 
@@ -214,7 +212,7 @@ class _ObjectRanges:
 
 
 def write_all(fd: int, data: memoryview, at: int | None = None) -> None:
-    """``os.write`` (or, given a position, ``os.pwrite``) until every byte is taken."""
+    """Call ``os.write`` (``os.pwrite`` if ``at`` is given) until all of ``data`` is written."""
     while len(data):
         taken = os.write(fd, data) if at is None else os.pwrite(fd, data, at)
         data = data[taken:]
@@ -222,7 +220,7 @@ def write_all(fd: int, data: memoryview, at: int | None = None) -> None:
 
 
 def rename_durably(source: Path, target: Path) -> None:
-    """Rename ``source``, and flush the folders that change."""
+    """Rename ``source`` to ``target``, and flush the folders that change."""
     os.rename(source, target)
     fsync_folder(source.parent)
     if target.parent != source.parent:
@@ -230,7 +228,7 @@ def rename_durably(source: Path, target: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove ``folder`` if it is there; of a link the link alone."""
+    """Remove ``folder`` if it exists; if it is a link, only the link."""
     if folder.is_symlink():
         folder.unlink()
     elif folder.exists():
@@ -238,7 +236,7 @@ def remove_tree(folder: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make ``path`` and what is missing above it; each new name is flushed to the device."""
+    """Make ``path`` and its missing parents, and flush each new name to the device."""
     missing = [path]
     while not missing[-1].parent.exists():
         missing.append(missing[-1].parent)
@@ -255,7 +253,7 @@ def write_file(path: Path, content: bytes) -> None:
         write_all(fd, memoryview(content))
         os.fsync(fd)
     except OSError as error:
-        # a full disk is met by a write, which knows a number only
+        # A write that meets a full disk knows the descriptor only, not the path.
         error.filename = error.filename or str(path)
         raise
     finally:
@@ -270,18 +268,18 @@ def fsync_folder(path: Path) -> None:
         os.close(fd)
 
 
-PARTS = 9_000  # of an object at most; S3 takes 10,000
+PARTS = 9_000  # most parts of an object; S3 accepts 10,000
 
 
 def put_object(where: AnyPath, content: bytes) -> None:
-    """Put a small object, whole or not at all. Raises OSError."""
+    """Put a small object, atomically. Raises OSError."""
     with store_errors(where):
         where.fs.pipe_file(where.path, content)
 
 
 class Upload:
-    """A new object of ``size`` bytes, sent in parts from its start to its end; it is there once
-    :meth:`flush` has returned.
+    """A new object of ``size`` bytes, sent in parts from start to end. It exists once :meth:`flush`
+    has returned.
     """
 
     def __init__(self, where: AnyPath, size: int) -> None:
@@ -314,12 +312,12 @@ class Upload:
         try:
             self._file.discard()
         except Exception as trouble:
-            # the upload has failed already, and that is the error to raise
+            # the upload has already failed with another error, which is the one to raise
             logger.warning(
                 "the parts of %s that were sent may be left in the store: %s", self._where, trouble
             )
         with suppress(AttributeError):  # a file in memory has nothing to send
-            self._file.closed = True  # or the collector would send what is left of it
+            self._file.closed = True  # else garbage collection would send the rest
 
 
 def remove_objects(chosen: Iterable[AnyPath]) -> None:
@@ -329,7 +327,7 @@ def remove_objects(chosen: Iterable[AnyPath]) -> None:
 
 
 def objects_in(folder: AnyPath) -> list[AnyPath]:
-    """The objects directly in ``folder``."""
+    """Return the objects directly in ``folder``, by name."""
     with store_errors(folder):
         found = folder.iterdir() if folder.is_dir() else ()
         return sorted((item for item in found if item.is_file()), key=lambda item: item.name)

@@ -1,8 +1,8 @@
-"""The safetensors container: headers planned before a byte is written, ranges read back and
-compared with the hashes of their blocks; file_writer.py writes it.
+"""The safetensors container: headers planned before a byte is written, ranges read and compared
+with the block hashes. file_writer.py writes the files.
 
-The format: eight bytes, the header's length as a little-endian integer; the header, JSON; the data.
-Offsets in the header count from the start of the data.
+The format: eight bytes with the header's length as a little-endian integer; the header, JSON; the
+data. Offsets in the header count from the start of the data.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ DTYPES: dict[str, torch.dtype] = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 MAX_HEADER = 100_000_000  # the limit of the safetensors library
-DATA_ALIGNMENT = 4096  # so that the data of a rank file can be read and written by direct I/O
+DATA_ALIGNMENT = 4096  # of the data in a rank file, for direct I/O
 
 
 def bytes_view(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as bytes, without a copy, for any dtype."""
+    """Return the memory of a contiguous CPU tensor of any dtype as bytes, without a copy."""
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in a file: ``begin`` and ``end`` are bytes counted from the start of the file's
+    """A tensor in a file. ``begin`` and ``end`` are byte offsets from the start of the file's
     data.
     """
 
@@ -75,19 +75,19 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A file before it is written: its header and the place of every tensor."""
+    """Plan of a file: its header and the place of every tensor."""
 
     entries: tuple[TensorEntry, ...]
     header: bytes
 
     @property
     def size(self) -> int:
-        """Bytes of the finished file."""
+        """Size of the finished file in bytes."""
         return len(self.header) + (self.entries[-1].end if self.entries else 0)
 
     @property
     def stretches(self) -> list[int]:
-        """Bytes of the header and of each tensor, in order."""
+        """Lengths in bytes of the header and of each tensor, in order."""
         return [len(self.header), *(entry.nbytes for entry in self.entries)]
 
 
@@ -96,10 +96,10 @@ def plan_file(
     metadata: Mapping[str, str],
     alignment: int = 8,
 ) -> FilePlan:
-    """Place ``tensors`` (name, dtype, shape) one after another, wide dtypes first so that each
-    stands aligned.
+    """Place ``tensors`` (name, dtype, shape) one after another, wide dtypes first so that each is
+    aligned.
 
-    Raises CheckpointError for a dtype that the format does not have.
+    Raises CheckpointError for a dtype that safetensors does not have.
     """
     entries: list[TensorEntry] = []
     at = 0
@@ -126,8 +126,8 @@ def plan_file(
 
 
 class TensorFile(ClosedAtExit):
-    """A safetensors file opened for reading ranges. Every number in its header is checked before it
-    is used; what is read is compared with ``blocks``, where there are some.
+    """A safetensors file opened for reading ranges. Every number in its header is checked before
+    use; what is read is compared with the hashes ``blocks``, if given.
 
     Raises CheckpointError for a file that cannot be read or whose header breaks the format.
     """
@@ -213,10 +213,10 @@ class TensorFile(ClosedAtExit):
             count += len(block_lengths(entry.nbytes, blocks.size))
         if count != len(blocks):
             raise self._damaged(f"it has {count} blocks, the manifest has hashes of {len(blocks)}")
-        self._compared = bytearray(count)  # 1 for each block that was as it was written
+        self._compared = bytearray(count)  # 1 for each block whose hash was found equal
 
     def compare_header(self) -> None:
-        """Raises CheckpointError if the header is not what was written."""
+        """Raise CheckpointError if the header differs from its block hashes."""
         if self._blocks is not None:
             size = self._blocks.size
             for block, at in enumerate(range(0, self._data, size)):
@@ -233,9 +233,11 @@ class TensorFile(ClosedAtExit):
         self._compared[block] = 1
 
     def _read(self, entry: TensorEntry, start: int, view: memoryview) -> int:
-        """Fill ``view`` with the bytes of ``entry`` from ``start`` on, each block compared with its
-        hash when it is read first; the bytes that were there. A block of which only a part is
-        wanted is read whole.
+        """Fill ``view`` with the bytes of ``entry`` from ``start`` on. Returns the number of bytes
+        read.
+
+        Each block is compared with its hash at its first read; a block of which only a part is
+        wanted is then read whole.
         """
         tensor, blocks = self._data + entry.begin, self._blocks
         if blocks is None:
@@ -246,7 +248,7 @@ class TensorFile(ClosedAtExit):
             begin, block = number * blocks.size, self._first[entry.name] + number
             length = min(blocks.size, entry.nbytes - begin)
             part = view[taken : taken + length - within]
-            if len(part) == length:  # as many as the storage gives at once
+            if len(part) == length:  # a whole block: read as many as suit one call of the storage
                 whole_blocks = min(len(view) - taken, self._file.at_once) // blocks.size
                 part = view[taken : taken + max(length, whole_blocks * blocks.size)]
                 count = self._file.read(part, tensor + begin)
@@ -269,10 +271,10 @@ class TensorFile(ClosedAtExit):
         return taken
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Fill ``out``, a contiguous CPU tensor of the entry's dtype, with elements from
-        ``start`` on.
+        """Fill ``out``, a contiguous CPU tensor of the entry's dtype, with elements from ``start``
+        on.
 
-        Raises CheckpointError for bytes that are not those that were written.
+        Raises CheckpointError for bytes that differ from those written.
         """
         entry = self.entries[name]
         view, at = bytes_view(out), self._data + entry.begin + start * entry.dtype.itemsize

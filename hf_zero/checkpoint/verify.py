@@ -1,5 +1,5 @@
-"""Whether a checkpoint is whole: sizes, headers, hashes, and every element of every parameter
-exactly once.
+"""Verification of a checkpoint: sizes, headers, hashes, and each element of each parameter exactly
+once.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from hf_zero.logging import listed
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found in one checkpoint. ``problems`` is empty if it is whole; each names its file
-    and the remedy.
+    """Result of verifying one checkpoint. ``problems`` is empty if it is whole; each one names its
+    file and the remedy.
 
-    ``nbytes`` were read and hashed; ``parameters`` and ``elements`` are what the manifest promises,
-    each held once. ``kind`` is "checkpoint", or "model" for a folder of ``save_pretrained`` or of a
-    conversion, which has no hashes.
+    ``nbytes`` were read and hashed; ``parameters`` and ``elements`` count what the manifest
+    promises, each once. ``kind`` is "checkpoint", or "model" for a folder of ``save_pretrained`` or
+    of a conversion, which has no hashes.
     """
 
     folder: AnyPath
@@ -49,32 +49,32 @@ class Verdict:
 def verify_checkpoint(
     src: str | os.PathLike[str], tag: str | None = None, progress: bool | None = None
 ) -> Verdict:
-    """Check one checkpoint: everything FORMAT.md section 7 names, the hash of every file included.
-    Changes nothing.
+    """Check one checkpoint: everything that FORMAT.md section 7 names, including the hash of every
+    file. Changes nothing.
 
     Args:
-        src: a checkpoint, or a folder with checkpoints in it at any depth: the newest is checked.
-            Of a model folder, which has no hashes, the headers, the sizes and the index are
-            checked.
+        src: a checkpoint, or a folder with checkpoints in it at any depth, of which the newest is
+            checked. A model folder has no hashes: its headers, sizes and index are checked.
         tag: by default the one that ``latest`` names.
-        progress: a bar on stderr; by default only where stderr is a terminal.
+        progress: whether to show a bar on stderr; by default only if stderr is a terminal.
 
     Raises:
-        CheckpointError: there is no checkpoint at all. One that is damaged is a verdict, with all
-            that is wrong with it.
+        CheckpointError: there is no checkpoint at all. A damaged one gives a verdict with all of
+            its problems.
     """
     return _check_folder(find_checkpoint(src, tag, whole=False), progress)
 
 
 def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> list[Verdict]:
-    """A verdict on each checkpoint and each model folder in ``src``, at any depth, oldest first.
-    Raises CheckpointError if there is none.
+    """Return a verdict on each checkpoint and each model folder in ``src``, at any depth, oldest
+    first. Raises CheckpointError if there is none.
 
-    Folders with ranks' files and no manifest, and a ``latest`` that names no checkpoint, are damage
-    too and come last.
+    Folders with rank files but no manifest, and a ``latest`` that names no checkpoint, also count
+    as damage and are listed last.
     """
     root = as_path(src)
-    # What lies in a store is found by its manifests; its lost ones are seen in the folder itself.
+    # In an object store, checkpoints are found by their manifests; folders that have lost theirs
+    # are found among the direct children of `root`.
     seen = [*walk(root)] if root.is_dir() else []
     held = [
         folder for folder in seen if find.is_checkpoint(folder) or recognise(folder) == find.MODEL
@@ -118,8 +118,8 @@ def _check_folder(folder: AnyPath, progress: bool | None) -> Verdict:
 
 
 def _check_model(folder: AnyPath) -> Verdict:
-    """Whether the safetensors of a model folder are what their headers and the index say: it has
-    no hashes.
+    """Check the safetensors of a model folder against their headers and the index. It has no
+    hashes.
     """
     problems: list[str] = []
     held: list[TensorEntry] = []
@@ -188,9 +188,7 @@ def _nothing(path: AnyPath, problem: str) -> Verdict:
 def _check(
     checkpoint: Checkpoint, index: int, entry: FileEntry, tick: Tick, problems: list[str]
 ) -> int:
-    """All that can be wrong with one file goes to ``problems``; the bytes that were hashed are
-    returned.
-    """
+    """Append every problem of one file to ``problems``. Returns the number of bytes hashed."""
     before = len(problems)
     _note(problems, lambda: checkpoint.check_size(entry))
     if len(problems) > before:

@@ -1,8 +1,9 @@
 """Make one model folder out of a sharded checkpoint: ``python zero_to_fp32.py . OUT`` in the folder
 that holds ``latest``.
 
-hf-zero puts this file beside its checkpoints, under the name that scripts know. It writes float32
-safetensors with Hugging Face's index; ``hf-zero convert-checkpoint`` is the same with more options.
+hf-zero copies this file beside its checkpoints, under the file name of DeepSpeed's script. It
+writes float32 safetensors with Hugging Face's index; ``hf-zero convert-checkpoint`` does the same
+with more options.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""A checkpoint as a model folder that ``from_pretrained`` loads."""
+"""Conversion of a checkpoint to a model folder that ``from_pretrained`` loads."""

@@ -1,5 +1,5 @@
-"""What a converted folder gets besides weights: configuration, tokenizer and processor files,
-the card with this run's facts.
+"""Files of a converted folder other than weights: configuration, tokenizer and processor files, and
+the model card with facts of the run.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hf_zero.checkpoint.storage import AnyPath, is_remote
 from hf_zero.errors import CheckpointError
 
 CONFIG, CARD = "config.json", "README.md"
-OF_BASE = (CONFIG, "generation_config.json")  # of a model that adapters belong to, and not theirs
+OF_BASE = (CONFIG, "generation_config.json")  # files of the base model, left out with adapters
 
-# Files that from_pretrained of models, tokenizers and processors reads, and code that their
-# configurations name.
+# Files that from_pretrained of models, tokenizers and processors reads, and the code that their
+# configurations refer to.
 PATTERNS = (
     CONFIG, "generation_config.json", CARD, "LICENSE*",
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
@@ -35,16 +35,16 @@ _BEGIN, _END = "<!-- hf-zero: run -->", "<!-- hf-zero: end of run -->"
 
 
 def places(folder: AnyPath) -> list[AnyPath]:
-    """Where such files may lie: the checkpoint, the folder that holds it, and above a Trainer's
-    ``checkpoint-N``.
+    """Return the folders to search for such files: the checkpoint, its parent, and for a Trainer's
+    ``checkpoint-N`` the folder above that.
     """
     above = folder.resolve().parent
     return [folder, above, *([above.parent] if re.fullmatch(r"checkpoint-\d+", above.name) else [])]
 
 
 def companions(folder: AnyPath) -> dict[str, AnyPath]:
-    """Name and path of what is to be carried along; what lies nearer to the checkpoint comes
-    first.
+    """Return the files to carry along, name -> path. Files nearer to the checkpoint take
+    precedence.
     """
     found: dict[str, AnyPath] = {}
     for place in places(folder):
@@ -61,11 +61,11 @@ def carry(
     dtype: str | None,
     without: Collection[str] = (),
 ) -> list[str]:
-    """Copy the companions of checkpoint ``folder`` to ``target``; return their names. Weights are
-    not among them.
+    """Copy the companions of checkpoint ``folder`` to ``target`` and return their names. Weights
+    are not companions.
 
-    The configuration gets ``dtype``, that of the weights; the card gets the facts of the run.
-    ``without`` stay behind.
+    ``dtype``, that of the weights, is written to the configuration, and the facts of the run to the
+    card. Names in ``without`` are not copied.
     """
     names = []
     for name, path in companions(folder).items():
@@ -87,14 +87,14 @@ def carry(
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Replace ``path`` by a rename: it may be the very file that was read."""
+    """Replace ``path`` by a rename, since it may be the file that was read."""
     temporary = path.with_name(f".hf-zero-new-{path.name}")
     temporary.write_bytes(content)
     os.replace(temporary, path)
 
 
 def json_object(path: AnyPath) -> dict[str, Any]:
-    """What ``path`` holds. Raises CheckpointError if that is no JSON object."""
+    """Return the JSON object in ``path``. Raises CheckpointError if it holds none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
@@ -107,7 +107,7 @@ def json_object(path: AnyPath) -> dict[str, Any]:
 
 
 def configured(path: AnyPath, dtype: str | None) -> bytes:
-    """The configuration at ``path`` with the dtype of the weights in place of the one it names."""
+    """Return the configuration at ``path`` with the dtype of the weights in place of its own."""
     content = json_object(path)
     if dtype is not None:
         old = content.get("dtype", content.get("torch_dtype"))
@@ -118,8 +118,8 @@ def configured(path: AnyPath, dtype: str | None) -> bytes:
 
 
 def _redtype(content: dict[str, Any], old: Any, new: str) -> None:
-    """In nested configurations (text and vision towers), change what agreed with the outermost
-    one.
+    """Change the dtype of nested configurations (text and vision towers) that agree with the
+    outermost one.
     """
     for key, value in content.items():
         if isinstance(value, dict):
@@ -129,8 +129,8 @@ def _redtype(content: dict[str, Any], old: Any, new: str) -> None:
 
 
 def facts(manifest: Manifest, folder: AnyPath) -> list[tuple[str, str]]:
-    """What is known of the run: from the manifest, and from the Trainer's log where there is
-    one.
+    """Return rows (label, value) about the run: from the manifest, and from the Trainer's log if
+    there is one.
     """
     count = sum(flat.layout.numel for flat in manifest.flats)
     trained = sum(flat.layout.numel for flat in manifest.flats if flat.trainable)
@@ -170,7 +170,7 @@ def _logged(folder: AnyPath) -> Iterator[tuple[str, str]]:
                 key: (value, entry.get("step")) for entry in history for key, value in entry.items()
             }
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            continue  # no Trainer, or one of another version: the card then says less
+            continue  # no Trainer, or one of another version: the card has fewer rows
         for key, label in (
             ("loss", "training loss"),
             ("eval_loss", "evaluation loss"),
@@ -182,8 +182,8 @@ def _logged(folder: AnyPath) -> Iterator[tuple[str, str]]:
 
 
 def carded(text: str, rows: Iterable[tuple[str, str]]) -> str:
-    """``text`` with a table of ``rows``: in place of the one of an earlier conversion, else at
-    the end.
+    """Return ``text`` with a table of ``rows``, in place of the table of an earlier conversion or
+    at the end.
     """
     table = "\n".join(
         [

@@ -1,5 +1,5 @@
-"""The converter: which tensors are written, under which names, into which files; files.py writes
-them.
+"""The converter: selects the tensors to write, their names, and their division into files. files.py
+writes them.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from hf_zero.logging import in_units, logger
 
 WEIGHTS = "model{suffix}.safetensors"
 INDEX = "model.safetensors.index.json"
-WORKERS = 2  # one reads while the other writes; each holds two buffers of Scratch.ELEMENTS
+WORKERS = 2  # one reads while the other writes; each has two buffers of Scratch.ELEMENTS
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was written: ``files`` are the names of the weight files, ``carried`` those of the
-    others.
+    """Result of a conversion: ``files`` are the names of the weight files, ``carried`` those of the
+    other files.
 
-    ``kept`` bytes of the ``nbytes`` had been written by an earlier conversion that was interrupted.
-    ``source`` is the checkpoint that was read, which a run's folder may hold several of.
+    ``kept`` of the ``nbytes`` had already been written by an interrupted conversion. ``source`` is
+    the checkpoint that was read: a run's folder may hold several.
     """
 
     folder: Path
@@ -66,7 +66,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Which tensors go into which file, and the small files that are written with them."""
+    """Division of the tensors into files, and the small files to write beside them."""
 
     parts: dict[str, list[OutputTensor]]
     beside: dict[str, bytes]
@@ -92,39 +92,38 @@ def convert_checkpoint(
     workers: int = WORKERS,
 ) -> Conversion:
     """Write a checkpoint as a model folder that ``from_pretrained`` loads. Needs neither the
-    model's code nor its memory.
+    model's code nor memory for the model.
 
-    A conversion that was killed or interrupted goes on where it was when it is called again for the
-    same checkpoint in the same way; one that failed leaves the target as it was.
+    A conversion that was killed or interrupted resumes if it is called again for the same
+    checkpoint with the same options; one that failed leaves the target as it was.
 
     Args:
         src: the folder given to ``save_checkpoint``, one checkpoint in it, or a folder of runs: of
-            several checkpoints the newest whole one is taken, and is logged. A model folder is read
-            where it is ``src`` itself.
-        dst: the folder to write; made if needed. Weights in it are replaced once the new ones are
-            whole.
+            several checkpoints the newest whole one is used, and logged. A model folder is read
+            only if it is ``src`` itself.
+        dst: the folder to write, created if needed. Weights in it are replaced once the new ones
+            are complete.
         dtype: ``float32``, ``bfloat16`` or ``float16``; by default the dtype each parameter had
             when it was handed to training.
         max_shard_size: largest size of one file, such as ``"5GB"`` or a number of bytes; a larger
-            tensor has its own. Adapters are one file each: PEFT reads no shards.
+            tensor has its own file. Adapters have one file each: PEFT reads no sharded files.
         tag: by default the one that ``latest`` names.
-        progress: a bar on stderr; by default only where stderr is a terminal.
+        progress: whether to show a bar on stderr; by default only if stderr is a terminal.
         exclude_frozen_parameters: leave out parameters that were not trained.
-        verify: compare what is read with the hashes of its blocks, as it is read (None), or also
-            compute the hashes of the checkpoint's files first (True), or trust what is read
-            (False).
-        only: patterns over the names of tensors (``"*.embed_tokens.*"``): no others are written.
-        adapters: the adapters of a PEFT model alone, in the files of its ``save_pretrained``, or
-            (False) the wrapped model whole; by default the adapters where the checkpoint holds
-            some.
-        workers: threads that read, cast and write; the bytes that are written do not depend on it.
+        verify: compare what is read with its block hashes, while it is read (None); also hash the
+            checkpoint's files first (True); or compare nothing (False).
+        only: patterns for the names of tensors (``"*.embed_tokens.*"``): no others are written.
+        adapters: write only the adapters of a PEFT model, in the files of its ``save_pretrained``
+            (True), or the whole wrapped model (False); by default the adapters if the checkpoint
+            holds any.
+        workers: threads that read, cast and write; the written bytes do not depend on their number.
 
     Raises:
-        CheckpointError: a checkpoint that is missing or damaged, a folder that cannot be written,
-            that another conversion is writing, or that holds what is read, a disk without room,
-            adapters that are wanted and are not there.
-        ConfigError: a dtype, a size or a number of workers that makes no sense, a pattern that fits
-            no tensor.
+        CheckpointError: a checkpoint that is missing or damaged; a folder that cannot be written,
+            that another conversion is writing, or that holds what is read; a disk without room;
+            adapters that are asked for but absent.
+        ConfigError: an invalid dtype, size or number of workers, or a pattern that matches no
+            tensor.
     """
     wanted, target = dtype_option(dtype), local_path(dst, "a converted model")
     if workers < 1:
@@ -173,8 +172,8 @@ def _write(
     workers: int,
     progress: bool | None,
 ) -> tuple[int, list[str]]:
-    """Fill and publish ``target``; the bytes that an earlier conversion had written, and the
-    names of the files carried along.
+    """Fill and publish ``target``. Returns the number of bytes kept from an interrupted conversion,
+    and the names of the files carried along.
     """
     total = sum(output.nbytes for output in layout.chosen)
     journal = Journal(target, _identity(checkpoint, plans), [*plans, *layout.beside])
@@ -216,7 +215,7 @@ def _of_adapters(
     only: str | Sequence[str] | None,
     wanted: bool | None,
 ) -> _Layout | None:
-    """The files of PEFT's adapters; None if the model is to be written."""
+    """Return the files of PEFT's adapters, or None if the model is to be written."""
     if wanted is False:
         return None
     by_name = {output.held: output for output in held}
@@ -276,7 +275,7 @@ def _of_model(
 
 
 def _identity(checkpoint: Checkpoint, plans: dict[str, FilePlan]) -> str:
-    """Equal for conversions that write the same bytes."""
+    """Return a digest that is equal for conversions that write the same bytes."""
     digest = hashlib.sha256(
         f"{hf_zero.__version__} {torch.__version__} {checkpoint.identity()}\n".encode()
     )
@@ -286,7 +285,7 @@ def _identity(checkpoint: Checkpoint, plans: dict[str, FilePlan]) -> str:
 
 
 def _exported(manifest: Manifest, held: list[OutputTensor]) -> list[OutputTensor]:
-    """Under the names, and without the ones, that ``save_pretrained`` would use."""
+    """Rename and drop the tensors of ``held`` as ``save_pretrained`` would."""
     skip, names = set(manifest.export.skip), manifest.export.names
     renamed = [
         replace(output, name=strip_wrappers(names.get(output.held, output.name))) for output in held
@@ -295,7 +294,10 @@ def _exported(manifest: Manifest, held: list[OutputTensor]) -> list[OutputTensor
 
 
 def _split(chosen: list[OutputTensor], max_shard_size: str | int) -> dict[str, list[OutputTensor]]:
-    """Which tensors go into which file, by the same rule as ``save_pretrained``."""
+    """Divide the tensors into files by the rule of ``save_pretrained``.
+
+    Raises ConfigError for an invalid ``max_shard_size``.
+    """
     from huggingface_hub import split_state_dict_into_shards_factory
 
     by_name = {output.name: output for output in chosen}
@@ -345,7 +347,7 @@ def _place(path: Path) -> Path:
 
 
 def _replaced(layout: _Layout, target: Path) -> list[Path]:
-    """What is in ``target`` and will not be any more, or will be another file."""
+    """Return the existing files in ``target`` that this conversion removes or replaces."""
     old = [target / name for name in (*layout.parts, *layout.beside)]
     if not layout.of_adapters and target.is_dir():
         old += [
@@ -374,7 +376,7 @@ def _check_room(target: Path, names: list[str], total: int) -> None:
 
 
 def _dominant(chosen: list[OutputTensor]) -> str | None:
-    """The dtype most of the floating-point parameters are in."""
+    """Return the dtype of most floating-point parameters, by elements; None without any."""
     sizes: dict[torch.dtype, int] = {}
     for output in chosen:
         if output.dtype.is_floating_point and not output.is_buffer and not output.raw:
@@ -383,8 +385,8 @@ def _dominant(chosen: list[OutputTensor]) -> str | None:
 
 
 def _publish(layout: _Layout, target: Path) -> None:
-    """Rename what is whole; the index, without which several files are no model, goes first and
-    comes last.
+    """Rename the complete files into place. The index, which makes several files a model, is
+    removed first and renamed last.
     """
     for name, content in layout.beside.items():
         storage.write_file(temporary_path(target, name), content)

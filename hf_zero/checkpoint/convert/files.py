@@ -1,9 +1,9 @@
-"""The converter's files: filled window by window from the chunks of a checkpoint, cast, and written
-by several threads; a lock on the target folder; the journal by which an interrupted conversion is
-resumed.
+"""Files of the converter: filled window by window from the chunks of a checkpoint, cast, and
+written by several threads; a lock on the target folder; the journal from which an interrupted
+conversion resumes.
 
-Windows begin and end at multiples of a page, so that they go to the device past the page cache:
-there the bytes would be copied once more, and would drive out pages that are of use to others.
+Windows start and end at multiples of a page, for direct I/O: the page cache would cost another copy
+of the bytes, and would evict pages that others use.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan
 from hf_zero.errors import CheckpointError
 
 LOCK = find.NEW + "lock"
-# of file systems that know no locks: no process is kept out there
+# errors of file systems without locks: there, other processes are not kept out
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold ``folder``.
+    """Hold the lock of ``folder`` for the ``with`` block.
 
-    Raises CheckpointError if another conversion, of this process or another one, holds it.
+    Raises CheckpointError if another conversion, in this or another process, holds it.
     """
     descriptor = _acquire(folder)
     try:
@@ -70,21 +70,21 @@ def _acquire(folder: Path) -> int:
                 raise
         if os.fstat(descriptor).st_nlink:
             return descriptor
-        os.close(descriptor)  # the one that held it has ended meanwhile, and has removed this file
+        os.close(descriptor)  # the previous holder has ended and has removed this file: try again
 
 
 JOURNAL = find.NEW + "journal"
 
 
 def temporary_path(target: Path, name: str) -> Path:
-    """The path under which the file ``name`` of ``target`` is written until it is whole."""
+    """Return the path at which the file ``name`` of ``target`` is written until it is complete."""
     return (target / name).with_name(find.NEW + Path(name).name)
 
 
 class Journal:
-    """The journal in ``target`` of the conversion ``identity`` into ``names``.
+    """Journal in ``target`` of the conversion ``identity`` into the files ``names``.
 
-    What another conversion left there is removed.
+    Removes what another conversion left there.
     """
 
     def __init__(self, target: Path, identity: str, names: Sequence[str]) -> None:
@@ -96,7 +96,7 @@ class Journal:
             self._kept = dict(_stretches(target, names, left[1:]))
         else:
             _remove(target, left)
-        # Written anew, so that the lines that follow do not stand behind one that was cut off.
+        # Rewrite the file, so that new lines do not follow one that was cut off.
         lines = [
             {"identity": identity, "files": list(names)},
             *({"file": f, "bytes": n} for f, n in self._kept.items()),
@@ -106,11 +106,13 @@ class Journal:
         os.replace(new, self._path)
 
     def kept(self, name: str) -> int:
-        """Bytes from the start of the temporary file of ``name`` that need not be written again."""
+        """Return the number of bytes at the start of the temporary file of ``name`` that are
+        already written.
+        """
         return self._kept.get(name, 0)
 
     def note(self, name: str, nbytes: int) -> None:
-        """The first ``nbytes`` of the temporary file of ``name`` are on the device."""
+        """Record that the first ``nbytes`` of the temporary file of ``name`` are on the device."""
         with open(self._path, "ab") as file:
             file.write(json.dumps({"file": name, "bytes": nbytes}).encode() + b"\n")
             file.flush()
@@ -127,7 +129,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     lines: list[dict[str, Any]] = []
-    # behind the last newline stands nothing, or a line that was cut off
+    # The text after the last newline is empty, or a line that was cut off.
     for line in content.split(b"\n")[:-1]:
         try:
             read = json.loads(line)
@@ -142,7 +144,9 @@ def _read(path: Path) -> list[dict[str, Any]]:
 def _stretches(
     target: Path, names: Sequence[str], lines: Sequence[dict[str, Any]]
 ) -> Iterator[tuple[str, int]]:
-    """What ``lines`` say of files that are still there, and as long as that."""
+    """Yield (file, bytes) of the journal's ``lines``, for files that still exist and are at least
+    that long.
+    """
     for line in lines:
         name, nbytes = line.get("file"), line.get("bytes")
         if isinstance(name, str) and name in names and isinstance(nbytes, int):
@@ -154,8 +158,7 @@ def _stretches(
 def _remove(target: Path, lines: Sequence[dict[str, Any]]) -> None:
     listed = lines[0].get("files") if lines else None
     for name in listed if isinstance(listed, list) else ():
-        # What a journal names is trusted no further than to lie in its own folder, one level down
-        # at most.
+        # The journal is not trusted: remove files inside the target folder only.
         if (
             isinstance(name, str)
             and name
@@ -168,14 +171,14 @@ def _remove(target: Path, lines: Sequence[dict[str, Any]]) -> None:
 
 
 WINDOW = 8 << 20  # bytes, a multiple of DATA_ALIGNMENT; each worker holds one
-# bytes after which what lies on the device is noted: as much is done again after a crash
+# bytes between two notes in the journal: at most this much is written again after a crash
 NOTED = 256 << 20
 DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class _WindowedFile:
-    """A file as planned, opened to be written in windows; past the page cache where the file
-    system lets it.
+    """A planned file, written window by window, with direct I/O where the file system supports
+    it.
     """
 
     def __init__(
@@ -193,14 +196,14 @@ class _WindowedFile:
             self.fd = os.open(path, flags, 0o666)
 
     def fill(self, checkpoint: Checkpoint, start: int, buffer: mmap.mmap, scratch: Scratch) -> int:
-        """Put bytes ``[start, start + WINDOW)`` of the file, as far as it goes, into ``buffer``;
-        return how many they are.
+        """Put bytes ``[start, start + WINDOW)`` of the file, up to its end, into ``buffer`` and
+        return their number.
         """
         header = self.plan.header
         stop = min(start + WINDOW, self.plan.size)
         buffer[: max(0, len(header) - start)] = header[start:stop]
-        # The header's length and the windows' edges are multiples of every dtype's size: no element
-        # is cut in two.
+        # The header's length and the windows' edges are multiples of every dtype's size, so no
+        # element is split between windows.
         place = bisect.bisect_right(self._ends, start - len(header))
         while place < len(self._entries) and len(header) + self._entries[place].begin < stop:
             entry, size = self._entries[place], self._entries[place].dtype.itemsize
@@ -219,16 +222,16 @@ class _WindowedFile:
         return stop - start
 
     def write(self, buffer: mmap.mmap, count: int, start: int) -> None:
-        """Write the first ``count`` bytes of ``buffer``.
+        """Write the first ``count`` bytes of ``buffer`` at ``start``.
 
-        Behind the file's end a page is filled up, which :meth:`finish` cuts off.
+        The last page is written whole; :meth:`finish` truncates the file.
         """
         whole = memoryview(buffer)[: -(-count // DATA_ALIGNMENT) * DATA_ALIGNMENT]
         try:
             write_all(self.fd, whole, start)
         except OSError as error:
-            # Some file systems take the flag and refuse the write, and one that was cut short goes
-            # on at no page's edge.
+            # Some file systems accept O_DIRECT and refuse the write, and the rest of a short write
+            # does not start on a page boundary.
             if error.errno != errno.EINVAL or not fcntl.fcntl(self.fd, fcntl.F_GETFL) & DIRECT:
                 raise
             fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~DIRECT)
@@ -240,15 +243,15 @@ class _WindowedFile:
 
 
 class _WrittenPrefix:
-    """How far a file is written without a gap, while its windows are finished out of order."""
+    """Length of the contiguously written prefix of a file whose windows finish out of order."""
 
     def __init__(self, at: int) -> None:
         self.at = self._noted = at
         self._done: set[int] = set()
 
     def finished(self, start: int) -> int | None:
-        """Counts the window that begins at ``start``; the front, where it has moved far enough
-        to be noted.
+        """Record the finished window that starts at ``start``. Returns the length of the prefix if
+        it has grown enough to be noted in the journal, else None.
         """
         self._done.add(start)
         while self.at in self._done:
@@ -270,15 +273,15 @@ def write_part(
     workers: int,
     tick: Tick,
 ) -> None:
-    """Write the temporary file of ``name``, as planned, behind what the journal says is there;
-    flushed when this returns.
+    """Write the rest of the temporary file of ``name``, after the part that the journal has
+    recorded, and flush it to the device.
     """
     kept = journal.kept(name)
     if kept:
         tick(max(0, kept - len(plan.header)))
     if kept == plan.size:
         return
-    kept -= kept % DATA_ALIGNMENT  # as every note is, but that is read from a file
+    kept -= kept % DATA_ALIGNMENT  # every note is aligned, but the journal is not trusted
     file = _WindowedFile(temporary_path(target, name), plan, part, fresh=not kept)
     try:
         _fill(
@@ -307,11 +310,11 @@ def _fill(
     workers: int,
     tick: Tick,
 ) -> None:
-    """The workers take windows from one iterator, so that nothing queues up."""
+    """Run the workers, which take windows from one shared iterator so that none is queued."""
     lock, noting, failed = threading.Lock(), threading.Lock(), threading.Event()
 
     def work() -> None:
-        # at a page's edge, as direct I/O wants it
+        # anonymous mmap memory is page-aligned, as direct I/O requires
         scratch, buffer = Scratch(), mmap.mmap(-1, WINDOW)
         try:
             while not failed.is_set():
@@ -338,5 +341,5 @@ def _fill(
             for worker in running:
                 worker.result()
         except BaseException:
-            failed.set()  # an interrupt comes to this thread, and the pool waits for the others
+            failed.set()  # an interrupt reaches this thread alone; the pool waits for the others
             raise

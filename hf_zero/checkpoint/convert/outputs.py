@@ -1,8 +1,8 @@
-"""What is written of a checkpoint: whole tensors out of its chunks, slice by slice, which of them
-are chosen, and of a PEFT model the adapters alone, under the names of PEFT's file.
+"""Tensors that a conversion writes: whole tensors assembled from chunks slice by slice, selected by
+patterns, and for a PEFT model the adapters alone, under the names of PEFT's file.
 
-Our own checkpoints say which tensors are adapters (``export.adapters`` in the manifest). In others
-the names of LoRA and IA3 say it, with the configuration that lies beside the checkpoint.
+Checkpoints of hf-zero list the adapters' tensors (``export.adapters`` in the manifest). In others
+they are recognised by the names of LoRA and IA3 and the configuration beside the checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONVERT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 
 @dataclass(frozen=True)
 class SourceRange:
-    """``length`` elements of a stored tensor, from ``start`` on."""
+    """``length`` elements of a stored tensor, from element ``start`` on."""
 
     file: TensorFile
     tensor: str
@@ -45,9 +45,7 @@ class SourceRange:
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A whole tensor to be given out as ``name`` in ``dtype``; ``held`` is its name in the
-    checkpoint.
-    """
+    """A whole tensor to write as ``name`` in ``dtype``; ``held`` is its name in the checkpoint."""
 
     name: str
     held: str
@@ -65,7 +63,7 @@ class OutputTensor:
         return self.numel * self.dtype.itemsize
 
     def sources(self, checkpoint: Checkpoint, start: int, stop: int) -> Iterator[SourceRange]:
-        """Where elements ``[start, stop)`` lie, in order."""
+        """Yield the stored ranges that hold elements ``[start, stop)``, in order."""
         if self.is_buffer:
             yield SourceRange(
                 checkpoint.file(checkpoint.buffer_file()), BUFFER + self.held, start, stop - start
@@ -76,8 +74,8 @@ class OutputTensor:
             yield SourceRange(file, f"{run.flat.key}::{run.flat.weights}", run.source, run.length)
 
     def fill(self, checkpoint: Checkpoint, out: torch.Tensor) -> None:
-        """Copy the whole tensor into ``out``, contiguous, on any device and of any dtype,
-        through a small buffer.
+        """Copy the whole tensor into ``out``, contiguous, on any device and of any dtype, through a
+        small buffer.
         """
         flat, at = out.detach().view(-1), 0
         for source in self.sources(checkpoint, 0, self.numel):
@@ -86,7 +84,7 @@ class OutputTensor:
 
 
 class Scratch:
-    """One buffer per dtype, reused: what a slice is read into and cast into."""
+    """Reused buffers, one per use and dtype, into which slices are read and cast."""
 
     ELEMENTS = 1 << 20
 
@@ -100,7 +98,7 @@ class Scratch:
 
 
 def read_cast(source: SourceRange, out: torch.Tensor, scratch: Scratch) -> None:
-    """Read ``source`` into ``out`` (1-D, as long as the source), casting where the dtypes
+    """Read ``source`` into ``out`` (1-D, as long as the source), with a cast if the dtypes
     differ.
     """
     if out.dtype == source.dtype and out.device.type == "cpu":
@@ -113,7 +111,9 @@ def read_cast(source: SourceRange, out: torch.Tensor, scratch: Scratch) -> None:
 
 
 def dtype_option(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """``dtype`` as torch's. Raises ConfigError for one that a model is not converted to."""
+    """Return ``dtype`` as a torch dtype, or None. Raises ConfigError for a dtype that a model
+    cannot be converted to.
+    """
     name = str(dtype).removeprefix("torch.")
     if dtype is not None and name not in CONVERT_DTYPES:
         raise ConfigError(
@@ -126,12 +126,11 @@ def dtype_option(dtype: str | torch.dtype | None) -> torch.dtype | None:
 def outputs(
     manifest: Manifest, dtype: torch.dtype | None = None, exclude_frozen: bool = False
 ) -> list[OutputTensor]:
-    """Parameters in the model's order, then buffers, under the names by which the checkpoint holds
-    them, less what wrappers put into them.
+    """Return the parameters in the model's order, then the buffers, under their names in the
+    checkpoint without the components of wrappers.
 
-    ``dtype`` None gives each parameter the dtype it had when it was handed to training. Only
-    floating-point parameters that are not raw are cast; buffers keep theirs, as they do in
-    training.
+    With ``dtype`` None each parameter has the dtype it had when it was handed to training. Only
+    floating-point parameters that are not raw are cast; buffers keep their dtype, as in training.
     """
     made = []
     for name, own in manifest.parameters.items():
@@ -149,11 +148,11 @@ def outputs(
 def choose(
     held: Sequence[OutputTensor], only: str | Sequence[str] | None, remedy: str = ""
 ) -> list[OutputTensor]:
-    """Of ``held`` those whose name, as it is written or as it is held, fits one of the patterns
-    ``only`` (``*``, ``?``, ``[…]``).
+    """Return the tensors of ``held`` whose written or held name matches one of the patterns
+    ``only`` (``*``, ``?``, ``[…]``); all of them if ``only`` is None.
 
-    ``remedy`` is added to the message of a pattern that fits nothing. Raises ConfigError naming it
-    and the names that are near.
+    Raises ConfigError for a pattern that matches nothing; the message has similar names, then
+    ``remedy``.
     """
     if only is None:
         return list(held)
@@ -194,7 +193,7 @@ def _near(pattern: str, names: Sequence[str]) -> str:
 
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-# the adapter that PEFT writes into the folder itself, others into folders of their names
+# PEFT writes this adapter into the folder itself, others into subfolders of their names.
 DEFAULT = "default"
 BASE = "base_model.model."
 KINDS = ("LORA", "IA3")
@@ -207,15 +206,15 @@ _WHOLE = re.compile(r"(.*)\.modules_to_save\.([^.]+)\.(.+)")
 
 
 def written_name(held: str) -> tuple[str, str] | None:
-    """(adapter, name in PEFT's file) of the parameter ``held``; None for one that is no part of
-    an adapter.
+    """Return (adapter, name in PEFT's file) of the parameter ``held``; None if it is not part of an
+    adapter.
     """
     if found := _WHOLE.fullmatch(held):
         module, adapter, leaf = found.groups()
         return adapter, _based(f"{module}.{leaf}")
     if found := _OF_LAYER.fullmatch(held):
         stem, adapter, leaf = found.groups()
-        # DoRA's magnitudes were a parameter once and are still written under that name.
+        # DoRA's magnitudes used to be a bare parameter and are still written under that name.
         return adapter, _based(
             stem if leaf is None or stem.endswith(".lora_magnitude_vector") else f"{stem}.{leaf}"
         )
@@ -229,10 +228,10 @@ def _based(name: str) -> str:
 def adapters_in(
     manifest: Manifest, folder: AnyPath, held: Iterable[str], needed: bool
 ) -> dict[str, Adapter]:
-    """The adapters of a checkpoint whose tensors are named ``held``; empty where there are none.
+    """Return the adapters of a checkpoint whose tensors are named ``held``; {} if there are none.
 
-    Raises CheckpointError if they are ``needed`` and are not there, or are of a kind that the names
-    alone do not tell.
+    Raises CheckpointError if they are ``needed`` but absent, or of a kind that names alone do not
+    identify.
     """
     if manifest.export.adapters:
         return manifest.export.adapters
@@ -269,7 +268,9 @@ def adapters_in(
 def _beside(
     folder: AnyPath, found: Mapping[str, object]
 ) -> tuple[dict[str, object], AnyPath | None]:
-    """The configuration of a single adapter, nearest first; of several each would need its own."""
+    """Return the configuration file nearest to ``folder`` and its path if there is a single
+    adapter. Several adapters would need one each: {} and None.
+    """
     for place in places(folder) if len(found) == 1 else ():
         path = place / CONFIG
         if path.is_file():
@@ -280,11 +281,11 @@ def _beside(
 def adapter_parts(
     adapters: Mapping[str, Adapter], held: Mapping[str, OutputTensor], folder: AnyPath
 ) -> tuple[dict[str, list[OutputTensor]], dict[str, bytes]]:
-    """The tensors of each weight file, and the contents of the configurations, by path in the
-    target.
+    """Return the tensors of each weight file, and the contents of each configuration file, by path
+    in the target.
 
-    An adapter of which the checkpoint lacks tensors is left out, and the log says so. Raises
-    CheckpointError if none is whole.
+    An adapter with tensors missing from the checkpoint is left out, with a warning. Raises
+    CheckpointError if no adapter is complete.
     """
     parts: dict[str, list[OutputTensor]] = {}
     configs: dict[str, bytes] = {}

@@ -1,5 +1,5 @@
-"""Checkpoints of other programs, read in place: each gets a manifest in memory, and its ranges are
-read as those of our own.
+"""Checkpoints of other programs, read in place: each gets a manifest in memory, and is then read
+like a checkpoint of hf-zero.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from hf_zero.checkpoint.manifest import MANIFEST_NAME
 from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.checkpoint.storage import AnyPath, is_remote
 
-# What a folder of each kind holds -> the module that opens it.
+# Glob pattern that identifies a kind of folder -> the module that opens it.
 SIGNS = {
     "*mp_rank_*_model_states.pt": "deepspeed",
     ".metadata": "dcp",
@@ -22,10 +22,10 @@ SIGNS = {
 
 
 def recognise(folder: AnyPath) -> str:
-    """The module of this package that reads ``folder``, or "" if none does: for a run's folder,
-    with ``latest``, too.
+    """Return the module of this package that reads ``folder``, or "" if none does. A run's folder,
+    which has a ``latest`` file, gives "" too.
 
-    In an object store only checkpoints of ours are read.
+    In an object store only checkpoints of hf-zero can be read.
     """
     if is_remote(folder) or (folder / "latest").is_file():
         return ""
@@ -35,11 +35,11 @@ def recognise(folder: AnyPath) -> str:
 
 
 def open_foreign(folder: AnyPath, asked: Sequence[Sequence[str]] = ()) -> Checkpoint:
-    """``folder``, which :func:`recognise` knows, as a checkpoint. Raises CheckpointError if it is
-    damaged or of a kind that is not read.
+    """Open ``folder``, which :func:`recognise` knows, as a checkpoint. Raises CheckpointError if it
+    is damaged or of an unsupported kind.
 
-    ``asked`` are the trained parameters of the model that loads, by optimizer group, for writers
-    that keep no names.
+    ``asked`` gives the trained parameters of the model that loads, by optimizer group, for programs
+    that store no names.
     """
     module = importlib.import_module(f"{__name__}.{recognise(folder)}")
     opened: Checkpoint = module.open_checkpoint(folder, asked)
@@ -51,8 +51,10 @@ def open_checkpoint(
     grouped: Callable[[], Sequence[Sequence[str]]] = tuple,
     hashes: bool = True,
 ) -> Checkpoint:
-    """The checkpoint in ``folder``, ours or of a kind that ``foreign`` reads, which may ask how an
-    optimizer groups names. ``hashes``: compare what is read of ours with the hashes of its blocks.
+    """Open the checkpoint in ``folder``, written by hf-zero or a program that ``foreign`` supports.
+
+    ``grouped`` returns the parameter names in each optimizer group of the engine that loads.
+    ``hashes`` compares what is read with the block hashes, which only checkpoints of hf-zero have.
 
     Raises CheckpointError.
     """

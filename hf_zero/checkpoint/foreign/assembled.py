@@ -1,4 +1,4 @@
-"""A checkpoint made of tensors in the files of another program: each parameter is a flat of its
+"""A checkpoint assembled from tensors in files of another program: each parameter is a flat of its
 own, each part of it a chunk.
 """
 
@@ -46,8 +46,8 @@ class Widened:
 
 @dataclass(frozen=True)
 class Ranged:
-    """A tensor of ``length`` elements of which any run is read by itself: ``read(start, out)``
-    fills ``out`` from ``start`` on.
+    """A tensor of ``length`` elements that can be read by ranges: ``read(start, out)`` fills
+    ``out`` from element ``start`` on.
     """
 
     dtype: torch.dtype
@@ -59,16 +59,16 @@ class Ranged:
 
 
 CAST_AT_ONCE = 1 << 20  # elements
-# The trained parameters of the model that loads, by optimizer group and in its order: needed where
-# a writer keeps no names.
+# The trained parameters of the model that loads, by optimizer group and in the optimizer's order,
+# for programs that store no names.
 Asked = Sequence[Sequence[str]]
 Held = torch.Tensor | Widened | Ranged
 
 
 @dataclass(frozen=True)
 class ParameterPart:
-    """A run of elements of one parameter, in file number ``file``: tensors of one length, by
-    state; ``master`` or ``shard`` among them.
+    """A run of elements of one parameter in file number ``file``: tensors of equal length by state
+    name, including ``master`` or ``shard``.
     """
 
     file: int
@@ -92,7 +92,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class OptimizerGroup:
-    """An optimizer group: hyper-parameters, the numbers its parameters share (``step``), and its
+    """An optimizer group: hyper-parameters, scalars that its parameters share (``step``), and its
     parameters' names.
     """
 
@@ -103,7 +103,7 @@ class OptimizerGroup:
 
 @dataclass(frozen=True, eq=False)
 class FolderContents:
-    """What a foreign folder holds.
+    """Contents of a foreign folder.
 
     ``files`` are those that the parts refer to; the first one also holds the buffers.
     """
@@ -127,7 +127,8 @@ class FolderContents:
 
 
 class Table:
-    """Tensors in memory, mapped, or to be read, with the interface of ``tensorfile.TensorFile``.
+    """Tensors in memory, mapped, or readable by ranges, with the interface of
+    ``tensorfile.TensorFile``.
 
     Pages of mapped tensors are not touched.
     """
@@ -162,9 +163,9 @@ class Table:
 
 
 class Assembled(Checkpoint):
-    """``found`` with the interface of our own checkpoints.
+    """A foreign folder with the interface of hf-zero's own checkpoints.
 
-    Raises CheckpointError where the parts of a parameter are not all of it.
+    Raises CheckpointError if the parts of a parameter do not make up the whole of it.
     """
 
     def __init__(self, found: FolderContents) -> None:
@@ -212,12 +213,12 @@ class Assembled(Checkpoint):
         )
 
     def listed(self) -> list[FileEntry]:
-        """None: there are no hashes to compare."""
+        """Return an empty list: there are no hashes to compare."""
         return []
 
     def identity(self) -> str:
-        """A digest of the sizes and times of all files in the folder: another one for any other
-        checkpoint.
+        """Return a digest of the sizes and modification times of all files in the folder, which
+        distinguishes it from any other checkpoint.
         """
         digest = sha256(str(self.folder.resolve()).encode())
         for path in sorted(
@@ -281,8 +282,8 @@ def _manifest(found: FolderContents, flats: tuple[FlatEntry, ...]) -> Manifest:
 
 
 def states(values: Iterable[tuple[str, torch.Tensor]], numel: int) -> dict[str, torch.Tensor]:
-    """The per-element tensors of an optimizer's state, ``numel`` elements each, without the padding
-    after them.
+    """Return the per-element tensors of an optimizer state, cut to ``numel`` elements: without
+    padding.
     """
     kept = (
         (name, tensor)

@@ -1,13 +1,13 @@
-"""Folders that ``torch.distributed.checkpoint`` wrote: FSDP's, FSDP2's, Accelerate's sharded ones.
+"""Folders of ``torch.distributed.checkpoint``: those of FSDP, FSDP2, and Accelerate's sharded ones.
 
-[Note: what lies where]
+[Note: file layout]
 ``.metadata`` is a pickle of torch's own records: for each name its shape and chunks (offsets and
-sizes along each dimension), and in which ``*.distcp`` file at which byte each chunk lies, which is
-what ``torch.save`` made of it. Names are paths into the dict that was saved: ``model.<parameter>``,
+sizes along each dimension), and the ``*.distcp`` file and byte position of each chunk, which was
+written by ``torch.save``. Names are paths into the dict that was saved: ``model.<parameter>``,
 ``optimizer.state.<parameter>.<state>``, ``optimizer.param_groups.<n>.<setting>``. Accelerate writes
-two such folders side by side, ``pytorch_model_fsdp_0`` and ``optimizer_0``. Nothing says which
-tensors of the model are buffers, and tied weights may stand under both names: the model that loads
-them knows.
+two such folders side by side, ``pytorch_model_fsdp_0`` and ``optimizer_0``. Nothing marks the
+tensors of the model that are buffers, and tied weights may be stored under both names: the model
+that loads them resolves this.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ States = Mapping[Any, Mapping[str, Record]]
 METADATA = ".metadata"
 PARTS = ("pytorch_model_fsdp*", "optimizer_*")
 MODEL, OPTIMIZER = ("model", "module", "state_dict"), ("optimizer", "optim", "optimizers")
-# The records of torch.distributed.checkpoint, and what they are made of. Everything else in a
-# pickle is refused.
+# The record classes of torch.distributed.checkpoint and the classes of their fields. Everything
+# else in a pickle is refused.
 ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata", "TensorStorageMetadata",
@@ -61,7 +61,7 @@ ALLOWED = {
 
 
 def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
-    """``folder`` as a checkpoint.
+    """Open ``folder`` as a checkpoint.
 
     Raises CheckpointError for a damaged one, and for one that holds no model.
     """
@@ -72,13 +72,13 @@ def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in ALLOWED.get(module, ()):
-            # Of no use here, and that of another system could not be built.
+            # Paths are not used, and a path class of another system cannot be instantiated here.
             return Opaque if module == "pathlib" else super().find_class(module, name)
         raise pickle.UnpicklingError(f"it holds {module}.{name}")
 
 
 class _Reading:
-    """The records of one or two folders, by path into the dict that was saved."""
+    """Records of one or two folders, by path into the dict that was saved."""
 
     def __init__(self, folder: Path, metadata: list[Path], asked: Asked = ()) -> None:
         self.folder, self.asked = folder, asked
@@ -116,15 +116,15 @@ class _Reading:
                 )
         except CheckpointError:
             raise
-        except Exception as error:  # what is damaged makes the unpickler raise anything
+        except Exception as error:  # a damaged file can make the unpickler raise anything
             raise CheckpointError(
                 f"{path} is damaged, or not what torch.distributed.checkpoint writes ({error}); "
                 "restore it, or name another checkpoint"
             ) from error
 
     def _lift(self) -> None:
-        """Take the model and all beside it out of the object that was saved as one, as in
-        torch's own recipe: ``{"app": Stateful}``.
+        """Strip the common first key if everything was saved inside one object, as in torch's own
+        recipe: ``{"app": Stateful}``.
         """
         tops = {keys[0] for keys in self.entries}
         while (
@@ -138,7 +138,7 @@ class _Reading:
     def found(self) -> FolderContents:
         model = self._under(MODEL)
         if not model and all(hasattr(entry, "chunks") for _, entry in self.entries.values()):
-            model = self.entries  # a model's state dict and nothing else
+            model = self.entries  # a bare state dict of a model
         if not model:
             raise CheckpointError(
                 f"{self.folder} holds no model: its names begin with "
@@ -168,8 +168,8 @@ class _Reading:
         )
 
     def _beside(self) -> dict[str, Any]:
-        """What was saved beside the model and the optimizer, nested as it was; a tensor that
-        lies there alone is not read.
+        """Return what was saved beside the model and the optimizer, with its nesting. Tensors there
+        are not read; a warning names them.
         """
         made: dict[str, Any] = {}
         left = []
@@ -224,8 +224,10 @@ class _Reading:
         return Parameter(name, shape, dtype, kept is not None, pieces)
 
     def _chunks(self, fqn: str, entry: Any) -> list[tuple[int, int, int, Ranged]]:
-        """(start, stop, number of the file, values), in elements of the flattened tensor, in
-        order.
+        """Return (start, stop, file number, values) of each chunk, in order; start and stop count
+        elements of the flattened tensor.
+
+        Raises CheckpointError for a tensor cut along another dimension than the first.
         """
         made = []
         shape = torch.Size(entry.size)
@@ -262,7 +264,8 @@ class _Reading:
     def _optimizer(
         self, shapes: Mapping[str, Shape]
     ) -> tuple[tuple[OptimizerGroup, ...] | None, States]:
-        """The optimizer's groups and, by parameter, the records of its states.
+        """Return the optimizer's groups and, by parameter, the records of its states. Groups are
+        None if the parameters cannot be told; a warning says so.
 
         ``shapes`` are those of the model's parameters.
         """
@@ -282,7 +285,7 @@ class _Reading:
                     states.setdefault(name, {})[last] = record
                 else:
                     apart.setdefault(name, {})[last] = self._value(record[0])
-        # groups are not known then: those of equal settings are taken for one
+        # That format does not record groups: parameters with equal settings form one group.
         for name, values in apart.items():
             settings.setdefault(repr(sorted(values.items())), {**values, "params": []})[
                 "params"
@@ -330,7 +333,9 @@ class _Reading:
 
 
 def _with_lists(tree: Any) -> Any:
-    """``tree`` with a list in place of each dictionary of places; what is not there is None."""
+    """Return ``tree`` with each dictionary of integer keys turned into a list; missing positions
+    are None.
+    """
     if not isinstance(tree, dict):
         return tree
     made = {key: _with_lists(value) for key, value in tree.items()}

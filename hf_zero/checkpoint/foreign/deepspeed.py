@@ -1,5 +1,5 @@
-"""DeepSpeed's checkpoints: a run's folder, or what ``ds_to_universal`` makes of one: a folder for
-each parameter, ``zero/<name>/{fp32,exp_avg,…}.pt``, whole.
+"""DeepSpeed's checkpoints: a tag folder of a run, or a universal checkpoint of ``ds_to_universal``,
+with whole tensors in a folder per parameter, ``zero/<name>/{fp32,exp_avg,…}.pt``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ FOLDER, SETTINGS, WEIGHTS, STEP = "zero", "optimizer_state.pt", "fp32", "step"
 
 
 class Universal(DeepSpeedFolder):
-    """A universal folder that is read; the model's files are next to ``zero``, as in other
-    checkpoints of DeepSpeed.
+    """Reader of a universal checkpoint. The model's files are next to ``zero``, as in DeepSpeed's
+    other checkpoints.
     """
 
     def _optimizer_files(self) -> list[Path]:
@@ -69,10 +69,10 @@ class Universal(DeepSpeedFolder):
 
 
 def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
-    """``folder``, one tag of a DeepSpeed run, as a checkpoint.
+    """Open ``folder``, one tag of a DeepSpeed run, as a checkpoint.
 
-    Raises CheckpointError for a damaged one and for tensor- or pipeline-parallel ones, whose files
-    each hold a part of the model.
+    Raises CheckpointError for a damaged one, and for tensor- or pipeline-parallel ones, each of
+    whose files holds a part of the model.
     """
     kind = Universal if (folder / FOLDER).is_dir() else DeepSpeedFolder
     try:

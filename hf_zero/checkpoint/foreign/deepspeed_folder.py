@@ -1,14 +1,15 @@
 """DeepSpeed's checkpoints, stages 0 to 3, as version 0.19 writes them.
 
-[Note: what lies where]
-``mp_rank_00_model_states.pt`` (stages 0 to 2) or one ``zero_pp_rank_R_…_model_states.pt`` a rank
+[Note: file layout]
+``mp_rank_00_model_states.pt`` (stages 0 to 2) or one ``zero_pp_rank_R_…_model_states.pt`` per rank
 (stage 3) hold the module, counters, schedule and client state; ``zero_pp_rank_R_…_optim_states.pt``
-(``bf16_`` in front in bf16) the fp32 weights and moments of rank R. Stages 1 and 2 lay the
-parameters of a group end to end, in the order of ``param_shapes``, and cut that into equal parts.
-(``param_slice_mappings``, which names a rank's parameters, has the wrong ones with
-``round_robin_gradients``.) Stage 3 cuts each parameter into equal parts, the last padded, and lays
-a rank's parts end to end, group after group, in buffers of about ``sub_group_size`` elements. Stage
-0 keeps torch's own optimizer state in the model's file; in 16 bits beside it the fp32 weights.
+(with the prefix ``bf16_`` in bf16) hold the fp32 weights and moments of rank R. Stages 1 and 2
+concatenate the parameters of a group in the order of ``param_shapes`` and cut the result into equal
+parts. (``param_slice_mappings``, which names a rank's parameters, is wrong with
+``round_robin_gradients``.) Stage 3 cuts each parameter into equal parts, the last one padded, and
+concatenates a rank's parts, group after group, in buffers of about ``sub_group_size`` elements.
+Stage 0 stores torch's own optimizer state in the model's file, in 16 bits with the fp32 weights
+beside it.
 """
 
 from __future__ import annotations
@@ -50,13 +51,14 @@ from hf_zero.logging import logger
 
 
 class DeepSpeedFolder:
-    """A folder of DeepSpeed that is read: the model's file, and the optimizer's files by rank."""
+    """Reader of a DeepSpeed folder: the model's file, and the optimizer's files by rank."""
 
     def __init__(self, folder: Path, asked: Asked = ()) -> None:
         self.folder, self.asked = folder, asked
         models = files_by_rank(folder, "model_states.pt")
         plain = sorted(folder.glob("mp_rank_*_model_states.pt"))
-        # Of tensor parallelism a file a rank, of experts a file each, of pipelines a file a layer.
+        # Any of these is refused: tensor parallelism writes a file per rank, expert parallelism one
+        # per expert, pipeline parallelism one per layer.
         for part in (
             *plain[1:],
             *sorted(folder.glob("*expert_*")),
@@ -145,10 +147,10 @@ class DeepSpeedFolder:
             precision=precision,
         )  # fmt: skip
 
-    # ---- parameters ----
-
     def shapes(self) -> list[dict[str, tuple[int, ...]]]:
-        """Trained parameters by group, in the order in which they were handed to the optimizer."""
+        """Return the shapes of the trained parameters, by group and name, in the optimizer's
+        order.
+        """
         if self._listed is None:
             given = self.model.get("param_shapes")
             self._listed = (
@@ -159,10 +161,11 @@ class DeepSpeedFolder:
         return self._listed
 
     def _matched(self) -> list[dict[str, tuple[int, ...]]]:
-        """Stage 0 writes no names with the optimizer's state: they follow from the fp32 master
-        weights, from the model that loads, or from shapes.
+        """Return the shapes of the trained parameters at stage 0, which writes no names with the
+        optimizer state: they are inferred from the fp32 master weights, the model that loads, or
+        the shapes.
 
-        Where they do not, the optimizer's state is left out, with a warning.
+        If they cannot be inferred, the optimizer state is left out, with a warning.
         """
         own, base, masters = dict(self._own()), self._base(), self._masters()
         held = {name: tuple(tensor.shape) for name, tensor in own.items()}
@@ -188,8 +191,8 @@ class DeepSpeedFolder:
         return [{name: held[name] for name in names} for names in found]
 
     def _masters(self) -> list[list[torch.Tensor]]:
-        """Stage 0 in 16 bits: the float32 weights by group, one tensor a parameter, or one of
-        all end to end (a fused optimizer's).
+        """Return the float32 weights of stage 0 in 16 bits, by group: one tensor per parameter or,
+        from a fused optimizer, one flat tensor.
         """
         saved = self.model.get("optimizer") or {}
         return [list(group) for group in saved.get("fp32_groups", ())] or [
@@ -197,7 +200,7 @@ class DeepSpeedFolder:
         ]
 
     def _own(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The module's parameters, a tied one once."""
+        """Yield the module's parameters, tied ones once."""
         buffers, seen = {*(self.model.get("buffer_names") or ())}, set()
         for name, tensor in self.module.items():
             if (
@@ -210,7 +213,7 @@ class DeepSpeedFolder:
             yield name, tensor
 
     def _base(self) -> Mapping[str, Any]:
-        """torch's state dict of the optimizer; of rank 0 where each rank has one."""
+        """Return torch's state dict of the optimizer, that of rank 0 if each rank has one."""
         return torch_state(self.optims[0] if self.optims else self.model.get("optimizer") or {})
 
     def _dtype(self, name: str) -> torch.dtype:
@@ -229,8 +232,8 @@ class DeepSpeedFolder:
                 yield Parameter(name, shape, self._dtype(name), True, tuple(pieces.get(name, ())))
 
     def _whole(self) -> dict[str, list[ParameterPart]]:
-        """Stage 0: whole parameters, and the state that torch's optimizer keeps of each, or of
-        all of a group end to end.
+        """Return the parts at stage 0: whole parameters, with the state that torch's optimizer
+        keeps for each one, or for a whole group as one flat tensor.
         """
         shapes = self.shapes()
         masters = [] if self._nameless else self._masters()
@@ -255,8 +258,8 @@ class DeepSpeedFolder:
         return made
 
     def _cut_groups(self) -> dict[str, list[ParameterPart]]:
-        """Stages 1 and 2: the parameters of a group end to end, cut into equal parts; the
-        padding at the end is not written.
+        """Return the parts at stages 1 and 2: the parameters of a group are concatenated and cut
+        into equal parts; the padding at the end is not written.
         """
         made: dict[str, list[ParameterPart]] = {}
         for group, shapes in enumerate(self.shapes()):
@@ -291,7 +294,9 @@ class DeepSpeedFolder:
         return made
 
     def _cut_each(self) -> dict[str, list[ParameterPart]]:
-        """Stage 3: each parameter in equal parts, a rank's parts end to end over its buffers."""
+        """Return the parts at stage 3: each parameter is cut into equal parts, and a rank's parts
+        are concatenated in its buffers.
+        """
         made: dict[str, list[ParameterPart]] = {}
         for rank, saved in enumerate(self.optims):
             flats: Sequence[torch.Tensor] = saved["fp32_flat_groups"]
@@ -323,8 +328,8 @@ class DeepSpeedFolder:
         return made
 
     def _tied(self, trained: set[str]) -> dict[str, str]:
-        """Tied name -> the name that is held: as the file lists them, and those that are one
-        tensor in it. A trained one is never the tied one.
+        """Return tied name -> held name: the pairs that the file lists, and names that share a
+        tensor in it. A trained name is never the tied one.
         """
         buffers = {*(self.model.get("buffer_names") or ())}
         whole = {
@@ -356,8 +361,8 @@ class DeepSpeedFolder:
         return made
 
     def _frozen(self, known: set[str]) -> Iterator[Parameter]:
-        """Parameters that are not trained: whole in the model's file, or at stage 3 a part in
-        each rank's.
+        """Yield the parameters that are not trained: stored whole in the model's file, or at stage
+        3 in one part per rank.
         """
         shapes = self.model.get("frozen_param_shapes") or {}
         if len(self.model_paths) == 1:
@@ -384,15 +389,12 @@ class DeepSpeedFolder:
             ]
             yield Parameter(name, tuple(shape), fragments[0][name].dtype, False, tuple(pieces))
 
-    # ---- the optimizer's settings ----
-
     def _groups(self) -> tuple[OptimizerGroup, ...] | None:
         groups = None if self._nameless else groups_of(self._base(), self.shapes())
         rates = at(self.model.get("lr_scheduler"), "_last_lr") or ()
         if groups is None or len(rates) != len(groups):
             return groups
-        # Where the optimizer's settings are not written, the schedule still says which rate comes
-        # next.
+        # If the optimizer's settings were not written, the schedule still gives the learning rate.
         return tuple(
             replace(group, hyperparameters={"lr": float(rate), **group.hyperparameters})
             for group, rate in zip(groups, rates)
@@ -407,7 +409,7 @@ def _as_float(weights: torch.Tensor) -> torch.Tensor | Widened:
 
 
 def _without_padding(numel: int, rank: int, each: int) -> int:
-    """How many of the ``each`` elements in the part of ``rank`` are elements of the parameter."""
+    """Return how many of the ``each`` elements in the part of ``rank`` belong to the parameter."""
     return max(0, min(numel - rank * each, each))
 
 

@@ -1,4 +1,6 @@
-"""Files and dictionaries of a DeepSpeed checkpoint: their ranks, the optimizer's state in them."""
+"""Files and dictionaries of a DeepSpeed checkpoint: the ranks of the files, and the optimizer state
+in them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ CLASSES = (
     "deepspeed.utils.tensor_fragment.fragment_address",
     "argparse.Namespace",
 )
-# What DeepSpeed itself puts beside the client state.
+# Keys that DeepSpeed itself stores beside the client state.
 OWN_KEYS = frozenset(
     [
         "module",
@@ -50,13 +52,15 @@ RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
 def groups_of(
     base: Mapping[str, Any], shapes: Sequence[Mapping[str, Any]], step: Any = None
 ) -> tuple[OptimizerGroup, ...] | None:
-    """The groups of ``base``, torch's state dict of an optimizer, with their parameters' names;
-    ``step`` if it is kept elsewhere.
+    """Return the groups of ``base``, torch's state dict of an optimizer, with their parameters'
+    names; None if ``base`` has no groups.
+
+    ``step`` is the step count if it is stored elsewhere.
     """
     if "param_groups" not in base:
         return None
     settings = base["param_groups"]
-    # stage 3 lists parameters by buffer, of which a group may have several
+    # Stage 3 lists parameters by buffer, and a group may have several buffers: join them.
     if len(shapes) > len(settings):
         buffers = iter(shapes)
         shapes = [
@@ -67,7 +71,7 @@ def groups_of(
     for group, names in zip(settings, shapes):
         kept = hyperparameters.plain(group)
         state = state_of(base, group["params"][0]) if group.get("params") else {}
-        # FusedAdam keeps the count in the group, torch with the tensors.
+        # FusedAdam keeps the step count in the group, torch beside the tensors.
         steps = [
             value
             for value in (step, state.get("step"), kept.pop("step", None))
@@ -78,7 +82,7 @@ def groups_of(
 
 
 def steps_of(saved: Mapping[str, Any]) -> float | None:
-    """The step count of the optimizer in a rank's file; None where it keeps none."""
+    """Return the step count of the optimizer in a rank's file; None if it has none."""
     base = torch_state(saved)
     counts = [
         kept["step"]
@@ -89,8 +93,9 @@ def steps_of(saved: Mapping[str, Any]) -> float | None:
 
 
 def scaler_of(saved: Mapping[str, Any]) -> dict[str, float] | None:
-    """The state of :class:`Fp16LossScaler` after the steps that the saved loss scale has seen: it
-    lies in an object, at stage 0 in the optimizer's own state. None where there is none.
+    """Return the state that :class:`Fp16LossScaler` would have after the steps counted by the saved
+    loss scale: read from its object or, at stage 0, from the optimizer's own state. None without a
+    loss scale.
     """
     kept = vars(saved["loss_scaler"]) if "loss_scaler" in saved else saved
     if not kept.get("cur_scale"):
@@ -105,9 +110,9 @@ def scaler_of(saved: Mapping[str, Any]) -> dict[str, float] | None:
 
 
 def files_by_rank(folder: Path, suffix: str) -> dict[int, Path]:
-    """Files of one kind by data-parallel rank.
+    """Return the files of one kind by data-parallel rank.
 
-    Raises CheckpointError for those of several model-parallel ranks.
+    Raises CheckpointError for files of several model-parallel ranks.
     """
     made: dict[int, Path] = {}
     for path in folder.glob(f"*zero_pp_rank_*_{suffix}"):
@@ -127,9 +132,10 @@ def model_parallel(folder: Path, path: Path) -> CheckpointError:
 
 
 def torch_state(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """torch's state dict of the optimizer in ``saved``.
+    """Return torch's state dict of the optimizer in ``saved``.
 
-    With ``elastic_checkpoint`` DeepSpeed writes a list of states instead, without settings.
+    With ``elastic_checkpoint`` DeepSpeed writes a list of states without settings, which is
+    converted.
     """
     found = saved.get("base_optimizer_state") or saved.get("optimizer_state_dict") or saved
     if isinstance(found, list):

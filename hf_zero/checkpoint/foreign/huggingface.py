@@ -1,6 +1,6 @@
-"""Model folders that ``save_pretrained`` writes: safetensors, one file or several with an index.
+"""Model folders of ``save_pretrained``: safetensors, one file or several with an index.
 
-Weights alone, as they are named there.
+Holds weights alone, under the names in the files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
-    """``folder`` as a checkpoint without an optimizer.
+    """Open ``folder`` as a checkpoint without an optimizer.
 
     Raises CheckpointError for a file that is missing or damaged.
     """
@@ -57,8 +57,8 @@ def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
 
 
 def files_of(folder: Path) -> dict[str, set[str]]:
-    """The weight files, each with the tensors that the index promises in it (none without an
-    index). Raises CheckpointError.
+    """Return the weight files, each with the tensors that the index promises in it (none without an
+    index). Raises CheckpointError for a damaged index.
     """
     index = folder / INDEX
     if not index.is_file():

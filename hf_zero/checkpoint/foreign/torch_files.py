@@ -1,10 +1,10 @@
-"""What ``torch.save`` wrote, of which nothing is run: tensors, plain values and stand-ins for a few
-named classes; a whole file, a part of a file as torch.distributed.checkpoint writes them, or ranges
-of a tensor that is mapped, read from its file.
+"""Reader of files that ``torch.save`` wrote, without running code from them: tensors, plain values,
+and stand-ins for a few named classes. Reads a whole file, a part of a file as
+torch.distributed.checkpoint writes it, or ranges of a mapped tensor from its file.
 
-A page that is read through a mapping counts as memory of this process as long as the mapping lasts:
-a converter that copies from it would grow to the size of the checkpoint. So the place of a tensor
-in its file is looked up, and ranges are read from there.
+A page that is read through a mapping counts as memory of this process for as long as the mapping
+exists: a converter that copies from it would grow to the size of the checkpoint. The position of a
+tensor in its file is therefore looked up, and ranges are read from there.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from hf_zero.checkpoint.storage import read_all
 from hf_zero.checkpoint.tensorfile import bytes_view
 from hf_zero.errors import CheckpointError
 
-# torch keeps what is allowed for the whole process: one thread's end would take it from another
+# torch's list of allowed classes is global: a thread that leaves safe_globals would revoke it for
+# another thread inside
 _ALLOWING = threading.Lock()
 
 
 class Opaque:
-    """Stands in for an object of a class that is not imported: its arguments and attributes, and
-    nothing that acts.
+    """Inert stand-in for an object of a class that is not imported: holds its arguments and
+    attributes.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -44,13 +45,12 @@ class Opaque:
 
 
 def load_pickle(path: Path, classes: tuple[str, ...]) -> Any:
-    """What ``torch.save`` wrote to ``path``, its tensors mapped from the file; ``classes`` become
-    :class:`Opaque`.
+    """Return what ``torch.save`` wrote to ``path``, with tensors mapped from the file. Objects of
+    ``classes`` become :class:`Opaque`.
 
-    Raises CheckpointError for a file that is damaged, and for one that holds an object of any other
-    class.
+    Raises CheckpointError for a damaged file, and for one that holds an object of any other class.
     """
-    # A class each: the unpickler finds a stand-in by its name.
+    # One stand-in class per name: the unpickler looks classes up by name.
     allowed: list[Any] = [(type(name.rpartition(".")[2], (Opaque,), {}), name) for name in classes]
     try:
         with _ALLOWING, torch.serialization.safe_globals([*allowed, *_of_numpy()]):
@@ -61,7 +61,7 @@ def load_pickle(path: Path, classes: tuple[str, ...]) -> Any:
             f"code ({_cause(error)}); "
             "load it in the program that wrote it and save it without that object"
         ) from error
-    except Exception as error:  # what is damaged makes the unpickler raise anything
+    except Exception as error:  # a damaged file can make the unpickler raise anything
         raise CheckpointError(
             f"{path} cannot be read ({_cause(error)}); restore it, or name another checkpoint"
         ) from error
@@ -69,8 +69,8 @@ def load_pickle(path: Path, classes: tuple[str, ...]) -> Any:
 
 @cache
 def _of_numpy() -> tuple[Any, ...]:
-    """What arrays and scalars of numpy are made of, under its names before and after version 2:
-    they hold bytes, and run nothing.
+    """Return the globals that pickled numpy arrays and scalars refer to, under the module names
+    before and since numpy 2. They hold bytes and run no code.
     """
     is_old = np.lib.NumpyVersion(np.__version__) < "2.0.0"
     core: Any = getattr(np, "core" if is_old else "_core")
@@ -98,8 +98,8 @@ def _cause(error: Exception) -> str:
 
 
 class _Stretch(io.RawIOBase):
-    """``length`` bytes of ``file`` from ``offset`` on, as a file of their own: torch reads from
-    it straight into place.
+    """``length`` bytes of ``file`` from ``offset`` on, as a file object from which torch reads
+    directly into place.
     """
 
     def __init__(self, file: io.FileIO, offset: int, length: int) -> None:
@@ -128,9 +128,9 @@ class _Stretch(io.RawIOBase):
 
 
 def load(path: Path, offset: int, length: int, device: str = "cpu") -> Any:
-    """What was saved in ``length`` bytes at ``offset`` of ``path``.
+    """Return the object saved in ``length`` bytes at ``offset`` of ``path``.
 
-    Raises CheckpointError if that is damaged or would execute code.
+    Raises CheckpointError if it is damaged or would execute code.
     """
     try:
         with (
@@ -138,7 +138,7 @@ def load(path: Path, offset: int, length: int, device: str = "cpu") -> Any:
             io.BufferedReader(_Stretch(file, offset, length)) as stretch,
         ):
             return torch.load(stretch, map_location=device, weights_only=True)
-    except Exception as error:  # what is damaged makes the unpickler raise anything
+    except Exception as error:  # a damaged file can make the unpickler raise anything
         raise damaged(path, (str(error).splitlines() or [type(error).__name__])[0][:200]) from error
 
 
@@ -149,11 +149,11 @@ def damaged(path: Path, what: str) -> CheckpointError:
 
 
 class SavedTensor:
-    """The tensor ``name`` of ``numel`` elements of ``dtype``, saved at ``offset`` of ``path``:
-    ``read`` copies runs of its elements.
+    """A tensor ``name`` of ``numel`` elements of ``dtype``, saved at ``offset`` of ``path``.
+    ``read`` copies ranges of its elements.
 
-    torch gives the place of its bytes when it loads the tensor on the meta device. Where it does
-    not, or the tensor is not contiguous, the tensor is loaded whole for each range.
+    torch reveals the position of its bytes when it loads the tensor on the meta device. If it does
+    not, or the tensor is not contiguous, each range loads the whole tensor.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class SavedTensor:
     def read(self, start: int, out: torch.Tensor) -> None:
         """Fill ``out``, 1-D of this dtype, with elements from ``start`` on.
 
-        Raises CheckpointError for a file that is damaged.
+        Raises CheckpointError for a damaged file.
         """
         with self._lock:
             if self._place is None:
@@ -193,8 +193,8 @@ class SavedTensor:
                 )
 
     def _find(self) -> int:
-        """The byte of the file at which the elements begin, -1 if they are not known or not in
-        order.
+        """Return the byte of the file at which the elements begin, -1 if it is unknown or the
+        tensor is not contiguous.
         """
         shell = load(self.path, self.offset, self.length, "meta")
         if not isinstance(shell, torch.Tensor) or (shell.numel(), shell.dtype) != (
@@ -222,7 +222,7 @@ _LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ (\d+) +(/.*)")
 
 @dataclass(frozen=True)
 class Mapping:
-    """Addresses ``[start, stop)`` are a file from ``offset`` on."""
+    """A mapping of the file ``path`` from ``offset`` on to addresses ``[start, stop)``."""
 
     start: int
     stop: int
@@ -232,9 +232,9 @@ class Mapping:
 
 
 class MappedFiles:
-    """The files that are mapped when this is made.
+    """The files mapped by this process at construction.
 
-    Where the system does not list them there are none, and ``read`` reads nothing.
+    On a system that does not list them there are none, and ``read`` always returns False.
     """
 
     def __init__(self) -> None:
@@ -253,9 +253,10 @@ class MappedFiles:
         self._lock = threading.Lock()
 
     def read(self, values: torch.Tensor, start: int, out: torch.Tensor) -> bool:
-        """Fill ``out`` with elements of the 1-D ``values`` from ``start`` on.
+        """Fill ``out`` with elements of the 1-D ``values`` from ``start`` on, read from the mapped
+        file.
 
-        False, and nothing done, if no file is known to hold them.
+        Returns False, and does nothing, if no file is known to hold them.
         """
         if (
             values.dtype != out.dtype
@@ -280,12 +281,14 @@ class MappedFiles:
         return mapping if mapping is not None and address + nbytes <= mapping.stop else None
 
     def _file(self, mapping: Mapping) -> int:
-        """The file opened, or -1 if what stands at its path is another one by now."""
+        """Return the descriptor of the file, -1 if it was removed or replaced after it was
+        mapped.
+        """
         with self._lock:
             if mapping.path not in self._open:
                 try:
                     fd = os.open(mapping.path, os.O_RDONLY)
-                except OSError:  # removed since: the mapping still has it
+                except OSError:  # removed since; the mapping keeps the content
                     fd = -1
                 if fd >= 0 and os.fstat(fd).st_ino != mapping.inode:
                     os.close(fd)

@@ -1,8 +1,8 @@
-"""Which parameters the state of an optimizer belongs to that was saved without names, as torch's
-own optimizers save theirs.
+"""Inference of the parameters of an optimizer state that was saved without names, as torch's own
+optimizers save it.
 
-Each function returns the names by group, in the order of the optimizer, or None where they do not
-follow from its arguments.
+Each function returns the names by group, in the optimizer's order, or None if its arguments do not
+determine them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from hf_zero.checkpoint.records import pair_names
 
 Shape = tuple[int, ...]
 Names = list[list[str]]
-COMPARED = 4096  # elements of each parameter: reading a mapped file whole would hold it in memory
+# Elements compared at each end of a parameter: reading a mapped file whole would hold it in memory.
+COMPARED = 4096
 
 
 def shapes_in(base: Mapping[str, Any]) -> list[list[Shape | None]]:
-    """The shape of each parameter's state in ``base``, torch's state dict of an optimizer; None
-    for one without.
+    """Return the shape of each parameter's state in ``base``, torch's state dict of an optimizer,
+    by group; None for a parameter without a state that has dimensions.
     """
     state = base.get("state", {})
     return [
@@ -46,8 +47,8 @@ def as_asked(
     asked: Sequence[Sequence[str]],
     held: Mapping[str, Shape],
 ) -> Names | None:
-    """The groups of the model that loads, if each of its parameters has the shape of the state
-    at its place.
+    """Return the groups of the model that loads, if each parameter has the shape of the state at
+    its position.
     """
     if [len(group) for group in wanted] != [len(group) for group in asked]:
         return None
@@ -58,9 +59,11 @@ def as_asked(
 
 
 def by_shapes(wanted: Sequence[Sequence[Shape | None]], held: Mapping[str, Shape]) -> Names | None:
-    """Parameters in the model's order, each in the one group whose next shape is its own. None
-    where that is ambiguous: several groups fit, or a parameter that is left has the shape of one
-    taken.
+    """Assign parameters in the model's order, each to the only group whose next shape equals its
+    own.
+
+    Returns None if this is ambiguous: several groups fit, or an unassigned parameter has the shape
+    of an assigned one.
     """
     if not wanted or any(shape is None for shapes in wanted for shape in shapes):
         return None
@@ -87,10 +90,11 @@ def by_shapes(wanted: Sequence[Sequence[Shape | None]], held: Mapping[str, Shape
 def by_contents(
     groups: Sequence[Sequence[torch.Tensor]], held: Mapping[str, torch.Tensor]
 ) -> Names | None:
-    """``groups`` are fp32 master weights, one tensor a parameter or several end to end; their
-    parameters are those whose values in ``held`` are the same, rounded.
+    """Find the parameters of fp32 master weights by value: those in ``held`` equal the masters
+    after rounding. ``groups`` has one tensor per parameter, or several parameters in one flat
+    tensor.
 
-    Of parameters with equal values the next one in the model's order is taken.
+    Among parameters with equal values the next one in the model's order is taken.
     """
     order, made = list(held), []
     free, last = dict.fromkeys(order), -1
@@ -117,14 +121,16 @@ def by_contents(
 
 
 def _begins(values: torch.Tensor, rounded: torch.Tensor) -> bool:
-    """Whether ``values`` begin with ``rounded``, as far as the elements that are compared show."""
+    """Whether ``values``, rounded, begin with ``rounded``. Compares the first and last ``COMPARED``
+    elements only.
+    """
     count, flat = rounded.numel(), rounded.detach().reshape(-1)
     ends = (slice(0, min(COMPARED, count)), slice(max(0, count - COMPARED), count))
     return all(torch.equal(values[end].to(flat.dtype), flat[end]) for end in ends)
 
 
 def named(groups: Sequence[Mapping[str, Any]], held: Collection[str]) -> Names | None:
-    """The names that torch writes for an optimizer that was given named parameters."""
+    """Return the names that torch stores for an optimizer that was given named parameters."""
     made = [list(group.get("param_names") or ()) for group in groups]
     complete = all(len(names) == len(group["params"]) for names, group in zip(made, groups))
     return (
