@@ -1,3 +1,3 @@
-"""Several hosts started from one: the hostfile, what each host runs, and the process that starts
-and ends them all.
+"""Launch on several hosts from one: the hostfile, the command of each host, and the process that
+starts and ends them all.
 """

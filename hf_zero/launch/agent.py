@@ -1,10 +1,10 @@
-"""What runs on each host: it takes its orders from standard input, starts the ranks, and ends them
-when the input ends.
+"""The agent on each host: reads its order from standard input, starts the ranks, and ends them when
+the input ends.
 
-The orders are one line of JSON: ``{"command": [...], "environment": {...}}``. They come this way
-because what stands on a command line has to pass two shells and can be read by all users of the
-machine. The input stays open as long as the process that gave the orders lives: whether it is
-killed, loses its connection or ends, that is seen here, and no rank is left behind.
+The order is one line of JSON: ``{"command": [...], "environment": {...}}``. It is not passed on the
+command line, which would go through two shells and be visible to all users of the machine. The
+input stays open as long as the process that gave the order lives: whether that process is killed,
+loses its connection or exits, the agent notices, and no rank is left behind.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import sys
 import threading
 from typing import Any
 
-GRACE_SECONDS = 40.0  # torchrun gives its ranks 30
+GRACE_SECONDS = 40.0  # longer than the 30 s that torchrun gives its ranks
 CANNOT_START = 127
 PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> int:
-    """Follow the orders on standard input; the exit code of the command, as a shell would give
-    it.
+    """Carry out the order on standard input. Returns the exit code of the command, as a shell would
+    give it.
     """
     order = json.loads(sys.stdin.readline() or "null")
     if order is None:
-        return CANNOT_START  # the caller is gone
+        return CANNOT_START  # standard input is closed: the caller is gone
     _adopt_orphans()
     try:
         child = subprocess.Popen(
@@ -52,8 +52,8 @@ def main() -> int:
 
 
 def end(child: subprocess.Popen[Any], grace: float) -> None:
-    """End ``child``, by asking and then by force; unless it went well, also all that it has left
-    behind, in whatever session.
+    """Terminate ``child``, and kill it after ``grace`` seconds. If it failed, also kill all of its
+    descendants, in any session.
     """
     import psutil
 
@@ -73,8 +73,8 @@ def end(child: subprocess.Popen[Any], grace: float) -> None:
 
 
 def _adopt_orphans() -> None:
-    """What loses its parent becomes a child of this process, not of the first of the machine:
-    nothing gets out of sight.
+    """Make this process the parent of orphaned descendants, so that it can find and kill them
+    (Linux only).
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -94,4 +94,4 @@ def _watch_child(child: subprocess.Popen[Any], ending: threading.Event) -> None:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # the thread that reads the input would be waited for
+    os._exit(code)  # without waiting for the thread that reads the input

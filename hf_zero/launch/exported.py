@@ -1,4 +1,4 @@
-"""The variables of this environment that go with the ranks to other hosts."""
+"""Environment variables that the launcher exports to other hosts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 def exported(
     environ: Mapping[str, str], asked: Sequence[str] = (), files: Sequence[Path] = ()
 ) -> dict[str, str]:
-    """What goes along: the families above, then the lines of ``files``, then ``asked`` (``NAME``,
-    or ``NAME=VALUE``).
+    """Return the variables to export: those of the families above, then the lines of ``files``,
+    then ``asked`` (``NAME``, or ``NAME=VALUE``).
 
-    Raises LaunchError for a name that is not set here, and for a line that is not NAME=VALUE.
+    Raises LaunchError for a name that is not set in ``environ``, and for a line that is not
+    NAME=VALUE.
     """
     out = {
         name: value

@@ -1,4 +1,4 @@
-"""The process that starts the agents of all hosts, shows what they print, and ends them
+"""The front process: starts the agents of all hosts, prints their output, and ends them
 together.
 """
 
@@ -19,7 +19,7 @@ from typing import BinaryIO
 from hf_zero.launch.agent import GRACE_SECONDS
 from hf_zero.launch.plan import LaunchPlan, Start
 
-# The agents give their ranks so long; who has not come back after that is cut off.
+# Agents give their ranks GRACE_SECONDS; an agent that needs longer than this is killed.
 PATIENCE_SECONDS = GRACE_SECONDS + 10.0
 LAST_WORDS_SECONDS = 5.0
 LOST = 255
@@ -29,7 +29,7 @@ PIECE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
 
 @dataclass(frozen=True)
 class Ended:
-    """A host whose agent is gone, or a signal to this process."""
+    """End of one host's agent, or a signal to this process."""
 
     what: str
     code: int
@@ -37,11 +37,11 @@ class Ended:
 
 
 def carry_out(plan: LaunchPlan, patience: float = PATIENCE_SECONDS) -> int:
-    """Run the plan to its end: 0 if every host ended with 0, else the code of the first that did
-    not.
+    """Run the plan to its end. Returns 0 if every host ended with 0, else the code of the first one
+    that did not.
 
-    A plan for this machine alone takes the place of this process. The failure of one host ends the
-    others; so do Ctrl-C, SIGTERM and a hang-up.
+    A plan for this machine alone replaces this process. A failing host ends the others; so do
+    Ctrl-C, SIGTERM and a hang-up.
     """
     if not plan.alone:
         return _Front(plan.starts, patience).run()
@@ -80,7 +80,8 @@ class _Front:
         return code
 
     def _start(self, start: Start) -> None:
-        # Sessions of their own: Ctrl-C reaches this process alone, which ends them in order.
+        # Each agent has its own session: Ctrl-C reaches this process only, which ends them in
+        # order.
         process = subprocess.Popen(
             start.reached_by,
             stdin=subprocess.PIPE,
@@ -100,7 +101,7 @@ class _Front:
 
     def _attend(self, start: Start, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None
-        # it has ended already, and its code says why; or all are being ended
+        # The agent has already ended, and its exit code says why; or all are being ended.
         with suppress(BrokenPipeError, ValueError):
             process.stdin.write(start.order)
             process.stdin.flush()
@@ -123,7 +124,9 @@ class _Front:
         return 0
 
     def _end(self) -> None:
-        """Close the agents' inputs, which tells them to end; those that do not are cut off."""
+        """Close the agents' standard inputs, which makes them end. Those that do not are killed
+        later.
+        """
         for process in self._processes:
             assert process.stdin is not None
             with suppress(BrokenPipeError):
@@ -164,8 +167,8 @@ class _Front:
             pump.join(LAST_WORDS_SECONDS)
 
     def _pump(self, name: str, source: BinaryIO, sink: BinaryIO) -> None:
-        """Copy line by line, each with its host before it; a progress bar redraws with a
-        carriage return.
+        """Copy ``source`` to ``sink`` line by line, with the host's name before each line. A
+        carriage return ends a line too, for progress bars.
         """
         prefix = f"[{name}] ".encode() if len(self._starts) > 1 else b""
         held = b""
@@ -182,7 +185,7 @@ class _Front:
             self._write(sink, prefix + held + b"\n")
 
     def _write(self, sink: BinaryIO, data: bytes) -> None:
-        # the reader is gone; the ranks are not to wait for it
+        # If the reader of our output is gone, discard the output: the ranks must not block.
         with self._lock, suppress(BrokenPipeError):
             sink.write(data)
             sink.flush()

@@ -1,8 +1,8 @@
-"""Which hosts take part, with which slots: DeepSpeed's hostfile (``worker-0 slots=4``) and its
-filters (``worker-0@worker-1:0,2``).
+"""Hosts and slots of a launch: DeepSpeed's hostfile (``worker-0 slots=4``) and its filters
+(``worker-0@worker-1:0,2``).
 
-Nothing that is wrong here becomes one process in silence: every error names the line, or the part
-of the filter.
+No mistake silently results in a single process: every error names the line, or the part of the
+filter.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LOCAL = "localhost"
 
 @dataclass(frozen=True)
 class Host:
-    """One machine and the slots (numbers of GPUs, one rank each) that are used of it; ``chosen``
-    if they are not simply all.
+    """One machine and its used slots (GPU numbers, one rank each). ``chosen`` is true if these are
+    not all of its slots.
     """
 
     name: str
@@ -31,9 +31,9 @@ class Host:
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """The hosts of a file, in its order.
+    """Return the hosts of a hostfile, in its order.
 
-    Raises LaunchError, naming the line, for what is no hostfile.
+    Raises LaunchError, naming the line, for a malformed file.
     """
     try:
         lines = path.read_text().splitlines()
@@ -52,7 +52,7 @@ def read_hostfile(path: Path) -> list[Host]:
         if found is None:
             raise LaunchError(f"{path}, line {number}: {text!r} is not `host slots=N`")
         name, slots = found[1], int(found[2])
-        # an option to ssh, or another user's login, which filters could not name
+        # An ssh option or a user's login: filters could not name such a host.
         if name.startswith("-") or "@" in name:
             raise LaunchError(
                 f"{path}, line {number}: {name!r} is no host name; users and options belong into "
@@ -82,10 +82,10 @@ def select(
     num_procs: int | None = None,
     may_be_empty: bool = False,
 ) -> list[Host]:
-    """The part of ``hosts`` that filters or numbers choose, in the order of ``hosts``.
+    """Return the hosts and slots of ``hosts`` that filters or numbers select, in the same order.
 
-    Raises LaunchError for unknown hosts and slots, for filters as well as numbers, and unless
-    ``may_be_empty`` for a filter that leaves nothing.
+    Raises LaunchError for unknown hosts and slots, for filters combined with numbers, and unless
+    ``may_be_empty`` for a filter that leaves no host.
     """
     given = [option for option, value in (("--include", include), ("--exclude", exclude)) if value]
     numbers = [
@@ -137,7 +137,7 @@ def select(
 
 
 def _read_filter(option: str, text: str, hosts: dict[str, Host]) -> dict[str, tuple[int, ...]]:
-    """Hosts and slots of a filter; a host without slots stands for all of its slots."""
+    """Return the hosts and slots of a filter; a host without slots means all of its slots."""
     named: dict[str, tuple[int, ...]] = {}
     for part in text.split("@"):
         found = NODE.fullmatch(part.strip())

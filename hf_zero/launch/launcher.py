@@ -1,10 +1,10 @@
-"""Runs ``torch.distributed.run`` or ``accelerate.commands.launch`` as ``python -m`` does; of a rank
-that fails it says in a line how it ended.
+"""Run ``torch.distributed.run`` or ``accelerate.commands.launch`` as ``python -m`` does, and report
+a failing rank in one line.
 
     python -m hf_zero.launch.launcher torch.distributed.run --nproc-per-node 2 train.py
 
-A rank has shown its own error. The launchers add their traceback and a table, which say nothing
-about it.
+A rank prints its own error. The launchers add their own traceback and a table, which say nothing
+about that error and are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 SWITCH = "HF_ZERO_TRACEBACK"
 NOISE = ("failed (exitcode", "closing signal")
-# what torchrun and accelerate launch say of the port where the ranks are to meet
+# messages of torchrun and accelerate launch about a rendezvous port in use
 TAKEN = re.compile(r"port:? `?(\d+).*(?:EADDRINUSE|another process is utilizing it)", re.DOTALL)
 LOGGERS = (
     "torch.distributed.elastic.multiprocessing.api",
@@ -28,8 +28,8 @@ LOGGERS = (
 
 
 def main() -> int:
-    """Run the launcher named first; the exit code of the rank that failed first, as a shell
-    would give it.
+    """Run the launcher named by the first argument. Returns the exit code of the rank that failed
+    first, as a shell would give it.
     """
     launcher = sys.argv[1]
     sys.argv = sys.argv[1:]
@@ -53,8 +53,8 @@ def main() -> int:
 
 
 def _ended(error: Any) -> tuple[int, str] | None:
-    """The exit code, and which rank ended how, or that a port is taken; None for another error of
-    the launcher itself.
+    """Return the exit code and a message: the rank that failed and its end, or that a port is in
+    use. None for another error of the launcher itself.
     """
     kind = type(error).__name__
     if kind == "ChildFailedError":
@@ -62,7 +62,7 @@ def _ended(error: Any) -> tuple[int, str] | None:
         others = len(error.failures) - 1
         rest = f"; {others} other{'s' if others > 1 else ''} ended with it" if others else ""
         return _described(f"rank {rank} (pid {failure.pid})", failure.exitcode, rest)
-    if kind == "SignalException":  # to the launcher itself, which has ended the ranks
+    if kind == "SignalException":  # a signal to the launcher itself, which has ended the ranks
         return _described("this launcher", -error.sigval, "")
     if taken := TAKEN.search(str(error)):
         return 1, (

@@ -1,5 +1,5 @@
-"""From what a user asks for to what each host runs: hosts chosen, the address and port where
-they meet, one command each.
+"""Launch plan from a user's request: the selected hosts, the rendezvous address and port, and one
+command per host.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ AGENT = "hf_zero.launch.agent"
 LAUNCHER = "hf_zero.launch.launcher"
 LOOPBACK = "127.0.0.1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-HOST_NAME = "HF_ZERO_HOST"  # by which errors name the hosts of ranks that are lost
-PORTS = range(15000, 29000)  # below those that Linux hands out by itself
+HOST_NAME = "HF_ZERO_HOST"  # variable with the name by which errors refer to a lost rank's host
+PORTS = range(15000, 29000)  # below Linux's ephemeral ports
 WITH_LOCAL_RANK = (
     'script=$1; shift; exec {python} -u {module}"$script" --local_rank="$LOCAL_RANK" "$@"'
 )
@@ -31,9 +31,10 @@ WITH_LOCAL_RANK = (
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asks for.
+    """Options of a launch.
 
-    ``accelerate``: options of ``accelerate launch``, which starts the ranks then; None is torchrun.
+    ``accelerate``: options of ``accelerate launch``, which then starts the ranks; None means
+    torchrun.
     """
 
     script: str
@@ -60,8 +61,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Start:
-    """One host's part: the command of its ranks, the variables it gets, and how its agent is
-    started from here.
+    """Launch of one host: the command of its ranks, its variables, and the command that starts its
+    agent from here.
     """
 
     host: Host
@@ -80,8 +81,8 @@ class Start:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """All hosts' parts; ``alone`` where one part is all there is and runs here, in place of this
-    process.
+    """Launches of all hosts. ``alone`` is true if there is a single one and it runs here, in place
+    of this process.
     """
 
     starts: list[Start]
@@ -93,9 +94,10 @@ class LaunchPlan:
 
 
 def plan(request: Request, default_ranks: Callable[[], int]) -> LaunchPlan:
-    """Raises LaunchError for hosts that cannot be chosen or reached as asked.
+    """Return the launch plan for ``request``.
 
-    ``default_ranks`` counts those of this machine.
+    ``default_ranks`` counts the ranks of this machine. Raises LaunchError for hosts that cannot be
+    selected or reached as requested.
     """
     if request.module and request.no_python:
         raise LaunchError(
@@ -166,9 +168,9 @@ def _hosts(request: Request, default_ranks: Callable[[], int]) -> list[Host]:
 
 
 def _meeting(request: Request, hosts: Sequence[Host], ssh: Sequence[str]) -> tuple[str, int] | None:
-    """Where torchrun's agents and the ranks meet.
+    """Return the address and port where torchrun's agents and the ranks meet.
 
-    None: on one host the agent chooses a free port.
+    None on a single host: the agent then chooses a free port.
     """
     if request.master_port is not None and not 0 < request.master_port < 65536:
         raise LaunchError(f"--master-port {request.master_port} is no port; pass 1 to 65535")
@@ -193,7 +195,9 @@ def _meeting(request: Request, hosts: Sequence[Host], ssh: Sequence[str]) -> tup
 
 
 def _devices(host: Host, only: bool) -> str:
-    """The devices of the slots; on this machine alone, slots count those that are visible."""
+    """Return the device numbers of the slots. On this machine alone, slots index the visible
+    devices.
+    """
     visible = (
         [each.strip() for each in os.environ.get(VISIBLE, "").split(",")]
         if only and os.environ.get(VISIBLE)

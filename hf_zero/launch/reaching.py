@@ -1,5 +1,5 @@
-"""How a host is reached: this machine by itself, another one through ssh, and by which address
-its peers find it.
+"""Access to a host: this machine directly, another one through ssh; and the address by which its
+peers reach it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from collections.abc import Sequence
 
 from hf_zero.errors import LaunchError
 
-# No questions, there is no terminal to answer them; a host that is gone is noticed after a minute.
+# BatchMode: no terminal could answer a question. A host that is gone is noticed after a minute.
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
 VARIABLE = "HF_ZERO_SSH"
 ANSWER_SECONDS = 60.0
-PORTS = (20_000, 32_000)  # Linux gives those from 32,768 on to outgoing connections
+PORTS = (20_000, 32_000)  # below Linux's ephemeral ports, which start at 32,768
 ATTEMPTS = 64
 
 
 def ssh_command(given: str | None = None, port: int | None = None) -> list[str]:
-    """The program that takes a host and one line for its shell: ``given``, else HF_ZERO_SSH,
-    else ssh.
+    """Return the program that is called with a host and a line for its shell: ``given``, else
+    HF_ZERO_SSH, else ssh.
+
+    Raises LaunchError if it cannot be parsed as a command.
     """
     text = given or os.environ.get(VARIABLE) or SSH
     try:
@@ -55,8 +57,10 @@ def is_here(host: str) -> bool:
 
 
 def address_of(host: str, ssh: Sequence[str]) -> str:
-    """The address by which other hosts reach ``host``: what its name means here, or, where that
-    is this machine only, what it says itself.
+    """Return the address by which other hosts reach ``host``: the one that its name resolves to
+    here or, if that is a loopback address, the one that the host itself reports.
+
+    Raises LaunchError if the host does not report any.
     """
     try:
         return str(ipaddress.ip_address(host))
@@ -72,7 +76,7 @@ def address_of(host: str, ssh: Sequence[str]) -> str:
         if not ipaddress.ip_address(address.partition("%")[0]).is_loopback
     ]
     if usable:
-        return min(usable, key=lambda address: ":" in address)  # IPv4 where there is a choice
+        return min(usable, key=lambda address: ":" in address)  # IPv4 preferred
     asked = ["hostname", "-I"] if is_here(host) else [*ssh, host, "hostname -I"]
     try:
         said = subprocess.run(
@@ -94,10 +98,10 @@ def address_of(host: str, ssh: Sequence[str]) -> str:
 
 
 def free_port() -> int:
-    """A free port of this machine, below those that systems give to outgoing connections: one of
-    them may be taken before a server listens on it.
+    """Return a free port of this machine below the ephemeral ports, which an outgoing connection
+    could take before a server listens.
     """
-    draw = random.SystemRandom()  # a script's seed does not make two trainings meet at one port
+    draw = random.SystemRandom()  # unaffected by a script's seed: two trainings must not collide
     for _ in range(ATTEMPTS):
         with socket.socket() as probe:
             try:

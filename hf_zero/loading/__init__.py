@@ -1,5 +1,5 @@
-"""Loading into shards: tensors that are expressions over files, of which each rank reads its own
-elements.
+"""Loading into shards: lazy tensors that are expressions over files, of which each rank reads its
+own elements.
 """
 
 from hf_zero.loading.building import Building

@@ -1,4 +1,4 @@
-"""Models that come into being without memory, whatever their constructors do."""
+"""Construction of models without memory, whatever their constructors do."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from hf_zero.loading.initialised import recording_functions
 from hf_zero.loading.lazy import LazyTensor, fill, is_filled
 
 aten = torch.ops.aten
-SMALL_BYTES = 1 << 20  # tensors below this are made in memory: they are many and weigh little
+SMALL_BYTES = 1 << 20  # smaller tensors are made in memory: they are many and take little
 
-# How a new tensor gets its values, from the arguments of the call that makes it.
+# Factory operation -> function from its arguments to the in-place operation that sets the values of
+# the new tensor, or to None.
 _FACTORIES: dict[Any, Callable[[tuple[Any, ...]], Callable[[torch.Tensor], Any] | None]] = {
     aten.empty.memory_format: lambda args: None,
     aten.zeros.default: lambda args: torch.Tensor.zero_,
@@ -33,8 +34,10 @@ _FACTORIES: dict[Any, Callable[[tuple[Any, ...]], Callable[[torch.Tensor], Any] 
 
 
 class _WithoutMemory(TorchDispatchMode):
-    """Large floating-point tensors on the CPU, once ``whole_bytes`` of them have been made, are
-    lazy.
+    """Dispatch mode that makes large floating-point CPU tensors lazy once ``whole_bytes`` of them
+    have been made in memory.
+
+    A tensor is made in memory while ``pauses()`` is true.
     """
 
     def __init__(self, whole_bytes: int, pauses: Callable[[], bool]):
@@ -65,18 +68,18 @@ class _WithoutMemory(TorchDispatchMode):
 
 
 class Building:
-    """Context around the construction of models: beyond the first ``whole_bytes``, parameters have
-    no memory, only a record of their values.
+    """Context for the construction of models: beyond the first ``whole_bytes``, parameters have no
+    memory, only a record of their values.
 
-    ``roots`` are then the outermost modules that have such parameters, and ``outermost()`` those
-    that have any. ``pauses()`` is asked before a tensor is made without memory.
+    ``roots`` are afterwards the outermost modules with such parameters, ``outermost(counts)`` those
+    with any that ``counts``. While ``pauses()`` is true, tensors are made in memory.
     """
 
     def __init__(self, whole_bytes: int, pauses: Callable[[], bool] = lambda: False):
         self._mode = _WithoutMemory(whole_bytes, pauses)
         self._stack = ExitStack()
         self._thread = threading.get_ident()
-        # in the order of construction, which is that of all ranks
+        # in the order of construction, which is equal on all ranks
         self._owners: list[weakref.ref[nn.Module]] = []
         self._parents: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = (
             weakref.WeakKeyDictionary()
@@ -100,7 +103,9 @@ class Building:
         return self.outermost(is_filled)
 
     def outermost(self, counts: Callable[[Any], bool]) -> list[nn.Module]:
-        """The outermost modules of those that were given a parameter for which ``counts``."""
+        """Return the outermost modules that contain a module with a registered parameter for which
+        ``counts`` is true.
+        """
         found: dict[nn.Module, None] = {}
         for reference in self._owners:
             owner = reference()

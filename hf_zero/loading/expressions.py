@@ -1,9 +1,9 @@
-"""Where the elements of a lazy tensor come from: ranges of files, through views, concatenations and
-casts.
+"""Expressions for the elements of a lazy tensor: ranges of files, seen through views,
+concatenations and casts.
 
-An expression has a shape and a dtype and can read any range ``[start, stop)`` of its elements,
-counted in row-major order. It is *sliceable* where reading a part costs about that part; what is
-not is read whole, by one rank.
+An expression has a shape and a dtype and can read any range ``[start, stop)`` of its elements in
+row-major order. It is *sliceable* if reading a part costs about that part; other expressions are
+read whole, by one rank.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 
 from hf_zero.checkpoint.tensorfile import TensorFile
 
-# shorter runs of neighbours cost more in calls than what a whole read costs in bytes
+# With shorter contiguous runs, the calls cost more than reading the whole tensor.
 RUN_BYTES = 4096
 BLOCK = 1 << 20  # elements converted at a time
 
 Size = tuple[int, ...]
-_drawing = threading.RLock()  # around numbers drawn from the default generator, which threads share
+_drawing = threading.RLock()  # guards the default generator, which threads share
 
 
 class Expression:
-    """A tensor by its origin."""
+    """A tensor defined by its origin."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype):
         self.shape: Size = tuple(shape)
@@ -40,7 +40,7 @@ class Expression:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """Which elements these are: equal for two views of the same."""
+        """Key of the elements: equal for two views of the same elements."""
         return (id(self),)
 
     def read(self, start: int, out: torch.Tensor) -> None:
@@ -50,7 +50,7 @@ class Expression:
         raise NotImplementedError
 
     def whole(self) -> torch.Tensor:
-        """All elements, in this shape."""
+        """Return all elements, in this shape."""
         out = torch.empty(self.numel, dtype=self.dtype)
         self.read(0, out)
         return out.view(self.shape)
@@ -70,7 +70,7 @@ class InFile(Expression):
 
 
 class InMemory(Expression):
-    """A tensor that is here: mapped from a file of another format, or made on the way."""
+    """A tensor in memory: mapped from a file of another format, or an intermediate result."""
 
     def __init__(self, tensor: torch.Tensor):
         super().__init__(tensor.shape, tensor.dtype)
@@ -81,8 +81,8 @@ class InMemory(Expression):
 
 
 class Strided(Expression):
-    """A view: ``shape`` elements of ``root``'s, in row-major order, ``strides`` apart from
-    ``offset`` on.
+    """A view: ``shape`` elements of ``root``, with ``strides`` from ``offset`` on, in row-major
+    order.
     """
 
     def __init__(self, root: Expression, shape: Sequence[int], strides: Sequence[int], offset: int):
@@ -125,8 +125,8 @@ class Strided(Expression):
 
 
 def _runs(shape: Size, strides: Size) -> tuple[int, int]:
-    """How many leading dimensions are left when the trailing ones are joined to one run of
-    neighbours, and its length.
+    """Merge the contiguous trailing dimensions into one run. Returns the number of leading
+    dimensions left, and the run's length in elements.
     """
     run, depth = 1, len(shape)
     while depth and (shape[depth - 1] == 1 or strides[depth - 1] == run):
@@ -136,14 +136,14 @@ def _runs(shape: Size, strides: Size) -> tuple[int, int]:
 
 
 class Joined(Expression):
-    """``parts`` one after another along dimension ``dim``."""
+    """Concatenation of ``parts`` along dimension ``dim``."""
 
     def __init__(self, parts: Sequence[Expression], dim: int):
         shape = list(parts[0].shape)
         shape[dim] = sum(part.shape[dim] for part in parts)
         super().__init__(shape, parts[0].dtype)
         self._parts, self._dim = parts, dim
-        # elements of each in one row of the rest
+        # elements of each part in one row, that is, for one index of the dimensions before `dim`
         self._widths = [math.prod(part.shape[dim:]) for part in parts]
         row = sum(self._widths)
         shortest = min((width for width in self._widths if width), default=0)
@@ -174,7 +174,7 @@ class Joined(Expression):
 
 
 class Cast(Expression):
-    """Another dtype."""
+    """Another expression in another dtype."""
 
     def __init__(self, base: Expression, dtype: torch.dtype):
         super().__init__(base.shape, dtype)
@@ -192,7 +192,7 @@ class Cast(Expression):
 
 
 class Computed(Expression):
-    """The result of an operation that is no view: its inputs are read whole."""
+    """Result of an operation other than a view: its inputs are read whole."""
 
     def __init__(
         self,
@@ -212,17 +212,17 @@ class Computed(Expression):
 
 
 class Filled(Expression):
-    """A tensor that is being initialised: ``base`` (memory of any content without one), and writes
-    that are done when it is read.
+    """A tensor under initialisation: ``base`` (uninitialised memory if None), and in-place writes
+    that are replayed when it is read.
 
-    Random numbers come from a generator of its own, seeded from the default one when it is made:
-    the same at every reading.
+    Random numbers come from its own seed, drawn from the default generator at construction, so that
+    every read gives the same values.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, base: Expression | None = None):
         super().__init__(shape, dtype)
         self.sliceable = False
-        self.initialised = base is not None  # every element has been given a value
+        self.initialised = base is not None  # whether every element has a value
         self._base = base
         self._seed = int(torch.randint(1 << 62, (), device="cpu"))
         self._writes: list[Callable[[torch.Tensor], Any]] = []
@@ -234,7 +234,7 @@ class Filled(Expression):
         offset: int,
         do: Callable[[torch.Tensor], Any],
     ) -> None:
-        """Keep ``do``, which changes in place the view of the elements that it is given."""
+        """Record ``do``, which changes in place the given view of the elements."""
         self.initialised = self.initialised or math.prod(shape) == self.numel
         self._writes.append(
             lambda elements: do(
@@ -245,7 +245,7 @@ class Filled(Expression):
         )
 
     def copy(self) -> Filled:
-        """Another tensor with the values that this one has by now."""
+        """Return a separate tensor with the values that this one has now."""
         made = copy.copy(self)
         made._writes = list(self._writes)
         return made
@@ -263,7 +263,9 @@ class Filled(Expression):
 
 
 def strided_like(root: Expression, view: Any) -> Expression:
-    """The part of ``root`` that ``view`` is of a meta tensor of its elements."""
+    """Return the part of ``root`` that ``view``, a view of a meta tensor with its elements, refers
+    to.
+    """
     if (
         view.is_contiguous()
         and view.numel() == root.numel

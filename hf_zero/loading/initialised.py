@@ -1,4 +1,4 @@
-"""Models that have no values yet: their own rule of initialisation is recorded, and done one
+"""Initialisation of models without values: the model's own initialisation is recorded, and run one
 parameter at a time.
 """
 
@@ -21,12 +21,12 @@ _RULES = ("reset_parameters", "_reset_parameters")
 
 
 def give_values(model: nn.Module) -> None:
-    """Let the parameters of ``model``, all on the meta device, get their values from the model's
-    own rule; they stay the objects they are.
+    """Set up the initialisation of ``model``, all of whose parameters are on the meta device, by
+    the model's own rule. The parameter objects stay the same.
 
-    The rule is ``initialize_weights()``, as models of transformers have it, else
-    ``reset_parameters()`` of every module that has parameters or buffers. Raises ConfigError for
-    what the rule does not reach: its constructor gave it values, which the meta device loses.
+    The rule is ``initialize_weights()``, as in models of transformers, else ``reset_parameters()``
+    of every module with parameters or buffers. Raises ConfigError for tensors that the rule does
+    not reach: their values came from a constructor, and the meta device has lost them.
     """
     before = {id(parameter): parameter for parameter in model.parameters()}
     places = [
@@ -44,7 +44,7 @@ def give_values(model: nn.Module) -> None:
     for tensors, name, parameter in places:
         made = tensors[name]
         if made is not parameter and id(parameter) not in done:
-            torch.utils.swap_tensors(parameter, made)  # an optimizer may have been made for them
+            torch.utils.swap_tensors(parameter, made)  # an optimizer may already refer to it
         done.add(id(parameter))
         tensors[name] = parameter
 
@@ -71,7 +71,7 @@ def _rule(model: nn.Module) -> Callable[[], None]:
         )
 
     def every_module() -> None:
-        for rule in reversed(rules):  # a tied weight keeps what the first module that has it writes
+        for rule in reversed(rules):  # so that the first owner of a tied weight writes it last
             if rule is not None:
                 rule()
 
@@ -112,8 +112,8 @@ _recorders = 0
 
 
 def record_in(table: dict[str, Any]) -> None:
-    """Let :func:`recording_functions` know of another place where callers look for
-    ``torch.nn.init``'s functions, by their names.
+    """Make :func:`recording_functions` also patch ``table``, another namespace with
+    ``torch.nn.init``'s functions by name.
     """
     with _lock:
         if not any(known is table for known in _tables):
@@ -122,8 +122,8 @@ def record_in(table: dict[str, Any]) -> None:
 
 @contextmanager
 def recording_functions() -> Iterator[None]:
-    """Inside, ``torch.nn.init``'s functions on lazy tensors are put off whole: some look at the
-    numbers they have drawn.
+    """Defer ``torch.nn.init``'s functions on lazy tensors as a whole within the ``with`` block:
+    some of them inspect the numbers they have drawn.
     """
     global _recorders
     with _lock:
@@ -149,8 +149,8 @@ def recording_functions() -> Iterator[None]:
 
 
 def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function(tensor, ...)``, which fills a tensor in place, put off for lazy ones that are
-    being initialised.
+    """Wrap ``function(tensor, ...)``, which fills a tensor in place, to be deferred for lazy
+    tensors under initialisation.
     """
 
     def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

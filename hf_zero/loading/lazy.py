@@ -1,8 +1,8 @@
-"""A tensor that a model loader can rename, cut, join and cast, and that has not been read yet.
+"""A tensor that a model loader can rename, cut, join and cast before it is read.
 
 :class:`LazyTensor` is a wrapper subclass: every operation on it arrives in ``__torch_dispatch__``
-and extends an expression (expressions.py) instead of touching memory. To the outside it is
-contiguous, whatever it is a view of.
+and extends an expression (expressions.py) instead of touching memory. Outwardly it is contiguous,
+even if it is a view.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor whose values are still in ``expression``.
+    """A tensor whose values are defined by ``expression`` and not yet read.
 
-    One that is being initialised may be written and looked at. Writing into one that is in a file
-    raises PartitionError.
+    One under initialisation may be written and read. Writing into one from a file raises
+    PartitionError.
     """
 
     expression: Expression
@@ -62,7 +62,7 @@ class LazyTensor(torch.Tensor):
         return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def read_whole(self) -> torch.Tensor:
-        """The values, read now: a plain CPU tensor."""
+        """Read the values now and return a plain CPU tensor."""
         return self.expression.whole()
 
     @classmethod
@@ -103,7 +103,7 @@ class LazyTensor(torch.Tensor):
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> LazyTensor | None:
-    """The lazy tensor that ``func`` would write into; None where it only reads them."""
+    """Return the lazy tensor that ``func`` writes into; None if it writes into none."""
     named = zip((argument.name for argument in func._schema.arguments), args)
     given = {**dict(named), **kwargs}
     writes = [
@@ -124,7 +124,7 @@ def _is_view(func: Any) -> bool:
 
 
 def is_filled(tensor: Any) -> bool:
-    """Whether ``tensor`` is a lazy one that is being initialised, or a view of one."""
+    """Whether ``tensor`` is a lazy tensor under initialisation, or a view of one."""
     return isinstance(tensor, LazyTensor) and isinstance(_root(tensor.expression), Filled)
 
 
@@ -133,21 +133,21 @@ def _root(expression: Expression) -> Expression:
 
 
 def _filled(func: Any, args: Any, kwargs: Any) -> LazyTensor:
-    """Keep a write into a tensor that is being initialised."""
+    """Record a write into a tensor under initialisation."""
     target, rest = args[0], args[1:]
     if (
         func is aten.copy_.default
         and isinstance(rest[0], LazyTensor)
         and rest[0].expression.place == target.expression.place
     ):
-        return target  # what ``weight[0] *= 2`` ends with
+        return target  # a copy onto itself, the last operation of ``weight[0] *= 2``
     rest, kwargs = tree_map(_real, (rest, kwargs))
     return fill(target, lambda view: func(view, *rest, **kwargs))
 
 
 def fill(target: LazyTensor, do: Callable[[torch.Tensor], Any]) -> LazyTensor:
-    """Keep ``do``, which changes a tensor in place, for the time when ``target``, that is being
-    initialised, is read.
+    """Record ``do``, an in-place operation, to be applied to ``target``, a tensor under
+    initialisation, when it is read. Returns ``target``.
     """
     root, meta = _meta(target.expression)
     assert isinstance(root, Filled)
@@ -156,8 +156,8 @@ def fill(target: LazyTensor, do: Callable[[torch.Tensor], Any]) -> LazyTensor:
 
 
 def _meta(expression: Expression) -> tuple[Expression, torch.Tensor]:
-    """The expression that holds the elements, and a tensor without memory that stands for the
-    view of them.
+    """Return the expression that holds the elements, and a meta tensor that represents the view of
+    them.
     """
     if isinstance(expression, Strided):
         elements = torch.empty(expression.root.numel, dtype=expression.dtype, device="meta")
@@ -170,20 +170,19 @@ def _meta(expression: Expression) -> tuple[Expression, torch.Tensor]:
 def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
     expression = args[0].expression
     alone = expression, torch.empty(expression.shape, dtype=expression.dtype, device="meta")
-    # Strides that are asked of a lazy tensor are those of a contiguous one, and as_strided counts
-    # in them.
+    # A lazy tensor reports the strides of a contiguous tensor, and the caller's arguments of
+    # as_strided refer to these.
     root, meta = alone if func is aten.as_strided.default else _meta(expression)
     try:
         made = func(meta, *args[1:], **kwargs)
     except RuntimeError:
-        # A shape that the view itself cannot take without a copy: the view becomes the elements of
-        # the next one.
+        # The view cannot take this shape without a copy: treat it as the root of the next view.
         root, meta = alone
         made = func(meta, *args[1:], **kwargs)
     if isinstance(made, torch.Tensor) and (
         made.dtype != expression.dtype or made.is_conj() or made.is_neg()
     ):
-        return _computed(func, args, kwargs)  # other elements, not other places of the same
+        return _computed(func, args, kwargs)  # a view with other element values
     return tree_map(
         lambda each: (
             LazyTensor(strided_like(root, each)) if isinstance(each, torch.Tensor) else each
@@ -209,8 +208,8 @@ def _converted(
 
 
 def _copied(expression: Expression) -> Expression:
-    """A tensor of its own with the values that ``expression`` has by now; of a file, whose
-    values stay, the same.
+    """Return a separate expression with the values that ``expression`` has now; if its values
+    cannot change, ``expression`` itself.
     """
     root = _root(expression)
     if not isinstance(root, Filled):
@@ -231,9 +230,9 @@ def _expression(tensor: torch.Tensor) -> Expression:
 
 
 def _joined(tensors: Any, dim: int = 0) -> LazyTensor:
-    # raises where the shapes do not fit
+    # on meta tensors, to raise if the shapes do not fit
     joined = torch.cat([_shape_of(tensor) for tensor in tensors], dim)
-    # torch skips such ones
+    # torch.cat skips tensors of shape (0,)
     parts = [
         _copied(_expression(tensor))
         for tensor in tensors

@@ -1,5 +1,5 @@
-"""Checkpoint files opened for reading ranges, and what becomes of a model that was loaded from
-them lazily.
+"""Checkpoint files opened for reading ranges, and the conversion of the lazy tensors in a model
+loaded from them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hf_zero.zero.layout.pending import pending
 
 
 class Opened:
-    """The tensors of checkpoint files, unread: ``tensors`` by name. Open until :meth:`close`.
+    """The tensors of checkpoint files, unread, as ``tensors`` by name. Open until :meth:`close`.
 
-    Of safetensors each rank reads the ranges it needs. ``.bin`` files (weights only) are mapped
-    into memory, or, if they are of torch's oldest format, which cannot be mapped, read whole by
-    every rank.
+    From safetensors each rank reads the ranges it needs. ``.bin`` files (read with weights_only)
+    are mapped into memory, or read whole by every rank if they are of torch's oldest format, which
+    cannot be mapped.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Opened:
         self._files: list[TensorFile] = []
 
     def add(self, paths: Iterable[str]) -> None:
-        """Open ``paths``; of a name that is in several, the last one counts."""
+        """Open ``paths``. If several have a name, the last one counts."""
         for path in map(Path, paths):
             if path.suffix == ".safetensors":
                 file = TensorFile(path)
@@ -56,22 +56,22 @@ def _load_bin(path: Path) -> dict[str, torch.Tensor]:
 
 
 def make_real(model: nn.Module) -> None:
-    """Read the lazy buffers of ``model`` whole: computations in a model's initialisation look at
-    them.
+    """Read the lazy buffers of ``model`` whole: computations in a model's initialisation use their
+    values.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if isinstance(buffer, LazyTensor):
                 real = buffer.read_whole()
-                # else transformers initialises it anew
+                # without this flag transformers would initialise the buffer again
                 initialized = getattr(buffer, "_is_hf_initialized", False)
                 real._is_hf_initialized = initialized  # type: ignore[attr-defined]
                 module._buffers[name] = real
 
 
 def make_pending(model: nn.Module) -> int:
-    """Replace the lazy parameters of ``model`` by pending ones that an engine fills; how many
-    they were. Ties stay ties.
+    """Replace the lazy parameters of ``model`` by pending ones, which an engine fills, and return
+    their number. Tied parameters stay tied.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -81,7 +81,7 @@ def make_pending(model: nn.Module) -> int:
             if id(parameter) not in made:
                 new = pending(parameter.shape, parameter.expression)
                 new.requires_grad_(parameter.requires_grad)
-                # what transformers asks before it initialises
+                # the flag by which transformers skips initialisation
                 new._is_hf_initialized = True  # type: ignore[attr-defined]
                 made[id(parameter)] = new
             module._parameters[name] = made[id(parameter)]
@@ -89,7 +89,7 @@ def make_pending(model: nn.Module) -> int:
 
 
 def read_pending(model: nn.Module) -> None:
-    """Give the pending parameters of ``model`` their values, which are read now."""
+    """Read the values of the pending parameters of ``model`` now."""
     for parameter in model.parameters():
         source = parameter.__dict__.pop("_hf_zero_source", None)
         if source is not None:

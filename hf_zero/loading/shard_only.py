@@ -1,5 +1,5 @@
-"""Models that are sharded before their training is configured: held by an engine that only
-gathers and releases.
+"""Models sharded before their training is configured, by an engine that only gathers and
+releases.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hf_zero.zero.layout.shared_memory import tie_shared_memory
 
 
 def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
-    """Shard ``model`` as it is, at stage 3 by default: parameters keep their dtype, and
-    may be frozen and unfrozen (collective).
+    """Shard ``model``, at stage 3 by default, and return its engine. Parameters keep their dtype,
+    and may be frozen and unfrozen. Collective.
 
     Each rank reads its own elements of parameters made by
     :func:`hf_zero.zero.layout.pending.pending`; of others it takes rank 0's values. The model can
@@ -48,18 +48,18 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
 
 
 def engines_of(model: nn.Module) -> list[Engine]:
-    """The engines that ``model``'s parameters are in, each once."""
+    """Return the engines that shard parameters of ``model``, each once."""
     flats = [owner_of(parameter) for parameter in model.parameters()]
     found = [flat.engine() for flat in flats if flat is not None]
     return list({id(engine): engine for engine in found if engine is not None}.values())
 
 
 def release_holders(model: nn.Module) -> None:
-    """Take the engines that train nothing off ``model``; its parameters stay as they are laid out,
-    for another engine.
+    """Destroy the engines of ``model`` that train nothing. Its parameters keep their layout, for
+    another engine.
 
-    These are the ones that only hold it, and those initialized without an optimizer: a model may
-    serve, say to compute a reference, before it is trained.
+    These are shard-only engines, and those initialized without an optimizer: a model may first be
+    used for inference, for example as a reference model, before it is trained.
     """
     for engine in engines_of(model):
         if engine.bound is None:
