@@ -1,4 +1,4 @@
-"""The ``hf-zero`` command. One module a command; ``app.py`` puts them together."""
+"""The ``hf-zero`` command: one module per subcommand, registered in ``app.py``."""
 
 from hf_zero.cli.app import main
 

@@ -1,4 +1,4 @@
-"""``hf-zero analyze``: how difficult the samples of a dataset are."""
+"""``hf-zero analyze``: the difficulty of the samples of a dataset."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def analyze(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure each sample once and keep the values beside the data, for training that draws by
-    difficulty (data_efficiency.data_sampling).
+    """Measure the difficulty of each sample once and store the values beside the data, for training
+    with data_efficiency.data_sampling.
 
     Example: hf-zero analyze data/train --metric vocab_rarity --workers 8
     """

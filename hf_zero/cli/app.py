@@ -1,6 +1,4 @@
-"""The commands put together, and what happens to their errors: the message on stderr and exit
-code 2.
-"""
+"""Registration of the commands, and their error handling: the message on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -36,14 +34,14 @@ app.command("schema")(schema)
 app.command("analyze")(analyze)
 app.command("convert-checkpoint")(convert_checkpoint)
 app.command("verify")(verify)
-# What follows the script is the script's, whether it looks like an option or not.
+# All arguments after the script belong to the script, even those that look like options.
 app.command("launch", context_settings={"allow_interspersed_args": False})(launch)
 
 
 def main() -> None:
     """Run the command line.
 
-    Errors that name what the user has to change end it with code 2, without a traceback.
+    An HfZeroError, which names what the user has to change, ends it with code 2 and no traceback.
     """
     try:
         app()

@@ -1,5 +1,5 @@
-"""``hf-zero convert-checkpoint``: a sharded checkpoint into a folder that ``from_pretrained``
-loads.
+"""``hf-zero convert-checkpoint``: conversion of a sharded checkpoint to a folder that
+``from_pretrained`` loads.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def convert_checkpoint(
     """Write a sharded checkpoint as safetensors that from_pretrained loads, with its config,
     tokenizer and model card.
 
-    Of a PEFT model it writes the adapters, in the files that PeftModel.from_pretrained loads. An
-    interrupted conversion goes on where it was when the command is given again.
+    For a PEFT model, write the adapters in the files that PeftModel.from_pretrained loads. An
+    interrupted conversion resumes when the same command is run again.
 
     Example: hf-zero convert-checkpoint runs/bert-mlm/step_600 my-model --dtype bfloat16
     """

@@ -1,4 +1,4 @@
-"""``hf-zero doctor``: what is installed, what is live, and why not."""
+"""``hf-zero doctor``: installed versions, active features, and the reasons for inactive ones."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ COMPILERS = ("c++", "g++", "clang++")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. "off" is a choice or a missing option, "broken" keeps hf-zero from
-    working.
+    """One line of the report. Status "off" is a choice or a missing option, "broken" prevents
+    hf-zero from working.
     """
 
     part: str
@@ -34,8 +34,8 @@ class Finding:
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Versions, devices, the slot in Accelerate and the kernels: what is live here, and why not.
-    Exit code 1 if something is broken.
+    """Report versions, devices, the slot in Accelerate and the kernels: which are active, and why
+    others are not. Exit code 1 if something is broken.
 
     Example: hf-zero doctor --json
     """
@@ -61,7 +61,7 @@ def examine() -> list[Finding]:
 
 
 def _whole(part: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """The findings of ``part``; an error that ends it is a finding, too, so that the other parts
+    """Yield the findings of ``part``. An error in it becomes a finding too, so that the other parts
     are still reported.
     """
     try:
@@ -225,7 +225,7 @@ def _slot() -> Iterator[Finding]:
 def _owner_of_deepspeed() -> Finding:
     from importlib.util import find_spec
 
-    import torch  # noqa: F401  (what registers the facade in a real process)
+    import torch  # noqa: F401  (its import registers the facade in a real process)
 
     from hf_zero.deepspeed import facade
     from hf_zero.integrations import finder

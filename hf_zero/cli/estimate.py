@@ -1,5 +1,5 @@
-"""``hf-zero estimate``: bytes of training state per rank and stage, where they lie, and which
-configuration fits a machine.
+"""``hf-zero estimate``: bytes of training state per rank, stage and tier, and the configuration
+that fits a machine.
 """
 
 from __future__ import annotations
@@ -139,9 +139,9 @@ def estimate(
     sp: SequenceParallel = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bytes of training state per rank at each ZeRO stage, without loading the model; with --seq,
-    those of activations; with --fit, a configuration that fits; with --link, whether fewer bits
-    pay.
+    """Estimate the bytes of training state per rank at each ZeRO stage, without loading the model;
+    with --seq, also those of activations; with --fit, propose a configuration that fits; with
+    --link, show whether compression pays.
 
     Example: hf-zero estimate meta-llama/Llama-3.1-8B --ranks 1 --fit --device-memory 80GB
     """
@@ -212,7 +212,7 @@ def _section(device: str | None, moments: str | None) -> dict[str, Any] | None:
     if device is None:
         _refuse({"--moments": moments}, "it goes with --offload-optimizer cpu or nvme")
         return None
-    # where its files are does not change how many bytes they hold
+    # any folder will do for nvme_path: it does not change the number of bytes
     section = {"device": device, "nvme_path": "." if device == "nvme" else None, "moments": moments}
     return {name: value for name, value in section.items() if value is not None}
 

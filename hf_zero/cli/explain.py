@@ -25,8 +25,7 @@ def explain(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The configuration as hf-zero reads it: every value, where it came from, and what has no
-    effect.
+    """Show the configuration as hf-zero reads it: every value, its source, and keys without effect.
 
     Example: hf-zero explain recipes/bert-mlm/zero3.yaml --ranks 2
     """

@@ -1,5 +1,5 @@
-"""``hf-zero launch``: one command that starts a script's ranks, on this machine or on the hosts
-of a hostfile.
+"""``hf-zero launch``: start the ranks of a script, on this machine or on the hosts of a
+hostfile.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def launch(
     ssh_port: SshPort = None,
     as_json: AsJson = False,
 ) -> None:
-    """Start a script's ranks: with torchrun, or with --preset or --config under accelerate launch.
-    With --json, print what would run.
+    """Start a script's ranks with torchrun or, with --preset or --config, with accelerate launch.
+    With --json, print the commands without running them.
 
     The hosts of --hostfile are reached through ssh without a password and need the same folder and
     the same Python. If one fails, and at Ctrl-C, all are ended.
@@ -187,7 +187,9 @@ def launch(
 
 
 def _described(planned: LaunchPlan) -> dict[str, object]:
-    """What would run. Of the variables the names: a token among them is not to be shown."""
+    """Return the plan as values for JSON. Variables are given by name only, since a value may be a
+    secret token.
+    """
     if planned.alone:
         return {
             "command": planned.starts[0].command,
@@ -211,9 +213,9 @@ def _described(planned: LaunchPlan) -> dict[str, object]:
 def _accelerate(
     preset: str | None, config: Path | None, precision: str | None, procs: int | None, many: bool
 ) -> tuple[str, ...] | None:
-    """Options of ``accelerate launch``; None where torchrun is meant.
+    """Return the options of ``accelerate launch``; None for torchrun.
 
-    The number of ranks on several hosts is added where they are known.
+    With several hosts, the number of ranks is added later, when the hosts are known.
     """
     from hf_zero.config import PRESETS, ZeroConfig
 
@@ -227,7 +229,7 @@ def _accelerate(
             "torchrun the script does"
         )
     if config is not None:
-        # says what is wrong with it before any process starts
+        # raise for a faulty file before any process starts
         ZeroConfig.from_file(config, allow_auto=True)
         return (
             "--config_file",

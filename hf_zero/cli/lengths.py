@@ -1,4 +1,4 @@
-"""The table of ``hf-zero estimate --seq``: activations by the length of sequences."""
+"""The table of ``hf-zero estimate --seq``: activations by sequence length."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def lengths_table(rows: Sequence[LengthEstimate], ranks: int) -> Table:
-    """One row a length; columns are the ways, from the fastest to the smallest. ``ranks`` share a
-    sequence.
+    """Return a table with one row per length and one column per way, from the fastest to the
+    smallest. ``ranks`` share a sequence.
     """
     shared = f", each shared by {ranks} ranks" if ranks > 1 else ""
     table = Table(

@@ -1,4 +1,6 @@
-"""``hf-zero estimate --link``: what a step sends over a link, dense and in few bits."""
+"""``hf-zero estimate --link``: bytes that a step sends over a link, and their time, dense and
+compressed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from hf_zero.logging import parse_rate, rate_in_units
 if TYPE_CHECKING:
     from hf_zero.planning.traffic import Traffic
 
-# a way of sending, its seconds on the link, the link below which it pays
+# a way of sending, its seconds on the link, the speed in bits per second below which it pays
 Row = tuple["Traffic", float, float | None]
 
 
@@ -24,8 +26,9 @@ def link_rows(
     link: str,
     **given: Any,
 ) -> dict[int, list[Row]]:
-    """The ways of each stage, the dense one first; ``given``: more for
-    :func:`hf_zero.estimate.traffic`. Raises ConfigError for a speed that is none."""
+    """Return the ways of sending of each stage, the dense one first. ``given``: further arguments
+    of :func:`hf_zero.estimate.traffic`. Raises ConfigError for an invalid ``link`` speed.
+    """
     rate = parse_rate(link)
     from hf_zero.planning.estimate import traffic
 
@@ -40,7 +43,7 @@ def link_rows(
 
 
 def link_json(rows: dict[int, list[Row]]) -> list[dict[str, Any]]:
-    """Fit for JSON."""
+    """Return ``rows`` as values for JSON."""
     return [
         {
             "stage": stage,

@@ -1,4 +1,4 @@
-"""How the commands print: a table for people, or the same as JSON."""
+"""Output of the commands: a table, or the same as JSON."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout; what JSON does not know is written as text."""
+    """Print one JSON document on stdout. Values of types unknown to JSON become strings."""
     print(json.dumps(value, indent=2, default=str))
 
 
 def print_table(table: Table) -> None:
-    # A pipe has no width: nothing is worth cutting off there. Paths and values are no markup.
+    # A pipe has no width, so the table is not truncated there. Markup is off: paths and values may
+    # contain brackets.
     console = Console(
         width=None if sys.stdout.isatty() else 200, markup=False, emoji=False, highlight=False
     )

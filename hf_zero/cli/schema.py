@@ -14,7 +14,7 @@ def schema(
         bool, typer.Option("--table", help="A Markdown table of the keys instead.")
     ] = False,
 ) -> None:
-    """The JSON schema of a configuration, by which an editor checks and completes its keys.
+    """Print the JSON schema of a configuration, with which an editor checks and completes its keys.
 
     Example: hf-zero schema > hf-zero.schema.json
     """

@@ -1,4 +1,4 @@
-"""``hf-zero verify``: whether checkpoints are whole, file by file and hash by hash."""
+"""``hf-zero verify``: verification of checkpoints, file by file and hash by hash."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ def verify(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check sizes, headers, hashes and that every element of every parameter is there once. Exit
-    code 1 if something is damaged.
+    """Check sizes, headers, hashes, and that each element of each parameter is stored exactly once.
+    Exit code 1 if something is damaged.
 
-    Model folders have no hashes: of their safetensors the headers, the sizes and the index are
-    checked.
+    A model folder has no hashes: the headers, sizes and index of its safetensors are checked.
 
     Example: hf-zero verify runs/bert-mlm --all
     """

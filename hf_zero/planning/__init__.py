@@ -1,4 +1,6 @@
-"""Honest before it starts: what training needs in each tier, whether that fits, and what would."""
+"""Memory planning before training starts: bytes needed in each tier, whether they fit, and
+configurations that would.
+"""
 
 from hf_zero.planning.checking import PreflightReport, check, room_for
 from hf_zero.planning.fit import Fit, Trial, fit

@@ -1,10 +1,10 @@
-"""Bytes of the activations of one forward and backward, by running them without memory: the model
-on the meta device, where operations make shapes alone, and every storage counted while it lives.
+"""Activation bytes of one forward and backward pass, from a run without memory: the model is on the
+meta device, where operations compute shapes only, and every storage is counted while it is alive.
 
-What runs is the model's own code with what the configuration puts on it: recomputed blocks, MLPs in
-stretches, no logits, parts of sequences whose heads are exchanged. Attention keeps what a kernel
-like flash attention keeps, never a matrix of tokens x tokens. Kernels are torch's; fused ones need
-less.
+The run uses the model's own code with the modifications of the configuration: checkpointed blocks,
+tiled MLPs, a fused loss without logits, sequence parallelism with exchanged heads. Attention keeps
+what a kernel like flash attention keeps, never a matrix of tokens x tokens. Kernels are torch's;
+fused ones need less.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LOSS_HEAD = torch.ops.hf_zero.linear_cross_entropy.default
 
 @dataclass(frozen=True)
 class Saving:
-    """What a configuration does for less memory of activations."""
+    """The settings of a configuration that reduce activation memory."""
 
     checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     kernels: tuple[str, ...] = ()
@@ -54,8 +54,8 @@ class Saving:
         return cls(config.activation_checkpointing, kernels, config.tiled_mlp)
 
     def and_more(self) -> Iterator[tuple[str, Saving, dict[str, Any]]]:
-        """This and what saves more and more, from what costs least: what is added, in words, and
-        the keys of a configuration that add it.
+        """Yield this and settings that save more and more memory, cheapest first, each as
+        (description of what was added, settings, configuration keys that add it).
         """
         steps: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         if "loss" not in self.kernels:
@@ -82,7 +82,7 @@ class Saving:
 @dataclass(frozen=True)
 class LengthEstimate:
     """Activations of a micro-batch of ``rows`` sequences of ``length`` tokens, of which a rank has
-    ``tokens``, in each way from the fastest to the smallest.
+    ``tokens``. ``ways`` go from the fastest to the smallest.
     """
 
     length: int
@@ -93,7 +93,9 @@ class LengthEstimate:
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Of one rank: what waits for the backward when the forward is over, and the most at once."""
+    """Activation bytes of one rank: ``kept`` for the backward when the forward ends, and ``most``
+    at the peak.
+    """
 
     kept: int
     most: int
@@ -101,14 +103,14 @@ class ActivationBytes:
 
 @dataclass(frozen=True)
 class Sequences:
-    """``rows`` sequences of ``length`` tokens in a micro-batch, which ``ranks`` share."""
+    """A micro-batch of ``rows`` sequences of ``length`` tokens, each shared by ``ranks`` ranks."""
 
     length: int
     rows: int = 1
     ranks: int = 1
 
     def check(self, model: nn.Module) -> None:
-        """Raise ConfigError for sequences that ``model`` cannot read so."""
+        """Raise ConfigError if ``model`` cannot process such sequences."""
         if self.length < 1 or self.length % self.ranks:
             raise ConfigError(
                 f"sequences of {self.length} tokens do not divide among {SEQUENCE} = {self.ranks} "
@@ -125,11 +127,13 @@ def activation_bytes(
     saving: Saving | None = None,
     device: torch.device | None = None,
 ) -> ActivationBytes:
-    """What a rank holds for one micro-batch beside parameters and their gradients.
+    """Return the bytes that a rank holds for one micro-batch in addition to parameters and
+    gradients.
 
-    ``model``: of language, on any device; it stays as it is. ``device``: where it would compute;
-    None: a GPU. A gradient of a parameter counts until it is whole. Raises ConfigError for a model
-    that cannot be run without memory, and for sequences that it cannot read.
+    ``model``: a language model on any device, which is not changed. ``device``: the device on which
+    it would compute; None means a GPU. The gradient of a parameter counts until it is complete.
+    Raises ConfigError for a model that cannot run without memory, and for sequences that it cannot
+    process.
     """
     sequences.check(model)
     copied = _on_meta(model, precision).train()
@@ -163,7 +167,8 @@ def activation_bytes(
 def length_estimate(
     model: nn.Module, length: int, ranks: int, config: ZeroConfig, gpu: bool = True
 ) -> LengthEstimate:
-    """Of sequences of ``length`` tokens that ``ranks`` share, in micro-batches of ``config``.
+    """Return the estimate for sequences of ``length`` tokens, each shared by ``ranks`` ranks, in
+    micro-batches as in ``config``.
 
     Raises ConfigError as :func:`activation_bytes` does.
     """
@@ -178,7 +183,7 @@ def length_estimate(
 
 
 def _on_meta(model: nn.Module, precision: str) -> nn.Module:
-    """A copy with tensors of shapes alone, in what they are computed in."""
+    """Return a copy of the model on the meta device, in the dtypes in which it computes."""
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
         dtype = compute_dtype(name, parameter, precision, model)
@@ -194,7 +199,7 @@ def _drop(parameter: torch.Tensor) -> None:
 
 
 def _save(model: nn.Module, saving: Saving) -> Callable[[], None]:
-    """Put on ``model``, a copy, what saves memory; what is returned ends it."""
+    """Apply ``saving`` to ``model``, a copy. Returns the function that undoes the checkpointing."""
     blocks = blocks_to_checkpoint(model, saving.checkpointing)
     checkpoints = Checkpoints(model, blocks, saving.checkpointing, META, tells=False)
     if "loss" in saving.kernels:
@@ -216,7 +221,9 @@ def _has_mlps(model: nn.Module) -> bool:
 
 
 class _Counted(TorchDispatchMode):
-    """Bytes of the storages that operations make and that are still held: now, and at most."""
+    """Dispatch mode that counts the live bytes of storages made by operations: ``now``, and
+    ``most`` at the peak.
+    """
 
     def __init__(self, model: nn.Module, inputs: torch.Tensor, device: torch.device):
         super().__init__()
@@ -238,8 +245,8 @@ class _Counted(TorchDispatchMode):
         return out
 
     def _inside_the_head(self, hidden: torch.Tensor, weight: torch.Tensor) -> int:
-        """The logits of a chunk; on a CPU, where tokens without a label are left out, those of the
-        others, and their gradients.
+        """Return the bytes inside the fused loss: the logits of a chunk and, on a CPU, copies of
+        the hidden states of labelled tokens and their gradients.
         """
         (tokens, width), words, itemsize = hidden.shape, weight.shape[0], hidden.element_size()
         rows = min(tokens, rows_of_a_chunk(tokens, words, itemsize, self._device))

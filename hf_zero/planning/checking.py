@@ -1,5 +1,5 @@
-"""The check before training: what a configuration needs, what is free, what to say, and when to
-refuse.
+"""The preflight check: needs of a configuration against free memory, the report, and the
+refusal.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ SWITCH = "HF_ZERO_PREFLIGHT"
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """What :func:`check` has found.
+    """Result of :func:`check`.
 
-    ``note`` is a line for rank 0's log, "" where nothing is worth it; ``warning`` what was let
-    pass.
+    ``note`` is a line for rank 0's log, "" if there is none; ``warning`` is the text of a refusal
+    that was overridden.
     """
 
     plan: MemoryPlan
@@ -55,23 +55,23 @@ def check(
     moments: int | None = None,
     trains: bool = True,
 ) -> PreflightReport:
-    """Whether a model trains as ``config`` says in what is free; no memory is taken for it.
+    """Check whether a model can train with ``config`` in the free memory. Allocates none itself.
 
     Args:
         model: the module, on any device, or its units by
             :func:`hf_zero.zero.layout.wrap.find_units` (the first is the root).
         config: resolved for ``world`` ranks, those of one pipeline stage.
-        device: where the model computes; None: a GPU where there is one.
-        free: what this rank has, agreed over the ranks by :meth:`Free.numbers`, so that all of them
-            come to one end. None measures this rank's own and adds what the model itself occupies,
-            for that is given back.
-        moments: numbers the optimizer keeps a parameter; None: those of the configuration's
+        device: the device on which the model computes; None: a GPU if there is one.
+        free: free memory of this rank, agreed over the ranks by :meth:`Free.numbers`, so that all
+            ranks reach the same verdict. None measures this rank's own and adds what the model
+            itself occupies, which is given back.
+        moments: numbers the optimizer keeps per parameter; None: those of the configuration's
             optimizer.
         trains: False for an engine without an optimizer.
 
     Raises:
-        DoesNotFitError: something is short, unless the variable HF_ZERO_PREFLIGHT is 0: then the
-            report has it as a ``warning``.
+        DoesNotFitError: some tier is too small. If the variable HF_ZERO_PREFLIGHT is 0, the report
+            has the text as its ``warning`` instead.
     """
     granularity = config.zero.module_granularity_threshold
     specs = find_units(model, granularity)[0] if isinstance(model, nn.Module) else list(model)
@@ -84,7 +84,7 @@ def check(
     if not trains:
         groups = [replace(group, trainable=False) for group in groups]
     plan, parallel = MemoryPlan.of(config, world, not kinds.is_host(where), moments), get_parallel()
-    if parallel is not None:  # not all of it is in the configuration
+    if parallel is not None:  # the configuration does not have all of the parallel sizes
         dims = parallel.dims
         plan = replace(plan, tensor=dims.tensor, sequence=dims.sequence, expert=dims.expert)
         plan = replace(plan, pipeline=dims.pipeline)
@@ -107,8 +107,8 @@ def check(
 
 
 def room_for(module: nn.Module, config: ZeroConfig, device: torch.device) -> Free:
-    """What is free for this rank, and what ``module`` occupies now, which the engine gives back
-    as it takes the parameters over.
+    """Return the free memory of this rank plus what ``module`` occupies now, which the engine gives
+    back as it takes the parameters over.
     """
     ram = gpu = 0
     seen: set[int] = set()
@@ -125,8 +125,8 @@ def room_for(module: nn.Module, config: ZeroConfig, device: torch.device) -> Fre
 
 
 def _occupied(parameter: torch.Tensor) -> tuple[int, str, int]:
-    """What holds the values of ``parameter``, by a key, and where, and how many bytes that is:
-    its storage, or its shard of a flat.
+    """Return (key, device, bytes) of the memory that holds the values of ``parameter``: its
+    storage, or its shard of a flat buffer.
     """
     flat = owner_of(parameter)
     if flat is not None and flat.sharded:
@@ -141,7 +141,7 @@ def _occupied(parameter: torch.Tensor) -> tuple[int, str, int]:
 
 
 def refusal(plan: MemoryPlan, own: Needs, verdict: MemoryVerdict, found: Fit) -> str:
-    """The error's text: a table of the tiers, and the nearest configuration that fits."""
+    """Return the error text: a table of the tiers, and the nearest configuration that fits."""
     one = "the one rank" if plan.ranks == 1 else f"each of {plan.ranks} ranks"
     one += " of this pipeline stage" if plan.pipeline > 1 else ""
     lines = [
@@ -171,7 +171,7 @@ def refusal(plan: MemoryPlan, own: Needs, verdict: MemoryVerdict, found: Fit) ->
 
 
 def table(verdict: MemoryVerdict) -> list[str]:
-    """Aligned lines: tier, needed, free, and what is short; then the parts of each tier."""
+    """Return aligned lines: tier, needed, free, shortage, with the parts of each tier below it."""
     cells = [("", "needed", "free", "")]
     for row in verdict.rows:
         limit = f"({row.limited_by})" if row.limited_by else ""
@@ -203,7 +203,7 @@ def _of_communicators(
 
 
 def _slower(groups: Sequence[FlatParameters], plan: MemoryPlan, free: Free) -> list[str]:
-    """What to say of an offload that only costs time."""
+    """Return a note if the offload only costs time, because everything fits on the device."""
     if not plan.offloads or free.host_device:
         return []
     without = needs(groups, plan.on_device())

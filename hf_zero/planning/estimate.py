@@ -1,10 +1,9 @@
-"""``hf_zero.estimate``: bytes of training state a rank will hold, from layouts, without memory for
+"""``hf_zero.estimate``: bytes of training state per rank, computed from layouts without memory for
 the model.
 
-The model is cut as the engine cuts it, laid out as the engine lays it out (padding included), and
-priced by the stage table and, tier by tier, by :mod:`hf_zero.planning`. Activations depend on the
-batch: they are counted for given lengths of sequences
-(:mod:`hf_zero.planning.activation_memory`).
+The model is cut into units and laid out, with padding, as the engine does it; bytes follow from the
+policy table of the stages and, tier by tier, from :mod:`hf_zero.planning`. Activations depend on
+the batch: they are counted for given sequence lengths (:mod:`hf_zero.planning.activation_memory`).
 """
 
 from __future__ import annotations
@@ -80,34 +79,34 @@ def estimate(
     sequence_lengths: Sequence[int] = (),
     sequence_parallel: int | None = None,
 ) -> MemoryEstimate:
-    """Bytes of parameters, gradients and optimizer state per rank, for every stage or for one, and
-    where they lie; of a pipeline, those of the stage that needs most. And bytes of activations, for
-    sequences of given lengths.
+    """Return the bytes of parameters, gradients and optimizer state per rank and tier, for every
+    stage or for one; for a pipeline, those of the stage that needs most. With sequence lengths,
+    also the bytes of activations.
 
     Args:
-        model: a module (on any device, meta too), a transformers configuration or a dict of one, a
-            model folder, a ``config.json``, or the name of a model in the local cache or on the
-            hub.
+        model: a module (on any device, including meta), a transformers configuration or a dict of
+            one, a model folder, a ``config.json``, or the name of a model in the local cache or on
+            the hub.
         ranks: the world size.
         precision: ``fp32``, ``bf16`` or ``fp16``.
-        optimizer: a name, or an ``OptimizerConfig`` with the parameters that decide what it keeps
+        optimizer: a name, or an ``OptimizerConfig`` with the parameters that determine its state
             (momentum, amsgrad).
         stage: 0 to 3; None estimates all four.
         config: whatever ``ZeroConfig.coerce`` reads; its precision, optimizer, replicas,
-            accumulation and offload take the place of the arguments'.
-        offload_optimizer, offload_param: sections as in a ``ZeroConfig``; they take the place of
-            the config's. Parameters are offloaded at stage 3 alone.
-        tensor_parallel, expert_parallel: ranks that share each layer, and those that hold one set
-            of a mixture's experts together; None: as the config says.
-        pipeline_parallel: stages into which ``hf_zero.pipeline_stages`` would cut the model; there
-            are stages 0 and 1 then.
-        sequence_lengths: tokens of the sequences whose activations are counted, for a model of
-            language; it runs once for each way of having them, without memory.
-        sequence_parallel: ranks that share a sequence; None: as the config says.
+            accumulation and offload override the arguments.
+        offload_optimizer, offload_param: sections as in a ``ZeroConfig``; they override those of
+            ``config``. Parameters are offloaded at stage 3 only.
+        tensor_parallel, expert_parallel: ranks that share each layer, and ranks that hold one set
+            of a mixture's experts together; None: as in ``config``.
+        pipeline_parallel: stages into which ``hf_zero.pipeline_stages`` would cut the model; only
+            ZeRO stages 0 and 1 then exist.
+        sequence_lengths: tokens of the sequences whose activations are counted, for a language
+            model; it runs without memory, once for each way of saving activations.
+        sequence_parallel: ranks that share a sequence; None: as in ``config``.
 
     Raises:
-        ConfigError: a model, precision, optimizer, stage or number of ranks that cannot be; ranks,
-            heads or lengths that do not divide.
+        ConfigError: an invalid model, precision, optimizer, stage or number of ranks; ranks, heads
+            or lengths that do not divide.
     """
     wanted, settings = _settings(
         ranks, precision, optimizer, config, pipeline_parallel, sequence_parallel
@@ -152,11 +151,11 @@ def traffic(
     tensor_parallel: int | None = None,
     expert_parallel: int | None = None,
 ) -> dict[int, list[Traffic]]:
-    """What a rank sends in a step at each stage, or at ``stage``: dense, and in few bits. Arguments
-    as for :func:`estimate`.
+    """Return the bytes that a rank sends in a step, dense and compressed, at each stage or at
+    ``stage``. Arguments as for :func:`estimate`.
 
-    ``device``: where elements are put into few bits to see how long that takes; default: the
-    accelerator of this machine, else its CPU.
+    ``device``: where the time of compression is measured; default: the accelerator of this machine,
+    else its CPU.
     """
     wanted, settings = _settings(ranks, precision, "AdamW", config)
     plan = _plan(settings, wanted, None, None, ranks)
@@ -184,13 +183,13 @@ def propose(
     sequence_length: int | None = None,
     sequence_parallel: int | None = None,
 ) -> Proposal:
-    """The fastest configuration whose state fits into ``free``, the bytes of one rank
-    (:func:`hf_zero.device.free_memory.measure`), with the activations of sequences of
-    ``sequence_length``.
+    """Return the fastest configuration whose state, and activations of sequences of
+    ``sequence_length``, fit into ``free``, the bytes of one rank
+    (:func:`hf_zero.device.free_memory.measure`).
 
-    ``margin`` is the share of the device that is left alone: None is 20 % for activations that are
-    not known, and 10 % where they are. Other arguments as for :func:`estimate`; with ``config``
-    its stage and the larger ones are tried, without stages 1 to 3, with ``stage`` that one.
+    ``margin`` is the share of the device that is left free: None means 20 % if activations are not
+    known, 10 % if they are. Other arguments as for :func:`estimate`. With ``stage`` only that stage
+    is tried, with ``config`` its stage and the larger ones, else stages 1 to 3.
     """
     wanted, settings = _settings(
         ranks, precision, optimizer, config, pipeline_parallel, sequence_parallel
@@ -214,7 +213,10 @@ def propose(
 
 
 def _stages(plan: MemoryPlan, stage: int | None, otherwise: list[int]) -> list[int]:
-    """The stages of ZeRO to look at: ``stage``, or ``otherwise``."""
+    """Return the ZeRO stages to consider: ``stage``, or ``otherwise``.
+
+    Raises ConfigError for an unknown stage, or one that a pipeline does not have.
+    """
     if stage is not None and stage not in POLICIES:
         raise ConfigError(f"stage {stage!r} is unknown; choose one of {sorted(POLICIES)}")
     chosen = otherwise if stage is None else [stage]
@@ -227,7 +229,9 @@ def _stages(plan: MemoryPlan, stage: int | None, otherwise: list[int]) -> list[i
 
 
 def _cut(plan: MemoryPlan) -> str:
-    """The call that cuts a model into the stages of ``plan``, and before that its layers."""
+    """Return the code that cuts a model's layers and then the model into the stages of ``plan``; ""
+    without a pipeline.
+    """
     if plan.pipeline == 1:
         return ""
     model = "model" if plan.tensor == 1 else f"hf_zero.tensor_parallel(model, {plan.tensor})"
@@ -270,8 +274,8 @@ def _plan(
     ranks: int,
     pipeline: int = 1,
 ) -> MemoryPlan:
-    # stage 3, at which every section of offload is allowed: the rows of smaller stages leave the
-    # parameters where they are
+    # Validated at stage 3, which allows every offload section; the rows of smaller stages do not
+    # offload parameters.
     given = {
         name: section
         for name, section in (("offload_optimizer", offload), ("offload_param", param))
@@ -290,7 +294,10 @@ def _plan(
 def _lengths(
     model: Any, lengths: Sequence[int], settings: ZeroConfig, plan: MemoryPlan
 ) -> tuple[LengthEstimate, ...]:
-    """Activations of sequences of each of ``lengths``."""
+    """Return the activation estimates for sequences of each of ``lengths``.
+
+    Raises ConfigError with tensor, expert or pipeline parallelism.
+    """
     if not lengths:
         return ()
     if max(plan.tensor, plan.expert, plan.pipeline) > 1:
@@ -303,8 +310,8 @@ def _lengths(
 
 
 def _split(plan: MemoryPlan, tensor: int | None, expert: int | None) -> MemoryPlan:
-    """``plan`` over as many tensor- and expert-parallel ranks as are given. Raises ConfigError for
-    sizes that do not divide the ranks.
+    """Return ``plan`` with the given numbers of tensor- and expert-parallel ranks. Raises
+    ConfigError for sizes that do not divide the ranks.
     """
     for size, asked in ((tensor, TENSOR_SIZE), (expert, AUTOEP_SIZE)):
         if size is not None:
@@ -331,7 +338,7 @@ def _counted(model: Any, plan: MemoryPlan) -> tuple[str, nn.Module, list[FlatPar
 
 
 def _with_layers(plan: MemoryPlan, model: nn.Module) -> MemoryPlan:
-    """``plan`` with the ranks that layers of ``model`` itself spread their experts over."""
+    """Return ``plan`` with the expert-parallel size that layers of ``model`` itself have."""
     sizes = experts_of_layers(model).values()
     return _split(plan, None, max(sizes)) if sizes else plan
 
@@ -339,7 +346,7 @@ def _with_layers(plan: MemoryPlan, model: nn.Module) -> MemoryPlan:
 def _of_stages(
     model: nn.Module, groups: Sequence[FlatParameters], plan: MemoryPlan
 ) -> list[list[FlatParameters]]:
-    """What of ``groups`` each pipeline stage holds."""
+    """Return the part of ``groups`` that each pipeline stage holds."""
     if plan.pipeline == 1:
         return [list(groups)]
     from hf_zero.integrations.transformers.pipeline_stages import names_of_stages
@@ -355,7 +362,7 @@ def _of_stages(
 
 
 def _largest_row(parts: Sequence[Sequence[FlatParameters]], plan: MemoryPlan) -> StageEstimate:
-    """The row of the pipeline stage that holds most."""
+    """Return the row of the pipeline stage with the most state."""
     rows = [replace(_row(part, plan), pipeline_stage=each) for each, part in enumerate(parts)]
     return max(rows, key=lambda row: row.state)
 
@@ -411,7 +418,7 @@ def _name(dtype: str) -> str:
 def _written(
     config: Any, settings: ZeroConfig, plan: MemoryPlan, wanted: OptimizerConfig, found: Fit
 ) -> dict[str, Any] | None:
-    """The configuration that was asked about, or one of the arguments, with what fits."""
+    """Return the given configuration, or one made of the arguments, with the settings that fit."""
     if found.chosen is None:
         return None
     if config is not None:
@@ -420,7 +427,7 @@ def _written(
         written = {"optimizer": {"type": wanted.type, "params": dict(wanted.params)}}
         if plan.precision != "fp32":
             written[plan.precision] = {"enabled": True}
-    if plan.tensor > 1 and plan.pipeline == 1:  # else its layers are cut before its stages
+    if plan.tensor > 1 and plan.pipeline == 1:  # with a pipeline, `_cut` cuts the layers
         written["tensor_parallel"] = {"autotp_size": plan.tensor}
     if settings.sequence_parallel_size > 1:
         written[SEQUENCE] = settings.sequence_parallel_size

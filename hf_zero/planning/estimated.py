@@ -1,4 +1,4 @@
-"""The answers of :func:`hf_zero.estimate` and :func:`hf_zero.propose`."""
+"""Results of :func:`hf_zero.estimate` and :func:`hf_zero.propose`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hf_zero.planning.activation_memory import LengthEstimate
 
 @dataclass(frozen=True)
 class Tiers:
-    """Bytes one rank holds in each place.
+    """Bytes of one rank in each tier.
 
-    ``device`` has the gathered units and the gradient buffers too; ``pinned`` is part of ``ram``.
+    ``device`` includes gathered units and gradient buffers; ``pinned`` is part of ``ram``.
     """
 
     device: int
@@ -28,7 +28,7 @@ class Tiers:
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """Bytes one rank holds at one stage.
+    """Bytes of one rank at one stage.
 
     ``parameters``, ``gradients`` and ``optimizer`` (fp32 master weights and moments) are there all
     the time; they are what they are without offload, and ``tiers`` says where the bytes lie with
@@ -60,10 +60,10 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What :func:`estimate` returns: the model counted, and one row a stage.
+    """Result of :func:`estimate`: the size of the model, and one row per stage.
 
-    ``moments``: numbers the optimizer keeps a parameter. ``tensor``, ``expert``, ``pipeline``: over
-    how many ranks layers, experts and stages are spread.
+    ``moments``: numbers the optimizer keeps per parameter. ``tensor``, ``expert``, ``pipeline``:
+    numbers of ranks or stages over which layers, experts and the model are spread.
     """
 
     model: str
@@ -93,7 +93,7 @@ class MemoryEstimate:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, fit for JSON."""
+        """Return everything as values for JSON."""
         plain = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         offload = {
             name: dataclasses.asdict(plain[name]) for name in ("offload_optimizer", "offload_param")
@@ -105,9 +105,8 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What :func:`propose` returns: a configuration that fits, None if none does, and everything
-    that was tried on the way. ``cut``: how the model is cut before ``initialize``, as code; "":
-    not at all.
+    """Result of :func:`propose`: a configuration that fits, None if none does, and all trials.
+    ``cut``: code that cuts the model before ``initialize``, "" if it is not cut.
     """
 
     model: str
@@ -117,7 +116,7 @@ class Proposal:
     cut: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, fit for JSON."""
+        """Return everything as values for JSON."""
         tried = [
             {
                 "name": trial.name,
@@ -138,7 +137,7 @@ class Proposal:
 
 
 def in_places(own: Needs) -> dict[str, int]:
-    """Bytes of one rank in each place, by the names of :class:`Tiers`."""
+    """Return the bytes of one rank in each tier, by the field names of :class:`Tiers`."""
     return {
         "device": own.device_bytes,
         "pinned": own.pinned,

@@ -1,8 +1,9 @@
-"""The search for a configuration that fits, from the fastest place to the slowest.
+"""Search for a configuration that fits, from the fastest placement to the slowest.
 
-State on the device is fastest; then the optimizer on the CPU, with as much as fits left on the
-device; then smaller moments, which cost memory traffic less and precision a little; then parameters
-on the CPU; then files. Within a place the smaller stage comes first, for it sends less.
+State on the device is fastest; then the optimizer on the CPU, with as much of it as fits left on
+the device; then smaller moments, which need less memory traffic and lose a little precision; then
+parameters on the CPU; then files. For a given placement the smaller stage is tried first, since it
+communicates less.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from hf_zero.planning.plan import FlatParameters, MemoryPlan
 from hf_zero.planning.verdict import ACTIVATIONS, MemoryVerdict, judge
 
 MOMENTS: tuple[Moments, ...] = ("fp32", "bf16", "int8")
-STEP = 0.05  # ratios that are proposed are multiples of it
+STEP = 0.05  # proposed offload ratios are multiples of this
 
 
 @dataclass(frozen=True)
 class ActivationWay:
-    """``most`` bytes that the activations of a micro-batch take at once, ``kept`` of them when its
-    forward is over, with what ``name`` adds to a configuration, as ``keys``; by default not known.
+    """A way of computing activations: ``name`` and configuration ``keys`` of its settings, ``most``
+    bytes at the peak of a micro-batch, ``kept`` of them when its forward ends. The default means
+    unknown.
     """
 
     name: str = ""
@@ -38,7 +40,7 @@ class ActivationWay:
 
 @dataclass(frozen=True)
 class Trial:
-    """One configuration that was tried: what it is called, what it needs, and whether that fits."""
+    """One configuration that was tried: its name, its needs, and whether they fit."""
 
     name: str
     plan: MemoryPlan
@@ -48,15 +50,15 @@ class Trial:
 
     @property
     def why(self) -> str:
-        """What it lacks, in words; "" if it fits."""
+        """The shortages in words; "" if it fits."""
         return "; ".join(
             f"{row.tier}: {in_units(row.needed)} needed, {in_units(row.free)} free"
             for row in self.verdict.short
         )
 
     def to_config(self) -> dict[str, Any]:
-        """What to write, in DeepSpeed's dialect: the stage, the sections of offload, and what makes
-        activations smaller.
+        """Return the configuration in DeepSpeed's dialect: the stage, the offload sections, and the
+        keys that reduce activations.
         """
         zero: dict[str, Any] = {"stage": self.plan.stage}
         for name, section, default in (
@@ -82,9 +84,9 @@ class Trial:
 
 @dataclass(frozen=True)
 class Fit:
-    """All trials up to the first that fits, in the order in which they were made.
+    """All trials up to the first that fits, in order.
 
-    ``chosen`` None: none fits.
+    ``chosen`` is None if none fits.
     """
 
     trials: tuple[Trial, ...]
@@ -103,12 +105,12 @@ def fit(
     stages: Sequence[int] | None = None,
     activations: Sequence[ActivationWay] = (ActivationWay(),),
 ) -> Fit:
-    """The fastest configuration like ``plan`` that fits into ``free`` with ``margin`` of the device
-    left to activations that are not known.
+    """Find the fastest configuration like ``plan`` that fits into ``free`` with ``margin`` of the
+    device left for unknown activations.
 
-    Only stage, place and moments change, and ``activations``: ways of having them, from the
-    fastest. ``stages``: those to try; None: that of ``plan`` and the larger ones. Files are tried
-    in the folders that ``free`` knows of.
+    Only the stage, placement and moments vary, and ``activations``, the ways of computing them from
+    the fastest on. ``stages``: those to try; None: that of ``plan`` and the larger ones. Files are
+    tried in the folders listed in ``free``.
     """
     trials: list[Trial] = []
     for name, candidate in _candidates(plan, free, sorted(stages or plan.stages[plan.stage :])):
@@ -134,11 +136,11 @@ def _candidates(
     plan: MemoryPlan, free: Free, stages: Sequence[int]
 ) -> Iterator[tuple[str, MemoryPlan]]:
     folders = tuple(disk.path for disk in free.disks)
-    # a whole gradient on the device buys nothing where micro-batches are not summed: stage 2 sends
-    # as much as stage 1
+    # Without accumulation stage 1 has no advantage over stage 2 when offloading: it keeps whole
+    # gradients on the device, and stage 2 sends as much.
     away = [stage for stage in stages if stage >= 2 or 2 not in stages or plan.accumulation > 1]
     kinds = MOMENTS if plan.moments else MOMENTS[:1]
-    # where small moments are chosen, larger ones are not tried
+    # If the plan already has small moments, larger ones are not tried.
     if plan.optimizer.on and plan.optimizer.moments in kinds:
         kinds = kinds[kinds.index(plan.optimizer.moments) :]
     own_optimizer, own_param = replace(plan.optimizer, ratio=1.0), plan.param
@@ -192,8 +194,8 @@ def _candidates(
 def _ratios(
     groups: Sequence[FlatParameters], plan: MemoryPlan, free: Free, margin: float
 ) -> Iterator[tuple[str, MemoryPlan]]:
-    """``plan`` with all of the optimizer offloaded ("auto", measured in training), and with as
-    much as does not fit the device.
+    """Yield ``plan`` with the optimizer fully offloaded (ratio "auto", which training then tunes),
+    and with only as much offloaded as does not fit on the device.
     """
     if not plan.optimizer.on or free.host_device:
         yield "", plan
@@ -210,8 +212,8 @@ def _ratios(
 def _least_ratio(
     groups: Sequence[FlatParameters], plan: MemoryPlan, free: Free, margin: float
 ) -> float:
-    """The smallest share to offload that leaves the device enough room, a multiple of STEP. More
-    offloaded needs less there.
+    """Return the smallest offload ratio, a multiple of STEP, with which the device has enough room.
+    Device bytes fall as the ratio grows, so this is a binary search.
     """
     room = free.device * (1 - margin)
     low, high = 1, math.ceil(1 / STEP)

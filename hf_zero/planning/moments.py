@@ -1,4 +1,6 @@
-"""What an optimizer keeps for each parameter, and what that costs in each storage of moments."""
+"""Numbers that an optimizer keeps per parameter, and their bytes in each storage format of
+moments.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 
 
 def moment_bytes(kind: str, count: int, numel: int) -> int:
-    """Bytes of ``count`` moments over ``numel`` elements each, stored as ``kind``."""
+    """Return the bytes of ``count`` moments of ``numel`` elements each, stored as ``kind``."""
     scales = -(-numel // BLOCK) * 4 if kind == "int8" else 0
     return count * (BYTES[kind] * numel + scales)
 
 
 def moments_of(optimizer: OptimizerConfig | torch.optim.Optimizer) -> int:
-    """Numbers the optimizer keeps for each parameter, in the group that keeps most, found by
-    letting it step over a parameter of its own. Of Muon those of AdamW.
+    """Return the numbers that the optimizer keeps per parameter, in the group that keeps most,
+    found by a step on a parameter of its own. For Muon, those of AdamW.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = build_optimizer(optimizer, [nn.Parameter(torch.ones(1))], nn.Module())

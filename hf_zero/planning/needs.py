@@ -1,27 +1,26 @@
-"""Bytes that the engine takes on one rank, tier by tier: the one model of it, which the estimate
-and the preflight share.
+"""Bytes that the engine takes on one rank, tier by tier: the only model of this, shared by the
+estimate and the preflight check.
 
 [Note: the model]
-A model is a list of :class:`FlatParameters`, as many as the engine has flats; each is laid out as
-the engine does (padding included). Per trainable flat, with K bytes a parameter of master (4) and
-moments:
+A model is a list of :class:`FlatParameters`, one per flat buffer of the engine, each laid out as
+the engine does it (padding included). Per trainable flat buffer, with K bytes per parameter for the
+master weight (4) and moments:
 
-- Optimizer on the device: parameters, gradients and K as the stage table says; moments in fp32.
+- Optimizer on the device: parameters, gradients and K as in the policy table; moments in fp32.
 - Optimizer on the CPU: K and the gradient of this rank's chunk in RAM. At stages 0 and 1 the
-  gradient of a whole window stays on the device as well. The device keeps no master; in fp32
-  training the one in RAM is a copy of its own.
-- Optimizer in files: K on disk, the gradients in RAM, and there the pieces that are under way.
-- ``ratio``: of the chunks laid end to end those that lie within the first ``1 - ratio`` stay on the
+  gradient of a whole accumulation window stays on the device as well. The device keeps no master
+  weights; in fp32 training those in RAM are a copy of its parameters.
+- Optimizer in files: K on disk, the gradients in RAM, and in RAM the pieces in transit.
+- ``ratio``: with the chunks laid end to end, those within the first ``1 - ratio`` stay on the
   device.
-- Parameters on the CPU: their chunks in RAM, frozen ones too; in files: the first of them that
-  ``max_in_cpu`` elements hold in RAM, the rest on disk, and in RAM those that are under way. The
-  device holds the units that are gathered.
-- Parameters that stay whole at stage 3 (persistent ones): on the device, they and the K of this
-  rank's chunk of them, whatever is offloaded.
+- Parameters on the CPU: their chunks in RAM, frozen ones too. Parameters in files: the first ones,
+  up to ``max_in_cpu`` elements, in RAM, the rest on disk, and those in transit in RAM. The device
+  holds the gathered units.
+- Parameters that stay whole at stage 3 (persistent ones): on the device, with K of this rank's
+  chunk of them, whatever is offloaded.
 
-A gradient in which no micro-batches are added up is kept in 16 bits; see
-:meth:`MemoryPlan.gradient_bytes`. What a model computes with (activations) is not known
-here.
+A gradient into which no micro-batches are accumulated is kept in 16 bits; see
+:meth:`MemoryPlan.gradient_bytes`. Activations are not part of this model.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ from hf_zero.storage.nvme import paged, size_in_file
 from hf_zero.zero.gather.schedule import AHEAD
 from hf_zero.zero.reduce.reductions import IN_FLIGHT
 
-STAGING = 3  # pieces of parameters on their way to the GPU
+STAGING = 3  # pieces of parameters in transit to the GPU
 
 
 @dataclass(frozen=True)
 class NamedBytes:
-    """Some of the bytes of a tier, and what they are."""
+    """Part of the bytes of a tier, and its name."""
 
     what: str
     nbytes: int
@@ -55,7 +54,7 @@ class NamedBytes:
 class Needs:
     """Bytes of one rank in each tier.
 
-    ``pinned`` is that part of ``ram`` that a GPU copies to or from; ``files``: bytes by folder.
+    ``pinned`` is the part of ``ram`` that a GPU copies to or from; ``files``: bytes by folder.
     """
 
     device: tuple[NamedBytes, ...]
@@ -78,7 +77,7 @@ class Needs:
 
 
 def needs(groups: Sequence[FlatParameters], plan: MemoryPlan) -> Needs:
-    """The bytes of one rank; see the note above."""
+    """Return the bytes of one rank, by the model in the note above."""
     flats = [_Laid.of(group, plan) for group in plan.flats_of(groups)]
     trainable = [flat for flat in flats if flat.group.trainable]
     movable = [flat for flat in trainable if not flat.group.whole]
@@ -136,8 +135,8 @@ def needs(groups: Sequence[FlatParameters], plan: MemoryPlan) -> Needs:
 
 @dataclass
 class _Laid:
-    """A group laid out for a plan: elements of this rank's chunk, of the gathered flat, and how
-    many of the chunk stay.
+    """A group laid out for a plan. Elements of: this rank's ``chunk``, the ``padded`` gathered flat
+    buffer, the rank's ``parameter_chunk``, and the part of the chunk that ``stays`` on the device.
     """
 
     group: FlatParameters
@@ -156,7 +155,7 @@ class _Laid:
 
     @property
     def leaves(self) -> int:
-        """Elements whose optimizer state is offloaded."""
+        """Elements of the chunk whose optimizer state is offloaded."""
         return self.chunk - self.stays
 
     def gradient_on_device(self, plan: MemoryPlan) -> int:
@@ -167,8 +166,8 @@ class _Laid:
         return shards * (kept * self.stays + plan.gradient_bytes(self.group.dtype) * self.leaves)
 
     def state_on_device(self, plan: MemoryPlan) -> int:
-        """Where the update runs on the device, 32-bit parameters are their own masters, unless
-        they are elsewhere or steps send differences.
+        """Return the bytes of master weights and moments on the device. 32-bit parameters updated
+        there are their own master weights, unless they are offloaded or steps send differences.
         """
         away = plan.param.on and not self.group.whole
         apart = away or self.group.dtype in SIXTEEN_BITS or (plan.differences and plan.shards > 1)
@@ -176,9 +175,10 @@ class _Laid:
         return (master + moment_bytes("fp32", plan.moments, 1)) * self.stays
 
     def one_bit_on_device(self, plan: MemoryPlan) -> int:
-        """After the freeze, whole on each rank: errors in 32 bits, exponents in 8, the momentum in
-        1, and beside parameters in 16 bits weights in 32. For local steps the rank's own momentum,
-        how far it has gone, and what modules compute with.
+        """Return the bytes of a 1-bit optimizer after the freeze, which are whole on each rank:
+        errors in 32 bits, exponents in 8, the momentum in 1 and, for 16-bit parameters, weights in
+        32. Local steps add the rank's own momentum, its accumulated update, and the weights that
+        modules compute with.
         """
         if not plan.one_bit or plan.shards == 1:
             return 0
@@ -188,7 +188,9 @@ class _Laid:
 
 
 def _offloaded(trainable: Sequence[_Laid], plan: MemoryPlan) -> tuple[int, int, int, int]:
-    """State in RAM, state on disk, pieces between them, gradients in RAM."""
+    """Return the bytes of state in RAM, of state on disk, of pieces between the two, and of
+    gradients in RAM.
+    """
     gradients = sum(plan.gradient_bytes(flat.group.dtype) * flat.leaves for flat in trainable)
     kind, count = plan.optimizer.moments, plan.moments
     if plan.optimizer.device != "nvme":
@@ -210,8 +212,8 @@ def _offloaded(trainable: Sequence[_Laid], plan: MemoryPlan) -> tuple[int, int, 
 
 
 def _in_files(numel: int, limit: int, kind: str, count: int) -> int:
-    """Bytes of masters and moments of ``numel`` elements, in pieces of at most ``limit``; each
-    array of a piece begins at a page.
+    """Return the file bytes of master weights and moments of ``numel`` elements, in pieces of at
+    most ``limit``. Each array of a piece starts at a page.
     """
     master, moment = StorageFormat(torch.float32), moment_format(kind, torch.float32)
 
@@ -222,7 +224,9 @@ def _in_files(numel: int, limit: int, kind: str, count: int) -> int:
 
 
 def _parameters(flats: Sequence[_Laid], plan: MemoryPlan) -> tuple[int, int, int]:
-    """Chunks of parameters in RAM, on disk, and units between them."""
+    """Return the bytes of parameter chunks in RAM, of those on disk, and of units between the
+    two.
+    """
     if not plan.param.on:
         return 0, 0, 0
     flats = [flat for flat in flats if not flat.group.whole]
@@ -243,7 +247,7 @@ def _parameters(flats: Sequence[_Laid], plan: MemoryPlan) -> tuple[int, int, int
 
 
 def unit_bytes(groups: Sequence[FlatParameters], plan: MemoryPlan) -> dict[str, int]:
-    """Bytes of each unit while it is gathered, in the order of the model."""
+    """Return the bytes of each gathered unit, in the order of the model."""
     whole: dict[str, int] = {}
     for group in plan.flats_of(groups):
         if not group.whole:
@@ -253,8 +257,8 @@ def unit_bytes(groups: Sequence[FlatParameters], plan: MemoryPlan) -> dict[str, 
 
 
 def gathered_bytes(groups: Sequence[FlatParameters], plan: MemoryPlan) -> int:
-    """Most bytes of units that are gathered at once at stage 3: the root, a unit, and those
-    gathered ahead of their use.
+    """Return the peak bytes of gathered units at stage 3: the root, one unit, and the units
+    prefetched after it.
     """
     if not plan.policy.shards_parameters:
         return 0
@@ -272,11 +276,11 @@ def gathered_bytes(groups: Sequence[FlatParameters], plan: MemoryPlan) -> int:
 
 
 def gradient_buffers(groups: Sequence[FlatParameters], plan: MemoryPlan) -> int:
-    """Gradients on the wire and the chunks that arrive for them, as many of each size as the engine
-    keeps for the next unit.
+    """Return the bytes of gradients in transit and of the chunks that arrive for them, as many of
+    each size as the engine keeps for the next unit.
 
-    Whole gradients that are there anyway, and in the dtype of the wire (stages 0 and 1), travel
-    from where they are.
+    Whole gradients that are on the device anyway and in the communication dtype (stages 0 and 1)
+    are sent without a copy.
     """
     policy = plan.policy
     sizes = Counter(
@@ -300,7 +304,7 @@ def _parts(*parts: tuple[str, int]) -> tuple[NamedBytes, ...]:
 
 
 def _files(*sections: tuple[tuple[str, ...], int]) -> tuple[tuple[str, int], ...]:
-    """Bytes by folder: several folders of a section share its bytes equally."""
+    """Return the bytes by folder. The folders of a section share its bytes equally."""
     by_folder: Counter[str] = Counter()
     for folders, nbytes in sections:
         for folder in folders if nbytes else ():

@@ -1,4 +1,4 @@
-"""The check before training, on all ranks of the job together."""
+"""The preflight check on all ranks of the job together."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from hf_zero.planning.moments import moments_of
 def check_on_all_ranks(
     model: nn.Module, config: ZeroConfig, optimizer: torch.optim.Optimizer | None
 ) -> None:
-    """Refuse what does not fit before any memory is taken, on all ranks alike (collective).
+    """Refuse, on all ranks alike and before any memory is taken, a configuration that does not fit.
+    Collective.
 
-    Raises DoesNotFitError; of a pipeline on the ranks of the stages that do not fit, and on the
-    others RankMismatchError.
+    Raises DoesNotFitError; in a pipeline, on the ranks of the stages that do not fit, and
+    RankMismatchError on the others.
     """
     world, device = process_group.get_world_size(), process_group.default_device()
     groups = get_parallel()
@@ -37,7 +38,7 @@ def check_on_all_ranks(
     if optimizer is not None:
         check_elementwise(optimizer, config.elementwise_optimizers)
         moments = moments_of(optimizer)
-    # stages of a pipeline need more or less than others, and end together
+    # Pipeline stages differ in their needs: if one does not fit, all ranks raise together.
     together = raise_on_all_ranks("fit its pipeline stage into its memory")
     with together if dims.pipeline > 1 else nullcontext():
         report = check(

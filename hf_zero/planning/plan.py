@@ -1,5 +1,5 @@
-"""What decides bytes: the flats of a model before they are laid out, and the settings beside the
-model.
+"""Inputs of the memory model: the flat buffers of a model before they are laid out, and the
+settings besides the model that determine bytes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ ACCUMULATED = {None: 4, "fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class FlatParameters:
-    """Parameters that share a flat: computed in ``dtype``, gathered with unit ``unit``.
+    """Parameters that share a flat buffer: computed in ``dtype``, gathered with unit ``unit``.
 
-    Those in ``persistent`` stay whole between steps where parameters are sharded, in a flat of
-    their own (:meth:`MemoryPlan.flats_of`), which is ``whole``. ``in_blocks`` names those that lie
-    in blocks of the model. Along ``axes`` ranks hold different parts, whose shapes these are.
+    Those in ``persistent`` stay whole between steps at stages that shard parameters, in a flat
+    buffer of their own (:meth:`MemoryPlan.flats_of`), which is ``whole``. ``in_blocks`` names the
+    parameters inside blocks of the model. Along the mesh dimensions ``axes`` ranks hold different
+    parts; ``shapes`` are those of the parts.
     """
 
     unit: str
@@ -49,7 +50,9 @@ class FlatParameters:
         return sum(math.prod(shape) for _, shape in self.shapes)
 
     def layout(self, shards: int) -> FlatLayout:
-        """The flat as one slot: as long, padded and cut as with one for each parameter."""
+        """Return a layout with a single slot, with the length, padding and cuts of one with a slot
+        per parameter.
+        """
         return FlatLayout.build([(self.unit, (self.numel,))], shards)
 
 
@@ -92,10 +95,10 @@ def groups_of(
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What decides bytes beside the model.
+    """The settings besides the model that determine bytes.
 
-    ``ranks``: those of one pipeline stage; ``moments``: numbers the optimizer keeps a parameter;
-    ``gpu``: the device is one.
+    ``ranks``: ranks of one pipeline stage; ``moments``: numbers the optimizer keeps per parameter;
+    ``gpu``: whether the device is a GPU.
     """
 
     stage: int
@@ -112,30 +115,30 @@ class MemoryPlan:
     gpu: bool = True
     # as for hf_zero.zero.layout.wrap.persistent_names
     persistence: tuple[int | None, int | None] = (None, None)
-    # a step sends differences to weights: in 32 bits, too, masters are others than these
+    # steps send differences of weights, so that 32-bit weights need separate master weights too
     differences: bool = False
-    one_bit: bool = False  # momenta travel in one bit
+    one_bit: bool = False  # momenta are communicated in one bit
     local_steps: bool = False  # and later not in every step
     tensor: int = 1  # ranks that share a layer
     sequence: int = 1  # ranks that share a sequence
     expert: int = 1  # ranks that hold one set of experts together
     pipeline: int = 1  # stages that hold different layers, of as many ranks each
-    # ranks of a node among which gathered weights are sharded once more; 1: they are not
+    # ranks of a node that hold a secondary sharding of gathered weights (hpZ); 1: none
     node: int = 1
     hops: bool = False  # gathers over several hosts take two hops
     # elements of a block of gradients in few bits whose errors are kept, and of the smallest tensor
     # that has some
     errors: tuple[int, int] | None = None
-    # where modules compute with rounded weights: in blocks, or (None: nowhere) anywhere
+    # modules that compute with rounded weights: those in blocks, all, or (None) none
     rounds: Literal["blocks", "modules"] | None = None
 
     @classmethod
     def of(
         cls, config: ZeroConfig, world: int, gpu: bool = True, moments: int | None = None
     ) -> MemoryPlan:
-        """The plan of a configuration for ``world`` ranks of a pipeline stage.
+        """Return the plan of a configuration for ``world`` ranks of a pipeline stage.
 
-        ``moments`` None: what the configuration's optimizer keeps (AdamW's).
+        ``moments`` None: those of the configuration's optimizer (by default AdamW).
         """
         wanted = config.optimizer or OptimizerConfig("AdamW", {})
         block = config.compressed_communication.block_size
@@ -178,7 +181,9 @@ class MemoryPlan:
 
     @property
     def stages(self) -> range:
-        """The stages of ZeRO that there are for it: pipelines reduce once a step."""
+        """The available ZeRO stages. Pipelines have 0 and 1 only: they reduce gradients once per
+        step.
+        """
         return range(4 if self.pipeline == 1 else 2)
 
     @property
@@ -186,8 +191,8 @@ class MemoryPlan:
         return POLICIES[self.stage]
 
     def flats_of(self, groups: Sequence[FlatParameters]) -> list[FlatParameters]:
-        """``groups`` as the flats that they are at this stage; of those that are flats already,
-        the same.
+        """Return ``groups`` as flat buffers of this stage, with persistent parameters in flat
+        buffers of their own. Idempotent.
         """
         if not self.policy.shards_parameters:
             return list(groups)
@@ -203,7 +208,7 @@ class MemoryPlan:
         return found
 
     def policy_of(self, group: FlatParameters) -> Policy:
-        """What becomes of a flat."""
+        """Return the sharding policy of a flat buffer."""
         return self.policy.of_persistent if group.whole else self.policy
 
     @property
@@ -211,18 +216,20 @@ class MemoryPlan:
         return self.policy.shards(self.ranks, self.replicas)
 
     def apart(self, group: FlatParameters) -> int:
-        """Ranks that hold different parts of ``group``."""
+        """Return the number of ranks that hold different parts of ``group``."""
         sizes = {"tensor": self.tensor, "expert": self.expert}
         return math.prod(sizes[axis] for axis in group.axes)
 
     def shards_of(self, group: FlatParameters) -> int:
-        """Chunks of the flat of ``group``: as many as ranks hold the same part of it."""
+        """Return the number of chunks of the flat buffer of ``group``: one for each rank with the
+        same part of it.
+        """
         return max(1, self.shards // self.apart(group))
 
     @property
     def ratio(self) -> float:
-        """The share that is offloaded. "auto" is measured after the first step: until then all
-        of it is.
+        """The offloaded share of the optimizer state. "auto" is tuned after the first step; until
+        then it is 1.
         """
         if not self.optimizer.on:
             return 0.0
@@ -233,15 +240,15 @@ class MemoryPlan:
         return self.optimizer.on or self.param.on
 
     def secondary_bytes(self, group: FlatParameters, padded: int) -> int:
-        """Bytes of the part of a flat of ``padded`` elements that a rank keeps among those of its
-        node.
+        """Return the bytes of this rank's secondary shard, within its node, of a flat buffer of
+        ``padded`` elements.
         """
         gathered = self.policy_of(group).shards_parameters and self.node > 1
         return padded // self.node * group.dtype.itemsize if gathered else 0
 
     def rounded_bytes(self, group: FlatParameters, padded: int) -> int:
-        """Bytes of the second buffer of a flat of ``padded`` elements that is whole between
-        passes, at most: for the weights that modules compute with.
+        """Return the upper bound on the bytes of the second buffer, of the weights that modules
+        compute with, for a flat buffer of ``padded`` elements that is whole between passes.
         """
         anywhere = self.rounds == "modules"
         rounded = any(
@@ -252,7 +259,7 @@ class MemoryPlan:
         return padded * group.dtype.itemsize if held else 0
 
     def error_bytes(self, group: FlatParameters) -> int:
-        """Bytes of the errors of the gradient of a flat that trains."""
+        """Return the bytes of the compression errors of the gradient of a trainable flat buffer."""
         if not self.errors or self.shards == 1:
             return 0
         sizes = [math.prod(shape) for _, shape in group.shapes if len(shape) > 1]
@@ -260,20 +267,20 @@ class MemoryPlan:
         return sum(size + -(-size // block) * 2 for size in sizes if size >= least)
 
     def on_device(self) -> MemoryPlan:
-        """The same without offload."""
+        """Return this plan without offload."""
         return replace(self, optimizer=OffloadOptimizer(), param=OffloadParam())
 
     def accumulator_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of a gradient that is kept on the device and updated there, at most: the fused
-        update may leave whole ones in 16 bits.
+        """Return the bytes per element of a gradient that is kept and used for the update on the
+        device. An upper bound: the fused update may leave whole gradients in 16 bits.
         """
         return max(
             ACCUMULATED[self.accumulation_dtype], dtype.itemsize if dtype == torch.float64 else 0
         )
 
     def gradient_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of a gradient that leaves for the CPU: 2 where nothing is added up in it that 16
-        bits would lose.
+        """Return the bytes per element of a gradient that is copied to the CPU: 2 if no
+        accumulation would lose precision in 16 bits.
         """
         once = self.accumulation == 1 and self.accumulation_dtype is None
         if dtype in SIXTEEN_BITS and once and (self.precision == "bf16" or self.ranks == 1):

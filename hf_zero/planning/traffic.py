@@ -1,8 +1,9 @@
-"""Bytes that a rank sends in a step, dense and in few bits, and from which link on fewer bits pay.
+"""Bytes that a rank sends in a step, dense and compressed, and the link speed below which
+compression pays.
 
-Counted are ring collectives over the ranks that share one copy, as many bytes received as sent:
-(N - 1) / N of a buffer in an all-gather or a reduce-scatter, twice that in an all-reduce. Gathers
-that are spared because a unit is still whole are counted, as are persistent parameters.
+The count assumes ring collectives over the ranks that share one copy, with as many bytes received
+as sent: (N - 1) / N of a buffer in an all-gather or reduce-scatter, twice that in an all-reduce.
+Gathers that are skipped because a unit is still whole are counted, as are persistent parameters.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from hf_zero.planning.plan import FlatParameters, MemoryPlan
 from hf_zero.zero.layout.compression import DEFAULT_BLOCKS, SMALLEST_TENSOR
 
 ONE_BIT_BLOCK = 2048
-SAMPLE = 1 << 20  # elements that are encoded to see how long it takes
+SAMPLE = 1 << 20  # elements encoded to measure the time
 
 
 @dataclass(frozen=True)
 class Codings:
-    """Seconds that an element takes to be put into few bits, and to be taken out of them."""
+    """Seconds to encode one element into few bits, and to decode it."""
 
     encode: float
     decode: float
@@ -32,8 +33,8 @@ class Codings:
 
 @dataclass(frozen=True)
 class Traffic:
-    """One way of sending. ``nbytes``: of a rank in a step; ``coding``: seconds of a rank in a step
-    for putting elements into few bits and out of them.
+    """One way of sending. ``nbytes``: bytes per rank and step; ``coding``: seconds per rank and
+    step for encoding and decoding.
     """
 
     name: str
@@ -41,11 +42,15 @@ class Traffic:
     coding: float = 0.0
 
     def seconds(self, link: float) -> float:
-        """On a link of ``link`` bits a second, if nothing is computed meanwhile."""
+        """Return the seconds of a step on a link of ``link`` bits per second, without overlapping
+        computation.
+        """
         return 8 * self.nbytes / link + self.coding
 
     def pays_below(self, dense: Traffic) -> float | None:
-        """The link, in bits a second, from which on ``dense`` is faster; None: it always is."""
+        """Return the link speed, in bits per second, from which on ``dense`` is faster; None if it
+        always is.
+        """
         saved = 8 * (dense.nbytes - self.nbytes)
         if saved <= 0:
             return None
@@ -54,8 +59,8 @@ class Traffic:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Elements of one flat that trains or is gathered, ``few`` of them in tensors that may travel
-    in few bits, over ``shards`` ranks.
+    """Elements of one flat buffer that is trained or gathered: ``few`` of them in tensors that may
+    be compressed, ``rest`` in others, over ``shards`` ranks.
     """
 
     item: int
@@ -69,7 +74,7 @@ class _Sizes:
 
     @property
     def sent(self) -> float:
-        """The share of what is whole that a rank sends to the others."""
+        """The share of a whole buffer that a rank sends to the others."""
         return (self.shards - 1) / self.shards
 
     def dense(self, times: float = 1.0) -> float:
@@ -81,8 +86,10 @@ class _Sizes:
 
 
 def traffic(groups: Sequence[FlatParameters], plan: MemoryPlan, codings: Codings) -> list[Traffic]:
-    """The ways of the stage of ``plan``, the dense one first; that alone with one rank, and where
-    ranks hold different parts of the model, whose own exchanges are not counted.
+    """Return the ways of sending at the stage of ``plan``, the dense one first.
+
+    Only the dense one is returned with one rank, and if ranks hold different parts of the model
+    (tensor or expert parallelism), whose own exchanges are not counted.
     """
     stage, shards = plan.stage, plan.shards if plan.stage else plan.ranks // plan.replicas
     every = [_sizes(group, max(1, shards // plan.apart(group))) for group in plan.flats_of(groups)]
@@ -90,7 +97,7 @@ def traffic(groups: Sequence[FlatParameters], plan: MemoryPlan, codings: Codings
     in_few_bits = shards > 1 and plan.tensor * plan.expert == 1
     reduces = plan.accumulation if stage > 1 else 1
     gathers = 2 * plan.accumulation
-    # over copies of the shards, what is left of a reduction
+    # the all-reduce of the reduced shards across replicas
     copies = 2 * (plan.replicas - 1) / plan.replicas / shards * reduces
     across = sum(copies * each.nbytes for each in trains)
     few = sum(each.few for each in trains)
@@ -141,12 +148,12 @@ def _sizes(group: FlatParameters, shards: int) -> _Sizes:
 
 
 def _one_bit(numel: int) -> float:
-    """Bits, and a scale of 4 bytes for each block."""
+    """Return the bytes of ``numel`` elements: one bit each, and a scale of 4 bytes per block."""
     return numel / 8 + 4 * -(-numel // ONE_BIT_BLOCK)
 
 
 def codings(device: torch.device) -> Codings:
-    """Measured on ``device``: the best of three."""
+    """Measure the coding times on ``device``, each the best of three."""
     blocks, values = SymmetricBlocks(4, DEFAULT_BLOCKS[4]), torch.randn(SAMPLE, device=device)
     message, out = blocks.quantise(values), torch.empty_like(values)
 

@@ -1,5 +1,5 @@
-"""Needs against what is free: pure arithmetic, so that ranks which have agreed on the free bytes
-come to one verdict.
+"""Comparison of needs with free memory: pure arithmetic, so that ranks that have agreed on the free
+bytes reach the same verdict.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from hf_zero.device.free_memory import Free
 from hf_zero.logging import in_units
 from hf_zero.planning.needs import NamedBytes, Needs
 
-# of the free memory of a host: page tables, loaders and the allocator take from it too
+# usable share of a host's free memory: page tables, loaders and the allocator need some too
 RAM_SHARE = 0.96
-# of the device, left to what a model computes with; how much that is depends on the batch
+# share of the device left for activations, whose size depends on the batch
 ACTIVATIONS = 0.2
-# of the device, left alone where activations are counted: fragments, buffers of communicators
+# share of the device left if activations are counted: for fragmentation, communicators' buffers
 BESIDE_ACTIVATIONS = 0.1
 
 
 @dataclass(frozen=True)
 class Row:
-    """One tier: what is needed there, made of ``parts``, and what is free.
+    """One tier: the bytes needed, made up of ``parts``, and the free bytes.
 
-    ``limited_by`` says who sets the limit.
+    ``limited_by`` names the source of the limit.
     """
 
     tier: str
@@ -39,9 +39,9 @@ class Row:
 
 @dataclass(frozen=True)
 class MemoryVerdict:
-    """A row for each tier that something is needed of.
+    """One row for each tier of which something is needed.
 
-    ``notes`` are worth a word, and refuse nothing.
+    ``notes`` are remarks that refuse nothing.
     """
 
     rows: tuple[Row, ...]
@@ -53,16 +53,16 @@ class MemoryVerdict:
 
     @property
     def short(self) -> tuple[Row, ...]:
-        """The tiers that do not suffice."""
+        """The tiers that are too small."""
         return tuple(row for row in self.rows if not row.fits)
 
 
 def judge(needs: Needs, free: Free, margin: float = 0.0) -> MemoryVerdict:
-    """Whether ``needs`` fit into ``free``, both of one rank; ``margin`` is the share of the device
-    that is left alone.
+    """Return whether ``needs`` fit into ``free``, both of one rank, row by row. ``margin`` is the
+    share of the device that is left free.
 
-    Where the device computes in the host's memory the two are one tier. A folder whose free bytes
-    are not known is not judged.
+    If the device computes in host memory, both are one tier. A folder with unknown free bytes is
+    not judged.
     """
     return MemoryVerdict(tuple(_rows(needs, free, margin)), tuple(_notes(needs, free)))
 
