@@ -118,11 +118,11 @@ class MemoryPlan:
     # steps send differences of weights, so that 32-bit weights need separate master weights too
     differences: bool = False
     one_bit: bool = False  # momenta are communicated in one bit
-    local_steps: bool = False  # and later not in every step
+    local_steps: bool = False  # momenta are later not communicated in every step
     tensor: int = 1  # ranks that share a layer
     sequence: int = 1  # ranks that share a sequence
     expert: int = 1  # ranks that hold one set of experts together
-    pipeline: int = 1  # stages that hold different layers, of as many ranks each
+    pipeline: int = 1  # stages with different layers, all with equally many ranks
     # ranks of a node that hold a secondary sharding of gathered weights (hpZ); 1: none
     node: int = 1
     hops: bool = False  # gathers over several hosts take two hops
