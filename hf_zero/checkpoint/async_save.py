@@ -267,9 +267,7 @@ class _ByStore:
         return failure
 
     def _read_outcome(self, error: Exception) -> str:
-        """Derive the outcome from the folder, for a rank that has lost the store: "" if the
-        checkpoint of this save is there, else a message.
-        """
+        """Return "" if the folder holds this save's checkpoint, else what to do."""
         final = self._job.target.final
         try:
             whole = Manifest.read(final / MANIFEST_NAME).save_id == self._job.target.save_id

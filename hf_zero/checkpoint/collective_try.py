@@ -1,6 +1,4 @@
-"""Actions that succeed on all ranks or raise on all ranks, so that no rank waits for one that
-raised.
-"""
+"""Actions that succeed on all ranks or raise on all, so that no rank waits for one that raised."""
 
 from __future__ import annotations
 
@@ -27,10 +25,7 @@ _REMEDIES = {
 
 
 def describe_error(error: BaseException, path: Any = None) -> str:
-    """Return one line that says what was wrong, in which file, and what to do about it.
-
-    ``path`` is the file to name where ``error`` itself has none.
-    """
+    """Return one line: what was wrong, in which file (by default ``path``), and what to do."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError):

@@ -67,9 +67,7 @@ class CommitTarget(ABC):
         """Return the path to which this save writes its file ``name``."""
 
     def _check_written(self, manifest: Manifest) -> None:
-        """Raise CheckpointError or OSError if a file listed in ``manifest`` is missing or has
-        another size.
-        """
+        """Raise CheckpointError or OSError if a listed file is missing or has another size."""
         for entry in manifest.all_files():
             path = self.path_of(entry.name)
             with store_errors(path):
@@ -308,9 +306,7 @@ def remove_unlisted(final: AnyPath) -> None:
 
 
 def abandon_objects(final: AnyPath, mark: str) -> None:
-    """Remove the files of a failed save: their names end in ``mark``. Logs a warning if that
-    fails.
-    """
+    """Remove the files of a failed save, whose names end in ``mark``. Failures are only logged."""
     try:
         remove_objects(item for item in objects_in(final) if item.stem.endswith(f"-{mark}"))
     except Exception as error:

@@ -55,18 +55,14 @@ def stage_key(flat: FlatBuffer) -> str:
 
 
 def is_of_this_stage(flat: FlatBuffer) -> bool:
-    """Whether the stage of this rank saves ``flat``. If several stages hold it, the first one
-    does.
-    """
+    """Whether the stage of this rank saves ``flat``: the first of several stages that hold it."""
     mesh, stages = flat.engine_mesh, flat.spec.sharding.stages
     return not stages or mesh.dims.coordinate(mesh.rank, "pipeline") == stages[0]
 
 
 def saved_key(flat: FlatBuffer) -> str:
-    """Return the key of ``flat`` in a checkpoint; for a flat buffer that tensor or expert
-    parallelism cuts, the key of this rank's part.
-
-    Raises CheckpointError for a part of a tensor whose Sharding has no box.
+    """Return the key of ``flat`` in a checkpoint; if tensor or expert parallelism cuts it, that of
+    this rank's part. Raises CheckpointError for a part of a tensor whose Sharding has no box.
     """
     axes, dims = flat.mesh.axes, flat.engine_mesh.dims
     lost = []
@@ -97,9 +93,7 @@ class DeferredTensor:
 
 
 def flat_tensors(flat: FlatBuffer, bound: Any) -> dict[str, DeferredTensor]:
-    """Return all that this rank stores for ``flat``: the weights and each per-element optimizer
-    state, by name.
-    """
+    """Return the weights and per-element optimizer states that this rank stores for ``flat``."""
     kept = flat.optimizer_shard
     if kept.storage.offloaded and bound is not None:
         kept.wait_for_update()
@@ -231,9 +225,7 @@ def export_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> Export:
 
 
 def adapters_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> dict[str, Adapter]:
-    """Return PEFT's description of each adapter of ``module``, by held parameter names; {} without
-    PEFT.
-    """
+    """Return PEFT's description of each adapter, by held parameter names; {} without PEFT."""
     if not getattr(module, "peft_config", None):
         return {}
     inner = unwrapped(module)
@@ -254,9 +246,7 @@ def adapters_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> dict[str
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside ``torch.compile``'s wrapper or a pipeline's stage; else
-    ``module``.
-    """
+    """Return the model inside ``torch.compile``'s wrapper or a pipeline stage; else ``module``."""
     inner: torch.nn.Module = getattr(module, "_orig_mod", module)
     cut: torch.nn.Module | None = inner.__dict__.get("hf_model")  # the stages of a pipeline
     return inner if cut is None else cut

@@ -41,9 +41,7 @@ def copy_bytes(place: torch.Tensor, values: torch.Tensor, wait: bool = True) -> 
 
 
 def aligned_buffer(nbytes: int, pin: bool = False) -> torch.Tensor:
-    """Return memory suitable for direct I/O: [nbytes] of uint8, aligned to
-    :data:`DATA_ALIGNMENT`.
-    """
+    """Return memory for direct I/O: [nbytes] of uint8, aligned to :data:`DATA_ALIGNMENT`."""
     memory = torch.empty(nbytes + DATA_ALIGNMENT, dtype=torch.uint8, pin_memory=pin)
     return memory[-memory.data_ptr() % DATA_ALIGNMENT :][:nbytes]
 

@@ -67,9 +67,7 @@ def is_checkpoint(folder: AnyPath) -> bool:
 
 
 def can_be_read(folder: AnyPath) -> bool:
-    """Whether ``folder`` is a checkpoint of hf-zero, or of another program in a supported
-    format.
-    """
+    """Whether ``folder`` is a checkpoint of hf-zero, or of a supported other program."""
     return is_checkpoint(folder) or bool(recognise(folder))
 
 
@@ -84,9 +82,7 @@ def tags_in(directory: AnyPath) -> list[str]:
 
 
 def age_key(folder: AnyPath) -> tuple[int, str]:
-    """Return the sort key for checkpoints by age: modification time of the manifest (of the folder,
-    without one), then name.
-    """
+    """Return the sort key by age: modification time of the manifest, or of the folder, and name."""
     # The folder's own time changes with every file added to it, and an object store has no folders.
     try:
         return modified_ns(folder / MANIFEST_NAME), folder.name

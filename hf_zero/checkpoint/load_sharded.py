@@ -161,9 +161,7 @@ def _open(folder: AnyPath, engine: TrainingEngine, hashes: bool) -> Checkpoint:
 
 
 def _naming_whole(folder: AnyPath, action: Callable[[], Read]) -> Read:
-    """Return ``action()``. A CheckpointError that it raises also names the whole checkpoints beside
-    ``folder``.
-    """
+    """Return ``action()``; its CheckpointError also names whole checkpoints beside ``folder``."""
     try:
         return action()
     except CheckpointError as error:

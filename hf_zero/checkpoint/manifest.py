@@ -71,16 +71,12 @@ class Manifest:
 
     @cached_property
     def slots(self) -> dict[str, tuple[FlatEntry, Slot]]:
-        """The flat entry and slot of each parameter; for a parameter in parts, those of the first
-        part.
-        """
+        """The flat entry and slot of each parameter, or of its first part."""
         return {name: parts[0] for name, parts in self.parts.items()}
 
     @cached_property
     def parts(self) -> dict[str, list[tuple[FlatEntry, Slot]]]:
-        """The flat entries and slots of each parameter: a single one, or one per part, with
-        boxes.
-        """
+        """The flat entries and slots of each parameter: a single one, or one per part."""
         found: dict[str, list[tuple[FlatEntry, Slot]]] = {}
         for flat in self.flats:
             for slot in flat.layout.slots:
@@ -388,9 +384,7 @@ def _parse(data: dict[str, Any]) -> Manifest:
 
 
 def _check_parts(name: str, slots: Sequence[Slot]) -> None:
-    """Raise ValueError unless ``slots`` hold each element of the parameter ``name`` exactly
-    once.
-    """
+    """Raise ValueError unless ``slots`` hold each element of parameter ``name`` exactly once."""
     whole, numel = slots[0].whole, sum(slot.numel for slot in slots)
     if any(slot.box is None for slot in slots) and len(slots) > 1:
         raise ValueError(f"parameter {name!r} is held twice")

@@ -92,10 +92,8 @@ def _pair(
 def _match_parameters(
     engine: TrainingEngine, manifest: Manifest, there: Mapping[str, str]
 ) -> tuple[dict[str, str], list[str], list[str], list[str]]:
-    """Match the engine's parameters with the checkpoint's by name.
-
-    Returns the map from matched names to names in the checkpoint, and the parameters that it lacks,
-    that have another shape there, and that are quantised in another way there.
+    """Return the engine's parameters matched by name with the checkpoint's, as a map, and those
+    that it lacks, that have another shape there, and that are quantised in another way there.
     """
     held, missing, differing, recoded = {}, [], [], []
     also: dict[str, list[str]] = {}

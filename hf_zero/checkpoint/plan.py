@@ -68,9 +68,7 @@ class SavePlan:
 
 @dataclass(frozen=True)
 class ExtraState:
-    """State other than tensors, in the manifest's form, and the part of it that goes to
-    ``objects.pt``.
-    """
+    """State other than tensors, in the manifest's form, and its part for ``objects.pt``."""
 
     client_state: dict[str, Any]
     lr_scheduler: dict[str, Any] | None
@@ -142,9 +140,7 @@ def plan_save(
 
 
 def extra_state(engine: TrainingEngine, client_state: Mapping[str, Any]) -> ExtraState:
-    """Return a snapshot of the state other than tensors. Raises CheckpointError naming a value that
-    cannot be saved.
-    """
+    """Return the current state other than tensors. Raises CheckpointError if it cannot be saved."""
     client, objects_of_client = objects.split("client_state", client_state)
     scheduler: dict[str, Any] | None = None
     objects_of_scheduler: dict[str, Any] = {}
@@ -305,9 +301,7 @@ class Exchange(Protocol):
     """Protocol by which the ranks of one save exchange their outcomes."""
 
     def gather(self, own: Outcome) -> list[Outcome]:
-        """Return the outcomes of all ranks, by rank, on rank 0. The result on other ranks is not
-        used.
-        """
+        """Return the outcomes of all ranks, by rank, on rank 0; the result on others is unused."""
 
     def broadcast(self, failure: str) -> str:
         """Return rank 0's ``failure`` on all ranks."""

@@ -126,9 +126,7 @@ class Checkpoint(ClosedAtExit):
         return self.manifest.all_files()
 
     def identity(self) -> str:
-        """Return a digest that distinguishes this save from any other, and from itself with a file
-        replaced.
-        """
+        """Return a digest that differs for any other save, and if a file is replaced."""
         digest = sha256(self.manifest.dumps())
         for entry in self.listed():
             path = self.folder / entry.name

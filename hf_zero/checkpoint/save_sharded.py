@@ -157,9 +157,7 @@ def _agree_on_target(
 
 
 def _stream(job: SaveJob, plan: SavePlan) -> FileHashes:
-    """Write this rank's file directly from its tensors and return its hashes. Rank 0 shows
-    progress.
-    """
+    """Write this rank's file from its tensors; return its hashes. Rank 0 shows progress."""
     with progress_bar(
         None if job.rank == 0 else False, plan.file.size, f"saving {job.target.directory}"
     ) as tick:

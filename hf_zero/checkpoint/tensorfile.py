@@ -233,11 +233,9 @@ class TensorFile(ClosedAtExit):
         self._compared[block] = 1
 
     def _read(self, entry: TensorEntry, start: int, view: memoryview) -> int:
-        """Fill ``view`` with the bytes of ``entry`` from ``start`` on. Returns the number of bytes
-        read.
-
-        Each block is compared with its hash at its first read; a block of which only a part is
-        wanted is then read whole.
+        """Fill ``view`` with the bytes of ``entry`` from ``start`` on, and return the number of
+        bytes read. Each block is compared with its hash at its first read; a block of which only a
+        part is wanted is then read whole.
         """
         tensor, blocks = self._data + entry.begin, self._blocks
         if blocks is None:

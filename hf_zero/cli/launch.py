@@ -187,9 +187,7 @@ def launch(
 
 
 def _described(planned: LaunchPlan) -> dict[str, object]:
-    """Return the plan as values for JSON. Variables are given by name only, since a value may be a
-    secret token.
-    """
+    """Return the plan for JSON, with the names of variables only: a value may be a secret."""
     if planned.alone:
         return {
             "command": planned.starts[0].command,

@@ -1,6 +1,4 @@
-"""``hf-zero estimate --link``: bytes that a step sends over a link, and their time, dense and
-compressed.
-"""
+"""``hf-zero estimate --link``: bytes and seconds of a step on a link, dense and compressed."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ def link_rows(
     **given: Any,
 ) -> dict[int, list[Row]]:
     """Return the ways of sending of each stage, the dense one first. ``given``: further arguments
-    of :func:`hf_zero.estimate.traffic`. Raises ConfigError for an invalid ``link`` speed.
+    of :func:`hf_zero.planning.estimate.traffic`. Raises ConfigError for an invalid ``link`` speed.
     """
     rate = parse_rate(link)
     from hf_zero.planning.estimate import traffic

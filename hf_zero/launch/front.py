@@ -124,9 +124,7 @@ class _Front:
         return 0
 
     def _end(self) -> None:
-        """Close the agents' standard inputs, which makes them end. Those that do not are killed
-        later.
-        """
+        """Close the agents' inputs, which makes them end; those that do not are killed later."""
         for process in self._processes:
             assert process.stdin is not None
             with suppress(BrokenPipeError):

@@ -195,9 +195,7 @@ def _meeting(request: Request, hosts: Sequence[Host], ssh: Sequence[str]) -> tup
 
 
 def _devices(host: Host, only: bool) -> str:
-    """Return the device numbers of the slots. On this machine alone, slots index the visible
-    devices.
-    """
+    """Return the devices of the slots; on this machine alone, slots index the visible ones."""
     visible = (
         [each.strip() for each in os.environ.get(VISIBLE, "").split(",")]
         if only and os.environ.get(VISIBLE)

@@ -35,9 +35,7 @@ _FACTORIES: dict[Any, Callable[[tuple[Any, ...]], Callable[[torch.Tensor], Any] 
 
 class _WithoutMemory(TorchDispatchMode):
     """Dispatch mode that makes large floating-point CPU tensors lazy once ``whole_bytes`` of them
-    have been made in memory.
-
-    A tensor is made in memory while ``pauses()`` is true.
+    are in memory, except while ``pauses()`` is true.
     """
 
     def __init__(self, whole_bytes: int, pauses: Callable[[], bool]):
@@ -103,9 +101,7 @@ class Building:
         return self.outermost(is_filled)
 
     def outermost(self, counts: Callable[[Any], bool]) -> list[nn.Module]:
-        """Return the outermost modules that contain a module with a registered parameter for which
-        ``counts`` is true.
-        """
+        """Return the outermost modules around those given a parameter for which ``counts``."""
         found: dict[nn.Module, None] = {}
         for reference in self._owners:
             owner = reference()

@@ -263,9 +263,7 @@ class Filled(Expression):
 
 
 def strided_like(root: Expression, view: Any) -> Expression:
-    """Return the part of ``root`` that ``view``, a view of a meta tensor with its elements, refers
-    to.
-    """
+    """Return the part of ``root`` that corresponds to ``view``, a view of a meta tensor."""
     if (
         view.is_contiguous()
         and view.numel() == root.numel

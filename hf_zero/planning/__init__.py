@@ -1,6 +1,4 @@
-"""Memory planning before training starts: bytes needed in each tier, whether they fit, and
-configurations that would.
-"""
+"""Memory planning before training starts: bytes needed in each tier, and what would fit."""
 
 from hf_zero.planning.checking import PreflightReport, check, room_for
 from hf_zero.planning.fit import Fit, Trial, fit

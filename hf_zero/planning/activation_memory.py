@@ -93,9 +93,7 @@ class LengthEstimate:
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Activation bytes of one rank: ``kept`` for the backward when the forward ends, and ``most``
-    at the peak.
-    """
+    """Bytes of one rank: ``kept`` for the backward after the forward, ``most`` at the peak."""
 
     kept: int
     most: int
@@ -130,10 +128,9 @@ def activation_bytes(
     """Return the bytes that a rank holds for one micro-batch in addition to parameters and
     gradients.
 
-    ``model``: a language model on any device, which is not changed. ``device``: the device on which
-    it would compute; None means a GPU. The gradient of a parameter counts until it is complete.
-    Raises ConfigError for a model that cannot run without memory, and for sequences that it cannot
-    process.
+    ``model``: a language model on any device, left unchanged. ``device``: where it would compute;
+    None: a GPU. The gradient of a parameter counts until it is complete. Raises ConfigError for a
+    model that cannot run without memory, and for sequences that it cannot process.
     """
     sequences.check(model)
     copied = _on_meta(model, precision).train()
@@ -221,9 +218,7 @@ def _has_mlps(model: nn.Module) -> bool:
 
 
 class _Counted(TorchDispatchMode):
-    """Dispatch mode that counts the live bytes of storages made by operations: ``now``, and
-    ``most`` at the peak.
-    """
+    """Dispatch mode that counts bytes of live storages: ``now``, and ``most`` at the peak."""
 
     def __init__(self, model: nn.Module, inputs: torch.Tensor, device: torch.device):
         super().__init__()

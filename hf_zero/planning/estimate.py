@@ -229,9 +229,7 @@ def _stages(plan: MemoryPlan, stage: int | None, otherwise: list[int]) -> list[i
 
 
 def _cut(plan: MemoryPlan) -> str:
-    """Return the code that cuts a model's layers and then the model into the stages of ``plan``; ""
-    without a pipeline.
-    """
+    """Return the code that cuts the model into the stages of ``plan``, and its layers before."""
     if plan.pipeline == 1:
         return ""
     model = "model" if plan.tensor == 1 else f"hf_zero.tensor_parallel(model, {plan.tensor})"

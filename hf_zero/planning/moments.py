@@ -1,6 +1,4 @@
-"""Numbers that an optimizer keeps per parameter, and their bytes in each storage format of
-moments.
-"""
+"""Numbers that an optimizer keeps per parameter, and their bytes in each storage format."""
 
 from __future__ import annotations
 

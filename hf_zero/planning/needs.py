@@ -188,9 +188,7 @@ class _Laid:
 
 
 def _offloaded(trainable: Sequence[_Laid], plan: MemoryPlan) -> tuple[int, int, int, int]:
-    """Return the bytes of state in RAM, of state on disk, of pieces between the two, and of
-    gradients in RAM.
-    """
+    """Return bytes: state in RAM, state on disk, pieces between them, gradients in RAM."""
     gradients = sum(plan.gradient_bytes(flat.group.dtype) * flat.leaves for flat in trainable)
     kind, count = plan.optimizer.moments, plan.moments
     if plan.optimizer.device != "nvme":
@@ -224,9 +222,7 @@ def _in_files(numel: int, limit: int, kind: str, count: int) -> int:
 
 
 def _parameters(flats: Sequence[_Laid], plan: MemoryPlan) -> tuple[int, int, int]:
-    """Return the bytes of parameter chunks in RAM, of those on disk, and of units between the
-    two.
-    """
+    """Return bytes: parameter chunks in RAM, those on disk, units between them."""
     if not plan.param.on:
         return 0, 0, 0
     flats = [flat for flat in flats if not flat.group.whole]

@@ -50,9 +50,7 @@ class FlatParameters:
         return sum(math.prod(shape) for _, shape in self.shapes)
 
     def layout(self, shards: int) -> FlatLayout:
-        """Return a layout with a single slot, with the length, padding and cuts of one with a slot
-        per parameter.
-        """
+        """Return a layout with one slot, as long, padded and cut as with one per parameter."""
         return FlatLayout.build([(self.unit, (self.numel,))], shards)
 
 
@@ -181,9 +179,7 @@ class MemoryPlan:
 
     @property
     def stages(self) -> range:
-        """The available ZeRO stages. Pipelines have 0 and 1 only: they reduce gradients once per
-        step.
-        """
+        """The available ZeRO stages: 0 and 1 for pipelines, which reduce once per step."""
         return range(4 if self.pipeline == 1 else 2)
 
     @property
@@ -221,9 +217,7 @@ class MemoryPlan:
         return math.prod(sizes[axis] for axis in group.axes)
 
     def shards_of(self, group: FlatParameters) -> int:
-        """Return the number of chunks of the flat buffer of ``group``: one for each rank with the
-        same part of it.
-        """
+        """Return the chunks of the flat buffer of ``group``: one per rank with the same part."""
         return max(1, self.shards // self.apart(group))
 
     @property

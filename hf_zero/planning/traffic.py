@@ -42,15 +42,11 @@ class Traffic:
     coding: float = 0.0
 
     def seconds(self, link: float) -> float:
-        """Return the seconds of a step on a link of ``link`` bits per second, without overlapping
-        computation.
-        """
+        """Return the seconds on a link of ``link`` bits per second, without computation."""
         return 8 * self.nbytes / link + self.coding
 
     def pays_below(self, dense: Traffic) -> float | None:
-        """Return the link speed, in bits per second, from which on ``dense`` is faster; None if it
-        always is.
-        """
+        """Return the link, in bits per second, from which ``dense`` is faster; None: always."""
         saved = 8 * (dense.nbytes - self.nbytes)
         if saved <= 0:
             return None
@@ -86,10 +82,8 @@ class _Sizes:
 
 
 def traffic(groups: Sequence[FlatParameters], plan: MemoryPlan, codings: Codings) -> list[Traffic]:
-    """Return the ways of sending at the stage of ``plan``, the dense one first.
-
-    Only the dense one is returned with one rank, and if ranks hold different parts of the model
-    (tensor or expert parallelism), whose own exchanges are not counted.
+    """Return the ways of sending at the stage of ``plan``, the dense one first; that alone with one
+    rank, and if ranks hold different parts of the model, whose own exchanges are not counted.
     """
     stage, shards = plan.stage, plan.shards if plan.stage else plan.ranks // plan.replicas
     every = [_sizes(group, max(1, shards // plan.apart(group))) for group in plan.flats_of(groups)]

@@ -106,9 +106,7 @@ class Journal:
         os.replace(new, self._path)
 
     def kept(self, name: str) -> int:
-        """Return the number of bytes at the start of the temporary file of ``name`` that are
-        already written.
-        """
+        """Return how many leading bytes of the temporary file of ``name`` are already written."""
         return self._kept.get(name, 0)
 
     def note(self, name: str, nbytes: int) -> None:
@@ -144,9 +142,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 def _stretches(
     target: Path, names: Sequence[str], lines: Sequence[dict[str, Any]]
 ) -> Iterator[tuple[str, int]]:
-    """Yield (file, bytes) of the journal's ``lines``, for files that still exist and are at least
-    that long.
-    """
+    """Yield (file, bytes) from ``lines`` for files that still exist and are that long."""
     for line in lines:
         name, nbytes = line.get("file"), line.get("bytes")
         if isinstance(name, str) and name in names and isinstance(nbytes, int):

@@ -111,9 +111,7 @@ def read_cast(source: SourceRange, out: torch.Tensor, scratch: Scratch) -> None:
 
 
 def dtype_option(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Return ``dtype`` as a torch dtype, or None. Raises ConfigError for a dtype that a model
-    cannot be converted to.
-    """
+    """Return ``dtype`` as a torch dtype, or None. Raises ConfigError for an unsupported one."""
     name = str(dtype).removeprefix("torch.")
     if dtype is not None and name not in CONVERT_DTYPES:
         raise ConfigError(
@@ -268,9 +266,7 @@ def adapters_in(
 def _beside(
     folder: AnyPath, found: Mapping[str, object]
 ) -> tuple[dict[str, object], AnyPath | None]:
-    """Return the configuration file nearest to ``folder`` and its path if there is a single
-    adapter. Several adapters would need one each: {} and None.
-    """
+    """Return the nearest configuration of a single adapter, and its path; else {} and None."""
     for place in places(folder) if len(found) == 1 else ():
         path = place / CONFIG
         if path.is_file():

@@ -52,9 +52,8 @@ def open_checkpoint(
     hashes: bool = True,
 ) -> Checkpoint:
     """Open the checkpoint in ``folder``, written by hf-zero or a program that ``foreign`` supports.
-
     ``grouped`` returns the parameter names in each optimizer group of the engine that loads.
-    ``hashes`` compares what is read with the block hashes, which only checkpoints of hf-zero have.
+    ``hashes`` compares what is read with the block hashes, which only hf-zero's checkpoints have.
 
     Raises CheckpointError.
     """

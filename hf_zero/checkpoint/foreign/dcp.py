@@ -333,9 +333,7 @@ class _Reading:
 
 
 def _with_lists(tree: Any) -> Any:
-    """Return ``tree`` with each dictionary of integer keys turned into a list; missing positions
-    are None.
-    """
+    """Return ``tree`` with dictionaries of integer keys as lists; missing items are None."""
     if not isinstance(tree, dict):
         return tree
     made = {key: _with_lists(value) for key, value in tree.items()}

@@ -148,9 +148,7 @@ class DeepSpeedFolder:
         )  # fmt: skip
 
     def shapes(self) -> list[dict[str, tuple[int, ...]]]:
-        """Return the shapes of the trained parameters, by group and name, in the optimizer's
-        order.
-        """
+        """Return the trained parameters' shapes, by group and name, in the optimizer's order."""
         if self._listed is None:
             given = self.model.get("param_shapes")
             self._listed = (
@@ -294,9 +292,7 @@ class DeepSpeedFolder:
         return made
 
     def _cut_each(self) -> dict[str, list[ParameterPart]]:
-        """Return the parts at stage 3: each parameter is cut into equal parts, and a rank's parts
-        are concatenated in its buffers.
-        """
+        """Return the parts at stage 3: equal parts of parameters, concatenated by rank."""
         made: dict[str, list[ParameterPart]] = {}
         for rank, saved in enumerate(self.optims):
             flats: Sequence[torch.Tensor] = saved["fp32_flat_groups"]

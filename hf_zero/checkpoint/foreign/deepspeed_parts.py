@@ -1,6 +1,4 @@
-"""Files and dictionaries of a DeepSpeed checkpoint: the ranks of the files, and the optimizer state
-in them.
-"""
+"""Files and dictionaries of a DeepSpeed checkpoint: ranks of files, the optimizer state in them."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ def groups_of(
     base: Mapping[str, Any], shapes: Sequence[Mapping[str, Any]], step: Any = None
 ) -> tuple[OptimizerGroup, ...] | None:
     """Return the groups of ``base``, torch's state dict of an optimizer, with their parameters'
-    names; None if ``base`` has no groups.
-
-    ``step`` is the step count if it is stored elsewhere.
+    names; None if it has none. ``step`` is the step count if it is stored elsewhere.
     """
     if "param_groups" not in base:
         return None

@@ -281,9 +281,7 @@ class MappedFiles:
         return mapping if mapping is not None and address + nbytes <= mapping.stop else None
 
     def _file(self, mapping: Mapping) -> int:
-        """Return the descriptor of the file, -1 if it was removed or replaced after it was
-        mapped.
-        """
+        """Return the file's descriptor, -1 if it was removed or replaced since it was mapped."""
         with self._lock:
             if mapping.path not in self._open:
                 try:

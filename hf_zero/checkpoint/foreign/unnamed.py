@@ -60,10 +60,8 @@ def as_asked(
 
 def by_shapes(wanted: Sequence[Sequence[Shape | None]], held: Mapping[str, Shape]) -> Names | None:
     """Assign parameters in the model's order, each to the only group whose next shape equals its
-    own.
-
-    Returns None if this is ambiguous: several groups fit, or an unassigned parameter has the shape
-    of an assigned one.
+    own. Returns None if this is ambiguous: several groups fit, or an unassigned parameter has the
+    shape of an assigned one.
     """
     if not wanted or any(shape is None for shapes in wanted for shape in shapes):
         return None
@@ -121,9 +119,7 @@ def by_contents(
 
 
 def _begins(values: torch.Tensor, rounded: torch.Tensor) -> bool:
-    """Whether ``values``, rounded, begin with ``rounded``. Compares the first and last ``COMPARED``
-    elements only.
-    """
+    """Whether rounded ``values`` begin with ``rounded``; compares ``COMPARED`` elements per end."""
     count, flat = rounded.numel(), rounded.detach().reshape(-1)
     ends = (slice(0, min(COMPARED, count)), slice(max(0, count - COMPARED), count))
     return all(torch.equal(values[end].to(flat.dtype), flat[end]) for end in ends)
