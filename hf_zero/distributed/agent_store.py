@@ -1,4 +1,4 @@
-"""The key-value store of torchrun's agent, which is there before any process group and outlives the
+"""The key-value store of torchrun's agent, which exists before any process group and outlives the
 ranks.
 """
 
@@ -10,9 +10,10 @@ from typing import Any
 
 
 def connect_to_agent_store(timeout: timedelta) -> Any:
-    """A client of the store at MASTER_ADDR and MASTER_PORT; None where torchrun's agent hosts none.
+    """Return a client of the store at MASTER_ADDR and MASTER_PORT, or None if torchrun's agent
+    hosts none.
 
-    ``timeout`` limits each call. Raises what torch raises where the store does not answer.
+    ``timeout`` limits each call. Raises torch's error if the store does not answer.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() != "true":
         return None

@@ -1,4 +1,4 @@
-"""A collective in flight: waiting for it, and what becomes of its result."""
+"""Handles of collectives in flight: waiting for them, and using their results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Handle:
         finish: Callable[[], None] | None = None,
         follows: torch.device | None = None,
     ):
-        """``follows``: the device on which only streams may wait for the works: waiting returns
+        """``follows``: the device whose streams alone wait for the works; ``wait`` then returns
         before they are completed.
         """
         self._works = list(works)
@@ -38,7 +38,7 @@ class Handle:
         self._follows = follows
 
     def finish_with(self, finish: Callable[[], None]) -> None:
-        """Have ``finish`` called by the first wait, when the collective is done."""
+        """Have the first wait call ``finish`` once the collective is done."""
         self._finish = finish
 
     def wait(self) -> None:
@@ -53,7 +53,8 @@ class Handle:
         except RuntimeError as error:
             raise self._watchdog.explain_failure(self._pending, error) from error
         if self._follows is not None:
-            # The works keep tensors alive; an event in the stream that waits for them does not.
+            # Works keep tensors alive; an event recorded on the stream that waits for them does
+            # not.
             event = streams.record_here(self._follows)
             is_over = partial(_are_completed, works) if event is None else event.query
             self._watchdog.follow(self._pending, is_over, self._follows)
@@ -61,8 +62,8 @@ class Handle:
             self._finish()
 
     def reduce_into(self, out: torch.Tensor, accumulate: bool, scale: float) -> None:
-        """Wait, then ``out = scale * sum`` or, accumulating, ``out += scale * sum``; ``out``
-        sets the precision of the sum.
+        """Wait, then set ``out = scale * sum`` or, if ``accumulate``, ``out += scale * sum``. The
+        sum is taken in the dtype of ``out``.
         """
         self.wait()
         first, *rest = self._parts
@@ -85,8 +86,8 @@ class Handle:
         self._release()
 
     def split(self, sizes: Sequence[int]) -> list[Handle]:
-        """A handle for each of ``sizes`` elements of the result, end to end: of one message that
-        several tensors travel in.
+        """Return a handle for each of ``sizes`` consecutive elements of the result: several tensors
+        share one message.
         """
         handles: list[Handle] = []
         left, at = [len(sizes)], 0
@@ -103,7 +104,7 @@ class Handle:
         return handles
 
     def drop(self) -> None:
-        """Wait, and use nothing of the result: the peers wait for what this rank sends."""
+        """Wait and discard the result: the peers need what this rank sends."""
         self.wait()
         self._release()
 

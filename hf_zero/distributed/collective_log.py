@@ -1,6 +1,6 @@
-"""What this rank has issued on each communicator, in order.
+"""Logs of the collectives that this rank has issued on each communicator, in order.
 
-The k-th collective of a rank meets the k-th of the others.
+The k-th collective of a rank on a communicator matches the k-th of the others.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class PendingCollective(NamedTuple):
     what: str
     log: CollectiveLog | None = None
     number: int = 0
-    needs: tuple[int, ...] = ()  # global ranks without which it cannot end
-    warns: bool = False  # who waits says so by himself
+    needs: tuple[int, ...] = ()  # global ranks without which it cannot complete
+    warns: bool = False  # the waiting code issues its own warnings
 
     @property
     def tag(self) -> int:
-        """For point-to-point messages: those of different collectives never meet, whatever their
-        sizes are.
+        """Return the tag of its point-to-point messages: those of different collectives never
+        match, whatever their sizes are.
         """
         return zlib.crc32(f"{self.number} {self.what}".encode()) & 0x7FFFFFFF
 
@@ -39,9 +39,9 @@ class PendingCollective(NamedTuple):
 
 
 class CollectiveLog:
-    """What this rank has issued on one communicator, by sequence number.
+    """The collectives that this rank has issued on one communicator, by sequence number.
 
-    ``abort`` makes what waits in it raise; ``native``: the backend reports peers that die.
+    ``abort`` makes waits on the communicator raise; ``native``: the backend reports peers that die.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class CollectiveLog:
         self.sequence_number = 0
         self.recent: deque[str] = deque(maxlen=RECENT)
         self.closed = ""  # why this rank will issue nothing more
-        # asked before the next collective, where a pass has broken
+        # called before the next collective, after a pass has broken (recovery.py)
         self.before_issue: Callable[[CollectiveLog, str], None] | None = None
-        # issues what goes before the next collective (deferred.py)
+        # issues the deferred collectives first (deferred.py)
         self.issue_deferred: Callable[[], None] = lambda: None
 
     def issue(self, what: str, needs: tuple[int, ...] | None = None) -> PendingCollective:
-        """Count a collective.
+        """Count a collective and return its entry.
 
-        ``needs`` are the ranks without which it cannot end here, by default all.
+        ``needs`` are the ranks without which it cannot complete on this rank, by default all.
         """
         self.issue_deferred()
         if self.before_issue is not None:
@@ -79,19 +79,19 @@ class CollectiveLog:
         return PendingCollective(what, self, number, self.ranks if needs is None else needs)
 
     def close(self) -> None:
-        """Let go of the communicator; what this rank has issued stays known."""
+        """Drop the reference to the communicator; the log of issued collectives stays."""
         self.abort = lambda: None
 
     def withdraw(self) -> None:
-        """Take back the last collective, which no rank has met."""
+        """Remove the last collective, which no rank has joined."""
         self.sequence_number -= 1
         self.recent.pop()
 
 
 @dataclass
 class CollectiveStats:
-    """Logical collectives issued by this rank: numbers and bytes by operation, and their order
-    when ``keep_log`` is set.
+    """Logical collectives issued by this rank: counts and bytes by operation, and their order if
+    ``keep_log`` is set.
     """
 
     counts: Counter[str] = field(default_factory=Counter)

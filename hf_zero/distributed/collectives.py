@@ -1,18 +1,18 @@
 """The collectives of one mesh dimension.
 
-What is counted are logical collectives (one all-gather or reduction a unit), whatever the backend
-sends for them. On gloo, point-to-point exchange is faster than its reduce_scatter and overlaps
-better than its all_gather; elsewhere the backend's own collectives are used.
+Logical collectives are counted (one all-gather or reduction a unit), whatever the backend sends for
+them. On gloo, point-to-point exchange is faster than its reduce_scatter and overlaps better than
+its all_gather; other backends use their own collectives.
 
 [Note: mismatches]
-gloo aborts the process on a message longer than expected and takes a shorter one in silence. So
-every point-to-point message carries the number, name and size of its collective in its tag: what
-differs does not meet, both ranks wait, and the watchdog proves why. gloo's own collectives are
-agreed on by such messages first (:func:`tagged_barrier`), but for two kinds. Sums of a few numbers
-all have one size, and a code that shows whether they are the same. The reductions of gradients have
-a fixed order; where a pass broke on some ranks, they compare numbers before the next one
-(recovery.py); at stage 0 :meth:`MeshDim.verify_same_collective` compares how many there were in
-each step.
+gloo aborts the process on a message longer than expected and silently accepts a shorter one. So the
+tag of every point-to-point message encodes the number, name and size of its collective: different
+collectives never match, both ranks wait, and the watchdog proves why. Ranks agree on gloo's own
+collectives by such messages first (:func:`tagged_barrier`), except for two kinds. Sums of a few
+numbers all have one size, and carry a code that shows whether they are the same sum. Gradient
+reductions have a fixed order; if a pass broke on some ranks, they compare sequence numbers before
+the next one (recovery.py); at stage 0 :meth:`MeshDim.verify_same_collective` compares their count
+in each step.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ from hf_zero.distributed.watchdog import Watchdog
 
 DEFAULT_TIMEOUT = 1800.0
 MARGIN_SECONDS = 30.0  # between our timeout, which names ranks, and the backend's
-SMALL_NUMEL = 6  # sums of so few numbers travel with a code of what they are
-# backends whose works are completed when a wait for them returns
+SMALL_NUMEL = 6  # sums of at most this many numbers carry a code of their collective
+# backends whose works are completed when their wait returns
 BLOCKING = ("gloo", "threaded", "fake")
 
 
 @dataclass(frozen=True)
 class DimGroups:
-    """The process groups of one mesh dimension: None where it has one rank."""
+    """The process groups of one mesh dimension; None for a dimension of one rank."""
 
     gather: Any
-    reduce: Any  # None where nothing is reduced
+    reduce: Any  # None if nothing is reduced over the dimension
     backend: str
     device: torch.device = CPU
 
 
 class MeshDim:
-    """One axis of the mesh: the ranks that share (shard axis) or repeat (replicate axis) state
-    with this one.
+    """One dimension of the mesh: the ranks among which state is sharded (shard dimension) or
+    replicated (replicate dimension), with this one.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class MeshDim:
         name: str = "axis",
         timeout: float = DEFAULT_TIMEOUT,
     ):
-        """``ranks`` are global, ``rank`` is this one among them; ``name`` says in messages whose
-        dimension it is.
+        """``ranks`` are global, ``rank`` is this one among them; ``name`` names the dimension in
+        messages.
         """
         backend, device = groups.backend, groups.device
         self.ranks = list(ranks)
         self.size = len(self.ranks)
         self.rank = self.ranks.index(rank)
         self._group = groups.gather
-        # Reductions have a communicator of their own: their order and the order of gathers then
-        # need not interleave alike.
+        # Reductions use a separate communicator, so that gathers and reductions may interleave
+        # differently on different ranks.
         self._reduce_group = groups.reduce
         self._point_to_point = backend == "gloo"
         self._copies_input = backend == "threaded"
@@ -90,7 +90,7 @@ class MeshDim:
         self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self._verified: Handle | None = None
         self._small = SMALL_NUMEL
-        self.hops: TwoHops | None = None  # gathers travel in these
+        self.hops: TwoHops | None = None  # two-hop gathers, if configured
         logs = []
         for kind, each in (("gathers", groups.gather), ("reductions", groups.reduce)):
             off = partial(abort, each, backend, self.size, self.rank, device)
@@ -105,13 +105,13 @@ class MeshDim:
 
     @property
     def group(self) -> Any:
-        """The torch process group of its gathers, for others' code; None where it has one rank."""
+        """The torch process group of its gathers, for external code; None for one rank."""
         return self._group
 
     @property
     def host_messages_on(self) -> torch.device:
-        """The device for messages that the host reads: its own memory where the process group has
-        a backend for it, so that nobody waits for what was launched on the device.
+        """The device for messages that the host reads: host memory if the process group has a
+        backend for it, so that reading them does not wait for work launched on the device.
         """
         if self._follows is None or (self.size > 1 and backend_serving(CPU)):
             return CPU
@@ -119,7 +119,7 @@ class MeshDim:
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """Global ranks of the others."""
+        """Global ranks of the other members."""
         return tuple(rank for place, rank in enumerate(self.ranks) if place != self.rank)
 
     def _peers(self) -> list[int]:
@@ -127,11 +127,11 @@ class MeshDim:
 
     @contextmanager
     def _launching(self, pending: PendingCollective) -> Iterator[None]:
-        """Around the calls that start the collective of ``pending``."""
+        """Wrap the calls that start the collective of ``pending``."""
         self._watchdog.check()
         try:
             yield
-        except RuntimeError as error:  # a connection was lost before
+        except RuntimeError as error:  # the connection was already lost
             raise self._watchdog.explain_failure(pending, error) from error
 
     def all_gather(
@@ -140,11 +140,11 @@ class MeshDim:
         key: str,
         codecs: Sequence[Codec | None] = (),
     ) -> Handle:
-        """Gather each ``(full, chunk)``: [size * n] from [n] of each rank.
+        """Gather each ``(full, chunk)``: ``full`` [size * n] from ``chunk`` [n] of each rank.
 
-        The pairs travel as one logical message; ``codecs`` are theirs, none: as they are. Pairs in
-        host memory beside a device (:attr:`host_messages_on`) are exchanged by the hosts: then
-        waiting for the handle blocks the host.
+        The pairs count as one logical message; ``codecs``, if given, has an entry for each pair.
+        Pairs in host memory beside a device (:attr:`host_messages_on`) are exchanged by the hosts:
+        waiting for the handle then blocks the host.
         """
         decodes: list[Callable[[], None]] = []
         if any(codecs) and self.size > 1:
@@ -164,7 +164,7 @@ class MeshDim:
                     own.copy_(chunk)
                 if self.size == 1 or not chunk.numel():
                     continue
-                # not every backend knows every dtype
+                # as bytes: not every backend supports every dtype
                 whole, own = full.view(torch.uint8), own.view(torch.uint8)
                 if beside or (self._point_to_point and full.device.type == "cpu"):
                     parts = whole.chunk(self.size)
@@ -185,7 +185,7 @@ class MeshDim:
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
         codecs: Sequence[Codec | None],
     ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[Callable[[], None]]]:
-        """``pairs`` with messages in the place of what has a codec, and what decodes those."""
+        """Replace tensors that have a codec by messages; return pairs and the calls that decode."""
         sent, decodes = [], list[Callable[[], None]]()
         for (full, chunk), codec in zip(pairs, codecs, strict=True):
             if codec is None:
@@ -201,9 +201,9 @@ class MeshDim:
     def all_gather_packed(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], key: str
     ) -> Handle:
-        """As :meth:`all_gather` of pairs of one dtype, in one message for all of them.
+        """Gather pairs of one dtype like :meth:`all_gather`, in one message.
 
-        It costs two copies, which for a few small chunks is less than a message each.
+        The two copies cost less than separate messages for a few small chunks.
         """
         if len(pairs) == 1 or self.size == 1:
             return self.all_gather(pairs, key)
@@ -220,7 +220,7 @@ class MeshDim:
         return handle
 
     def reduce_packed(self, fulls: Sequence[torch.Tensor], key: str) -> list[Handle]:
-        """As :meth:`reduce_scatter` of each of ``fulls``, of one dtype, in one message for all."""
+        """Reduce-scatter each of ``fulls``, of one dtype, in one message; return their handles."""
         sizes = [full.numel() // self.size for full in fulls]
         rows = [full.view(self.size, size) for full, size in zip(fulls, sizes)]
         packed = torch.cat(rows, 1).view(-1)
@@ -229,7 +229,7 @@ class MeshDim:
     def _exchange(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: Any, tag: int
     ) -> list[Any]:
-        """``sent[peer]`` to each peer, and what it sends into ``received[peer]``."""
+        """Send ``sent[peer]`` to each peer, receive into ``received[peer]``; return the works."""
         works: list[Any] = []
         peers = self._peers()
         for peer in peers:
@@ -243,9 +243,9 @@ class MeshDim:
     def all_to_all(
         self, sent: torch.Tensor, sizes: Sequence[int], counts: Sequence[int], key: str
     ) -> tuple[Handle, torch.Tensor]:
-        """``sizes[peer]`` elements of ``sent``, 1-D, to each peer; what has come from each,
-        ``counts[peer]`` elements, is in the tensor, in the order of the peers, once the handle is
-        waited for.
+        """Send ``sizes[peer]`` elements of ``sent``, 1-D, to each peer. Return a handle and the
+        tensor that holds, after the wait, ``counts[peer]`` elements from each peer, in the order of
+        the peers.
         """
         came = sent.new_empty(sum(counts))
         pending = self.reductions.issue(f"all-to-all of {key}")
@@ -263,7 +263,7 @@ class MeshDim:
         counts: Sequence[int],
         tag: int,
     ) -> list[Any]:
-        """``sizes[peer]`` elements of ``sent`` to each peer, ``counts[peer]`` from it."""
+        """Send ``sizes[peer]`` elements of ``sent`` to each peer, receive ``counts[peer]``."""
         group = self._reduce_group
         if self.size > 1 and not (self._point_to_point and sent.device.type == "cpu"):
             sizes, counts = list(sizes), list(counts)
@@ -274,9 +274,9 @@ class MeshDim:
         return self._exchange(raw, into, group, tag)
 
     def reduce_scatter(self, full: torch.Tensor, key: str, codec: Codec | None = None) -> Handle:
-        """Sum ``full`` [size * n] over the axis; the handle reduces this rank's chunk [n] into
-        its destination. With a ``codec`` each rank sends each other one message, and the sum is
-        taken in fp32 in the order of the ranks; ``full`` may change at once.
+        """Sum ``full`` [size * n] over the dimension; the handle reduces this rank's chunk [n] into
+        its destination. With a ``codec`` each rank sends one message to each other rank, the sum is
+        taken in fp32 in the order of the ranks, and ``full`` may be overwritten at once.
         """
         if codec is not None and self.size > 1:
             return self._reduce_encoded(full, key, codec)
@@ -326,9 +326,9 @@ class MeshDim:
     def all_reduce(
         self, tensor: torch.Tensor, key: str, maximum: bool = False, ordered: bool = False
     ) -> Handle:
-        """Sum (or maximum) over the axis, in place.
+        """Sum (or maximum) over the dimension, in place.
 
-        ``ordered``: no rank can be at another reduction (see the note).
+        ``ordered``: no rank can be at another reduction (see the note), so no agreement is needed.
         """
         pending = self.reductions.issue(f"all-reduce of {key}, {tensor.nbytes} bytes")
         if self.size == 1:
@@ -344,7 +344,9 @@ class MeshDim:
         return Handle([work], self._watchdog, pending, [tensor], follows=self._follows)
 
     def maximum_on_hosts(self, values: Sequence[int], key: str) -> list[int]:
-        """Return the largest of each of ``values`` over the axis (collective; the host waits)."""
+        """Return the maximum of each of ``values`` over the dimension (collective, blocks the
+        host).
+        """
         own = torch.tensor(values, dtype=torch.int64, device=self.host_messages_on)
         if self._follows is None or own.device.type != "cpu" or self.size == 1:
             self.all_reduce(own, key, maximum=True).wait()
@@ -356,16 +358,16 @@ class MeshDim:
         return [int(each) for each in own.tolist()]
 
     def allow_small_sums(self, numel: int) -> None:
-        """Let sums of up to ``numel`` numbers travel as those of a few: the same on all ranks,
-        and before the first of them.
+        """Send sums of up to ``numel`` numbers the way small sums are sent. Call it with the same
+        number on all ranks, before the first such sum.
         """
         self._small = max(self._small, numel)
 
     def verify_same_collective(self, what: str, values: torch.Tensor) -> Handle:
-        """Sum ``values`` over an axis of more than one rank, and on gloo compare ``what`` with the
-        other ranks.
+        """Sum ``values`` over a dimension of more than one rank, and on gloo compare ``what`` with
+        the other ranks.
 
-        It costs no wait, unless the caller waits for the sum: a difference raises at the next call.
+        It blocks only if the caller waits for the sum: a difference raises at the next call.
         """
         pending = self.gathers.issue(what)
         self._stats.record("all_reduce", "used parameters", values.nbytes)
@@ -381,9 +383,9 @@ class MeshDim:
         return handle
 
     def _sum_small(self, tensor: torch.Tensor, pending: PendingCollective, group: Any) -> Handle:
-        """Sum ``tensor``, and with it a code of ``wait``.
+        """Sum ``tensor`` together with a code of ``pending``.
 
-        All such messages have one size, so that gloo survives a difference.
+        All such messages have one size, so gloo survives a mismatch.
         """
         code = float(pending.tag & 0xFFFFF)
         message = torch.zeros(self._small + 2, dtype=torch.float64)
@@ -394,7 +396,7 @@ class MeshDim:
 
         def finish() -> None:
             total, squares = message[-2:].tolist()
-            # else there is no variance: all are the same
+            # equal on all ranks if and only if the variance of the codes is zero
             if (total, squares) != (code * self.size, code * code * self.size):
                 raise self._watchdog.report_mismatch(pending)
             tensor.copy_(message[: tensor.numel()].view(tensor.shape))
@@ -402,19 +404,20 @@ class MeshDim:
         return Handle([work], self._watchdog, pending, [tensor], finish=finish)
 
     def wait_at_most(self, seconds: float) -> None:
-        """Let a wait for its collectives be an error after ``seconds``."""
+        """Set the timeout of waits for its collectives to ``seconds``."""
         self.gathers.timeout = self.reductions.timeout = seconds
         for group in (self._group, self._reduce_group):
             if group is not None and self._watchdog.rank_status is not None:
                 group.set_timeout(timedelta(seconds=seconds + MARGIN_SECONDS))
 
     def free_buffers(self) -> None:
-        """Free the buffers that are kept for the next reductions."""
+        """Free the buffers kept for the next reductions."""
         self._spare.clear()
 
     def aborts(self) -> dict[str, Callable[[], None]]:
-        """By name of communicator, what ends what is under way there: nobody waits for it here, and
-        a communicator that is closed waits for collectives that other ranks have not joined.
+        """Return the calls that abort its communicators, by name: nobody waits for their
+        collectives on this rank, and closing a communicator would wait for collectives that other
+        ranks have not joined.
         """
         self._verified = None
         if self._watchdog.rank_status is None:
@@ -423,7 +426,7 @@ class MeshDim:
         return {log.name: log.abort for group, log in logs if group is not None}
 
     def close(self) -> None:
-        """Give the communicators and spare buffers back."""
+        """Release the communicators and the spare buffers."""
         self.free_buffers()
         marked, self._verified = self._verified, None
         if marked is not None and not self._watchdog.verdict:

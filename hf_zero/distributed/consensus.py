@@ -1,17 +1,17 @@
-"""What the ranks of one engine agree on through the key-value store of the process group.
+"""Agreement among the ranks of one engine through the key-value store of the process group.
 
 [Note: gathers out of order]
 While an order of gathers is recorded, the ranks agree before every gather
-(:class:`GatherAgreement`), and all of them issue what was agreed. Later a rank may need a unit that
-the order does not hold while the others follow the order. It must not issue a collective that no
-rank joins: it fetches the others' shards through the store, from a thread that each rank keeps for
-that (:class:`ShardFetches`). Such a fetch is slow, and its values are those of the gather. So does
-a rank that asks outside passes for what no other rank asks for: rank 0 alone calls ``state_dict``,
-while the others are in a pass, wait for it in a collective, or have ended their scripts, which they
-do not before every rank is there (:meth:`GatherAgreement.agree_or_leave`). The
-orders are recorded anew after a step that is the same for all ranks (:class:`StepEvents`). In the
-same way all ranks learn that one of them was asked to stop, and that a save of rank 0 in the
-background has failed.
+(:class:`GatherAgreement`), and all of them issue the agreed one. Later a rank may need a unit that
+is missing from the recorded order while the others follow it. It must not issue a collective that
+no rank joins: it fetches the others' shards through the store, served by a thread on each rank
+(:class:`ShardFetches`). Such a fetch is slow; its values equal those of the gather. A rank that
+asks outside passes for what no other rank asks for fetches in the same way: rank 0 alone calls
+``state_dict``, while the others are in a pass, wait for it in a collective, or have ended their
+scripts and wait for every rank to arrive (:meth:`GatherAgreement.agree_or_leave`). The orders are
+recorded anew after a step that is the same for all ranks (:class:`StepEvents`). The same mechanism
+tells all ranks that one of them was asked to stop, and that a save of rank 0 in the background has
+failed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hf_zero.distributed.watchdog import Watchdog
 class Consensus:
     """One rank's side of the agreements of one engine.
 
-    ``store`` is a torch.distributed store that all its ``ranks`` (global) share.
+    ``store`` is a torch.distributed store shared by all its ``ranks`` (global).
     """
 
     def __init__(
@@ -50,5 +50,5 @@ class Consensus:
         self.fetches = ShardFetches(store, rank, ranks, self.steps, waits, awaited)
 
     def close(self, why: str = ENDED) -> None:
-        """Answer other ranks no more, and let those that ask see ``why``."""
+        """Stop answering other ranks; those that ask read ``why``."""
         self.fetches.close(why)

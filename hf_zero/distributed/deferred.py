@@ -1,9 +1,9 @@
-"""Collectives that another thread has to issue before the next one of the thread that trains.
+"""Collectives of other threads, issued before the next one of the training thread.
 
-Communicators of one device share it. Where two threads issue on them, a rank's collectives have no
+Communicators of one device share it. If two threads issue on them, a rank's collectives have no
 order but that of a clock, and two ranks may each run the one that the other has yet to start: NCCL
-allows that on no device that cannot hold both. So what threads have to issue is issued, on every
-rank, before the next collective that is issued by the thread that trains.
+allows that on no device that cannot run both at once. So every rank issues the collectives of other
+threads before the next collective of its training thread.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 
 class DeferredCollectives:
-    """Calls that issue what other threads of this rank have to issue; of all engines."""
+    """Calls that issue the collectives of this rank's other threads; shared by all engines."""
 
     def __init__(self) -> None:
         self._calls: list[weakref.WeakMethod[Callable[[], None]]] = []
@@ -23,7 +23,7 @@ class DeferredCollectives:
         self._calls.append(weakref.WeakMethod(call))
 
     def issue(self) -> None:
-        """Return when nothing is deferred any more. Waits for no other rank."""
+        """Issue all deferred collectives. Waits for no other rank."""
         for each in list(self._calls):
             call = each()
             if call is None:

@@ -1,4 +1,4 @@
-"""Making mesh dimensions: their process groups, on all ranks of the job."""
+"""Creation of mesh dimensions: their process groups, on all ranks of the job."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hf_zero.distributed.collectives import MARGIN_SECONDS, DimGroups, MeshDim
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import ConfigError
 
-# how many queues the streams of a process share on an NVIDIA GPU
+# number of hardware queues that the streams of a process share on an NVIDIA GPU
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 @dataclass(frozen=True)
 class DimMaker:
-    """Makes dimensions for tensors on ``device``, whose waits ``watchdog`` watches."""
+    """Make dimensions for tensors on ``device``; ``watchdog`` watches their waits."""
 
     rank: int
     device: torch.device
@@ -40,15 +40,15 @@ class DimMaker:
         watchdog: Watchdog | None = None,
         shares: bool = False,
     ) -> MeshDim:
-        """The dimension whose ranks are the one of ``sets`` that this rank is in: every rank of
-        the job is in one of them (collective over all, with the same sets).
+        """Return the dimension over the one of ``sets`` that contains this rank. Each rank of the
+        job is in one of them (collective over all, with the same sets).
 
-        ``name`` says in messages whose dimension it is. ``places``: communicators; 1: nothing is
-        reduced over it, unless it ``shares`` one with gathers, as where all ranks issue both in one
-        order. ``watchdog``: another one for its waits.
+        ``name`` names the dimension in messages. ``places``: number of communicators; with 1
+        nothing is reduced over it unless it ``shares`` one with gathers, for ranks that issue both
+        in one order. ``watchdog``: another one for its waits.
 
-        Raises ConfigError where ranks of NVIDIA GPUs launch through one connection: there two
-        communicators wait for each other.
+        Raises ConfigError if ranks of NVIDIA GPUs launch through one connection: two communicators
+        then wait for each other.
         """
         self._check_connections(sets)
         mine, groups = next(ranks for ranks in sets if self.rank in ranks), [None, None]
@@ -82,14 +82,14 @@ class DimMaker:
     def _group(self, ranks: Sequence[int], name: str, gathers: bool) -> Any:
         if len(ranks) == 1:
             return None
-        # Of the device's backend alone, which need not be the only one of the job's group.
+        # Only the device's backend; the job's group may have others.
         own = None if kinds.is_host(self.device) else self.backend
         limit = timedelta(seconds=self.timeout + MARGIN_SECONDS)
         options: Any = None
         if gathers and self.backend == "nccl":
-            # Ranks that leave out blocks issue gathers and reductions in different orders
-            # (reduction_order.py): their streams come from two pools, and are never one
-            # (device/streams.py, the note).
+            # Ranks that skip blocks issue gathers and reductions in different orders
+            # (reduction_order.py): the streams of the two groups are taken from two pools, and are
+            # never the same one (device/streams.py, the note).
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             options._timeout = limit
         made = dist.new_group(list(ranks), timeout=limit, backend=own, pg_options=options)
@@ -101,12 +101,12 @@ class DimMaker:
 def connect(
     group: Any, ranks: Sequence[int], device: torch.device, watchdog: Watchdog, name: str
 ) -> None:
-    """Have the communicator of ``group``, of ``ranks`` (global), made for ``device`` (collective
-    over them).
+    """Create the communicator of ``group``, of ``ranks`` (global), for ``device`` (collective over
+    them).
 
-    Communicators are made by their first message, which takes memory and blocks the host: not in
-    the midst of a forward or backward. One of messages between two ranks may wait there for ranks
-    that have no part in them.
+    Communicators are created by their first message, which takes memory and blocks the host: this
+    must not happen in a forward or backward. A communicator between two ranks may wait there for
+    ranks that have no part in its messages.
     """
     if kinds.is_host(device):
         return

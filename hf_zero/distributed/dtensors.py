@@ -1,4 +1,4 @@
-"""Parameters that another library has spread over ranks as DTensors, as their local parts."""
+"""Local parts of parameters that another library has distributed over ranks as DTensors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def local_part(name: str, tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, int | None, int]:
-    """The local tensor of a DTensor over ``size`` ranks; along which dimension it is cut (None: it
-    is whole), and how many matrices lie side by side there.
+    """Return the local tensor of a DTensor over ``size`` ranks, the dimension it is sharded along
+    (None: replicated), and the number of matrices packed side by side there.
 
-    Raises PartitionError for one that is spread in another way.
+    Raises PartitionError for any other placement.
     """
     assert isinstance(tensor, DTensor)
     spread = [

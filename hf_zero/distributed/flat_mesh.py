@@ -1,4 +1,4 @@
-"""The ranks of one kind of flat buffer: which of them cut it and which repeat it."""
+"""The ranks of one kind of flat buffer: those that shard it and those that replicate it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from hf_zero.distributed.world_group import get_world_group
 
 @dataclass(frozen=True, eq=False)
 class FlatMesh:
-    """The ranks of one kind of flat buffer: those along ``shard`` cut it, those along ``replicate``
-    repeat it.
+    """The ranks of one kind of flat buffer: sharded along ``shard``, replicated along
+    ``replicate``.
 
     updates: the ranks of ``shard`` on a communicator for a thread that gathers updated parameters.
-    node: of ``shard``, those of a node, for gathers alone. hops: those that gathers over ``shard``
-    take, across nodes and in a node; none: they are one. group: all ranks that hold the same
-    values, for the first ones; None for one rank. axes: what cuts it beside ZeRO. weight: what the
-    squares of a rank count for in a sum over :class:`Sums`, so that each element counts once.
-    gain: what the sum of its gradients is multiplied by, further to 1 / all ranks of the engine.
+    node: the ranks of ``shard`` within a node, for gathers only. hops: the dimensions of two-hop
+    gathers over ``shard``, across nodes and within a node; empty: gathers take one hop. group: all
+    ranks that hold the same values, for initial broadcasts; None for one rank. axes: the parallel
+    axes that cut it besides ZeRO. weight: factor of a rank's squares in a sum over :class:`Sums`,
+    so that each element counts once. gain: factor of the sum of its gradients, in addition to 1 /
+    all ranks of the engine.
     """
 
     shard: MeshDim
@@ -45,26 +46,26 @@ class FlatMesh:
 
     @property
     def size(self) -> int:
-        """How many ranks hold or cut the same values."""
+        """Number of ranks that hold or shard the same values."""
         return self.shard.size * self.replicate.size
 
     @cached_property
     def sums_twice(self) -> bool:
-        """Whether a sum over its ranks is one along each of two axes."""
+        """Whether a sum over its ranks takes one sum along each of two dimensions."""
         return self.shard.size > 1 and self.replicate.size > 1
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first of those that hold the same values."""
+        """Whether this rank is the first that holds the same values."""
         return self.shard.rank == 0 and self.replicate.rank == 0
 
 
 class Sums(NamedTuple):
-    """Along which axes the numbers of all ranks are summed.
+    """The dimensions along which the numbers of all ranks are summed.
 
-    each: those of each of its ranks count once: the shards of one replica; all peers, where flat
-    buffers differ in their ranks. repeats: along this the sums are the same. stages: the other
-    stages of a pipeline, whose gradients have a part in the norm.
+    each: the ranks whose numbers each count once: the shards of one replica, or all peers if flat
+    buffers differ in their ranks. repeats: the dimension along which the sums are equal. stages:
+    the other stages of a pipeline, whose gradients contribute to the norm.
     """
 
     each: MeshDim
@@ -74,12 +75,12 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class MeshOptions:
-    """What an engine needs groups for, alike on all ranks of the job.
+    """The process groups that an engine needs, equal on all ranks of the job.
 
-    updates: another communicator over the shards, for a thread that gathers updated parameters and
-    all else. node: each so many ranks of a shard group are one dimension more, for gathers alone.
-    hop: gathers over a shard group take two hops, across nodes of so many ranks and within each.
-    cuts: by which axes its parameters are cut beside ZeRO (``Sharding.axes``).
+    updates: another communicator over the shards, for a thread that gathers updated parameters.
+    node: this many ranks of a shard group form one more dimension, for gathers only. hop: gathers
+    over a shard group take two hops, across nodes of this many ranks and within each. cuts: the
+    axes that cut its parameters besides ZeRO (``Sharding.axes``), for each kind.
     """
 
     updates: bool = False
@@ -92,9 +93,10 @@ DATA_PARALLEL = MeshOptions()
 
 
 class FlatMeshMaker:
-    """Makes the meshes of one engine's flat buffers, on all ranks of the job in the same order.
+    """Make the meshes of one engine's flat buffers, on all ranks of the job in the same order.
 
-    ``shards`` cut what lies on all peers. :attr:`logs`: the communicators made, by what for.
+    ``shards``: size of the shard dimension of buffers held by all peers. :attr:`logs`: the
+    communicators made, by purpose.
     """
 
     def __init__(
@@ -111,12 +113,12 @@ class FlatMeshMaker:
         self.logs: dict[str, CollectiveLog] = {}
 
     def _sets(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
-        """The ranks that hold the same part of what is cut by ``axes``, for each part."""
+        """Return, for each part of values cut by ``axes``, the ranks that hold it."""
         ranks = range(self._dims.world)
         return list(dict.fromkeys(self._dims.ranks_sharing(rank, axes) for rank in ranks))
 
     def flat_mesh(self, axes: tuple[str, ...]) -> FlatMesh:
-        """The mesh of what is cut by ``axes`` beside ZeRO (collective)."""
+        """Return the mesh of flat buffers that ``axes`` cut besides ZeRO (collective)."""
         kind = f" of {'- and '.join(axes)}-parallel parts" if axes else ""
         sets = self._sets(axes)
         shards = self._shards
@@ -144,7 +146,7 @@ class FlatMeshMaker:
         return FlatMesh(shard, replicate, updates, of_node, hops, group, axes, weight, gain)
 
     def _hops(self, rows: Sequence[Sequence[int]], name: str, kind: str) -> tuple[MeshDim, MeshDim]:
-        """Across the nodes of each of ``rows``, and within them."""
+        """Return the dimensions across the nodes of each of ``rows``, and within them."""
         size = self._options.hop
         across = [row[place::size] for row in rows for place in range(size)]
         within = [row[at : at + size] for row in rows for at in range(0, len(row), size)]
@@ -164,8 +166,8 @@ class FlatMeshMaker:
         return axis
 
     def group(self, axes: tuple[str, ...]) -> RankGroup | None:
-        """All ranks that hold what this one does of what is cut by ``axes``, for calls that block;
-        None where it is alone (collective).
+        """Return the group of all ranks that hold the same part of values cut by ``axes``, for
+        blocking calls; None if it has one rank (collective).
         """
         sets, own = self._sets(axes), None
         if len(sets) > 1 and len(sets[0]) > 1:
@@ -179,18 +181,18 @@ class FlatMeshMaker:
         return get_world_group().part(mine, own, self._maker.timeout, self._name)
 
     def sums(self, whole: FlatMesh) -> tuple[MeshDim, MeshDim]:
-        """Along which numbers of all ranks are summed, and along which the sums are the same
-        (collective).
+        """Return the dimension along which numbers of all ranks are summed, and the one along which
+        the sums are equal (collective).
         """
         if not self._dims.splits_model:
             return whole.shard, whole.replicate
-        if whole.replicate.size == 1:  # its shards lie on all ranks
+        if whole.replicate.size == 1:  # it is sharded over all ranks
             return whole.shard, self.alone()
         every = self._counted(self._sets(()), f"{self._name} over all ranks", " over all ranks")
         return every, self.alone()
 
     def alone(self) -> MeshDim:
-        """This rank by itself."""
+        """Return a dimension of this rank only."""
         maker = self._maker
         groups = DimGroups(None, None, maker.backend, maker.device)
         return MeshDim([maker.rank], maker.rank, groups, self._stats, maker.watchdog, self._name)

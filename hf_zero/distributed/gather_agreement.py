@@ -10,11 +10,11 @@ from hf_zero.distributed.store_wait import StoreWait
 from hf_zero.errors import RankMismatchError
 
 Wish = tuple[int, int]
-APART = "apart"  # the outcome where some ranks gather for a script and the others are in a pass
+APART = "apart"  # the outcome if some ranks gather for a script while the others are in a pass
 
 
 class GatherAgreement:
-    """One rank's side of it, through ``store``; ``log`` numbers the agreements."""
+    """One rank's side of the agreement, through ``store``; ``log`` numbers the agreements."""
 
     def __init__(
         self, store: Any, rank: int, ranks: Sequence[int], waits: StoreWait, log: CollectiveLog
@@ -26,17 +26,17 @@ class GatherAgreement:
         self._log = log
         self._sequence = 0
         self._left = False  # the last gather for a script was given up
-        self._asking = False  # for values, alone
+        self._asking = False  # this rank alone asks for values
         self.all_launched = 0  # reductions that every rank had launched at the last agreement
 
     def agree(self, where: str, wish: Wish, name: Callable[[Wish], str], launched: int = 0) -> Wish:
-        """The largest wish of all ranks, each a pair ``(kind, unit)``, for the next gather
+        """Return the largest wish of all ranks, each a pair ``(kind, unit)``, for the next gather
         (collective).
 
-        ``name`` puts a wish into words, for messages. ``launched`` is how many reductions this rank
-        has launched; the least of all ranks is in :attr:`all_launched` then. Ranks in different
-        passes (``where``) can never meet; that raises RankMismatchError on all of them. A rank that
-        does not come is named in a warning every minute and in the error at the timeout.
+        ``name`` describes a wish in messages. ``launched``: number of reductions that this rank has
+        launched; :attr:`all_launched` is set to the least of all ranks. Ranks in different passes
+        (``where``) can never match: RankMismatchError on all of them. A missing rank is named in a
+        warning every minute and in the error at the timeout.
         """
         while True:
             agreed = self._agree(where, wish, name, launched, may_leave=False)
@@ -44,9 +44,9 @@ class GatherAgreement:
                 return agreed
 
     def agree_or_leave(self, where: str, wish: Wish, name: Callable[[Wish], str]) -> Wish | None:
-        """As :meth:`agree`, for a gather outside passes, which one rank alone may ask for. None
-        where this rank is alone: the others are in a pass, have ended, or wait for something
-        that needs this rank.
+        """Agree like :meth:`agree` on a gather outside passes, which one rank alone may ask for.
+        Return None if this rank is alone: the others are in a pass, have ended, or wait for
+        something that needs this rank.
         """
         if not self._asking:
             self._asking = True
@@ -58,31 +58,31 @@ class GatherAgreement:
         return agreed
 
     def end_asking(self) -> None:
-        """What this rank has asked for alone is complete. Idempotent."""
+        """Withdraw this rank's lone request: it is complete. Idempotent."""
         if self._asking:
             self._asking = False
             self._store.delete_key(_asking(self._rank))
 
     def is_awaited_by(self, rank: int) -> bool:
-        """Whether ``rank`` waits for a gather that it may leave, or fetches what it asks for."""
+        """Whether ``rank`` waits for a gather that it may leave, or fetches its values."""
         return bool(self._store.check([_asking(rank)]))
 
     def _agree(
         self, where: str, wish: Wish, name: Callable[[Wish], str], launched: int, may_leave: bool
     ) -> Wish | None:
-        """One agreement; None where ranks that may leave are on their own."""
+        """Run one agreement; return None if ranks that may leave are on their own."""
         step, self._sequence = self._sequence, self._sequence + 1
         what = f"join the {name(wish)} in {where}"
         pending = self._log.issue("agreement on the next gather")._replace(
             what=f"all ranks to {what}", warns=True
         )
         if may_leave:
-            pending = pending._replace(log=None)  # not a wait that others could be proved to block
+            pending = pending._replace(log=None)  # not a wait that others can be proved to block
         store = self._store
         store.set(f"{step}/{self._rank}", f"{where}|{wish[0]}|{wish[1]}|{launched}|{may_leave:d}")
         if store.add(f"{step}/n", 1) == len(self._ranks):
             store.set(f"{step}/go", self._outcome(step, name))
-            if step:  # every rank has been here, so every rank has read the outcome before
+            if step:  # every rank has arrived here, hence has read the last outcome
                 for key in ("n", "go", *self._ranks):
                     store.delete_key(f"{step - 1}/{key}")
         arrivals = {rank: f"{step}/{rank}" for rank in self._ranks}
@@ -105,7 +105,7 @@ class GatherAgreement:
         return kind, unit
 
     def _withdraw(self, step: int) -> bool:
-        """Leave agreement ``step``; False where all ranks have come by now."""
+        """Leave agreement ``step``; return False if all ranks have arrived by now."""
         if self._store.add(f"{step}/n", -1) == len(self._ranks) - 1:
             self._store.add(f"{step}/n", 1)
             return False
@@ -115,9 +115,9 @@ class GatherAgreement:
         return True
 
     def _outcome(self, step: int, name: Callable[[Wish], str]) -> str:
-        """What follows from the wishes of all ranks: ``kind|unit|launched``; :data:`APART` where
-        ranks that may leave meet others; or the ranks' wishes after an exclamation mark where they
-        are in different passes.
+        """Return the outcome of the wishes of all ranks: ``kind|unit|launched``; :data:`APART` if
+        ranks that may leave meet others; or an exclamation mark and the ranks' wishes if they are
+        in different passes.
         """
         entries = [self._store.get(f"{step}/{rank}").decode() for rank in self._ranks]
         split = [entry.rsplit("|", 4) for entry in entries]

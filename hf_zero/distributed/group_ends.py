@@ -1,4 +1,4 @@
-"""The ends of process groups: aborted, so that what waits in them raises, or destroyed."""
+"""The end of process groups: abort, so that their waits raise, or destruction."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from hf_zero.logging import logger
 
 CPU = torch.device("cpu")
 BREAK_TAG = 0x7FFFFFFF
-ABORT_SECONDS = 30.0  # that aborts are waited for
+ABORT_SECONDS = 30.0  # longest wait for aborts
 
 
 def abort(group: Any, backend: str, size: int, rank: int, device: torch.device) -> None:
-    """Make everything that waits in ``group`` raise, here and on its other ranks."""
+    """Make all waits in ``group`` raise, on this rank and on its other ranks."""
     if backend != "gloo":
         group._get_backend(device).abort()
         return
     gloo = group._get_backend(CPU)
     for peer in range(size):
         if peer != rank:
-            try:  # gloo closes the connections of a message that has timed out, and of nothing else
+            try:  # gloo closes connections only when a message on them has timed out
                 gloo.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
             except RuntimeError:
                 pass  # as wanted
 
 
 def abort_together(aborts: Mapping[str, Callable[[], None]]) -> None:
-    """Call ``aborts``, by name of communicator, all at once, and return when they have ended or
-    :data:`ABORT_SECONDS` are over. What one raises is logged, and keeps no other from it.
+    """Call ``aborts``, by name of communicator, concurrently; return when they have ended or after
+    :data:`ABORT_SECONDS`. An exception of one is logged and does not stop the others.
 
-    One after the other they may not end: NCCL gives memory back in an abort, for which the driver
-    waits until the device is idle, and a collective on a communicator whose abort is yet to come
-    never ends.
+    In sequence they might never end: NCCL frees memory in an abort, for which the driver waits
+    until the device is idle, and a collective on a communicator that is still to be aborted never
+    ends.
     """
     under_way = []
     for each in aborts.items():
@@ -46,7 +46,7 @@ def abort_together(aborts: Mapping[str, Callable[[], None]]) -> None:
         try:
             thread.start()
             under_way.append(thread)
-        except RuntimeError:  # the interpreter shuts down, and starts none
+        except RuntimeError:  # the interpreter is shutting down and starts no thread
             _try(*each)
     limit = time.monotonic() + ABORT_SECONDS
     for thread in under_way:
@@ -61,6 +61,6 @@ def _try(name: str, abort: Callable[[], None]) -> None:
 
 
 def destroy_group(group: Any) -> None:
-    """Destroy a process group of the job there is; None, or one of a former job: do nothing."""
+    """Destroy a process group of the current job; do nothing for None or a former job's group."""
     if group is not None and dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
         dist.destroy_process_group(group)

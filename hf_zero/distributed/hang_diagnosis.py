@@ -1,21 +1,21 @@
-"""What the posts of ranks (rank_status.py) prove about a wait: that it will never end.
+"""Proofs, from the posts of ranks (rank_status.py), that a wait will never end.
 
 [Note: proofs]
-A rank that has waited for a second posts for what, with the numbers of collectives that it has
-issued on each communicator. Posts are never taken back, and need not be: each conclusion holds for
-an old post, too.
+A rank that has waited for a second posts what it waits for, with the numbers of collectives that it
+has issued on each communicator. Posts are never withdrawn, and need not be: each conclusion holds
+for an old post, too.
 
-- Two ranks whose collectives of one number on one communicator differ never meet again.
+- Two ranks whose collectives of one number on one communicator differ never match again.
 - A rank that has ended, or closed the communicator, before it issued a collective will never issue
   it.
-- On a device the host does not wait for collectives: a thread follows them, and such a rank
-  "follows" where it would wait. Its host may go on, so it is never stuck; the first two proofs hold
+- On a device the host does not wait for collectives: a thread follows them, and such a rank posts
+  "follows" instead of "waits". Its host may go on, so it is never stuck; the first two proofs hold
   all the same.
 - A rank is stuck if its collective needs one that is stuck, or is this rank, and has not issued it:
-  had its wait ended since its post, that other rank would have issued it. If what this rank waits
-  for needs a stuck rank that has not issued it, the wait never ends.
+  had its wait ended since its post, that other rank would have issued it. If this rank's wait needs
+  a stuck rank that has not issued its collective, the wait never ends.
 
-All else (a rank that computes, compiles, saves, sleeps) is silence, which proves nothing.
+Everything else (a rank that computes, compiles, saves, sleeps) is silence, which proves nothing.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ REMEDY = (
     "Every rank must run the same forwards, backwards, steps, evaluations and "
     "saves in the same order"
 )
-OVER = ("failed", "broken")  # states of a rank that ends all others that wait
+OVER = ("failed", "broken")  # states of a rank that end all other ranks that wait
 
 
 class HangDiagnosis(NamedTuple):
-    """Why a wait cannot end; ``cause`` is what is published to the other ranks."""
+    """The reason why a wait cannot end; ``cause`` is published to the other ranks."""
 
     text: str
     cause: str
@@ -44,10 +44,10 @@ def diagnose_hang(
     posts: Mapping[int, StatusPost],
     stuck_in: Sequence[str] = ("waits",),
 ) -> HangDiagnosis | None:
-    """What ``posts`` prove about the wait in ``own``, the post of ``rank``; None where they prove
-    nothing (see the note).
+    """Return what ``posts`` prove about the wait in ``own``, the post of ``rank``, or None if they
+    prove nothing (see the note).
 
-    ``stuck_in`` are the states in which a host is taken to issue nothing before its wait is over.
+    ``stuck_in``: states in which a host is taken to issue nothing before its wait is over.
     """
     over = {each: post for each, post in posts.items() if post["state"] in OVER}
     log, number, what, _ = own.get("wait", ("", 0, "the others", ()))
@@ -66,7 +66,7 @@ def diagnose_hang(
 def _different_collectives(
     rank: int, own: StatusPost, posts: Mapping[int, StatusPost]
 ) -> HangDiagnosis | None:
-    """Whether another rank has issued another collective under the same number."""
+    """Diagnose another rank that has issued another collective under the same number."""
     log, number, _, _ = own["wait"]
     said = _issued_as(own, log, number)
     for each, post in posts.items():
@@ -82,13 +82,13 @@ def _different_collectives(
 def _never_joins(
     rank: int, own: StatusPost, posts: Mapping[int, StatusPost]
 ) -> HangDiagnosis | None:
-    """Whether a rank that is needed has ended or closed the communicator before the collective."""
+    """Diagnose a needed rank that has ended or closed the communicator before the collective."""
     log, number, what, needs = own["wait"]
     for each in needs:
         if each == rank or each not in posts or sequence_number(posts[each], log) > number:
             continue
         post = posts[each]
-        # Where this rank has closed it too, what was left in shards is gathered: all ranks that
+        # If this rank has closed it, too, the rest of the shards is being gathered: all ranks that
         # destroyed the engine will come.
         closed = "" if own["logs"][log][2] else post["logs"].get(log, (0, [], ""))[2]
         if post["state"] == "dead":
@@ -107,7 +107,7 @@ def _never_joins(
 def _stuck(
     rank: int, own: StatusPost, posts: Mapping[int, StatusPost], stuck_in: Sequence[str]
 ) -> HangDiagnosis | None:
-    """Whether a rank that is needed waits, by way of others or not, for this one."""
+    """Diagnose a needed rank that waits, directly or through others, for this one."""
     log, number, what, needs = own["wait"]
     stuck = {rank: own}
     while True:
@@ -140,7 +140,7 @@ def _same(text: str) -> HangDiagnosis:
 
 
 def _lacks(post: StatusPost, stuck: Mapping[int, StatusPost], rank: int) -> bool:
-    """Whether what ``rank`` waits for needs a rank of ``stuck`` that has not issued it."""
+    """Whether the wait of ``rank`` needs a rank of ``stuck`` that has not issued its collective."""
     log, number, _, needs = post["wait"]
     return any(
         each in stuck and each != rank and sequence_number(stuck[each], log) <= number
@@ -149,7 +149,7 @@ def _lacks(post: StatusPost, stuck: Mapping[int, StatusPost], rank: int) -> bool
 
 
 def end_of(posts: Mapping[int, StatusPost], dead: list[int]) -> str | None:
-    """The worst that has happened to another rank."""
+    """Return the worst end of another rank, in words; None if there is none."""
     silent = [
         rank for rank in dead if posts.get(rank, {}).get("state", "here") not in (*OVER, "ended")
     ]
@@ -177,12 +177,12 @@ def end_of(posts: Mapping[int, StatusPost], dead: list[int]) -> str | None:
 
 
 def _issued_as(post: StatusPost, log: str, number: int) -> str | None:
-    """What the rank of ``post`` has issued as ``number`` on ``log``; None where unknown."""
+    """Return collective ``number`` on ``log`` as the rank of ``post`` issued it, or None."""
     issued, recent, _ = post["logs"].get(log, (0, [], ""))
     at = number - (issued - len(recent))
     return recent[at] if 0 <= at < len(recent) else None
 
 
 def sequence_number(post: StatusPost, log: str) -> int:
-    """How many collectives of ``log`` the rank of ``post`` has issued."""
+    """Return the number of collectives of ``log`` that the rank of ``post`` has issued."""
     return int(post["logs"].get(log, (0, [], ""))[0])

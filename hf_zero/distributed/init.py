@@ -1,4 +1,4 @@
-"""``init_distributed``: joins the process group that the launcher describes."""
+"""``init_distributed``: join the process group that the launcher describes."""
 
 from __future__ import annotations
 
@@ -40,11 +40,16 @@ def init_distributed(
 ) -> None:
     """Join the process group of the launcher; without a launcher, make a group of this one process.
 
-    ``backend``: that of the device, "nccl", stands for it and gloo for host memory, as None does.
-    ``timeout`` in seconds is how long a silent wait lasts before it is an error, ``port`` is where
-    the ranks meet if MASTER_PORT is not set, ``interface`` the network interface that gloo and NCCL
-    use. Does nothing if a group exists. Raises LaunchError where the launcher's variables lack
-    something or contradict each other (``rendezvous.py``), ConfigError for a port that is in use.
+    Does nothing if a group exists.
+
+    Args:
+      backend: the device's own backend, such as "nccl", or None add gloo for host memory.
+      timeout: seconds of a silent wait before it is an error.
+      port: the rendezvous port if MASTER_PORT is not set.
+      interface: the network interface that gloo and NCCL use.
+
+    Raises LaunchError if the launcher's variables are incomplete or contradict each other
+    (``rendezvous.py``), ConfigError for a port that is in use.
     """
     if is_initialized():
         return
@@ -108,7 +113,7 @@ def _join(world_size: int, where: str, join: Callable[[], None]) -> None:
 
 
 def init_from_config(config: ZeroConfig, port: int | None = None) -> None:
-    """:func:`init_distributed` as ``config`` says; ``port`` goes before its port."""
+    """Call :func:`init_distributed` with the values of ``config``; ``port`` overrides its port."""
     init_distributed(
         config.distributed_backend,
         config.timeout,

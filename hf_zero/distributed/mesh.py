@@ -1,5 +1,5 @@
-"""The device mesh of one engine: the ranks of each kind of its flat buffers, and what all of them
-share.
+"""The device mesh of one engine: the ranks of each kind of its flat buffers, and their shared
+state.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from hf_zero.distributed.world_group import get_world_group
 class Mesh:
     """The ranks of one engine, its peers, and the store in which they agree.
 
-    A flat buffer that nothing cuts but ZeRO lies on all of them, ``shards`` x replicas
-    (:attr:`whole`). Where ``parallel`` splits the model among ranks, others lie on those that hold
-    the same part (:meth:`of`); peers then are the ranks of this one's pipeline stage.
+    A flat buffer that only ZeRO cuts is held by all of them, ``shards`` x replicas (:attr:`whole`).
+    If ``parallel`` splits the model among ranks, other buffers are held by the ranks with the same
+    part (:meth:`of`); peers are then the ranks of this one's pipeline stage.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Mesh:
     ):
         self.rank = get_rank()
         self.dims = parallel.dims if parallel is not None else ParallelDims(get_world_size())
-        self.ranks = self.dims.ranks_sharing(self.rank)  # the peers, with this one
+        self.ranks = self.dims.ranks_sharing(self.rank)  # the peers, including this rank
         self.world = len(self.ranks)
         self.stats = CollectiveStats()
         self.device, self.timeout = device, timeout
@@ -103,15 +103,15 @@ class Mesh:
 
     @property
     def job(self) -> Any:
-        """What asks all ranks of the job for objects: this, or where a pipeline has other stages,
-        something over all of them.
+        """An object whose object collectives span all ranks of the job: this mesh, or the world
+        group if a pipeline has other stages.
         """
         return self if self.dims.pipeline == 1 else get_world_group()
 
     def of(self, axes: tuple[str, ...], partial: bool = False, stages: int = 1) -> FlatMesh:
-        """The ranks of flat buffers that are cut by ``axes`` beside ZeRO. ``partial``: each
-        tensor-parallel rank has a part of their gradient. ``stages``: so many stages of a pipeline
-        hold the same values.
+        """Return the ranks of flat buffers that ``axes`` cut besides ZeRO. ``partial``: each
+        tensor-parallel rank has a part of their gradient. ``stages``: number of pipeline stages
+        that hold the same values.
         """
         mesh = self._of[axes]
         if partial:
@@ -119,7 +119,7 @@ class Mesh:
         return replace(mesh, weight=mesh.weight / stages) if stages > 1 else mesh
 
     def _meet(self) -> CollectiveLog:
-        """Agree with the peers on the making of an engine; the log of its agreements."""
+        """Agree with the peers on the making of an engine; return the log of its agreements."""
         store = dist.distributed_c10d._get_default_store()
         rank_status = self.watchdog.rank_status
         stage = f" of stage {self.dims.coordinate(self.rank, 'pipeline')}"
@@ -134,7 +134,7 @@ class Mesh:
             self.consensus = Consensus(
                 shared, self.rank, self.ranks, self.timeout, self.watchdog, log
             )
-            # Making groups blocks in native code, where a rank that does not come cannot be named.
+            # Making groups blocks in native code, which cannot name a missing rank.
             self.consensus.gathers.agree("initialize", (0, 0), lambda _: "making of the engine")
         if rank_status is not None:
             rank_hosts.learn(store, self.rank, self.dims.world)
@@ -144,7 +144,7 @@ class Mesh:
 
     def issue_before_others(self, issue: Callable[[], None]) -> None:
         """Have ``issue``, a method whose object is held weakly, called before each collective of
-        this rank's engines and of the world group: it issues what another thread has to issue.
+        this rank's engines and of the world group; it issues the collectives of another thread.
         """
         get_world_group().deferred.add(issue)
 
@@ -155,13 +155,13 @@ class Mesh:
         return [axis for axes in (*of_flats, sums) for axis in axes if axis is not None]
 
     def serve_until_nobody_asks(self) -> None:
-        """Return when no other rank asks alone for this rank's shards, which are about to go."""
+        """Return when no other rank asks alone for this rank's shards, soon to be freed."""
         if self.consensus is not None:
             self.consensus.fetches.serve_until_nobody_asks()
 
     def close(self, groups: bool = True, why: str = "destroyed its engine") -> None:
-        """Let go of threads and, with ``groups``, of the process groups; collectives of this
-        mesh end here.
+        """End threads and, with ``groups``, the process groups; no further collectives of this
+        mesh.
         """
         if self.consensus is not None:
             self.consensus.close(why)
@@ -175,8 +175,8 @@ class Mesh:
         settle_all([self._resources])
 
     def record_last_error(self, error: BaseException | None) -> None:
-        """Set what is published if this rank ends now: the exception that its last forward has
-        raised; None once one has gone well.
+        """Set the exception of the last forward, to be published if this rank ends now; None after
+        a forward without one.
         """
         if self.watchdog.rank_status is not None:
             self.watchdog.rank_status.last_error = "" if error is None else first_line(error)
@@ -187,8 +187,8 @@ class Mesh:
             self.peers.barrier()
 
     def broadcast(self, tensor: torch.Tensor, within: FlatMesh | None = None) -> None:
-        """Copy the ``tensor`` of the first of the peers, or of the ranks ``within``, to every rank
-        of them, in place.
+        """Copy the ``tensor`` of the first peer, or of the first rank of ``within``, to every rank
+        of them, in place (collective).
         """
         group = self.peers if within is None else within.group
         if group is not None and tensor.numel():
@@ -196,16 +196,16 @@ class Mesh:
             group.broadcast(tensor, group.ranks[0])
 
     def broadcast_object(self, value: Any) -> Any:
-        """``value`` of the first of the peers."""
+        """Return ``value`` of the first peer (collective)."""
         return value if self.peers is None else self.peers.broadcast_object(value)
 
     def all_gather_object(self, value: Any, what: str = "objects") -> list[Any]:
-        """``value`` of each peer, in the order of :attr:`ranks`."""
+        """Return ``value`` of each peer, in the order of :attr:`ranks` (collective)."""
         return [value] if self.peers is None else self.peers.all_gather_object(value, what)
 
     def store_messages(self, topic: str) -> StoreMessages | None:
-        """What a thread uses to talk to those of the other ranks; None for one rank, and where
-        ranks share no store.
+        """Return the messages on ``topic`` between background threads of the ranks; None for one
+        rank, or if ranks share no store.
         """
         if self.consensus is None:
             return None

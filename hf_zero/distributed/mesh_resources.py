@@ -1,10 +1,10 @@
-"""What an engine holds of the job on this rank, and gives back when it ends: process groups, the
-logs of its communicators, its keys in the ranks' store.
+"""Resources of the job that an engine holds on this rank and releases at its end: process groups,
+the logs of its communicators, its keys in the ranks' store.
 
 [Note: the end of an engine]
-``destroy`` closes the process groups at once. An engine that is garbage may have left collectives
+``destroy`` closes the process groups at once. A garbage-collected engine may have left collectives
 that other ranks still need, or that some of them never join: its groups are aborted and closed when
-all ranks have met to make the next engine. The other two have an end that all ranks share. Each
+all ranks have met to make the next engine. Logs and keys end at a time common to all ranks. Each
 rank that holds the engine counts in the store; the last one to leave deletes the engine's keys.
 Until then the logs stay in the posts of a rank (rank_status.py), where they prove to others that it
 issues nothing more.
@@ -31,10 +31,10 @@ class Server(Protocol):
 
 
 class MeshResources:
-    """The resources of one engine. It refers to nothing of the engine itself, and outlives it.
+    """The resources of one engine. Holds no reference to the engine itself, and outlives it.
 
-    ``rank_status`` publishes its logs, None where ranks share no store; ``unsettled`` are the
-    resources of this rank that are not given back yet.
+    ``rank_status`` publishes its logs, None if ranks share no store; ``unsettled`` are the
+    resources of this rank that are not released yet.
     """
 
     def __init__(self, rank_status: RankStatus | None, unsettled: list[MeshResources]):
@@ -66,7 +66,7 @@ class MeshResources:
         self._logs += [group.log for group in groups]
 
     def abandon(self) -> None:
-        """Note that the engine is garbage: :meth:`settle` closes what it has left open."""
+        """Note that the engine was garbage-collected: :meth:`settle` closes what it left open."""
         self._abandoned = True
         for axis in self._dims:
             axis.free_buffers()
@@ -81,7 +81,7 @@ class MeshResources:
         self._dims, self._groups = [], []
 
     def leave(self) -> None:
-        """Note that this rank uses the engine no more; the last rank that does deletes the keys.
+        """Note that this rank no longer uses the engine; the last such rank deletes the keys.
         Idempotent.
         """
         if self._left:
@@ -97,11 +97,11 @@ class MeshResources:
                 for key in self._store.list_keys():
                     self._store.delete_key(key)
         except RuntimeError:
-            self._store = None  # it is gone, and its keys with it
+            self._store = None  # the store is gone, and its keys with it
 
     def settle(self) -> None:
-        """Give back what can be: the process groups of an engine that is garbage, and the logs of
-        one that all ranks have left.
+        """Release what can be released: the process groups of a garbage-collected engine, and the
+        logs of one that all ranks have left.
         """
         if self._abandoned:
             abort_together(dict(each for axis in self._dims for each in axis.aborts().items()))
@@ -122,6 +122,6 @@ class MeshResources:
 
 
 def settle_all(unsettled: Sequence[MeshResources]) -> None:
-    """Give back what ``unsettled`` can."""
+    """Settle each of ``unsettled``."""
     for each in list(unsettled):
         each.settle()

@@ -1,5 +1,5 @@
-"""A model-parallel unit (``mpu``), as Megatron's scripts hand one to ``initialize``: taken where
-it describes data parallelism alone.
+"""Model-parallel units (``mpu``), as Megatron's scripts pass them to ``initialize``: accepted if
+they describe data parallelism only.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from typing import Any
 
 from hf_zero.errors import ConfigError, NotBuiltError
 
-# What splits a model or a sample among ranks, by every name that Megatron and DeepSpeed have had
-# for its size.
+# The ways to split a model or a sample among ranks, with every name that Megatron and DeepSpeed
+# have used for their sizes.
 _SPLITS = {
     "model parallelism": (
         "get_tensor_model_parallel_world_size",
@@ -28,11 +28,11 @@ _DATA = "get_data_parallel_world_size"
 
 
 def check_mpu(mpu: Any, world_size: int) -> None:
-    """Raise unless ``mpu`` says that all ``world_size`` ranks hold the same model and read
+    """Raise unless ``mpu`` reports that all ``world_size`` ranks hold the same model and read
     different data.
 
-    Sizes it does not have count as 1, as in the scripts' own code. Raises NotBuiltError for a split
-    model or sample, and ConfigError where its data-parallel ranks are not all ranks.
+    Sizes that it lacks count as 1, as in the scripts' own code. Raises NotBuiltError for a split
+    model or sample, and ConfigError if its data-parallel ranks are not all ranks.
     """
     for kind, names in _SPLITS.items():
         for name in names:

@@ -1,6 +1,6 @@
-"""The network interface that gloo listens on: the one that leads to where the ranks meet.
+"""The network interface that gloo listens on: the one that leads to the rendezvous address.
 
-By itself gloo takes the address that the host's own name resolves to, which on many machines is
+By default gloo uses the address that the host's own name resolves to, which on many machines is
 127.0.1.1: peers on other hosts would then connect to themselves.
 """
 
@@ -15,18 +15,17 @@ from hf_zero.distributed.rendezvous import is_loopback
 from hf_zero.errors import LaunchError
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-SOMEWHERE = "192.0.2.1"  # reserved for documentation: the way to it is the default route
+SOMEWHERE = "192.0.2.1"  # reserved for documentation: reached by the default route
 SIOCGIFADDR = 0x8915
 
 
 def choose_interface(
     master_addr: str | None, several_hosts: bool, asked: str | None = None
 ) -> None:
-    """Set GLOO_SOCKET_IFNAME: to ``asked`` (then NCCL's as well), or to what leads to
-    ``master_addr`` if it is not set.
+    """Set GLOO_SOCKET_IFNAME to ``asked`` (then NCCL's as well), or, if it is not set, to the
+    interface that leads to ``master_addr``.
 
-    Raises LaunchError where this host has no interface of the name that was asked for, here or in
-    the variable.
+    Raises LaunchError if this host has no interface of the name given by ``asked`` or the variable.
     """
     if asked is not None:
         _check(asked, "interface")
@@ -45,7 +44,7 @@ def interfaces() -> list[str]:
 
 
 def interface_of(address: str | None) -> str | None:
-    """The interface that has this IPv4 address."""
+    """Return the interface that has this IPv4 address; None if there is none."""
     if address is None or sys.platform != "linux":
         return None
     import fcntl
@@ -62,12 +61,12 @@ def interface_of(address: str | None) -> str | None:
 
 
 def own_address(master_addr: str | None) -> str | None:
-    """This host's address on the way to the master; None where there is none."""
+    """Return this host's address on the route to the master; None if there is no route."""
     return _source(master_addr) if master_addr else None
 
 
 def _leading_to(master_addr: str, several_hosts: bool) -> str | None:
-    """This host's address on the way to the master, None where the host knows no way."""
+    """Return this host's address on the route to the master; None if the host knows no route."""
     source = _source(master_addr)
     if (
         source is not None
@@ -75,7 +74,7 @@ def _leading_to(master_addr: str, several_hosts: bool) -> str | None:
         and is_loopback(source)
         and not is_loopback(master_addr)
     ):
-        # the name of rank 0's host is its own loopback address in /etc/hosts
+        # /etc/hosts maps the name of rank 0's host to its own loopback address
         return _source(SOMEWHERE)
     return source
 
@@ -83,7 +82,7 @@ def _leading_to(master_addr: str, several_hosts: bool) -> str | None:
 def _source(address: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((address, 9))  # of a datagram socket: nothing is sent
+            probe.connect((address, 9))  # a datagram socket: nothing is sent
         except OSError:
             return None
         return probe.getsockname()[0]

@@ -1,4 +1,4 @@
-"""How many ways a job is parallel, and which rank stands where.
+"""The parallel dimensions of a job, and the coordinates of each rank along them.
 
 Ranks are numbered with the pipeline slowest, then data, then sequence, and tensor fastest: the
 ranks of a tensor-parallel group are neighbours, so that they share a host. Experts are spread over
@@ -15,7 +15,7 @@ from typing import Any
 from hf_zero.errors import ConfigError
 
 AXES = ("pipeline", "data", "sequence", "tensor", "expert_data", "expert")
-# the two ways in which the axes number all ranks
+# the two orders in which axes number all ranks
 _DENSE = ("pipeline", "data", "sequence", "tensor")
 _EXPERT = ("pipeline", "expert_data", "expert", "tensor")
 
@@ -30,7 +30,7 @@ def check_size(size: Any, asked: str) -> None:
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """The sizes of the axes of a job, each 1 where the job is not parallel in that way.
+    """The sizes of the axes of a job, 1 for each axis along which it is not parallel.
 
     ``data`` ranks hold the same part of the model and read different data; ``tensor`` ranks hold
     parts of each matrix and read the same data; ``sequence`` ranks read parts of the same
@@ -62,9 +62,9 @@ class ParallelDims:
     def over(
         cls, world: int, *, tensor: int = 1, sequence: int = 1, expert: int = 1, pipeline: int = 1
     ) -> ParallelDims:
-        """Those of ``world`` ranks, with as many data-parallel ranks as that leaves.
+        """Return the dimensions of ``world`` ranks, with as many data-parallel ranks as remain.
 
-        Raises ConfigError where the sizes do not divide the ranks.
+        Raises ConfigError if the sizes do not divide the ranks.
         """
         within = tensor * sequence * pipeline
         if within < 1 or world % within:
@@ -77,23 +77,23 @@ class ParallelDims:
 
     @property
     def world(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks of the job."""
         return self.data * self.tensor * self.sequence * self.pipeline
 
     @property
     def batches(self) -> int:
-        """Ranks of one pipeline stage that read different tokens: what an average of gradients
-        is taken over.
+        """Number of ranks of one pipeline stage that read different tokens: gradients are averaged
+        over them.
         """
         return self.data * self.sequence
 
     @property
     def in_a_stage(self) -> int:
-        """Ranks of one pipeline stage, over which ZeRO shards what the stage holds."""
+        """Number of ranks of one pipeline stage, over which ZeRO shards its parameters."""
         return self.batches * self.tensor
 
     def size(self, axis: str) -> int:
-        """Ranks along ``axis``, one of :data:`AXES`."""
+        """Return the number of ranks along ``axis``, one of :data:`AXES`."""
         return self.batches // self.expert if axis == "expert_data" else int(getattr(self, axis))
 
     @cached_property
@@ -102,19 +102,20 @@ class ParallelDims:
         return max(self.tensor, self.expert, self.pipeline) > 1
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Where ``rank`` stands along ``axis``."""
+        """Return the coordinate of ``rank`` along ``axis``."""
         order = _DENSE if axis in _DENSE else _EXPERT
         below = math.prod(self.size(each) for each in order[order.index(axis) + 1 :])
         return rank // below % self.size(axis)
 
     def ranks_along(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` along ``axis`` alone, with itself, in their order."""
+        """Return the ranks that differ from ``rank`` along ``axis`` only, with itself, in order."""
         order = _DENSE if axis in _DENSE else _EXPERT
         return self._agreeing(rank, [each for each in order if each != axis])
 
     def ranks_sharing(self, rank: int, axes: tuple[str, ...] = ()) -> tuple[int, ...]:
-        """The ranks of the pipeline stage of ``rank`` that stand where it does along ``axes``: they
-        hold the same values of what is cut along these axes. Without axes: all of the stage.
+        """Return the ranks of the pipeline stage of ``rank`` with its coordinates along ``axes``:
+        they hold the same values of parameters cut along these axes. Without axes: all ranks of the
+        stage.
         """
         return self._agreeing(rank, ["pipeline", *axes])
 

@@ -1,5 +1,5 @@
-"""The axes of a job that are not ZeRO's, with the process groups along them: what code of tensor,
-expert, sequence and pipeline parallelism communicates over.
+"""The parallel axes of a job other than ZeRO's, with the process groups along them, for tensor,
+expert, sequence and pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import ConfigError
 
-# the engine has groups of its own over its data-parallel ranks
+# without "data": the engine has its own groups over its data-parallel ranks
 AXES = ("tensor", "sequence", "expert", "pipeline")
 
 
 class ParallelGroups:
-    """This rank's groups along the axes of ``dims``, made when this is made (collective over all
-    ranks of the job). Those along axes that one of ``former`` has over the same ranks are its own.
+    """This rank's groups along the axes of ``dims``, made by the constructor (collective over all
+    ranks of the job). Groups of one of ``former`` over the same ranks are reused.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ParallelGroups:
     ):
         self.dims, self.rank = dims, get_rank()
         self.device = device
-        self.stats = {axis: CollectiveStats() for axis in AXES}  # what was sent along each
+        self.stats = {axis: CollectiveStats() for axis in AXES}  # messages along each axis
         self._axes: dict[str, MeshDim] = {}
         backend = group_backend(device) if dims.world > 1 else "gloo"
         shared = dims.world > 1 and backend != "fake"
@@ -57,61 +57,61 @@ class ParallelGroups:
                 self._axes[axis], self.stats[axis] = same.along(axis), same.stats[axis]
                 continue
             name = f"{axis} parallelism"
-            # one communicator: the graph of the model is the order of all that goes along it
+            # one communicator: the model's graph orders all messages along it
             made = self._axes[axis] = maker.make(sets, name, self.stats[axis], 1, shares=True)
             if shared and made.size > 1:
                 for log in (made.gathers, made.reductions):
                     log.issue_deferred = get_world_group().deferred.issue
 
     def wait_at_most(self, seconds: float) -> None:
-        """Let a wait along each axis be an error after ``seconds``: the ``timeout`` of an engine,
-        whose configuration may be known only after these were made.
+        """Set the timeout of waits along each axis to ``seconds``: the ``timeout`` of an engine,
+        whose configuration may be known only after the groups were made.
         """
         for made in self._axes.values():
             made.wait_at_most(seconds)
 
     @property
     def logs(self) -> dict[str, CollectiveLog]:
-        """The communicators, by what they are for."""
+        """The logs of the communicators, by purpose."""
         axes = {axis: made for axis, made in self._axes.items() if made.size > 1}
         gathers = {f"gathers along {axis}": made.gathers for axis, made in axes.items()}
         return gathers | {f"reductions along {axis}": m.reductions for axis, m in axes.items()}
 
     def along(self, axis: str) -> MeshDim:
-        """The dimension "tensor", "sequence", "expert" or "pipeline": this rank's ranks along it,
-        and collectives over them, which :attr:`stats` counts and the watchdog watches. Of size 1
-        where the job is not parallel so; its collectives then send nothing.
+        """Return the dimension "tensor", "sequence", "expert" or "pipeline": this rank's ranks
+        along it, and collectives over them, counted in :attr:`stats` and watched by the watchdog.
+        Of size 1 if the job is not parallel along it; its collectives then send nothing.
         """
         return self._axes[axis]
 
     def group(self, axis: str) -> Any:
-        """The torch process group along ``axis``, for code of torch's or transformers' that wants
-        one; None where it has one rank. What is sent over it is not counted.
+        """Return the torch process group along ``axis``, for code of torch or transformers that
+        needs one; None for one rank. Messages over it are not counted.
         """
         return self._axes[axis].group
 
     def coordinate(self, axis: str) -> int:
-        """Where this rank stands along ``axis``."""
+        """Return the coordinate of this rank along ``axis``."""
         return self.dims.coordinate(self.rank, axis)
 
 
 def _sets(dims: ParallelDims, axis: str) -> list[tuple[int, ...]]:
-    """The ranks along ``axis``, for each line of them."""
+    """Return the sets of ranks along ``axis`` that together cover the job."""
     return list(dict.fromkeys(dims.ranks_along(rank, axis) for rank in range(dims.world)))
 
 
-# of each job, the current ones last
+# by job, the current groups last
 _groups: weakref.WeakKeyDictionary[Any, list[ParallelGroups]] = weakref.WeakKeyDictionary()
 
 
 def init_parallel(
     dims: ParallelDims, device: torch.device | None = None, timeout: float = DEFAULT_TIMEOUT
 ) -> ParallelGroups:
-    """Make the job parallel as ``dims`` says: engines made from now on follow it. Collective.
+    """Make the job parallel along ``dims``: engines made from now on use it. Collective.
 
-    Called again with dimensions that it was called with it gives the groups there are; with others
-    it makes those along axes that change. Engines that were made before keep theirs. Raises
-    ConfigError where the sizes do not multiply to the number of ranks.
+    A second call with the same dimensions returns the existing groups; with others it makes groups
+    only for axes that change. Engines made before keep theirs. Raises ConfigError if the sizes do
+    not multiply to the number of ranks.
     """
     world = get_world_size()
     if dims.world != world:
@@ -130,14 +130,14 @@ def init_parallel(
 
 
 def get_parallel() -> ParallelGroups | None:
-    """What :func:`init_parallel` made for the job; None: it is data parallel alone."""
+    """Return the current groups of :func:`init_parallel`; None if the job is data parallel only."""
     made = _made()
     return made[-1] if made else None
 
 
 def groups_along(axis: str, size: int) -> ParallelGroups | None:
-    """The last groups with ``size`` ranks along ``axis``; None where the job never had such. Models
-    that were cut among different numbers of ranks live in one job.
+    """Return the latest groups with ``size`` ranks along ``axis``; None if the job never had any.
+    Models cut among different numbers of ranks may coexist in one job.
     """
     return next((each for each in reversed(_made()) if each.dims.size(axis) == size), None)
 

@@ -1,10 +1,10 @@
 """The stages of a pipeline on one rank, run by the schedules of torch.distributed.pipelining.
 
 [Note: a stage of our own]
-torch's schedules say when which stage runs which micro-batch, and launch and wait for the messages;
-:class:`Stage` is what they ask of a stage. torch's own PipelineStage fixes shapes with the first
-micro-batch, for which it runs a forward and a backward of the model, wants tensors alone, and runs
-the backward without the loss scale and the hooks of an engine.
+torch's schedules decide when each stage runs which micro-batch, and launch and wait for the
+messages; :class:`Stage` implements what they call on a stage. torch's own PipelineStage fixes
+shapes with the first micro-batch, for which it runs a forward and a backward of the model, accepts
+tensors only, and runs the backward without the loss scale and the hooks of an engine.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Backward = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 
 
 class _Received(torch.autograd.Function):
-    """Identity, so that the first layer of a stage may change its input in place: it is neither a
-    leaf nor a view.
+    """Identity whose output is neither a leaf nor a view, so that the first layer of a stage may
+    change its input in place.
     """
 
     @staticmethod
@@ -40,9 +40,10 @@ class _Received(torch.autograd.Function):
 class Stage:
     """Stage ``index`` of ``count``.
 
-    ``forward(index, micro_batch, inputs)`` gives its output: a tensor, or a tuple of tensors and
-    None; ``inputs`` is what the stage before has given, None on the first. ``backward(outputs,
-    gradients)`` runs a backward; on the last stage of the loss alone, and of no gradients.
+    ``forward(index, micro_batch, inputs)`` returns the output: a tensor, or a tuple of tensors and
+    None; ``inputs`` is the output of the previous stage, None on the first. ``backward(outputs,
+    gradients)`` runs a backward; on the last stage ``outputs`` is the loss only, and ``gradients``
+    is empty.
     """
 
     def __init__(
@@ -57,9 +58,9 @@ class Stage:
         self.num_stages = count
         self.group_rank, self.group_size = messages.rank, messages.size
         self.device = messages.device
-        self.submod = nn.Module()  # the schedules look whether it is FSDP's
+        self.submod = nn.Module()  # the schedules check whether it is an FSDP module
         self.has_backward = False
-        # where schedules look for messages past a neighbour, of which there are none
+        # read by schedules for messages to stages other than neighbours, which do not occur
         self.args_recv_info: dict[int, tuple[Any, ...]] = {0: ()}
         self.act_send_info: dict[int, list[Any]] = {}
         self._messages = messages
@@ -96,16 +97,16 @@ class Stage:
             kept.clear()
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is known before the messages come."""
+        """Do nothing: shapes are unknown until the messages arrive."""
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
-        """As above."""
+        """Do nothing: shapes are unknown until the messages arrive."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         return []
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """The engine reduces and scales gradients."""
+        """Do nothing: the engine reduces and scales gradients."""
 
     # ---- messages ----
 
@@ -154,7 +155,7 @@ class Stage:
     def set_local_fwd_input(self, outputs: Any, micro_batch: int) -> None:
         activations, single = _as_tuple(outputs)
         grads = tuple(each is not None and each.requires_grad for each in activations)
-        # a copy, as a message would be: the next stage may change it in place
+        # copied, as by a message: the next stage may change it in place
         inputs = tuple(None if each is None else each.detach().clone() for each in activations)
         self._inputs[micro_batch] = inputs, grads, single
 
@@ -223,7 +224,7 @@ class Stage:
 
 
 def _as_tuple(output: Any) -> tuple[Activations, bool]:
-    """What a stage has given as a tuple, and whether it was one tensor."""
+    """Return the output of a stage as a tuple, and whether it was one tensor."""
     if isinstance(output, torch.Tensor):
         return (output,), True
     if isinstance(output, (tuple, list)) and all(
@@ -242,11 +243,11 @@ def make_schedule(
     micro_batches: int,
     loss: Callable[[Any, torch.Tensor], torch.Tensor],
 ) -> Any:
-    """The schedule ``name`` of torch.distributed.pipelining for the ``stages`` of this rank.
+    """Return the schedule ``name`` of torch.distributed.pipelining for the ``stages`` of this rank.
 
-    ``loss(output, number)`` is that of a micro-batch. With fewer micro-batches than stages "1f1b"
-    is GPipe, which then keeps no more activations. Raises ConfigError for a number that an
-    interleaved schedule cannot divide.
+    ``loss(output, number)`` computes the loss of a micro-batch. With fewer micro-batches than
+    stages "1f1b" becomes GPipe, which then keeps no more activations. Raises ConfigError for a
+    number of micro-batches that an interleaved schedule cannot divide.
     """
     from torch.distributed import pipelining
 
@@ -267,7 +268,7 @@ def make_schedule(
 
 
 class PipelineRun:
-    """The ``stages`` of this rank under the schedule ``name``."""
+    """Run the ``stages`` of this rank under the schedule ``name``."""
 
     def __init__(self, name: str, stages: Sequence[Stage], messages: StageMessages):
         self.name = name
@@ -279,8 +280,8 @@ class PipelineRun:
     def run(
         self, micro_batches: int, loss: Callable[[Any, int], torch.Tensor], training: bool
     ) -> list[torch.Tensor]:
-        """Run ``micro_batches`` through all stages (all ranks of the pipeline together); the loss
-        of each, on the rank of the last stage, elsewhere nothing.
+        """Run ``micro_batches`` through all stages (collective over the pipeline); return their
+        losses on the rank of the last stage, an empty list elsewhere.
         """
         if micro_batches not in self._schedules:
             self._schedules[micro_batches] = make_schedule(
@@ -310,7 +311,7 @@ class PipelineRun:
 
 
 def _is_of_a_message(error: RuntimeError) -> bool:
-    """Whether ``error`` was raised by the wait for a message, by the module that waits."""
+    """Whether ``error`` was raised in a wait for a message, judged by the module that waits."""
     trace, where = error.__traceback__, ""
     while trace is not None:
         where = trace.tb_frame.f_globals.get("__name__", "")

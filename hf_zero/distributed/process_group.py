@@ -1,4 +1,4 @@
-"""The default process group: ranks, devices and the backends that serve them."""
+"""The default process group: ranks, devices and their backends."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ _chosen: torch.device | None = None
 
 
 def choose_device(device: torch.device | None) -> None:
-    """Compute on ``device`` in this process, for a trainer that has decided it by itself; None:
-    as the launcher says.
+    """Use ``device`` in this process, for a trainer that chooses it itself; None: let the launcher
+    decide.
     """
     global _chosen
     _chosen = device
 
 
 def default_device() -> torch.device:
-    """The device this rank computes on: its own GPU where the launcher or DS_ACCELERATOR has not
-    forced the CPU, else the CPU.
+    """Return the device of this rank: its own GPU, or the CPU if there is none or if the launcher
+    or DS_ACCELERATOR forces it.
     """
     if _chosen is not None:
         return _chosen
@@ -64,30 +64,31 @@ def default_device() -> torch.device:
 
 
 def backend_for(device: torch.device | str) -> str:
-    """The backend of torch.distributed for this kind of device: "nccl" on CUDA, "gloo" on the
+    """Return the torch.distributed backend for this kind of device: "nccl" on CUDA, "gloo" on the
     host.
     """
     return "gloo" if kinds.is_host(device) else dist.get_default_backend_for_device(device)
 
 
 def backends_for(device: torch.device) -> str:
-    """What a process group is made with: the backend of ``device``, and one for what lies in
-    host memory.
+    """Return the backend string of a process group: the backend of ``device``, and gloo for tensors
+    in host memory.
     """
     return "gloo" if kinds.is_host(device) else f"cpu:gloo,{device.type}:{backend_for(device)}"
 
 
 def backends_asked(backend: str | None, device: torch.device) -> str:
-    """What a process group for ``device`` is made with where ``backend`` was asked for: the
-    backend of the device alone, as Accelerate and scripts write "nccl", leaves out host memory.
+    """Return the backend string of a process group for ``device`` if ``backend`` was asked for. The
+    device's backend alone, as Accelerate and scripts write "nccl", would leave out host memory, so
+    gloo is added.
     """
     own = backend is None or backend.lower() == backend_for(device)
     return backends_for(device) if own else str(backend)
 
 
 def add_host_backend(timeout: timedelta) -> None:
-    """Have the default group serve host memory by gloo, where a script has made it for the device
-    alone (collective).
+    """Add gloo for host memory to the default group if a script has made it for the device alone
+    (collective).
     """
     if backend_serving(HOST) or not dist.is_gloo_available():
         return
@@ -104,20 +105,20 @@ def add_host_backend(timeout: timedelta) -> None:
 
 
 def backends_of_parts() -> str | None:
-    """What groups of some of the ranks are made with to serve what the default group does; None
-    where torch takes the same by itself, from the name that the script has given.
+    """Return the backend string for groups of some ranks, so that they serve what the default group
+    serves; None if torch derives the same from the name that the script has given.
     """
     name, host = str(dist.get_backend()), backend_serving(HOST)
     return str(dist.get_backend_config()) if ":" not in name and host not in ("", name) else None
 
 
 def group_backend(device: torch.device) -> str:
-    """The backend that serves ``device``: "gloo", "nccl", "threaded", "fake"."""
+    """Return the backend that serves ``device``: "gloo", "nccl", "threaded", "fake"."""
     return backend_serving(device) or str(dist.get_backend())
 
 
 def backend_serving(device: torch.device) -> str:
-    """The backend of the process group for tensors on ``device``; "" where there is none."""
+    """Return the backend of the process group for tensors on ``device``; "" if there is none."""
     for entry in str(dist.get_backend_config()).split(","):
         kind, _, name = entry.strip().rpartition(":")
         if kind in ("", device.type):

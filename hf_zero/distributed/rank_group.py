@@ -18,8 +18,8 @@ from hf_zero.errors import ConfigError
 
 
 class RankGroup:
-    """``ranks`` (global), over ``group``, None: the default group: seldom used, blocking
-    collectives. ``agrees``: each is agreed on by messages of gloo before.
+    """Blocking, rarely used collectives over ``ranks`` (global) on ``group`` (None: the default
+    group). ``agrees``: the ranks agree on each by gloo messages first.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RankGroup:
         return answer
 
     def close(self) -> None:
-        """Give the communicator back, where it is this group's own."""
+        """Release the communicator, if it is this group's own."""
         destroy_group(self._group)
         self._group = None
         self.log.close()
@@ -72,7 +72,10 @@ class RankGroup:
             self._call("barrier", lambda: dist.barrier(self._group))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Copy global rank ``source``'s ``tensor`` to every rank of the group, in place."""
+        """Copy global rank ``source``'s ``tensor`` to every rank of the group, in place.
+
+        Raises ConfigError for a tensor in host memory without a backend for it.
+        """
         if len(self.ranks) == 1 or not tensor.numel():
             return
         if tensor.device.type == CPU.type and not backend_serving(CPU):
@@ -83,8 +86,8 @@ class RankGroup:
                 f"init_process_group({backends_for(default_device())!r}), leave that to "
                 "hf_zero.init_distributed(), or move the parameter to the device"
             )
-        # As bytes: not every backend knows every dtype. Bits of a conjugate or negative view, and
-        # of one with gaps, are those of a copy.
+        # As bytes: not every backend supports every dtype. A conjugate or negative view, or one
+        # with gaps, is sent as a resolved contiguous copy.
         held = tensor.resolve_conj().resolve_neg().contiguous()
         flat = held.as_strided((held.numel(),), (1,)).view(torch.uint8)
         self._call(
@@ -98,7 +101,7 @@ class RankGroup:
     def broadcast_object(
         self, value: Any, source: int | None = None, what: str = "an object"
     ) -> Any:
-        """``value`` of global rank ``source``, by default the first of the group."""
+        """Return ``value`` of global rank ``source``, by default the first of the group."""
         source = self.ranks[0] if source is None else source
         if len(self.ranks) == 1:
             return value
@@ -111,7 +114,7 @@ class RankGroup:
         return box[0]
 
     def all_gather_object(self, value: Any, what: str = "objects") -> list[Any]:
-        """``value`` of each rank, in the order of :attr:`ranks`."""
+        """Return ``value`` of each rank, in the order of :attr:`ranks`."""
         if len(self.ranks) == 1:
             return [value]
         box: list[Any] = [None] * len(self.ranks)

@@ -1,4 +1,4 @@
-"""Which rank runs on which host: published through the store while all are well, to be named
+"""The host of each rank: published through the store while all ranks are well, for error messages
 when one is lost.
 """
 
@@ -11,14 +11,15 @@ from typing import Any
 
 from hf_zero.distributed.network_interface import own_address
 
-NAMES = ("HF_ZERO_HOST", "SLURMD_NODENAME")  # as the user knows them: from the hostfile, from SLURM
+NAMES = ("HF_ZERO_HOST", "SLURMD_NODENAME")  # names that the user knows: of the hostfile, of SLURM
 KEY = "hf_zero/launch"
 
 _hosts: list[str] = []
 
 
 def learn(store: Any, rank: int, world: int) -> None:
-    """Collective over the store, once per process: every rank publishes its host and reads all.
+    """Publish this rank's host and read those of all ranks (collective over the store, once per
+    process).
 
     Rank 0 collects, so that n ranks read n keys.
     """
@@ -31,14 +32,14 @@ def learn(store: Any, rank: int, world: int) -> None:
 
 
 def own_host() -> str:
-    """``worker-1 (10.0.0.2)``."""
+    """Return this host's name and address: ``worker-1 (10.0.0.2)``."""
     name = next((os.environ[each] for each in NAMES if os.environ.get(each)), socket.gethostname())
     address = own_address(os.environ.get("MASTER_ADDR"))
     return f"{name} ({address})" if address and address != name else name
 
 
 def numbers(ranks: Sequence[int]) -> str:
-    """``0-3`` for ranks 0 to 3, ``0, 2`` for ranks 0 and 2: each range of three or more once."""
+    """Return ``0-3`` for ranks 0 to 3, ``0, 2`` for ranks 0 and 2; a range has at least three."""
     ranges: list[list[int]] = []
     for rank in sorted(ranks):
         if ranges and rank == ranges[-1][-1] + 1:
@@ -50,8 +51,8 @@ def numbers(ranks: Sequence[int]) -> str:
 
 
 def of(ranks: Iterable[int]) -> str:
-    """``rank 1 on worker-0 (10.0.0.1), ranks 2, 3 on worker-1 (10.0.0.2)``; the numbers alone
-    where hosts were never learnt.
+    """Return ``rank 1 on worker-0 (10.0.0.1), ranks 2, 3 on worker-1 (10.0.0.2)``; only the numbers
+    if :func:`learn` was never called.
     """
     by_host: dict[str, list[int]] = {}
     for rank in ranks:

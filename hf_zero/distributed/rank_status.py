@@ -1,5 +1,5 @@
-"""What a rank publishes in the store while it waits and when it ends, and what it reads there of
-the others; what follows from it is in hang_diagnosis.py.
+"""Posts of a rank in the store while it waits and when it ends, and its view of the posts of
+others; hang_diagnosis.py draws conclusions from them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from hf_zero.distributed.hang_diagnosis import (
 )
 from hf_zero.errors import RankMismatchError
 
-PATIENCE_SECONDS = 5.0  # for the post of a rank whose connection was lost
-# that a rank which fails waits until the others have read of it, and they for it to end first
+PATIENCE_SECONDS = 5.0  # wait for the post of a rank whose connection was lost
+# wait of a failing rank until the others have read its post, and of them until it has ended
 WAIT_FOR_PEERS_SECONDS = 4.0
 POLL_SECONDS = 0.05
-SCRIPT = "script"  # the state of a rank whose script waits in a collective of its own
+SCRIPT = "script"  # state of a rank whose script waits in its own collective
 
 
 class RankStatus:
@@ -44,13 +44,13 @@ class RankStatus:
         self.world = world
         self.store_host = store_host
         self.logs: dict[str, CollectiveLog] = {}
-        # the exception that went through the engine last, if nothing has gone well since
+        # the last exception that passed through the engine, if no forward has succeeded since
         self.last_error = ""
         self._state = "here"
         self._posts: dict[int, StatusPost] = {}
         self._version = 0
         self._identities: dict[int, str] = {}
-        self._gone = False  # the store: torch writes a stack for every call that fails
+        self._gone = False  # the store is gone: torch prints a stack for every failing call
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._set(f"who/{rank}", _identity(os.getpid()))
@@ -61,7 +61,7 @@ class RankStatus:
         return log
 
     def unregister(self, logs: Sequence[CollectiveLog]) -> None:
-        """Forget the logs of communicators that no rank will use again."""
+        """Remove the logs of communicators that no rank will use again."""
         for log in logs:
             if self.logs.get(log.name) is log:
                 del self.logs[log.name]
@@ -69,7 +69,7 @@ class RankStatus:
     # ---- publishing ----
 
     def publish(self, state: str, why: str = "", pending: PendingCollective | None = None) -> None:
-        """Post where this rank is. A rank that is over stays so."""
+        """Post the state of this rank. A failed or broken rank stays so."""
         if self._state in OVER and state not in OVER:
             return
         self._state = state
@@ -96,7 +96,7 @@ class RankStatus:
     # ---- reading ----
 
     def _read(self) -> dict[int, StatusPost] | None:
-        """The posts of the other ranks; None when the store is gone."""
+        """Return the posts of the other ranks; None if the store is gone."""
         with self._lock:
             try:
                 version = self._version if self._gone else self._store.add("version", 0)
@@ -110,9 +110,7 @@ class RankStatus:
             return None if self._gone else dict(self._posts)
 
     def learn_identity(self, rank: int) -> bool:
-        """Learn on which host and in which process ``rank`` runs; False where it has not published
-        that.
-        """
+        """Read the host and process of ``rank``; return False if it has not published them."""
         try:
             if (
                 rank not in self._identities
@@ -125,7 +123,7 @@ class RankStatus:
         return rank in self._identities
 
     def _dead(self, rank: int) -> bool:
-        """Whether the process of ``rank`` is known to be no more: it ran on this host."""
+        """Whether the process of ``rank`` is known to be dead: it ran on this host."""
         if not self.learn_identity(rank):
             return False
         host, process, _ = self._identities[rank].split()
@@ -138,9 +136,9 @@ class RankStatus:
     def diagnose(
         self, pending: PendingCollective, stuck_in: Sequence[str] = ("waits",)
     ) -> HangDiagnosis | None:
-        """What proves that ``wait`` will never end; None if nothing does.
+        """Return the proof that ``pending`` will never end; None if there is none.
 
-        ``stuck_in`` as for :func:`judge`.
+        ``stuck_in`` as for :func:`diagnose_hang`.
         """
         log = pending.log
         dead = (
@@ -150,8 +148,7 @@ class RankStatus:
         )
         posts = self._read()
         if posts is None:
-            # A backend reports a peer that is gone by itself, and what is on the wire may still
-            # come.
+            # A native backend reports a dead peer itself, and messages in flight may still arrive.
             return (
                 HangDiagnosis(self._without_store(), self._without_store())
                 if log is not None and not log.native
@@ -167,8 +164,8 @@ class RankStatus:
         return diagnose_hang(self.rank, self.post(pending), posts, stuck_in)
 
     def is_elsewhere(self, rank: int) -> bool:
-        """Whether ``rank`` comes nowhere before this rank goes on: it has ended, waits in a
-        collective that this rank has not issued, or waits in one of its script's own.
+        """Whether ``rank`` cannot arrive before this rank goes on: it has ended, waits in a
+        collective that this rank has not issued, or waits in a collective of its script.
         """
         posts = self._read()
         if posts is None or self._dead(rank):
@@ -181,8 +178,8 @@ class RankStatus:
         return own is not None and self.rank in needs and own.sequence_number <= number
 
     def missing_ranks(self, pending: PendingCollective) -> list[int]:
-        """The ranks that ``pending`` needs and that are not known to have issued it: who waits in
-        it, too, has posted that.
+        """Return the ranks that ``pending`` needs and that are not known to have issued it; a rank
+        that waits in it has posted that.
         """
         posts, log = self._posts, pending.log
         return [
@@ -204,8 +201,8 @@ class RankStatus:
         )
 
     def exit_reason(self, rank: int) -> str | None:
-        """Why no thread of ``rank`` will say anything more: it has died, or its interpreter has
-        ended. None if it may.
+        """Return why no thread of ``rank`` will say anything more: it has died, or its interpreter
+        has ended. None if it may.
         """
         dead = self._dead(rank)
         posts = self._read()
@@ -219,9 +216,9 @@ class RankStatus:
         )
 
     def failure_cause(self, patience: float = PATIENCE_SECONDS) -> str | None:
-        """Why a connection was lost: the rank that has failed, died or ended.
+        """Return why a connection was lost: the rank that has failed, died or ended.
 
-        None if nothing of the kind is known.
+        None if no such rank is known within ``patience`` seconds.
         """
         limit = time.monotonic() + patience
         while True:
@@ -239,14 +236,14 @@ class RankStatus:
     # ---- the end ----
 
     def publish_exit(self) -> str | None:
-        """The interpreter ends.
+        """Post the end of the interpreter.
 
         Returns the cause of an end that other ranks have caused; else None.
         """
         if os.getpid() != self._process:
-            return None  # a child that inherited this
+            return None  # a forked child that inherited this object
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if self._state == "broken":  # a launcher calls the first that ends the reason
+        if self._state == "broken":  # a launcher reports the first rank that ends as the reason
             self._wait_for_peers(
                 lambda posts: all(
                     self._dead(rank) for rank, post in posts.items() if post["state"] == "failed"
@@ -260,12 +257,12 @@ class RankStatus:
             and "Connection" in str(error)
             and not isinstance(error, RankMismatchError)
         ):
-            told = self.failure_cause()  # in a collective that is not hf-zero's
+            told = self.failure_cause()  # lost in a collective outside hf-zero
         if told is not None:
             self.publish("broken", told)
         elif error is not None:
             self.publish("failed", first_line(error))
-            # The launcher ends the others because of this rank's end: they are to read it before.
+            # The launcher ends the other ranks when this one ends: let them read the post first.
             self._wait_for_peers(
                 lambda posts: all(
                     posts.get(rank, {}).get("state") in (*OVER, "ended") or self._dead(rank)
@@ -296,21 +293,21 @@ class RankStatus:
 
 
 def first_line(error: BaseException) -> str:
-    """The class and the first line of what ``error`` says."""
+    """Return the class of ``error`` and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _identity(process: int) -> str:
-    """The host (with its process name space), the process, and its start; "gone" where no such
-    process runs.
+    """Return the host (with its process name space), the process and its start time; "gone" if no
+    such process runs.
     """
     try:
         host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
             "/proc/self/ns/pid"
         )
     except OSError:
-        return f"? {process} ?"  # no such thing on this system: nothing follows from it
+        return f"? {process} ?"  # not available on this system: proves nothing
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,16 +1,17 @@
-"""Going on after a pass that broke: a rank compares what it has issued with the others before it
-issues anything more.
+"""Recovery after a pass that broke: a rank compares its issued collectives with the others before
+it issues another one.
 
 [Note: after an exception]
-The k-th collective of a rank on a communicator meets the k-th of the others, whatever they are. A
-rank whose forward or backward an exception has broken, and whose script goes on, must not let those
-of its next pass meet what the others still issue for the broken one, of which it may have issued
-none. It knows that its pass broke, they do not. So before it begins the next pass, or issues
-anything else, it says in the store at which numbers it stands and what comes, and waits. A thread
-of every other rank finds that (:meth:`RecoveryBoard.answer_statements`, once a second) and answers
-as soon as its own rank has come as far: yes, if that rank has begun the same pass at the same
-numbers, or has issued the same collective and as much as the other in the pass that broke; else why
-not, which ends both. Where nothing breaks, a pass costs one entry in a list.
+The k-th collective of a rank on a communicator matches the k-th of the others, whatever they are.
+If an exception has broken a forward or backward of a rank and its script goes on, the collectives
+of its next pass must not match those that the others still issue for the broken one, of which it
+may have issued none. It knows that its pass broke, they do not. So before it begins the next pass,
+or issues anything else, it states its sequence numbers and its next pass or collective in the
+store, and waits. A thread of every other rank finds the statement
+(:meth:`RecoveryBoard.answer_statements`, once a second) and answers as soon as its own rank has
+come as far: yes, if that rank has begun the same pass at the same numbers, or has issued the same
+collective and as much as the other in the pass that broke; else the reason why not, which ends
+both. While nothing breaks, a pass costs one entry in a list.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ Numbers = dict[str, int]
 
 @dataclass
 class _Pass:
-    """A pass of this rank: its kind, and at which number each communicator stood when it began
-    and when it ended, by an exception or not; None: it is under way.
+    """A pass of this rank: its kind, and the sequence number of each communicator when it began and
+    when it ended, by an exception or not; ``ended`` is None during the pass.
     """
 
     what: str
@@ -67,15 +68,15 @@ class PassTracker:
         timeout: float,
         board: RecoveryBoard | None = None,
     ):
-        """``logs``: the communicators, by what they are for; ``board``: where ranks that go on
-        after an exception meet, None where they share no store.
+        """``logs``: the communicators, by purpose; ``board``: the recovery board of this rank, None
+        if ranks share no store.
         """
         self.name = name
         self._rank, self._ranks = rank, tuple(ranks)
         self._logs = dict(logs)
         self._watchdog, self._timeout = watchdog, timeout
         self._passes: deque[_Pass] = deque(maxlen=BEGINNINGS)
-        self._broken: _Pass | None = None  # and no other has begun since
+        self._broken: _Pass | None = None  # set until another pass begins
         self._serials = itertools.count()
         self._board = board
         if board is not None:
@@ -90,10 +91,10 @@ class PassTracker:
         return last if last is not None and last.ended is None else None
 
     def begin(self, what: str, kind: Hashable, joint: bool = True) -> None:
-        """A pass begins, of a kind that is the same on all ranks. ``joint``: every rank issues
+        """Begin a pass of a ``kind`` that is the same on all ranks. ``joint``: every rank issues
         collectives in it, so that one which leaves it early has missed some.
 
-        After one that broke: return when all ranks begin it here.
+        After a broken pass, return once all ranks begin this one here.
         """
         self.end()
         self._passes.append(_Pass(what, kind, joint, self._at()))
@@ -105,7 +106,7 @@ class PassTracker:
             self._open.ended = self._at()
 
     def broke(self) -> None:
-        """The pass under way, if there is one, has ended with an exception."""
+        """Note that the current pass, if any, has ended with an exception."""
         broken = self._open
         self.end()
         if (
@@ -174,7 +175,7 @@ class PassTracker:
         return {role: log.sequence_number for role, log in self._logs.items()}
 
     def last(self) -> str:
-        """The last collective on each communicator that has had one."""
+        """Return the last collective on each communicator that has had one, in words."""
         said = [
             f"{log.recent[-1]} (number {log.sequence_number - 1} of {role})"
             for role, log in self._logs.items()
@@ -183,15 +184,15 @@ class PassTracker:
         return "; ".join(said) or "nothing"
 
     def answer_to(self, peer: int, statement: Mapping[str, Any]) -> str | None:
-        """What this rank answers to ``statement`` of ``peer``: "" is yes; None: it cannot be
-        said yet.
+        """Return this rank's answer to ``statement`` of ``peer``: "" is yes; None: not
+        known yet.
         """
-        # before what has begun: a pass is noted before its first collective
+        # read before the passes: a pass is recorded before its first collective
         at, there = self.numbers(), statement["at"]
         own = self._board.stated.get(self.name) if self._board is not None else None
         passes = list(self._passes)
         if own is not None and all(own[key] == statement[key] for key in ("at", "kind", "first")):
-            same = True  # this rank's pass broke as well, and it waits for the other's answer
+            same = True  # this rank's pass broke as well, and it awaits the other's answer
         elif statement["first"] is not None:
             role, number, what = statement["first"]
             log = self._logs[role]
@@ -218,14 +219,14 @@ class PassTracker:
 
 
 class RecoveryBoard:
-    """What ranks that go on after a broken pass say in ``store``, and what the others answer."""
+    """Statements in ``store`` by ranks that go on after a broken pass, and the others' answers."""
 
     def __init__(self, store: TimeoutStore, rank: int):
         self._store, self._rank = store, rank
         self._passes: weakref.WeakValueDictionary[str, PassTracker] = weakref.WeakValueDictionary()
         self._seen = 0
         self._unanswered: list[tuple[str, int, dict[str, Any]]] = []  # engine, rank, statement
-        self.stated: dict[str, dict[str, Any]] = {}  # by engine, what this rank has said last
+        self.stated: dict[str, dict[str, Any]] = {}  # by engine, this rank's last statement
 
     def add(self, passes: PassTracker) -> None:
         self._passes[passes.name] = passes
@@ -241,12 +242,12 @@ class RecoveryBoard:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def answer_statements(self, conclude: Callable[[str], None]) -> None:
-        """Answer what other ranks have said; ``conclude`` ends this rank where it has parted
-        from one. From the watch's thread.
+        """Answer the statements of other ranks; ``conclude`` ends this rank if its passes differ
+        from theirs. Runs on the watchdog's thread.
         """
         while self._seen < self._store.add("resumes", 0):
             if not self._store.check([f"resumes/{self._seen + 1}"]):
-                break  # it is being written
+                break  # being written
             self._seen += 1
             name, rank, statement = json.loads(self._store.get(f"resumes/{self._seen}"))
             if rank != self._rank:

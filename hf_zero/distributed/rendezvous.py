@@ -1,11 +1,10 @@
-"""Which rank this process is and where the ranks meet, from the variables that its launcher has
-set.
+"""The rank of this process and the rendezvous address, from the variables of its launcher.
 
-torchrun and ``accelerate launch`` say it themselves: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
-MASTER_PORT. ``srun`` and ``mpirun`` say it in words of their own, and say nothing of a port. What
-is set explicitly counts; what is missing is asked of the launcher; what contradicts is an error.
-Nothing here talks to another process: all ranks must come to one answer, so the port is computed
-from the id of the job.
+torchrun and ``accelerate launch`` set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+``srun`` and ``mpirun`` use variables of their own, and name no port. Explicit values win; missing
+ones are read from the launcher's variables; contradictions are errors. Nothing here talks to
+another process: all ranks must reach the same answer, so the port is computed from the id of the
+job.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from hf_zero.distributed.slurm import expand_hosts, expand_tasks
 from hf_zero.errors import LaunchError
 
 DEFAULT_PORT = 29500
-# Below the ports that Linux hands out by itself (32768 and up), above those of services.
+# Below Linux's ephemeral ports (32768 and up), above those of services.
 FIRST_PORT, PORTS = 15000, 14000
 LOOPBACK = "127.0.0.1"
 ELASTIC = "TORCHELASTIC_RUN_ID"
 
 
 class Number(NamedTuple):
-    """A whole number and the variable or argument it stands in."""
+    """A whole number and the variable or argument that it was read from."""
 
     value: int
     name: str
@@ -39,9 +38,10 @@ class Number(NamedTuple):
 
 @dataclass(frozen=True)
 class Launcher:
-    """The words of one launcher.
+    """The variables of one launcher.
 
-    It counts where all ``marks`` are set; of several names for one thing the first that is set.
+    It is recognized if all ``marks`` are set; of several names for one value the first that is set
+    is used.
     """
 
     title: str
@@ -54,8 +54,8 @@ class Launcher:
 
 
 HYDRA_LOCAL = ("MPI_LOCALRANKID",)
-# MPI before SLURM: inside an allocation the processes of mpirun carry the variables of SLURM as
-# well, of the daemon that started them.
+# MPI before SLURM: inside an allocation the processes of mpirun also inherit the SLURM variables of
+# the daemon that started them.
 LAUNCHERS = (
     Launcher(
         "Open MPI", ("OMPI_COMM_WORLD_RANK",), "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",),
@@ -71,7 +71,7 @@ LAUNCHERS = (
     ),
     Launcher("MPICH or Intel MPI", ("PMI_RANK", *HYDRA_LOCAL), "PMI_RANK", ("PMI_SIZE",),
     HYDRA_LOCAL, ("MPI_LOCALNRANKS",)),
-    # A batch script carries SLURM_PROCID=0 too; only a process of a step has the id of a step.
+    # A batch script has SLURM_PROCID=0, too; only a process of a step has a step id.
     Launcher(
         "srun", ("SLURM_PROCID", "SLURM_STEP_ID"), "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS",
         "SLURM_NTASKS", "SLURM_NPROCS"),
@@ -84,10 +84,10 @@ LAUNCHERS = (
 
 @dataclass(frozen=True)
 class Place:
-    """This process among the ranks. ``local_rank`` and ``local_world_size`` are None where they
-    are not known.
+    """The place of this process among the ranks. ``local_rank`` and ``local_world_size`` are None
+    if they are unknown.
 
-    ``launcher`` is whose variables were read, None where RANK and its like were enough.
+    ``launcher``: the launcher whose variables were read; None if RANK and the like sufficed.
     """
 
     rank: int
@@ -103,7 +103,7 @@ class Place:
         return self.local_world_size is not None and self.local_world_size < self.world_size
 
     def variables(self) -> dict[str, str]:
-        """What torchrun would have set, for all who look there: torch, Accelerate, Transformers."""
+        """Return torchrun's variables, which torch, Accelerate and Transformers read."""
         told = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world_size,
@@ -116,7 +116,7 @@ class Place:
 
 
 def announce(rank: int = -1, world_size: int = -1, port: int | None = None) -> Place | None:
-    """``discover`` in the environment of this process, and set there what was found.
+    """Call :func:`discover` on the environment of this process, and set there what it found.
 
     None: this process is alone.
     """
@@ -129,11 +129,11 @@ def announce(rank: int = -1, world_size: int = -1, port: int | None = None) -> P
 def discover(
     environ: Mapping[str, str], rank: int = -1, world_size: int = -1, port: int | None = None
 ) -> Place | None:
-    """This process's place by ``environ``; ``rank`` and ``world_size`` (-1: not given) count as if
-    they stood there.
+    """Return this process's place by ``environ``; ``rank`` and ``world_size`` (-1: not given) count
+    as if they were set there.
 
-    ``port`` is used where MASTER_PORT is not set. None where no launcher is to be seen, or the only
-    rank has no other to meet. Raises LaunchError, naming the variable, where one is missing or two
+    ``port`` is used if MASTER_PORT is not set. None if no launcher is recognized, or the only rank
+    has no other to meet. Raises LaunchError, naming the variable, if one is missing or two
     contradict each other.
     """
     own_rank, own_size = _given(environ, "RANK", rank), _given(environ, "WORLD_SIZE", world_size)
@@ -170,7 +170,7 @@ def discover(
 
 
 def is_loopback(address: str) -> bool:
-    """Whether ``address`` is written as one of this machine's own: localhost, 127.0.0.2, ::1."""
+    """Whether ``address`` is written as a loopback address: localhost, 127.0.0.2, ::1."""
     try:
         return ipaddress.ip_address(address.strip("[]")).is_loopback
     except ValueError:
@@ -206,7 +206,7 @@ def _given(environ: Mapping[str, str], name: str, argument: int) -> Number | Non
 
 def _launcher(environ: Mapping[str, str]) -> Launcher | None:
     if _text(environ, ELASTIC):
-        return None  # torchrun has set everything; srun or mpirun may have started the torchruns
+        return None  # torchrun has set everything; srun or mpirun may have started torchrun
     return next(
         (each for each in LAUNCHERS if all(_text(environ, mark) for mark in each.marks)), None
     )
@@ -215,8 +215,8 @@ def _launcher(environ: Mapping[str, str]) -> Launcher | None:
 def _agree(
     own_rank: Number | None, own_size: Number | None, rank: Number | None, size: Number | None
 ) -> bool:
-    """Whether the launcher started not this process but those that started it: then it has
-    nothing to say.
+    """Whether the launcher started only this process's parents (torchrun, for instance), so that
+    its variables do not apply. Raises LaunchError if they contradict RANK or WORLD_SIZE.
     """
     if own_rank and own_size and size:
         if own_size.value > size.value:
@@ -252,7 +252,7 @@ def _refuse_missing(at: Number | None, size: Number | None, launcher: Launcher |
 
 
 def _refuse_half_started(environ: Mapping[str, str]) -> None:
-    """A process that looks alone and is one of several would train by itself without a word."""
+    """Raise LaunchError for one of several processes that would silently train alone."""
     local = _number(environ, "LOCAL_RANK")
     if local is not None and local.value > 0:
         raise LaunchError(
@@ -276,7 +276,7 @@ def _refuse_half_started(environ: Mapping[str, str]) -> None:
 def _locals(
     environ: Mapping[str, str], launcher: Launcher | None, at: Number, size: Number
 ) -> tuple[Number | None, Number | None]:
-    """The rank on this host and the ranks on it."""
+    """Return the local rank and the number of ranks on this host."""
     local, here = _number(environ, "LOCAL_RANK"), _number(environ, "LOCAL_WORLD_SIZE")
     if launcher is not None:
         local = local or _first(environ, launcher.local_rank)
@@ -305,7 +305,7 @@ def _locals(
 
 
 def _tasks_here(environ: Mapping[str, str], launcher: Launcher) -> Number | None:
-    """The tasks of an srun step on this node."""
+    """Return the number of tasks of an srun step on this node; None if unknown."""
     name = next(
         (
             each

@@ -1,5 +1,5 @@
-"""Shards fetched through the ranks' store, outside the recorded order of gathers, and the thread
-that serves this rank's.
+"""Fetches of shards through the ranks' store, outside the recorded order of gathers, and the thread
+that serves this rank's shards.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ from hf_zero.logging import logger
 
 JOIN_SECONDS = 5.0
 PART = 4 << 20  # bytes of one value in the store
-# between looks where nothing has been asked for a while: many ranks look at one store
+# between polls after a while without requests: many ranks poll one store
 IDLE_SECONDS = 1.0
 
 
 class Serving:
-    """The thread that serves this rank's shards, if one does."""
+    """The thread that serves this rank's shards, if it was started."""
 
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
         self.ending = threading.Event()
 
     def end(self) -> None:
-        """End the thread, and return when it has ended."""
+        """End the thread and wait for it, :data:`JOIN_SECONDS` at most."""
         self.ending.set()
         if self.thread is not None and self.thread is not threading.current_thread():
             self.thread.join(JOIN_SECONDS)
 
 
 class ShardFetches:
-    """One rank's side of it: :meth:`fetch` reads the others' shards, :meth:`serve` gives its own.
+    """One rank's side of the fetches: :meth:`fetch` reads the others' shards, :meth:`serve` serves
+    its own.
 
     ``events`` carries the requests of passes, and has the orders recorded anew.
     """
@@ -60,7 +61,7 @@ class ShardFetches:
         waits: StoreWait,
         awaited: Callable[[int], bool],
     ):
-        """``awaited``: whether a rank asks alone for values."""
+        """``awaited(rank)``: whether a rank asks alone for values."""
         self._store = store
         self._rank = rank
         self._others = [each for each in ranks if each != rank]
@@ -75,7 +76,7 @@ class ShardFetches:
         self.closed = False
 
     def fetch(self, unit: int, label: str, peers: Sequence[int], size: int) -> dict[int, bytes]:
-        """The bytes that ``peers`` (global ranks) serve for ``unit``, ``size`` of each; they
+        """Return the bytes that ``peers`` (global ranks) serve for ``unit``, ``size`` of each; they
         need not be waiting for it.
         """
         self._warn(label)
@@ -85,8 +86,8 @@ class ShardFetches:
     def fetch_alone(
         self, unit: int, label: str, peers: Sequence[int], size: int
     ) -> dict[int, bytes]:
-        """As :meth:`fetch`, outside passes: no order changes, and no rank but ``peers`` need know.
-        Raises RankMismatchError where one of them cannot serve; nothing is told to the others.
+        """Fetch like :meth:`fetch`, outside passes: no order changes, and only ``peers`` take part.
+        Raises RankMismatchError if one of them cannot serve; the others do not learn of it.
         """
         if not self._alone:
             self._alone = True
@@ -147,10 +148,10 @@ class ShardFetches:
     def serve(
         self, read: Callable[[int, int], bytes], begin: Callable[[], None] = lambda: None
     ) -> None:
-        """Answer other ranks' requests from now on, from a thread of its own. Idempotent.
+        """Answer other ranks' requests from now on, on a thread of its own. Idempotent.
 
-        ``read(unit, epoch)``, a method whose object is held weakly, gives this rank's shard as it
-        is after ``epoch`` writes; ``begin`` is the first that the thread calls.
+        ``read(unit, epoch)``, a method whose object is held weakly, returns this rank's shard after
+        ``epoch`` writes; the thread calls ``begin`` first.
         """
         if self.serving.thread is None:
             store = self._store.clone() if hasattr(self._store, "clone") else self._store
@@ -166,8 +167,8 @@ class ShardFetches:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Around every write of shards, which all ranks make in the same order: no rank is served
-        in the middle of it.
+        """Wrap every write of shards, in the same order on all ranks: no request is served during
+        it.
         """
         with self._writes:
             yield
@@ -183,8 +184,8 @@ class ShardFetches:
         peers: Sequence[int],
         read: Callable[[int, int], bytes],
     ) -> None:
-        """Serve request ``number`` through ``store``, the serving thread's own client: this rank's
-        shard, if it is among ``peers``, and the step that this rank is at, or what went wrong.
+        """Serve request ``number`` through ``store``, the serving thread's own client: publish this
+        rank's shard, if it is among ``peers``, and the current step of this rank, or the error.
         """
         rank = self._rank
         if alone and rank not in peers:
@@ -202,8 +203,8 @@ class ShardFetches:
         store.set(f"fetch/{number}/ack/{rank}", str(step))
 
     def serve_until_nobody_asks(self) -> None:
-        """Return when no other rank that lives asks alone for values: this rank is about to end
-        its engine.
+        """Return when no other live rank asks alone for values: this rank is about to end its
+        engine.
         """
         if self.closed or self.serving.thread is None:
             return
@@ -215,7 +216,7 @@ class ShardFetches:
 
     def serve_until_others_end(self) -> None:
         """Return when each other rank has ended its engine or its script, or waits for something
-        that no rank which ends will join.
+        that no ending rank will join.
         """
         if not self.closed and self.serving.thread is not None:
             self._linger(lambda: not all(map(self._waits.elsewhere, self._others)))
@@ -230,7 +231,7 @@ class ShardFetches:
             pass  # the store is gone: no rank can ask
 
     def close(self, why: str = ENDED) -> None:
-        """Serve no more, and let ranks that ask see ``why``."""
+        """Stop serving; ranks that ask read ``why``."""
         if not self.closed:
             self.closed = True
             publish_closed(self._store, self._rank, why)
@@ -243,7 +244,7 @@ _owners: weakref.WeakSet[ShardFetches] = weakref.WeakSet()
 @atexit.register
 def _end_threads() -> None:
     """Serve until no rank can ask any more, unless this one has failed; then end the threads: one
-    that comes back from the store's C++ while the interpreter shuts down aborts the process.
+    that returns from the store's C++ while the interpreter shuts down aborts the process.
     """
     watchdog.leave()
     if getattr(sys, "last_exc", None) is None and getattr(sys, "last_value", None) is None:
@@ -272,7 +273,7 @@ def _serve(
             _serve_until_closed(owner, store, rank, read, ending)
     finally:
         fetches = owner()
-        if fetches is None or not fetches.closed:  # else it has published why
+        if fetches is None or not fetches.closed:  # otherwise `close` has published why
             publish_closed(store, rank)
 
 
@@ -284,7 +285,7 @@ def _serve_until_closed(
     ending: threading.Event,
 ) -> None:
     number, pause = 1, POLL_SECONDS
-    # requests from ranks that are ahead: this rank is still writing what they ask for
+    # requests from ranks ahead of this one, which is still writing the shards they need
     waiting: list[tuple[int, list[int]]] = []
     while not ending.is_set():
         fetches, reader = owner(), read()

@@ -1,4 +1,4 @@
-"""How SLURM writes several hosts and their tasks in one variable: ``gpu[001-003,7],login`` and
+"""Expansion of SLURM's lists of hosts and tasks in one variable: ``gpu[001-003,7],login`` and
 ``2(x3),1``. Text only.
 """
 
@@ -16,9 +16,9 @@ TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def expand_hosts(text: str, name: str) -> list[str]:
-    """The hosts of a SLURM node list, in its order.
+    """Return the hosts of a SLURM node list, in its order.
 
-    ``name`` is the variable it comes from, for LaunchError.
+    ``name`` is the variable that holds it, for LaunchError.
     """
     hosts = [host for part in _parts(text, name) for host in _expand(part, text, name)]
     if not hosts:
@@ -27,7 +27,7 @@ def expand_hosts(text: str, name: str) -> list[str]:
 
 
 def expand_tasks(text: str, name: str) -> list[int]:
-    """The tasks on each node, as SLURM counts them: ``2(x3),1`` is 2, 2, 2, 1."""
+    """Return the tasks on each node, as SLURM counts them: ``2(x3),1`` is 2, 2, 2, 1."""
     counts: list[int] = []
     for part in text.split(","):
         found = TASKS.fullmatch(part.strip())
@@ -41,7 +41,7 @@ def expand_tasks(text: str, name: str) -> list[int]:
 
 
 def _parts(text: str, name: str) -> Iterator[str]:
-    """Cut at commas that stand outside brackets."""
+    """Yield the parts between commas outside brackets."""
     depth, start = 0, 0
     for at, letter in enumerate(text + ","):
         depth += (letter == "[") - (letter == "]")
@@ -57,7 +57,7 @@ def _parts(text: str, name: str) -> Iterator[str]:
 
 
 def _expand(part: str, text: str, name: str) -> Iterator[str]:
-    """The hosts of one part: brackets may stand in several places, as in rack[1-2]node[01-16]."""
+    """Yield the hosts of one part: brackets may occur several times, as in rack[1-2]node[01-16]."""
     group = GROUP.search(part)
     if group is None:
         if PLAIN.fullmatch(part) is None:

@@ -64,7 +64,7 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 class StageMessages:
-    """What one rank of a pipeline exchanges with the others, ``ranks``, over ``group``."""
+    """The messages of one rank of a pipeline with the others, ``ranks``, over ``group``."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class StageMessages:
         self._stats = stats
         self._watchdog = watchdog
         self._headers = CPU if self.size > 1 and backend_serving(CPU) else device
-        self._sent: list[tuple[Any, torch.Tensor]] = []  # headers on their way
+        self._sent: list[tuple[Any, torch.Tensor]] = []  # headers in flight
         self._waiting = ExitStack()
         self._logs: dict[tuple[int, int], CollectiveLog] = {}
         off = partial(abort, group, group_backend(device), self.size, self.rank, device)
@@ -107,12 +107,15 @@ class StageMessages:
 
     @classmethod
     def over(cls, groups: ParallelGroups, name: str, timeout: float) -> StageMessages:
-        """Those of this rank's pipeline, for the engine ``name`` (collective over all ranks)."""
+        """Make those of this rank's pipeline, for the engine ``name`` (collective over all
+        ranks).
+        """
         dims, own = groups.dims, None
         if dims.pipeline > 1:
             limit = timedelta(seconds=timeout + MARGIN_SECONDS)
-            # NCCL then has one communicator for all messages. Else those that schedules issue alone
-            # take one of two ranks each, and never meet the other end where that is in a batch.
+            # Bound to the device, NCCL uses one communicator for all messages. Otherwise a message
+            # that a schedule issues alone uses a communicator of two ranks, and never matches its
+            # counterpart in a batch.
             bound = None if kinds.is_host(groups.device) else groups.device
             if bound is not None:
                 os.environ.setdefault(WARNING, "0")
@@ -136,7 +139,7 @@ class StageMessages:
         )
 
     def close(self) -> None:
-        """Give the communicator back."""
+        """Release the communicator."""
         for log in self._logs.values():
             log.closed = "destroyed its engine"
         if self._group is not None and dist.is_initialized():
@@ -161,8 +164,8 @@ class StageMessages:
         return self._send("send_activations", tensors, peer, FORWARD_TAG, key)
 
     def receive(self, peer: int, key: str) -> tuple[Activations, tuple[bool, ...], bool, list[Any]]:
-        """Wait for the header of the next activations of ``peer``: memory for them, which of them
-        require grad, whether they are one tensor, and the operations that fill that memory.
+        """Wait for the header of the next activations of ``peer``. Return memory for them, which of
+        them require grad, whether they are one tensor, and the operations that fill that memory.
         """
         pending = self._issue(peer, self.rank, f"{key} forward")
         header = torch.empty(HEADER, dtype=torch.int64, device=self._headers)
@@ -202,17 +205,17 @@ class StageMessages:
         return gradients, self._operation(dist.irecv, buffer, peer, BACKWARD_TAG)
 
     def came(self) -> None:
-        """What the caller has waited for is here."""
+        """End the watched waits: the messages that the caller waited for have arrived."""
         self._waiting.close()
 
     def explain(self, error: RuntimeError) -> Exception:
-        """What to raise for ``error`` of a wait for another stage."""
+        """Return the exception to raise for ``error`` of a wait for another stage."""
         self.came()
         pending = PendingCollective("the stages of the pipeline", needs=tuple(self.ranks))
         return self._watchdog.explain_failure(pending, error)
 
     def finish(self) -> None:
-        """Wait until what was sent has left."""
+        """Wait until all sends are complete."""
         self.came()
         for work, _ in self._sent:
             work.wait()
@@ -310,8 +313,8 @@ def _announced(
 def dim_of_stages(
     groups: ParallelGroups, stages: Sequence[int], name: str, timeout: float
 ) -> MeshDim:
-    """The ranks of this rank's pipeline at ``stages``, if it is one of them; else itself alone
-    (collective over all ranks).
+    """Return the dimension over the ranks of this rank's pipeline at ``stages``, if it is one of
+    them; else over itself alone (collective over all ranks).
     """
     dims = groups.dims
     columns = dict.fromkeys(dims.ranks_along(rank, "pipeline") for rank in range(dims.world))

@@ -1,11 +1,11 @@
-"""What all ranks learn at the end of the same step: that the orders of gathers are recorded anew,
-that the job is to stop, and events such as a save that has failed.
+"""Events that all ranks learn of at the end of the same step: orders of gathers recorded anew, a
+stop of the job, a save that has failed.
 
 [Note: requests]
-A rank lets the others know by a numbered request in the store. The thread of each rank that serves
-shards (shard_fetches.py) answers it with the number of the step which that rank is at: hosts may be
-steps apart. All ranks act at the end of the latest of these steps. No rank is past it, and none
-ends the step it is at before it has read which one that is.
+A rank informs the others by a numbered request in the store. The thread of each rank that serves
+shards (shard_fetches.py) answers it with the number of that rank's current step: hosts may be steps
+apart. All ranks act at the end of the latest of these steps. No rank is past it, and none ends its
+current step before it has read which one that is.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 from hf_zero.distributed.store_wait import StoreWait
 from hf_zero.errors import RankMismatchError
 
-# What a request is about: a unit that is fetched (its index), whose end of step has the orders
-# recorded anew; that all stop; or, below that, an event of the caller's.
+# Subject of a request: the index of a fetched unit, after whose step the orders are recorded anew;
+# STOP; or, below STOP, an event of the caller.
 RENEW, STOP = 0, -1
 
 
 class StepEvents:
-    """One rank's side of it. :attr:`stopped` and :attr:`events` change in :meth:`end_step`, alike
-    on all ranks.
+    """One rank's side of the events. :attr:`stopped` and :attr:`events` change in :meth:`end_step`,
+    equally on all ranks.
     """
 
     def __init__(self, store: Any, rank: int, ranks: Sequence[int], waits: StoreWait):
@@ -34,19 +34,19 @@ class StepEvents:
         self._waits = waits
         self._step = 0
         self._heard: set[int] = set()  # requests of other ranks, since the last step
-        self._lock = threading.Lock()  # of the two above: the serving thread uses them, too
-        self._unsent: set[int] = set()  # what this rank has yet to let the others know
-        self._due: set[tuple[int, int]] = set()  # (step at whose end, what) all ranks learn
+        self._lock = threading.Lock()  # guards the two above, which the serving thread also uses
+        self._unsent: set[int] = set()  # events not yet announced to the other ranks
+        self._due: set[tuple[int, int]] = set()  # (step after which all ranks act, event)
         self.stopped = False  # all ranks stop
-        self.events: frozenset[int] = frozenset()  # of the step that has just ended
+        self.events: frozenset[int] = frozenset()  # of the last completed step
 
     def request_stop(self) -> None:
-        """Have all ranks stop after the same step, one of the next; signal handlers may call it."""
+        """Have all ranks stop after the same step, one of the next; safe in signal handlers."""
         self._unsent.add(STOP)
 
     def broadcast_event(self, event: int) -> None:
-        """Have all ranks find ``event``, a number below :data:`STOP`, in :attr:`events` after
-        the same step, one of the next.
+        """Have all ranks find ``event``, a number below :data:`STOP`, in :attr:`events` after the
+        same step, one of the next.
         """
         if not self._is_due(event):
             self._unsent.add(event)
@@ -55,11 +55,11 @@ class StepEvents:
         return any(each == event for _, each in self._due)
 
     def request(self, about: int, epoch: int, peers: Sequence[int], what: str) -> int:
-        """Let every rank know of a request, and return its number once all of them do: they have
-        served ``peers``' shards of the unit ``about`` after ``epoch`` writes, if it is one.
+        """Announce a request to every rank, and return its number once all have answered: if
+        ``about`` is a unit, ``peers`` have served their shards of it after ``epoch`` writes.
 
-        ``what`` is what the others are to do, for messages. Raises RankMismatchError where a rank
-        cannot, or does not answer; those that have answered raise it at the end of their step.
+        ``what`` describes the others' task in messages. Raises RankMismatchError if a rank cannot
+        do it, or does not answer; the ranks that have answered raise it at the end of their step.
         """
         number = self._store.add("fetch/n", 1)
         self._store.set(
@@ -70,7 +70,7 @@ class StepEvents:
             for rank in self._ranks:
                 if rank == self._rank:
                     continue
-                # also of those that serve nothing: all must know of it
+                # wait for ranks that serve nothing, too: all must know of the request
                 key = f"fetch/{number}/ack/{rank}"
                 answer = self._waits.wait(key, {rank: key}, what)
                 self._store.delete_key(key)
@@ -90,17 +90,17 @@ class StepEvents:
         return number
 
     def hear(self, number: int) -> int:
-        """Note request ``number`` of another rank; returns the step that this rank is at."""
+        """Note request ``number`` of another rank; return this rank's current step."""
         with self._lock:
             self._heard.add(number)
             return self._step
 
     def end_step(self) -> bool:
-        """End a step: whether the orders of gathers are to be recorded anew after it, alike on all
-        ranks. Raises RankMismatchError where a request of another rank has failed.
+        """End a step. Return whether the orders of gathers are recorded anew after it, equal on all
+        ranks. Raises RankMismatchError if a request of another rank has failed.
         """
-        # Not when they are asked for: a rank that waits here for the answers may be one that the
-        # step of another rank still needs.
+        # Announced here, not when they occur: a rank that waits for the answers may be needed by
+        # the current step of another rank.
         while self._unsent:
             event = self._unsent.pop()
             if self._is_due(event) or (event == STOP and self.stopped):
@@ -127,7 +127,7 @@ class StepEvents:
         return RENEW in events
 
     def _learn_when(self, number: int) -> None:
-        """Wait for the step at whose end all ranks act on request ``number``."""
+        """Wait for the step after which all ranks act on request ``number``."""
         key = f"fetch/{number}/renew"
         asking, about = map(int, self._store.get(f"fetch/{number}").decode().split("|")[:2])
         wanted = (

@@ -1,8 +1,8 @@
 """The job's key-value store with a time limit on every call, and messages between ranks through it.
 
-torch's client of the store blocks in native code for as long as the network lets it, whatever
-timeout it was given: :class:`TimeoutStore` asks it on another thread. :class:`StoreMessages` lets
-background threads of different ranks exchange results without a collective, which could meet one
+torch's client of the store blocks in native code as long as the network lets it, whatever timeout
+it was given: :class:`TimeoutStore` calls it on another thread. :class:`StoreMessages` lets
+background threads of different ranks exchange results without a collective, which could match one
 of the training.
 """
 
@@ -18,14 +18,14 @@ from typing import Any
 from hf_zero.errors import RankMismatchError
 
 TIMEOUT_SECONDS = 5.0
-SLICES = 20  # of such a wait
-FIRST_PAUSE, LAST_PAUSE = 0.002, 0.25  # seconds between looks
+SLICES = 20  # parts of such a wait
+FIRST_PAUSE, LAST_PAUSE = 0.002, 0.25  # seconds between polls
 STORE_SECONDS = 60.0  # after which a store that does not answer counts as gone
 
 
 class TimeoutStore:
-    """The calls of ``store`` that posts need, each from one thread and for ``seconds`` at most;
-    RuntimeError when it does not answer.
+    """Calls of ``store`` for posts, all from one thread, each limited to ``seconds``; RuntimeError
+    if it does not answer.
     """
 
     def __init__(self, store: Any, seconds: float = TIMEOUT_SECONDS):
@@ -35,7 +35,7 @@ class TimeoutStore:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._lost = False
-        # the thread ends with this object, if it is not held up itself
+        # the thread ends with this object, unless it is blocked itself
         weakref.finalize(self, self._calls.put, None)
 
     def set(self, key: str, value: str) -> None:
@@ -48,7 +48,7 @@ class TimeoutStore:
         return bool(self._ask("check", keys))
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is there."""
+        """Return the value of an existing key."""
         return bytes(self._ask("get", key))
 
     def _ask(self, name: str, *args: Any) -> Any:
@@ -65,8 +65,8 @@ class TimeoutStore:
                 self._thread.start()
         call = _Call(name, args)
         self._calls.put(call)
-        # In slices: where another thread has kept the interpreter's lock for longer than that, or
-        # the process stood still, one of them is over at once, and the rest of them wait.
+        # In slices: if another thread held the interpreter's lock for longer, or the process was
+        # suspended, one slice is over at once, and the others still wait.
         if not any(call.done.wait(self._seconds / SLICES) for _ in range(SLICES)):
             self._lost = True
             raise RuntimeError(f"the ranks' store has not answered for {self._seconds:g} s")
@@ -94,43 +94,43 @@ def _answer(store: Any, calls: queue.SimpleQueue[_Call | None]) -> None:
 
 class StoreMessages:
     """Messages of one rank through ``store``. Each message on a topic replaces the last one of its
-    rank, so that nothing piles up.
+    rank, so that none accumulate.
 
-    gone: why nothing more will come from a rank, or None; asked only while a message is missing.
-    timeout: seconds after which a missing message is an error.
+    gone(rank): the reason why nothing more will come from a rank, or None; called only while a
+    message is missing. timeout: seconds after which a missing message is an error.
     """
 
     def __init__(self, store: Any, rank: int, timeout: float, gone: Callable[[int], str | None]):
         self._store = TimeoutStore(store, STORE_SECONDS)
         self._rank, self._timeout, self._gone = rank, timeout, gone
-        # starts the thread that asks: none can be started once the interpreter ends
+        # starts the calling thread: none can be started once the interpreter ends
         self._store.add("opened", 1)
 
     def send(self, topic: str, number: int, message: str) -> None:
-        """Leave ``message`` as this rank's ``number``-th on ``topic``.
+        """Publish ``message`` as this rank's ``number``-th on ``topic``.
 
-        Raises RuntimeError where the store is gone.
+        Raises RuntimeError if the store is gone.
         """
         self._store.set(f"{topic}/{self._rank}", f"{number}|{message}")
 
     def ask(self, topic: str, number: int) -> None:
-        """Let all ranks see that one waits for the first ``number`` of what ``topic`` counts.
+        """Tell all ranks that this one waits for the first ``number`` of what ``topic`` counts.
 
-        Raises RuntimeError where the store is gone.
+        Raises RuntimeError if the store is gone.
         """
         self._store.set(f"asked/{topic}", str(number))
 
     def asked(self, topic: str) -> int:
-        """What was asked last, by any rank; 0 before. Raises RuntimeError where the store is
-        gone.
+        """Return the last number asked for by any rank; 0 before. Raises RuntimeError if the store
+        is gone.
         """
         key = f"asked/{topic}"
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
     def receive(self, topic: str, number: int, rank: int) -> str:
-        """The ``number``-th message of ``rank`` on ``topic``.
+        """Return the ``number``-th message of ``rank`` on ``topic``.
 
-        Raises RankMismatchError if it will not come, RuntimeError where the store is gone.
+        Raises RankMismatchError if it will not come, RuntimeError if the store is gone.
         """
         key, pause, limit = f"{topic}/{rank}", FIRST_PAUSE, time.monotonic() + self._timeout
         gone: str | None = None
@@ -142,7 +142,7 @@ class StoreMessages:
             )
             if int(found) == number:
                 return message
-            if gone is not None:  # known before the last look
+            if gone is not None:  # known before the last poll
                 raise RankMismatchError(
                     f"rank {rank} did not say what came of it: {gone}; its own output says more"
                 )

@@ -1,4 +1,4 @@
-"""Waiting for a key of the ranks' store, while the ranks that are missing are named."""
+"""Waits for a key of the ranks' store, with warnings that name the missing ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_zero.logging import logger
 
 POLL_SECONDS = 0.05
 FIRST_PAUSE = 0.0002
-SLICE_SECONDS = 1.0  # between looks at who is missing
+SLICE_SECONDS = 1.0  # between checks for missing ranks
 WARN_SECONDS = 60.0
 ENDED = "destroyed its engine or ended"
 
@@ -34,12 +34,12 @@ class StoreWait:
         what: str,
         pending: PendingCollective | None = None,
     ) -> str:
-        """The value of ``key``, once it is there: it follows when the ranks of ``arrivals`` have
-        set their keys.
+        """Return the value of ``key`` once it is set; it is set after the ranks of ``arrivals``
+        have set their keys.
 
         A warning each minute names the ranks whose keys are missing, which are to do ``what``.
-        Raises RankMismatchError where one of them has ended, at the timeout, and for what the
-        watchdog finds.
+        Raises RankMismatchError if one of them has ended, at the timeout, and for what the watchdog
+        finds.
         """
         value = self.wait_or_leave(key, arrivals, what, pending, may_leave=False)
         assert value is not None
@@ -54,8 +54,8 @@ class StoreWait:
         may_leave: bool = True,
         at_once: bool = False,
     ) -> str | None:
-        """As :meth:`wait`, but with ``may_leave`` None where a rank that has not come is
-        :meth:`elsewhere`, which is looked at after a second, or ``at_once``.
+        """Wait like :meth:`wait`; with ``may_leave`` return None if a missing rank is
+        :meth:`elsewhere`, checked after a second, or ``at_once``.
         """
         pending = pending or PendingCollective(f"ranks to {what}", warns=True)
         try:
@@ -74,8 +74,8 @@ class StoreWait:
         return status is not None and status.exit_reason(rank) is not None
 
     def elsewhere(self, rank: int) -> bool:
-        """Whether ``rank`` cannot come before this rank goes on: it ends its engine or its
-        script, or it waits in a collective that needs this rank.
+        """Whether ``rank`` cannot come before this rank goes on: it ends its engine or its script,
+        or it waits in a collective that needs this rank.
         """
         status = self._watchdog.rank_status
         gone = any(self._store.check([key]) for key in (_closed(rank), leaving(rank)))
@@ -84,8 +84,8 @@ class StoreWait:
     def _poll(
         self, key: str, arrivals: Mapping[int, str], what: str, may_leave: bool, at_once: bool
     ) -> bool:
-        """Whether ``key`` is there; False where this rank may leave, and others do not come."""
-        # Not store.wait(): torch writes two lines to the terminal whenever it gives up.
+        """Return True once ``key`` is set; False if this rank may leave and others do not come."""
+        # Not store.wait(): torch prints two lines whenever it gives up.
         started = time.monotonic()
         looked = started - SLICE_SECONDS if may_leave and at_once else started
         warned, pause = WARN_SECONDS, FIRST_PAUSE
@@ -109,8 +109,8 @@ class StoreWait:
     def _report_missing(
         self, key: str, arrivals: Mapping[int, str], what: str, waited: float, warned: float
     ) -> float:
-        """Raise if ``key`` will never be there, warn each minute; returns the seconds of the
-        next warning.
+        """Raise if ``key`` will never be set, warn each minute; return the time of the next
+        warning, in seconds of the wait.
         """
         missing = [rank for rank, arrival in arrivals.items() if not self._store.check([arrival])]
         gone = {
@@ -141,7 +141,7 @@ class StoreWait:
 
 
 def publish_closed(store: Any, rank: int, why: str = ENDED) -> None:
-    """Let ranks that wait for ``rank`` see that it answers no more, and why."""
+    """Tell ranks that wait for ``rank`` that it no longer answers, and why."""
     try:
         store.set(_closed(rank), why)
     except RuntimeError:
@@ -149,7 +149,7 @@ def publish_closed(store: Any, rank: int, why: str = ENDED) -> None:
 
 
 def leaving(rank: int) -> str:
-    """The key of a rank that ends its engine, and serves those that ask until then."""
+    """Return the key of a rank that ends its engine, and serves requests until then."""
     return f"leaving/{rank}"
 
 

@@ -1,5 +1,5 @@
 """Small messages between hosts: the agreement on gloo that ranks are at the same collective
-(collectives.py, the note), and the largest of numbers.
+(collectives.py, the note), and an element-wise maximum.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def tagged_barrier(
     watchdog: Watchdog,
     source: int | None = None,
 ) -> list[Any]:
-    """Return when those that ``wait`` needs are at the same collective. ``rank`` and ``source``
-    count within ``ranks``.
+    """Return when the ranks that ``pending`` needs are at the same collective. ``rank`` and
+    ``source`` are indices into ``ranks``.
 
     The ``source`` of a broadcast waits for no rank: it gets the works to wait for once its values
     are sent.

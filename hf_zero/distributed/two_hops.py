@@ -1,15 +1,14 @@
 """All-gathers in two hops, across nodes and then within each.
 
 [Note: two hops]
-Where ranks exchange their chunks directly, each rank of a node receives every chunk of the other
-nodes. In two hops the G ranks of a node share them out: each receives those of the ranks in its
-place in the M other nodes, and passes them on to the others in its node. So of P bytes gathered
-P (M - 1) / M come into a node instead of G times as many (MiCS, arXiv:2205.00119, section 3.3).
+If ranks exchange their chunks directly, each rank of a node receives every chunk of the other
+nodes. In two hops the G ranks of a node divide them: each receives those of the ranks in its place
+in the M other nodes, and passes them on to the others in its node. So of P bytes gathered P (M - 1)
+/ M enter a node instead of G times as many (MiCS, arXiv:2205.00119, section 3.3).
 
-The second hop needs what the first has brought. On a device a stream of its own waits for the
-first hop, so the second one is issued right behind it, and both are over before a unit that was
-gathered ahead is used. To the ranks the two are then one gather: it ends when all ranks have issued
-it, and those before it.
+The second hop needs the result of the first. On a device a side stream waits for the first hop, so
+the second one is issued right behind it, and both are over before a prefetched unit is used. To the
+ranks the two are then one gather: it ends when all ranks have issued it, and those before it.
 
 Where waiting blocks the host, the second hop is issued as soon as this rank waits for the
 gather or for a later one, or is about to wait for what other ranks may issue only after they have
@@ -35,17 +34,17 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class TwoHops:
-    """The gathers of a dimension whose ranks are those of ``across``, times those of ``node``: rank
-    G * i + j of it is rank i of ``across``, for ranks in place j of their node.
+    """The gathers of a dimension whose ranks are those of ``across`` times those of ``node``: its
+    rank G * i + j is rank i of ``across``, for ranks in place j of their node.
     """
 
     def __init__(self, across: Any, node: Any):
         self.across, self.node = across, node
-        self._pending: deque[TwoHopGather] = deque()  # second hops to be issued, in order
+        self._pending: deque[TwoHopGather] = deque()  # second hops still to issue, in order
 
     def gather(self, pairs: Pairs, key: str, follows: torch.device | None) -> TwoHopGather:
-        """Issue the first hop of :meth:`MeshDim.all_gather`, and the second one where streams wait
-        for it; ``follows`` as for a Handle.
+        """Issue the first hop of :meth:`MeshDim.all_gather`, and the second one if streams wait for
+        it; ``follows`` as for a Handle.
         """
         if follows is None:
             gather = TwoHopGather(self, pairs, key)
@@ -62,7 +61,7 @@ class TwoHops:
         return gather
 
     def advance(self, ahead: int = 0) -> None:
-        """Issue all second hops but those of the last ``ahead`` gathers."""
+        """Issue the second hops of all gathers but the last ``ahead``."""
         while len(self._pending) > ahead:
             self._pending.popleft().pass_on()
 
@@ -72,7 +71,7 @@ class TwoHops:
 
 
 class TwoHopGather:
-    """One gather; waiting for it is what a :class:`Handle` does."""
+    """One two-hop gather; a :class:`Handle` waits for it."""
 
     def __init__(self, hops: TwoHops, pairs: Pairs, key: str):
         self._hops, self._pairs, self._key = hops, list(pairs), key

@@ -1,13 +1,13 @@
-"""How an error of hf-zero ends a process: its message once for all ranks, in a few lines;
-``HF_ZERO_TRACEBACK=1`` shows the traceback.
+"""The report of an hf-zero error that ends a process: its message once for all ranks, in a few
+lines; ``HF_ZERO_TRACEBACK=1`` shows the traceback.
 
 [Note: once for all ranks]
 A rank that meets an error prints the traceback, and so do all others that meet the same one; the
 launcher adds its own. The message says what to do, so the hook prints it alone, also in a process
 without a launcher. Rank 0 prints at once. Any other rank waits a moment for rank 0 to have printed
-the same message, then the first of them prints it: what differs by rank is always seen. The ranks
-compare through the store of torchrun's agent, which is there before any process group and outlives
-the ranks; without one each rank prints.
+the same message, then the first of them prints it: messages that differ by rank are always shown.
+The ranks compare through the store of torchrun's agent, which exists before any process group and
+outlives the ranks; without one each rank prints.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ WAIT_SECONDS = 2.0
 PACKAGE = Path(__file__).resolve().parents[1]
 COMMANDS = Path(sys.executable).parent  # accelerate, torchrun and the like
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
-# asked about errors of others: what to report in their place, None where nothing is known
+# called with errors of other classes: return an exception to report instead, or None
 explanations: list[Callable[[BaseException], Exception | None]] = []
 
 
 class _Report:
-    """``sys.excepthook`` of a process. ``before`` gets errors of other classes than ``ours``."""
+    """``sys.excepthook`` of a process. ``before`` handles errors of other classes than ``ours``."""
 
     def __init__(self, before: Hook, ours: type[Exception]) -> None:
         self.before, self.ours = before, ours
@@ -65,8 +65,8 @@ class _Report:
 
 
 def watch(ours: type[Exception]) -> None:
-    """Let uncaught errors of the class ``ours`` be reported so, in a process that runs a script.
-    Called as they are made.
+    """Report uncaught errors of the class ``ours`` in this way, unless the process is interactive.
+    Called when such an error is made.
     """
     hook = sys.excepthook
     interactive = hasattr(sys, "ps1") or sys.flags.interactive or hasattr(builtins, "__IPYTHON__")
@@ -75,10 +75,10 @@ def watch(ours: type[Exception]) -> None:
 
 
 def described(error: BaseException, trace: TracebackType | None) -> str:
-    """The message, what caused it, and the line of the user's script that led to it."""
+    """Return the message, its cause, and the line of the user's script that led to it."""
     lines = [f"{type(error).__name__}: {error}"]
     cause = error.__cause__
-    if cause is not None and str(cause) not in str(error):  # which has told it already
+    if cause is not None and str(cause) not in str(error):  # unless the message already includes it
         lines.append(f"  because of {type(cause).__name__}: {cause}")
     where = _line_of_the_script(trace)
     if where:
@@ -87,7 +87,7 @@ def described(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def _line_of_the_script(trace: TracebackType | None) -> str:
-    """The innermost line outside installed packages and hf-zero itself."""
+    """Return the innermost line outside installed packages and hf-zero itself."""
     found = ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
@@ -115,13 +115,13 @@ def _print_once(error: BaseException, trace: TracebackType | None) -> None:
     elif said.within(0.0):
         return
     print(f"hf-zero, rank {rank}: {text}", file=sys.stderr, flush=True)
-    said.claim()  # of rank 0 after it has printed: a rank that ends has the launcher end the others
+    said.claim()  # rank 0 claims after it has printed: when it ends, the launcher ends the others
 
 
 class _Said:
-    """Whether a rank has said ``text``, in the store of torchrun's agent.
+    """Whether a rank has printed ``text``, recorded in the store of torchrun's agent.
 
-    Where that cannot be asked nothing counts as said.
+    Without that store nothing counts as printed.
     """
 
     def __init__(self, text: str) -> None:
@@ -132,7 +132,7 @@ class _Said:
             self._store = connect_to_agent_store(timedelta(seconds=WAIT_SECONDS))
 
     def within(self, seconds: float) -> bool:
-        """Whether it has been said, or is before ``seconds`` have passed."""
+        """Whether it has been printed, or is before ``seconds`` have passed."""
         if self._store is None:
             return False
         with suppress(Exception):
@@ -145,7 +145,7 @@ class _Said:
         return False
 
     def claim(self) -> bool:
-        """Whether this rank is the first to say it."""
+        """Whether this rank is the first to print it."""
         with suppress(Exception):
             return self._store is None or self._store.add(self._key, 1) == 1
         return True

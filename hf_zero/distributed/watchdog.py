@@ -1,12 +1,13 @@
-"""No silent wait: a warning each minute, an error as soon as it is proved that a rank will not
+"""Watches over waits: a warning each minute, an error as soon as it is proved that a rank will not
 come, or at the timeout.
 
 [Note: interrupting]
-A thread looks at waits that last a second or more; shorter ones cost nothing. Where a backend's
-wait orders a stream and returns at once, it polls an event after the wait. What waits in a
-backend's native code cannot be stopped: gloo knows only timeouts, which close its connections.
-So, with a proof at hand, all communicators are aborted from here (``CollectiveLog.abort``), the
-wait raises, and :meth:`Watchdog.explain_failure` says why. They are lost with it; so is the job.
+A thread looks at waits that last a second or more; shorter ones cost nothing. If a backend's wait
+orders a stream and returns at once, it polls an event after the wait. A wait in a backend's native
+code cannot be stopped: gloo knows only timeouts, which close its connections. So, once there is a
+proof, the thread aborts all communicators (``CollectiveLog.abort``), the wait raises, and
+:meth:`Watchdog.explain_failure` gives the reason. The communicators are lost with it; so is the
+job.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from hf_zero.errors import HfZeroError, RankMismatchError
 from hf_zero.logging import logger
 
 WARN_SECONDS = 60.0
-LOOK_SECONDS = 1.0  # a wait of this length is looked at, and again after as long
-FOLLOWED = 64  # collectives of a communicator that are followed at once: the oldest and the newest
-RANKS_A_LOOK = 32  # more ranks look less often: they share one store
+LOOK_SECONDS = 1.0  # a wait is examined after this time, and again each time it has passed
+FOLLOWED = 64  # collectives of a communicator followed at once: the oldest and the newest
+RANKS_A_LOOK = 32  # more ranks poll less often: they share one store
 SCRIPTS_COLLECTIVES = "torch.distributed.distributed_c10d"
-LOOKS_AT_SCRIPT = 4  # in a row that find the script in a collective of its own
+LOOKS_AT_SCRIPT = 4  # consecutive looks that find the script in its own collective
 GRACE_SECONDS = 5.0
 JOIN_SECONDS = 5.0
 
@@ -58,7 +59,7 @@ class Watchdog:
         self._enabled = enabled
         self._warn_after = warn_after
         self.rank_status = rank_status
-        self.verdict = ""  # what ends this rank, for good: communicators are aborted for it
+        self.verdict = ""  # the final reason why this rank ends: communicators are aborted for it
         self._current: tuple[PendingCollective, float] | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -71,20 +72,20 @@ class Watchdog:
             CollectiveLog, deque[tuple[tuple[PendingCollective, float], Callable[[], bool]]]
         ] = {}
         self._following = threading.Lock()
-        self._device: torch.device | None = None  # of what is followed
-        self._follower: Watchdog | None = None  # another watch that follows for this one
+        self._device: torch.device | None = None  # device of the followed collectives
+        self._follower: Watchdog | None = None  # the watchdog that follows in place of this one
         self._poll = poll
         self._hinted: tuple[PendingCollective, float] | None = None
         self._script = threading.get_ident()
-        self._script_waits = 0  # looks at which the script waited in a collective of its own
+        self._script_waits = 0  # looks that found the script in its own collective
         if rank_status is not None:
             _watches.add(self)
             uncaught.watch(HfZeroError)
 
     def beside(self) -> Watchdog:
-        """Return a watch for collectives that another thread issues: it knows what ends this rank,
-        and leaves the watching to the caller that waits for the thread, for a rank waits for one
-        thing. What only streams wait for is followed here.
+        """Return a watchdog for collectives that another thread issues: it shares the rank status,
+        and leaves the watching to the caller that waits for the thread, because a rank waits for
+        one thing at a time. Collectives that only streams wait for are followed here.
         """
         quiet = Watchdog(enabled=False)
         quiet.rank_status, quiet._follower = self.rank_status, self
@@ -117,10 +118,10 @@ class Watchdog:
         device: torch.device | None = None,
     ) -> None:
         """Watch a collective for which only a stream waits until ``is_over``. Those of a
-        communicator are over in their order.
+        communicator complete in their order.
 
-        ``is_over`` is asked on other threads, and should keep no tensor alive; ``device``: that of
-        the event which it asks.
+        ``is_over`` is called on other threads, and should keep no tensor alive; ``device``: that of
+        the event it queries.
         """
         if self._follower is not None:
             self._follower.follow(pending, is_over, device)
@@ -132,14 +133,14 @@ class Watchdog:
             followed = self._followed.setdefault(pending.log, deque())
             while followed and followed[0][1]():
                 followed.popleft()
-            # the oldest show where a communicator stands, the newest when all are over
+            # the oldest show the position of a communicator, the newest when all are over
             if len(followed) == FOLLOWED:
                 followed.pop()
             followed.append(((pending, time.monotonic()), is_over))
 
     def begin_look(self) -> None:
-        """Make the device of what is followed the current one of this thread: asking for an event
-        opens a context on the current device, half a GiB for each rank on device 0.
+        """Make the device of followed collectives current in this thread: querying an event opens a
+        context on the current device, half a GiB for each rank on device 0.
         """
         if self._device is not None and kinds.current_index(self._device) != self._device.index:
             kinds.set_device(self._device)
@@ -153,19 +154,19 @@ class Watchdog:
                 if followed:
                     oldest.append(followed[0][0])
                 else:
-                    del self._followed[log]  # of an engine that may have ended
+                    del self._followed[log]  # its engine may have ended
         return min(oldest, key=lambda entry: entry[1], default=None)
 
     def check(self) -> None:
-        """Raise what the watch has found, where nothing waits in a backend."""
+        """Raise the watchdog's verdict, for code that does not wait in a backend."""
         if self.verdict:
             raise RankMismatchError(self.verdict)
 
     def explain_failure(
         self, pending: PendingCollective, error: BaseException
     ) -> RankMismatchError:
-        """What to raise for ``error``, which ``wait`` has raised: who is the reason, if that can
-        be found.
+        """Return the exception to raise for ``error``, raised by the wait for ``pending``: it names
+        the rank that caused it, if it can be found.
         """
         _take_time_to_speak()
         if self.verdict:
@@ -198,8 +199,8 @@ class Watchdog:
         return RankMismatchError(text)
 
     def report_mismatch(self, pending: PendingCollective) -> RankMismatchError:
-        """What to raise where different collectives of ranks have met: each rank notices, and
-        publishes its own.
+        """Return the exception to raise if different collectives of ranks have matched: each rank
+        notices, and publishes its own.
         """
         rank_status = self.rank_status
         if rank_status is not None and not self.verdict:
@@ -217,17 +218,15 @@ class Watchdog:
         self.verdict = verdict
         if self.rank_status is not None:
             self.rank_status.publish("broken", cause)
-        logger.error(verdict)  # whatever becomes of the exception: some launchers never print it
+        logger.error(verdict)  # log it, too: some launchers never print the exception
         if self.rank_status is not None:
-            # All communicators, not only the one waited on: a group in which something is still
-            # under way joins its thread when it is freed.
+            # All communicators, not only the current one: freeing a group with operations in flight
+            # joins its thread.
             logs = list(self.rank_status.logs.values())
             abort_together({log.name: log.abort for log in logs if not log.closed})
 
     def end(self, verdict: str) -> None:
-        """End this rank, and all that it waits for, for a reason that another thread or rank has
-        found.
-        """
+        """End this rank, and all its waits, for a reason found by another thread or rank."""
         if not self.verdict:
             self._conclude(verdict, verdict)
 
@@ -248,7 +247,7 @@ class Watchdog:
             pass  # the store is gone: no other rank can ask
 
     def look_at_script(self) -> None:
-        """Publish that the script waits in a collective of its own, and when it does no more."""
+        """Publish when the script waits in a collective of its own, and when it no longer does."""
         rank_status = self.rank_status
         if rank_status is None or self.verdict:
             return
@@ -278,8 +277,8 @@ class Watchdog:
         return min(LOOK_SECONDS, self._warn_after) / 4
 
     def check_current_wait(self) -> None:
-        """Warn if the wait under way has lasted long since it began or was last warned of; end
-        it if it can never end.
+        """Warn if the current wait has lasted long since it began or since the last warning; end it
+        if it can never end.
         """
         current = self._current or self._oldest_followed()
         if current is None:
@@ -370,10 +369,10 @@ _ending = threading.Event()
 
 @atexit.register
 def leave() -> None:
-    """Say how this rank ends. Idempotent.
+    """Publish how this rank ends. Idempotent.
 
-    A thread that comes back from the store's C++ while the interpreter shuts down would abort the
-    process.
+    A thread that returns from the store's C++ while the interpreter shuts down would abort the
+    process, so the threads are joined first.
     """
     _ending.set()
     for watchdog in list(_watches):
@@ -386,8 +385,8 @@ def leave() -> None:
 
 
 def _explain_lost_connection(error: BaseException) -> RankMismatchError | None:
-    """What to report in place of ``error``, which a collective of the script itself has raised as
-    another rank ended; None where it is none, or nobody knows why.
+    """Return the exception to report in place of ``error``, raised by a collective of the script
+    itself as another rank ended; None for other errors, or if the cause is unknown.
     """
     if not isinstance(error, RuntimeError) or "Connection" not in str(error):
         return None
@@ -406,8 +405,8 @@ uncaught.explanations.append(_explain_lost_connection)
 
 
 def _take_time_to_speak() -> None:
-    """A launcher that sees one rank end ends the others at once; this one is about to say why,
-    and ends a little later.
+    """Delay the default action of SIGTERM: a launcher that sees one rank end ends the others at
+    once, and this one is about to report why.
     """
     if (
         threading.current_thread() is threading.main_thread()

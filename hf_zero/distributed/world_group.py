@@ -47,7 +47,7 @@ class WorldGroup(RankGroup):
             shared = dist.PrefixStore("hf_zero/ranks", store)
             number = shared.add(f"made/{rank}", 1)
             agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            # a client of its own: calls of others block theirs
+            # a separate client: calls on a shared one block each other
             own = TimeoutStore(dist.PrefixStore(str(number), shared))
             rank_status = RankStatus(own, rank, self.world, None if agent else 0)
             self.recovery_board = RecoveryBoard(own, rank)
@@ -63,23 +63,23 @@ class WorldGroup(RankGroup):
         off = partial(
             abort, dist.group.WORLD, group_backend(CPU), self.world, rank, default_device()
         )
-        native = group_backend(CPU) in BLOCKING  # another backend tells of no peer that dies
+        native = group_backend(CPU) in BLOCKING  # other backends do not report a peer that dies
         log = CollectiveLog("calls of all ranks", range(self.world), DEFAULT_TIMEOUT, off, native)
         agrees = rank_status is not None and group_backend(CPU) == "gloo"
         super().__init__(range(self.world), rank, None, log, watchdog, agrees)
         if rank_status is not None:
             rank_status.register(log)
         self.deferred = DeferredCollectives()
-        # what engines that have ended hold still
+        # resources of ended engines that are not released yet
         self.unsettled: list[Any] = []
         self.log.issue_deferred = self.deferred.issue
 
     def part(
         self, ranks: Sequence[int], group: Any, timeout: float, owner: str = "a job"
     ) -> RankGroup:
-        """Some of them, this rank among them, over ``group``, which is theirs; all of them where
-        it is None and they are all. What they wait for is watched like what all do. ``owner``
-        names in messages whose group it is.
+        """Return the group of some ``ranks``, this one among them, over their process group
+        ``group``; this group itself if they are all ranks. Its waits are watched like those of all
+        ranks. ``owner`` names the group's owner in messages.
         """
         if len(ranks) == self.world:
             return self
@@ -103,7 +103,7 @@ _world_groups: weakref.WeakKeyDictionary[Any, WorldGroup] = weakref.WeakKeyDicti
 
 
 def get_world_group() -> WorldGroup:
-    """All ranks of the process group there is."""
+    """Return the world group of the current process group, made by the first call (collective)."""
     store = dist.distributed_c10d._get_default_store()
     if store not in _world_groups:
         _world_groups[store] = WorldGroup(store)
@@ -127,9 +127,10 @@ def broadcast(tensor: torch.Tensor, source: int) -> None:
 
 @contextmanager
 def raise_on_all_ranks(what: str) -> Iterator[None]:
-    """Work that must go well on all ranks.
+    """Run a block that must succeed on all ranks.
 
-    Collective: if it raises on one, it raises there, and on the others with its name.
+    Collective: an exception on one rank is raised there, and as RankMismatchError that names it on
+    the others.
     """
     error: Exception | None = None
     try:
