@@ -1,7 +1,7 @@
 """hf-zero: ZeRO for Hugging Face. The public names are listed below and imported on first use.
 
 Importing this package costs next to nothing: torch runs our autoload hook at the end of every
-``import torch``, so what stands here is paid by every process of every user.
+``import torch``, so every process of every user pays for the code in this file.
 """
 
 from __future__ import annotations
@@ -54,11 +54,10 @@ if TYPE_CHECKING:
 
 
 class _Package(ModuleType):
-    """Keeps ``hf_zero.initialize`` the function when the module of that name is imported."""
+    """Keep ``hf_zero.initialize`` the function when the module of that name is imported."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The import system binds a submodule to its name in the package, after the submodule has
-        # run.
+        # The import system binds a submodule to its name in the package after it has run.
         if not (name in _EXPORTS and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 

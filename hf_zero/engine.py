@@ -1,4 +1,4 @@
-"""``hf_zero.Engine``: the engine that trains, with checkpoints that are written in the call or by a
+"""``hf_zero.Engine``: the training engine, with checkpoints that are written in the call or by a
 thread while training goes on.
 """
 
@@ -22,13 +22,13 @@ from hf_zero.zero.gather.shared_shards import SharedShards
 from hf_zero.zero.step.optimizer_step import refuse_half_done
 from hf_zero.zero.training_engine import TrainingEngine
 
-SAVE_FAILED = STOP - 1  # less the number of the save: the event that ranks agree on
+SAVE_FAILED = STOP - 1  # minus the number of the save: the event announced to all ranks
 
 
 class AsyncSaves:
-    """Saves that a thread writes while training goes on, and what is wrong with them.
+    """Saves that a thread writes while training goes on, and their failures.
 
-    ``writer`` is there from the first such save on.
+    ``writer`` exists from the first such save on.
     """
 
     def __init__(self, mesh: Mesh, shards: SharedShards):
@@ -37,7 +37,9 @@ class AsyncSaves:
         self._shards = shards
 
     def start(self) -> AsyncSaver:
-        """The writer, made by the first call; every rank must call it."""
+        """Return the writer, made by the first call on every rank. Raises ConfigError in a
+        pipeline.
+        """
         if self._mesh.dims.pipeline > 1:
             raise ConfigError(
                 "checkpoint.async_save (or blocking=False) writes the shards of one stage beside "
@@ -46,25 +48,25 @@ class AsyncSaves:
         if self.writer is None:
             mesh = self._mesh
             self.writer = AsyncSaver(mesh, mesh.rank, mesh.world, mesh.device)
-            # all ranks hear of a failure after the same step
+            # so that all ranks learn of a failure after the same step
             self._shards.serve()
         return self.writer
 
     def wait(self, who: str, below: str | None = None) -> None:
         """Return when no checkpoint, or none in the folder ``below``, is being written. Raises
-        CheckpointError, on all ranks, if it could not be; ``who`` waits is logged.
+        CheckpointError, on all ranks, if a save failed; ``who`` waits is logged.
         """
         if self.writer is not None:
             self.writer.wait(who, None if below is None else Path(below))
 
     def publish_failure(self) -> None:
-        """Before the ranks meet at the end of a step: rank 0 has seen that a save has failed."""
+        """Announce a failed save, seen on rank 0, before the ranks meet at the end of a step."""
         writer, consensus = self.writer, self._mesh.consensus
         if writer is not None and writer.failed and self._mesh.rank == 0 and consensus is not None:
             consensus.steps.broadcast_event(SAVE_FAILED - writer.number)
 
     def raise_failure(self) -> None:
-        """At the end of a step: raise on all ranks what a save has met with."""
+        """Raise the error of a failed save on all ranks, at the end of a step."""
         writer, consensus = self.writer, self._mesh.consensus
         if writer is None:
             return
@@ -76,7 +78,7 @@ class AsyncSaves:
             writer.wait()
 
     def close(self) -> None:
-        """Wait for what is being written, and let its memory go; raises as :meth:`wait`."""
+        """Wait for the current save and free its memory; raises like :meth:`wait`."""
         writer, self.writer = self.writer, None
         if writer is not None:
             writer.wait("destroy")
@@ -87,7 +89,7 @@ class Engine(TrainingEngine):
 
     The loss given to :meth:`backward` (or a plain ``loss.backward()``) is the unscaled loss of one
     micro-batch on this rank; the engine averages over the accumulation window and over ranks, and
-    scales for fp16. With ``shard_only`` it trains nothing: parameters keep their dtypes, and may be
+    scales for fp16. With ``shard_only`` it does not train: parameters keep their dtypes, and may be
     frozen and unfrozen.
     """
 
@@ -102,8 +104,8 @@ class Engine(TrainingEngine):
         self.async_saves.publish_failure()
 
     def step(self) -> None:
-        """At the end of an accumulation window: clip, update, let the scheduler step. Elsewhere:
-        count the micro-batch.
+        """End an accumulation window: clip, update, step the scheduler. Inside a window: count the
+        micro-batch.
 
         In fp16 a gradient that overflowed skips the update: weights, optimizer and scheduler stay
         as they are. Raises CheckpointError, on all ranks, if a save in the background has failed:
@@ -119,18 +121,18 @@ class Engine(TrainingEngine):
     def set_custom_curriculum_learning_schedule(
         self, schedule: Callable[[int], float] | Mapping[str, Callable[[int], float]]
     ) -> None:
-        """``schedule(step)`` is the difficulty of optimizer step ``step``, counted from 1, for a
-        curriculum whose ``schedule_type`` is ``custom``; a mapping has functions by the names of
-        metrics. The same on all ranks, before training and before a load. Raises ConfigError where
-        no such curriculum is on.
+        """Set the function ``schedule(step)`` that returns the difficulty of optimizer step
+        ``step``, counted from 1, for a curriculum whose ``schedule_type`` is ``custom``; a mapping
+        has functions by the names of metrics. The same on all ranks, before training and before a
+        load. Raises ConfigError if no such curriculum is on.
         """
         set_custom_schedule(self.techniques, schedule)
 
     def set_data_post_process_func(self, function: Finish) -> None:
-        """``function(batch, state)`` makes each batch that the loader of ``training_data=`` gives
-        while samples are chosen by difficulty; ``state`` has ``curriculum_step``, the optimizer
-        step that the batch is for, counted from 1, and ``current_difficulties`` by metric. Called
-        in this process, on each rank. Raises ConfigError where no samples are chosen.
+        """Have ``function(batch, state)`` make each batch of the loader of ``training_data=`` while
+        samples are chosen by difficulty; ``state`` has ``curriculum_step``, the optimizer step of
+        the batch, counted from 1, and ``current_difficulties`` by metric. Called in this process,
+        on each rank. Raises ConfigError if no samples are chosen by difficulty.
         """
         set_post_process(self.techniques, function)
 
@@ -140,9 +142,10 @@ class Engine(TrainingEngine):
         save_filename: str = "model.safetensors",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the consolidated model in its working precision to one file, from rank 0.
+        """Write the consolidated model in its working precision to one file, from rank 0
+        (collective).
 
-        Always True.
+        Always returns True.
         """
         checkpoint.save_whole(self, save_dir, save_filename, exclude_frozen_parameters)
         return True
@@ -160,13 +163,13 @@ class Engine(TrainingEngine):
         """Save model, optimizer, scheduler and counters, sharded, into ``save_dir/tag``
         (collective); see checkpoint/FORMAT.md.
 
-        ``blocking=False`` (None: as ``checkpoint.async_save`` of the configuration says) returns
-        once the state is copied to host memory, and a thread writes it while training goes on. What
-        fails then is raised on all ranks at the end of one of the next steps, by the next save or
-        load, or by :meth:`wait_for_checkpoint`, whichever comes first. The checkpoint appears when
-        it is whole. ``keep``: how many checkpoints stay in ``save_dir`` whose tags differ by their
-        numbers alone; where no tag is passed ``checkpoint.keep`` of the configuration is the
-        default. Raises CheckpointError on all ranks; what was saved before stays.
+        ``blocking=False`` (None: ``checkpoint.async_save`` of the configuration decides) returns
+        once the state is copied to host memory, and a thread writes it while training goes on. A
+        failure is then raised on all ranks at the end of one of the next steps, by the next save or
+        load, or by :meth:`wait_for_checkpoint`, whichever is first. The checkpoint appears when it
+        is complete. ``keep``: number of checkpoints kept in ``save_dir`` whose tags differ only by
+        their numbers; without a tag ``checkpoint.keep`` of the configuration is the default. Raises
+        CheckpointError on all ranks; earlier checkpoints stay.
         """
         refuse_half_done(self.updater, "save_checkpoint()")
         self.take_user_writes()
@@ -207,10 +210,10 @@ class Engine(TrainingEngine):
         load_rng: bool = False,
         **unused: Any,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Resume from ``load_dir`` on any number of ranks and any stage (collective): (path,
+        """Resume from ``load_dir`` on any number of ranks and any stage (collective); return (path,
         client_state).
 
-        What is read is compared with the hashes of its blocks, unless ``verify=False`` or
+        Values are compared with the hashes of their blocks, unless ``verify=False`` or
         ``checkpoint.verify`` of the configuration turns that off; ``verify=True`` checks the hashes
         of all files first. ``load_rng`` restores this rank's random generators, too.
         """
@@ -239,20 +242,20 @@ class Engine(TrainingEngine):
 
     def wait_for_checkpoint(self, who: str = "", below: str | None = None) -> None:
         """Return when no checkpoint is being written any more. Raises CheckpointError, on all
-        ranks, if it could not be.
+        ranks, if a save failed.
 
-        ``who`` waits is logged where it takes time. ``below``: wait only for what is being written
-        in this folder. Every rank must call it, or none.
+        ``who`` waits is logged if it takes time. ``below``: wait only for saves in this folder.
+        Every rank must call it, or none.
         """
         self.async_saves.wait(who, below)
 
     def destroy(self, gather: bool = False) -> None:
-        """Take the engine off the model and free gradients and optimizer state. Idempotent.
+        """Detach the engine from the model and free gradients and optimizer state. Idempotent.
 
-        A checkpoint that is being written is waited for, and its error raised last. Whole
-        parameters become plain ones. Sharded ones stay released until another ``initialize`` takes
-        them over; ``gather=True`` (collective) gives them back whole.
+        Waits for a checkpoint that is being written, and raises its error last. Whole parameters
+        become plain ones. Sharded ones stay released until another ``initialize`` takes them over;
+        ``gather=True`` (collective) makes them whole again.
         """
-        with ExitStack() as ending:  # from the last to the first
+        with ExitStack() as ending:  # callbacks run from the last to the first
             ending.callback(super().destroy, gather)
             ending.callback(self.async_saves.close)

@@ -1,6 +1,6 @@
-"""Every error hf-zero raises on purpose.
+"""Every error that hf-zero raises on purpose.
 
-Each message names what was wrong and what to do about it.
+Each message names the offending value and the remedy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class HfZeroError(Exception):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         watch(HfZeroError)
-        if issubclass(cls, MemoryError):  # whose constructor refuses classes of two bases
+        if issubclass(cls, MemoryError):  # its constructor rejects classes with two bases
             return Exception.__new__(cls, *args, **kwargs)
         return super().__new__(cls, *args, **kwargs)
 
@@ -30,7 +30,7 @@ class ConfigError(HfZeroError, ValueError):
 
 
 class ReplacedKeyError(ConfigError, AssertionError):
-    """A former key of a configuration beside the key that has taken its place."""
+    """A deprecated configuration key given together with its replacement."""
 
 
 class NotBuiltError(HfZeroError, NotImplementedError):
@@ -38,7 +38,7 @@ class NotBuiltError(HfZeroError, NotImplementedError):
 
 
 class ReleasedParameterError(HfZeroError, RuntimeError):
-    """The values of a sharded parameter were read or written while its unit is not gathered."""
+    """A read or write of a sharded parameter's values while its unit is not gathered."""
 
 
 class PartitionError(HfZeroError, RuntimeError):
@@ -48,19 +48,19 @@ class PartitionError(HfZeroError, RuntimeError):
 
 
 class PipelineError(HfZeroError, RuntimeError):
-    """What the engine of a pipeline cannot do, because a rank has a part of the model alone."""
+    """A request that a pipeline's engine cannot serve: each rank has only a part of the model."""
 
 
 class UnusedParameterError(PartitionError, AssertionError):
-    """A parameter that trains and got no gradient, where the configuration forbids that."""
+    """A trainable parameter without a gradient, if the configuration forbids that."""
 
 
 class UnreducedGradientsError(PartitionError, AssertionError):
-    """A step, or another block of its kind, inside ``no_sync``, where gradients are not reduced."""
+    """A step, or a nested ``no_sync``, inside ``no_sync``, where gradients are not reduced."""
 
 
 class UnmanagedWindowError(PartitionError, AssertionError):
-    """A boundary of accumulation windows, said where every step ends one by itself."""
+    """A boundary of accumulation windows, set where every step ends one by itself."""
 
 
 class UnscalableLossError(PartitionError, AssertionError):
@@ -78,7 +78,7 @@ class RankMismatchError(HfZeroError, RuntimeError):
 
 
 class VerificationError(HfZeroError, RuntimeError):
-    """A model that is cut among ranks and computes other numbers than the whole one."""
+    """A model split among ranks that computes other numbers than the whole one."""
 
 
 class CheckpointError(HfZeroError, RuntimeError):
@@ -86,50 +86,50 @@ class CheckpointError(HfZeroError, RuntimeError):
 
 
 class TargetMismatchError(CheckpointError, AssertionError):
-    """Ranks that want to save a checkpoint in different places, where the configuration forbids
-    that.
+    """Ranks that want to save a checkpoint in different places, if the configuration
+    forbids that.
     """
 
 
 class NoModelFolderError(CheckpointError, ValueError):
-    """A sharded checkpoint where a model folder is asked for; Transformers' loaders take it for
-    what they raise there themselves.
+    """A sharded checkpoint where a model folder is needed; Transformers' loaders treat it like
+    their own ValueError.
     """
 
 
 class DoesNotFitError(HfZeroError, MemoryError):
-    """Training as configured needs more than there is of the device's memory, of the host's, or
-    of a disk.
+    """A training configuration that needs more memory of the device or the host, or more disk
+    space, than is free.
     """
 
 
 class LaunchError(HfZeroError, RuntimeError):
     """Ranks that cannot be started or told apart: a hostfile, a filter or a launcher's variable
-    that lacks or contradicts.
+    that is incomplete or contradictory.
     """
 
 
 class HostMemoryError(HfZeroError, MemoryError):
-    """Memory of the host that offloading asked for and that is not there."""
+    """Host memory that offloading asked for and that is not available."""
 
 
 class DiskSpaceError(HfZeroError, OSError):
-    """Room on a disk that offloading asked for and that is not there; ``errno`` and ``filename``
+    """Disk space that offloading asked for and that is not available; ``errno`` and ``filename``
     are set.
     """
 
 
 class OffloadError(HfZeroError, RuntimeError):
-    """Offloaded state that a disk would not take, or that was used in a way it cannot be: past
-    its end, closed, from a forked child.
+    """Offloaded state that a disk would not take, or that was used in an invalid way: past its end,
+    closed, from a forked child.
     """
 
 
 class DifficultyIndexError(HfZeroError, ValueError):
-    """Difficulties of samples that are missing, damaged, no numbers, or about other data."""
+    """Difficulties of samples that are missing, damaged, not numbers, or of other data."""
 
 
 class KernelError(HfZeroError, ValueError):
-    """Tensors or numbers that a host kernel cannot take: a device, dtype, size or layout, or a
-    native core that is not there.
+    """Tensors or numbers that a host kernel does not support: a device, dtype, size or layout, or a
+    missing native core.
     """

@@ -1,5 +1,5 @@
-"""``hf_zero.initialize``: a model and a config in, an engine with its optimizer, data loader and
-scheduler out.
+"""``hf_zero.initialize``: make an engine, with its optimizer, data loader and scheduler, from a
+model and a configuration.
 """
 
 from __future__ import annotations
@@ -75,36 +75,36 @@ def initialize(
     """Put ``model`` under ZeRO: (engine, optimizer, data loader, scheduler). Collective.
 
     Args:
-        args: an object whose ``deepspeed_config`` names the config file, where ``config`` is not
-            given. ``initialize(model, config)`` is taken as it is meant.
-        model: the whole model; rank 0's values are taken. On the meta device, the model's own rule
-            gives each parameter its values.
+        args: an object whose ``deepspeed_config`` names the config file, if ``config`` is not
+            given. ``initialize(model, config)`` is accepted, too.
+        model: the whole model; rank 0's values are used. On the meta device, the model's own rule
+            initialises each parameter.
         optimizer: an optimizer over the model's parameters, or a callable that makes one from
-            parameters; None takes the config's. It comes back as the same object, its groups live.
+            parameters; None uses the config's. The same object is returned, its groups live.
         model_parameters: parameters or groups for an optimizer made here; default: all that require
             grad.
         training_data: a dataset; the loader gives each rank its share in micro-batches (an
-            IterableDataset must split itself: it is iterated whole on every rank). Its order is
-            that of the epoch given to ``loader.data_sampler.set_epoch``, as with any
-            DistributedSampler; where the configuration chooses samples by their difficulty, an
-            iteration goes on with the engine's next step.
-        lr_scheduler: a scheduler, or a callable that makes one from the optimizer; None takes the
+            IterableDataset must split itself: every rank iterates all of it). Its order is that of
+            the epoch given to ``loader.data_sampler.set_epoch``, as with any DistributedSampler; if
+            the configuration chooses samples by their difficulty, an iteration continues with the
+            engine's next step.
+        lr_scheduler: a scheduler, or a callable that makes one from the optimizer; None uses the
             config's. The engine steps it.
-        distributed_port: where the ranks meet, if MASTER_PORT is not set and the launcher tells no
+        distributed_port: the rendezvous port, if MASTER_PORT is not set and the launcher names no
             port.
-        mpu: what ``hf_zero.sequence_parallel`` returns, or a Megatron-style model-parallel unit
-            that describes data parallelism over all ranks; any other is refused.
+        mpu: the result of ``hf_zero.sequence_parallel``, or a Megatron-style model-parallel unit
+            that describes data parallelism over all ranks; any other raises NotBuiltError.
         dist_init_required: False: a process group must exist already.
         collate_fn: for the loader.
         config, config_params: ZeroConfig, dict, path or JSON text.
 
     Raises:
-        LaunchError: the variables of the launcher lack something or contradict each other.
+        LaunchError: the variables of the launcher are incomplete or contradict each other.
         ConfigError: no or two configs, two optimizers or schedulers, or contradicting values.
         NotBuiltError: an ``mpu`` that splits the model.
         UnsupportedOptimizerError: an optimizer that is wrong on flat shards.
-        DoesNotFitError: what is to be trained needs more memory, or room in files, than is free; it
-            says what fits.
+        DoesNotFitError: the training needs more memory, or room in files, than is free; it says
+            what fits.
     """
     return initialize_as(
         Engine,
@@ -138,7 +138,7 @@ def initialize_as(
     config: Any,
     config_params: Any,
 ) -> tuple[E, Any, DataLoader[Any] | None, Any]:
-    """:func:`initialize`, with an engine of ``engine_class``."""
+    """Run :func:`initialize` with an engine of ``engine_class``."""
     _refuse_other_deepspeed()
     if isinstance(args, nn.Module):  # initialize(model, "zero3")
         args, model, config = None, args, _second(model, config)
@@ -169,7 +169,7 @@ def initialize_as(
     tied = tie_shared_memory(model)
     settings = as_configured(model, settings)
     spread_experts(model, settings)
-    # after what moves the ranks that share a sequence
+    # after as_configured and spread_experts, which may regroup the ranks that share a sequence
     settings, sequence = configured.sequence_of(settings, mpu)
     if mpu is not None and sequence is None and not isinstance(model, StagedModule):
         check_mpu(mpu, process_group.get_world_size())
@@ -228,7 +228,7 @@ def _no_model(given: Any) -> ConfigError:
 
 
 def _refuse_monitors(settings: ZeroConfig, engine_class: type[Engine]) -> None:
-    """Raise NotBuiltError for monitors, where the engine writes no figures of its steps."""
+    """Raise NotBuiltError for monitors, if the engine writes no figures of its steps."""
     enabled = [name for name in MONITORS if getattr(settings, name).enabled]
     if enabled and not engine_class.writes_figures:
         raise NotBuiltError(
@@ -240,7 +240,7 @@ def _refuse_monitors(settings: ZeroConfig, engine_class: type[Engine]) -> None:
 
 
 def _tell_of_idle_offload(engine: Engine) -> None:
-    """Warn where all parameters stay on the device although their offload is asked for."""
+    """Warn if all parameters stay on the device although the configuration offloads them."""
     if engine.config.offload_param.on and all(flat.spec.persistent for flat in engine.flats):
         most = engine.config.zero.param_persistence_threshold
         logger.warning(
@@ -252,7 +252,7 @@ def _tell_of_idle_offload(engine: Engine) -> None:
 
 
 def _second(second: Any, config: Any) -> Any:
-    """The configuration of ``initialize(model, second, config=config)``."""
+    """Return the configuration of ``initialize(model, second, config=config)``."""
     if second is not None and config is not None:
         raise ConfigError(
             f"initialize(model, {second!r}, config=…) was given more than one config; pass one"
@@ -262,8 +262,8 @@ def _second(second: Any, config: Any) -> Any:
 
 @functools.cache
 def _tell_of_other_devices() -> None:
-    """Say once that this process trains alone although it sees accelerators that it does not
-    use.
+    """Warn once that this process trains alone although it sees accelerators that it does
+    not use.
     """
     devices = device_count()
     if devices > 1 and not process_group.is_initialized() and announce() is None:
@@ -277,7 +277,7 @@ def _tell_of_other_devices() -> None:
 
 
 def _refuse_other_deepspeed() -> None:
-    """Two engines that both answer to the name deepspeed would each own half of a training."""
+    """Raise ConfigError for another deepspeed: two engines would each own half of a training."""
     module = sys.modules.get("deepspeed")
     where = getattr(module, "__file__", None)
     if where and not Path(where).resolve().is_relative_to(Path(__file__).resolve().parent):
@@ -289,11 +289,11 @@ def _refuse_other_deepspeed() -> None:
 
 
 def _fuse(model: nn.Module, config: ZeroConfig, compiled: Sequence[nn.Module]) -> None:
-    """Change the forwards of ``model`` as the configuration asks; in blocks that are ``compiled``,
-    as far as inductor leaves something.
+    """Replace forwards of ``model`` according to the configuration; in blocks that are
+    ``compiled``, only those that inductor leaves.
 
-    What is replaced is the code of Hugging Face, which this layer does not know: the one thing
-    above it that is used, and by its name.
+    The replaced code belongs to Hugging Face, which this layer does not know, so this imports from
+    a layer above it, by name; the only such import.
     """
     section = dict(config.sparse_attention or {"enabled": False})
     sparse = (
@@ -307,7 +307,7 @@ def _fuse(model: nn.Module, config: ZeroConfig, compiled: Sequence[nn.Module]) -
 
 
 def _shown(config: ZeroConfig, ranks: int) -> str:
-    """What was written, with its source, one line a value."""
+    """Return the written values with their sources, one line each."""
     lines = [
         f"  {row.key} = {row.value}  "
         f"({row.source}{'; ' + row.note if row.note.startswith('no effect') else ''})"
@@ -318,8 +318,8 @@ def _shown(config: ZeroConfig, ranks: int) -> str:
 
 
 def configuration(args: Any, config: Any, config_params: Any, foreign: bool = False) -> ZeroConfig:
-    """The configuration that one of these arguments of :func:`initialize` holds; ``foreign`` as
-    for :meth:`ZeroConfig.from_dict`. Raises ConfigError for none, and for several that differ.
+    """Return the configuration that one of these arguments of :func:`initialize` holds; ``foreign``
+    as for :meth:`ZeroConfig.from_dict`. Raises ConfigError for none, and for several that differ.
     """
     given = [
         (name, value)
@@ -327,7 +327,7 @@ def configuration(args: Any, config: Any, config_params: Any, foreign: bool = Fa
             ("config", config),
             ("config_params", config_params),
             ("args.deepspeed_config", getattr(args, "deepspeed_config", None)),
-            ("args.deepscale_config", getattr(args, "deepscale_config", None)),  # its former name
+            ("args.deepscale_config", getattr(args, "deepscale_config", None)),  # old name
         )
         if value is not None
     ]

@@ -1,8 +1,7 @@
-"""One logger for the whole package, named ``hf_zero``, and words for its messages: lists of names,
-bytes and rates in units, and back.
+"""The package's one logger, named ``hf_zero``, and text for its messages: lists of names, bytes and
+rates in units, and their parsing.
 
-``HF_ZERO_LOG_LEVEL`` sets the level of the logger (default INFO), and so does ``HF_ZERO_LOG`` where
-the former is not set.
+``HF_ZERO_LOG_LEVEL`` sets the level of the logger (default INFO); without it, ``HF_ZERO_LOG`` does.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from hf_zero.errors import ConfigError
 
 
 def _rank_of(record: logging.LogRecord) -> bool:
-    # when it is said: under srun and mpirun RANK is found after this import
+    # read when a record is made: under srun and mpirun RANK is found after this import
     record.rank = os.environ.get("RANK", "0")
     return True
 
@@ -25,7 +24,7 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def level_in(environment: Mapping[str, str]) -> str:
-    """The level that the variables of ``environment`` set."""
+    """Return the level that the variables of ``environment`` set."""
     asked = environment.get("HF_ZERO_LOG", "").lower()
     default = asked if asked in LEVELS else "info"
     return environment.get("HF_ZERO_LOG_LEVEL", default).upper()
@@ -49,14 +48,14 @@ def log_rank0(message: str, level: int = logging.INFO) -> None:
 
 
 def set_level(level: int | str, of: logging.Logger = logger) -> None:
-    """Log what has at least this level, in ``of`` and its handlers."""
+    """Log messages of at least this level, in ``of`` and its handlers."""
     of.setLevel(level)
     for handler in of.handlers:
         handler.setLevel(level)
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:
-    """Names for a message: the first ``most``, and how many more there are."""
+    """Return names for a message: the first ``most``, and how many more there are."""
     ordered = list(names)
     more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
     return ", ".join(ordered[:most]) + more
@@ -67,7 +66,7 @@ _UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
 
 
 def in_units(nbytes: float) -> str:
-    """Bytes in decimal units: 1.23 GB."""
+    """Return bytes in decimal units: 1.23 GB."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(nbytes) < 1000:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
@@ -76,8 +75,8 @@ def in_units(nbytes: float) -> str:
 
 
 def parse_rate(text: str) -> float:
-    """``100Mbit``, ``1Gbit/s`` or ``25Gbps`` as bits a second. Raises ConfigError."""
-    # a capital B would be bytes
+    """Parse ``100Mbit``, ``1Gbit/s`` or ``25Gbps`` to bits a second. Raises ConfigError."""
+    # no capital B, which would mean bytes
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGTmgt]?)b(?:it)?(?:/s|ps)?\s*", text)
     if found is None or float(found[1]) == 0:
         raise ConfigError(f"{text!r} is no speed of a link; write 100Mbit or 1Gbit, for instance")
@@ -85,7 +84,7 @@ def parse_rate(text: str) -> float:
 
 
 def rate_in_units(bits: float) -> str:
-    """Bits a second in decimal units: 1.2 Gbit/s."""
+    """Return bits a second in decimal units: 1.2 Gbit/s."""
     for unit in ("bit/s", "kbit/s", "Mbit/s", "Gbit/s"):
         if bits < 1000:
             return f"{bits:.3g} {unit}"
@@ -94,7 +93,7 @@ def rate_in_units(bits: float) -> str:
 
 
 def parse_size(text: str) -> int:
-    """``80GB`` (decimal) or ``128GiB`` (binary) as bytes. Raises ConfigError."""
+    """Parse ``80GB`` (decimal) or ``128GiB`` (binary) to bytes. Raises ConfigError."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if found is None or found[2].upper() not in _UNITS:
         raise ConfigError(

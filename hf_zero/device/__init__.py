@@ -1,3 +1,3 @@
-"""The device that torch drives: which kind it is, its streams and events, pinned host memory,
-its free bytes.
+"""The device that torch drives: its kind, its streams and events, pinned host memory, its free
+bytes.
 """

@@ -1,5 +1,5 @@
-"""Free bytes for one rank in each place where training state may live: the device, the host's
-memory, the folders of files.
+"""Free bytes for one rank in each tier that may hold training state: the device, the host's memory,
+the folders of files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_zero.device.host_limits import free_ram, memlock
 
 @dataclass(frozen=True)
 class DiskFree:
-    """What this rank may write below one folder; folders with the same ``disk`` number share it."""
+    """Bytes that this rank may write below one folder; folders with equal ``disk`` share them."""
 
     path: str
     nbytes: int
@@ -30,9 +30,9 @@ class Free:
     """Bytes that one rank may still take in each tier.
 
     ``host_device``: the device computes in the host's memory, so that both are one tier, ``ram``.
-    ``pinned`` is as much as ``ram``: NVIDIA's driver pins without regard to ``ulimit -l``, which is
-    ``memlock``, None where it limits nothing. ``limited_by`` says what ``ram`` is the least of.
-    Disk quotas are not known.
+    ``pinned`` equals ``ram``: NVIDIA's driver pins without regard to ``ulimit -l``, which is
+    ``memlock``, None if unlimited. ``limited_by`` names the limit that determines ``ram``. Disk
+    quotas are not known.
     """
 
     device: int
@@ -47,8 +47,8 @@ class Free:
         return self.ram
 
     def numbers(self) -> list[int]:
-        """What ranks agree on by taking the least of each: as many numbers on every rank that
-        names the same folders.
+        """Return the numbers for a minimum over ranks: equally many on every rank that names the
+        same folders.
         """
         return [
             self.device,
@@ -57,7 +57,7 @@ class Free:
         ]
 
     def with_numbers(self, numbers: Sequence[int]) -> Free:
-        """This with the ``numbers`` that the ranks have agreed on."""
+        """Return a copy with the ``numbers`` that the ranks have agreed on."""
         pairs = zip(self.disks, numbers[2::2], numbers[3::2], strict=True)
         return replace(
             self,
@@ -69,7 +69,7 @@ class Free:
         )
 
     def with_room(self, device: int = 0, ram: int = 0) -> Free:
-        """This with bytes more that the caller holds now and gives back."""
+        """Return a copy with additional bytes that the caller holds now and will free."""
         return replace(
             self,
             device=self.device + device,
@@ -78,17 +78,17 @@ class Free:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that are free on ``device`` for this rank: on a GPU with what torch holds unused, on
-    the CPU its share of the machine's.
+    """Return the bytes free on ``device`` for this rank: on a GPU including torch's unused cache,
+    on the CPU this rank's share of the machine's memory.
     """
     return free_ram(ranks=_ranks_here()).nbytes if kinds.is_host(device) else usage.free(device)
 
 
 def measure(device: torch.device, folders: Sequence[str] = (), ranks: int | None = None) -> Free:
-    """What is free for this rank now, on its ``device``, on this host and below ``folders``, which
-    need not be there yet.
+    """Return the bytes free for this rank now on its ``device``, on this host and below
+    ``folders``, which need not exist yet.
 
-    ``ranks`` of this host share it; None: as many as the launcher says.
+    ``ranks``: ranks of this host that share them; None: the launcher's number.
     """
     ranks = ranks or _ranks_here()
     ram = free_ram(ranks=ranks)
@@ -114,7 +114,7 @@ def _disks(folders: Sequence[str], ranks: int) -> tuple[DiskFree, ...]:
 
 
 def _nearest(folder: str) -> Path:
-    """``folder``, or the one above it that is there."""
+    """Return ``folder``, or its nearest parent that exists."""
     path = Path(folder).absolute()
     return next(each for each in (path, *path.parents) if os.path.exists(each))
 

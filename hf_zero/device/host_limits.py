@@ -1,5 +1,5 @@
-"""Free memory of the host for this process: what the machine has, what its control groups leave,
-what its ulimits leave.
+"""Free memory of the host for this process, limited by the machine, its control groups and its
+ulimits.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ ROOT = Path("/")
 
 
 class MemoryLimit(NamedTuple):
-    """One limit: what is left below it, who sets it, and whether the ranks of this host share
-    it.
+    """One limit: the bytes left below it, its origin, and whether the ranks of this host
+    share it.
     """
 
     nbytes: int
@@ -27,13 +27,13 @@ class MemoryLimit(NamedTuple):
 
 
 class _Version(NamedTuple):
-    """Where a version of control groups keeps its numbers, and what its files are called."""
+    """The places and file names of the numbers of one version of control groups."""
 
-    controller: str  # of the line in /proc/self/cgroup; "" is version 2
+    controller: str  # as in /proc/self/cgroup; "" is version 2
     mounts: tuple[str, ...]
     limits: tuple[str, ...]
     usage: str
-    reclaimable: str  # pages of files that the kernel drops before it kills anybody
+    reclaimable: str  # file pages that the kernel drops before it kills a process
 
 
 _VERSIONS = (
@@ -55,9 +55,9 @@ _VERSIONS = (
 
 
 def bounds(root: Path = ROOT) -> Iterator[MemoryLimit]:
-    """Everything that limits what this process may still take of the host's memory.
+    """Yield every limit on the host memory that this process may still take.
 
-    ``root`` is where /proc and /sys lie.
+    ``root`` is the parent of /proc and /sys.
     """
     import psutil
 
@@ -74,11 +74,11 @@ def bounds(root: Path = ROOT) -> Iterator[MemoryLimit]:
 
 
 def cgroups(root: Path = ROOT) -> Iterator[MemoryLimit]:
-    """What each control group that holds this process leaves, from the innermost to the root, in
-    both versions.
+    """Yield the bytes left by each control group of this process, from the innermost to the root,
+    in both versions.
 
-    In a container the path that /proc names may lie outside what is mounted: then those of its ends
-    that are there count.
+    In a container the path in /proc may be outside the mounted tree: then the existing suffixes of
+    it count.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -101,8 +101,8 @@ def cgroups(root: Path = ROOT) -> Iterator[MemoryLimit]:
 
 
 def free_ram(root: Path = ROOT, ranks: int = 1) -> MemoryLimit:
-    """The tightest of :func:`bounds` for one of ``ranks`` processes on this host, which share
-    what is shared equally.
+    """Return the tightest of :func:`bounds` for one of ``ranks`` processes on this host, which
+    divide shared limits equally.
     """
     return min(
         (
@@ -114,21 +114,19 @@ def free_ram(root: Path = ROOT, ranks: int = 1) -> MemoryLimit:
 
 
 def release_freed() -> None:
-    """Let the C library give memory that has been freed back to the system: it keeps pieces
-    below 32 MB for itself.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+    """Have the C library return freed memory to the system: it keeps pieces below 32 MB."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # exists in glibc only
     if trim is not None:
         trim(0)
 
 
 def memlock(root: Path = ROOT) -> int | None:
-    """Bytes that this process may lock with ``mlock`` (``ulimit -l``); None where nothing limits
-    it.
+    """Return the bytes that this process may lock with ``mlock`` (``ulimit -l``); None if
+    unlimited.
 
-    The capability CAP_IPC_LOCK lifts it. So does NVIDIA's driver for what ``cudaHostRegister``
-    pins: it locks pages by itself, and does not count them there. It is what counts for buffers
-    registered with io_uring.
+    The capability CAP_IPC_LOCK lifts the limit. It does not apply to memory pinned by
+    ``cudaHostRegister``: NVIDIA's driver locks pages itself, and does not count them. It does apply
+    to buffers registered with io_uring.
     """
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if soft == resource.RLIM_INFINITY or _capable(root):
@@ -147,14 +145,14 @@ def _capable(root: Path) -> bool:
 
 
 def _left(folder: Path, version: _Version) -> int | None:
-    """Bytes below the limit of one control group; None where it sets none.
+    """Return the bytes below the limit of one control group; None if it sets none.
 
-    Cached files count as free, for they make room.
+    Cached files count as free: the kernel reclaims them.
     """
     try:
         limit = min(_number(folder / name) for name in version.limits if (folder / name).exists())
         used = _number(folder / version.usage)
-    except (OSError, ValueError):  # not there, or nothing there that limits
+    except (OSError, ValueError):  # no such group, or no limit in it
         return None
     try:
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())

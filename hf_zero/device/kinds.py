@@ -1,8 +1,8 @@
-"""Which kind of device computes here, and what such a kind can do.
+"""The kind of device that computes, and its capabilities.
 
 A kind is the name of a device type: "cuda" (CUDA and ROCm), "xpu", "npu", the name of a PrivateUse1
-backend. What torch offers for one lies in the module ``torch.<kind>``, with the same names for all.
-Nothing here initialises a device by being imported.
+backend. torch's functions for a kind are in the module ``torch.<kind>``, with the same names for
+all. Importing this module initialises no device.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 IN_HOST_MEMORY = frozenset({"cpu", "meta"})
-COPIES = frozenset({"cpu", "cuda", "xpu"})  # methods of tensors that copy to a kind of device
-TRITON = frozenset({"cuda"})  # the kinds that kernels/gpu is written for
+COPIES = frozenset({"cpu", "cuda", "xpu"})  # tensor methods that copy to a kind of device
+TRITON = frozenset({"cuda"})  # kinds supported by kernels/gpu
 
 
 @functools.cache
@@ -26,56 +26,56 @@ def _drives_streams(kind: str) -> bool:
 
 
 def is_host(device: torch.device | str) -> bool:
-    """Whether ``device``, or a device of this kind, computes in the host's order: no streams,
-    and copies that are plain ones.
+    """Whether ``device``, or a device of this kind, computes in the host's order: no streams, and
+    synchronous copies.
     """
     return not _drives_streams(device if isinstance(device, str) else device.type)
 
 
 def module_of(device: torch.device | str) -> Any:
-    """torch's module for the kind of ``device``: ``torch.cuda``, ``torch.xpu``, ``torch.cpu``."""
+    """Return torch's module for ``device``'s kind: ``torch.cuda``, ``torch.xpu``, ``torch.cpu``."""
     return torch.get_device_module(device)
 
 
 def accelerator() -> str | None:
-    """The kind of accelerator that is here; None where the CPU has to do."""
+    """Return the kind of accelerator of this machine; None if it has only a CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return found.type if found is not None and not is_host(found) else None
 
 
 def in_use() -> str | None:
-    """As :func:`accelerator`, if this process has initialised it."""
+    """Return the kind of :func:`accelerator` if this process has initialised it, else None."""
     kind = accelerator()
     return kind if kind is not None and module_of(kind).is_initialized() else None
 
 
 def meant(gpu: bool) -> torch.device:
-    """The device of an estimate, whether or not this machine has one: a GPU, or the CPU."""
+    """Return the device of an estimate, whether or not this machine has one: a GPU, or the CPU."""
     return torch.device("cuda" if gpu else "cpu")
 
 
 def device_count() -> int:
-    """How many accelerators this process sees."""
+    """Return the number of accelerators visible to this process."""
     kind = accelerator()
     return int(module_of(kind).device_count()) if kind is not None else 0
 
 
 def current_index(device: torch.device | str) -> int:
-    """The index of the current device of this kind in this thread; 0 on the host."""
+    """Return the index of this thread's current device of this kind; 0 on the host."""
     return 0 if is_host(device) else int(module_of(device).current_device())
 
 
 def set_device(device: torch.device) -> None:
     """Make ``device`` this thread's current one.
 
-    A new thread begins with device 0, and whatever it calls opens a context there.
+    A new thread begins with device 0, and its first call opens a context there.
     """
     if not is_host(device) and device.index is not None:
         module_of(device).set_device(device)
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """``device`` is this thread's current one inside."""
+    """Return a context manager that makes ``device`` this thread's current one."""
     if is_host(device):
         return nullcontext()
     inside: AbstractContextManager[Any] = module_of(device).device(device)
@@ -83,13 +83,13 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Return when ``device`` has done all that was launched on it, on every stream."""
+    """Return when ``device`` has completed all work launched on it, on every stream."""
     if not is_host(device):
         module_of(device).synchronize(device)
 
 
 def properties(device: torch.device) -> Any:
-    """What the driver says of ``device``: name, total_memory, and what else its kind has."""
+    """Return the driver's properties of ``device``: name, total_memory, and others of its kind."""
     return module_of(device).get_device_properties(device)
 
 
@@ -99,17 +99,17 @@ def runs_triton(device: torch.device | str) -> bool:
 
 
 def gemm_widens(device: torch.device) -> bool:
-    """Whether a GEMM takes operands in 16 bits and gives fp32: cuBLAS does, hipBLAS and others
-    do not.
+    """Whether a GEMM takes operands in 16 bits and returns fp32: cuBLAS does, hipBLAS and others do
+    not.
     """
     return is_nvidia(device)
 
 
 def is_nvidia(device: torch.device) -> bool:
-    """Whether ``device`` is driven by CUDA itself, and not by ROCm in its place."""
+    """Whether ``device`` is driven by CUDA itself, not by ROCm under its name."""
     return device.type == "cuda" and torch.version.hip is None
 
 
 def has_float8(device: torch.device) -> bool:
-    """Whether matrices of 8-bit floats are multiplied by instructions of the device."""
+    """Whether the device has instructions that multiply matrices of 8-bit floats."""
     return is_nvidia(device) and torch.cuda.get_device_capability(device) >= (8, 9)

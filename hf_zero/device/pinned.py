@@ -1,7 +1,7 @@
-"""Host memory that a device copies to and from by itself while it computes.
+"""Pinned host memory, which a device copies to and from while it computes.
 
-CUDA and ROCm pin pages that are there already (``cudaHostRegister``): exact in size, on the NUMA
-node that was chosen. Other kinds give pinned memory by torch's own allocator only.
+CUDA and ROCm pin existing pages (``cudaHostRegister``): exact in size, on a chosen NUMA node. Other
+kinds allocate pinned memory only by torch's own allocator.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 
 from hf_zero.device import kinds
 
-_PORTABLE = 1  # of cudaHostRegister: pinned for all contexts
+_PORTABLE = 1  # cudaHostRegister's flag: pinned for all contexts
 
 
 def registers(device: torch.device) -> bool:
-    """Whether the runtime of ``device`` pins pages that are there already."""
+    """Whether the runtime of ``device`` pins existing pages."""
     return not kinds.is_host(device) and hasattr(kinds.module_of(device), "cudart")
 
 
 def register(device: torch.device, address: int, nbytes: int) -> tuple[int, Any]:
-    """Pin pages for ``device``: the runtime's error or 0, and what undoes it, called with the
-    address.
+    """Pin pages for ``device``. Return the runtime's error or 0, and the function that unpins them,
+    to be called with the address.
     """
     runtime: Any = kinds.module_of(device).cudart()
     with kinds.current(device):
@@ -42,29 +42,29 @@ def _unregister(device: torch.device, runtime: Any, address: int) -> None:
 
 
 def _forget_error(device: torch.device) -> None:
-    """CUDA keeps the refusal as its last error and would lay it to the next kernel; torch has no
-    call for it but to launch one.
+    """Clear CUDA's last error: it would be reported by the next kernel, and torch has no call for
+    it but a launch.
     """
     try:
         torch.zeros(1, device=device)
     except RuntimeError:
-        torch.zeros(1, device=device)  # in earnest: the refusal is out of the way
+        torch.zeros(1, device=device)  # the refusal is cleared: an error now is a real one
 
 
 def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Pinned memory from torch's allocator, rounded up as that does: [numel]."""
+    """Return pinned memory from torch's allocator, rounded up by it: [numel]."""
     return torch.empty(numel, dtype=dtype, pin_memory=True)
 
 
 def upload(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Return ``tensor`` on ``device``, as :meth:`torch.Tensor.to` gives it; the host does not wait
-    for the copy of a dense one in its memory.
+    """Return ``tensor`` on ``device``, like :meth:`torch.Tensor.to`; the host does not wait for the
+    copy of a dense tensor in its memory.
 
-    torch keeps the pinned memory until the copy has been made.
+    torch keeps the pinned memory until the copy is complete.
     """
     device = torch.device(device)
     dense_here = tensor.device.type == "cpu" and tensor.layout is torch.strided
     if not kinds.is_host(device) and dense_here and not tensor.is_pinned():
-        # not pin_memory(), which keeps the strides, and refuses those of expanded tensors
+        # not pin_memory(), which keeps the strides, and rejects those of expanded tensors
         tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
     return tensor.to(device, non_blocking=True)

@@ -1,13 +1,14 @@
-"""Names for what a step does: spans in a profile, and a debug log of the step's order.
+"""Named spans of a step in a profile, and a debug log of the step's order.
 
     with span("all_gather", unit.label, nbytes):
         ...
 
 Under ``torch.profiler`` the block is a ``record_function`` named ``hf_zero::all_gather layers.3``.
-With ``HF_ZERO_LOG=debug`` its end is logged on rank 0 (``debug:all``: on every rank), with bytes
-and with the milliseconds that the host spent in it; what a device does by then is in the profile.
-With neither, one shared object is returned that does nothing. The profiler records the threads that
-it was started for: the main thread and autograd's, not the threads of offloaded updates.
+With ``HF_ZERO_LOG=debug`` its end is logged on rank 0 (``debug:all``: on every rank), with its
+bytes and the milliseconds that the host spent in it; the profile shows what the device does
+meanwhile. With neither, ``span`` returns one shared object that does nothing. The profiler records
+the threads that it was started for: the main thread and autograd's, not the threads of offloaded
+updates.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from torch.autograd import profiler
 
 from hf_zero.logging import LEVELS, logger
 
-LOGS = {"": False, "debug": True, "debug:all": True}  # what HF_ZERO_LOG may be
+LOGS = {"": False, "debug": True, "debug:all": True}  # values of HF_ZERO_LOG
 _started = time.perf_counter()
-_open: dict[int, tuple[str, str, float]] = {}  # blocks at work whose forward or backward is logged
+_open: dict[int, tuple[str, str, float]] = {}  # blocks whose forward or backward is being logged
 
 
 class _Nothing:
-    """What ``span`` returns while nothing is recorded."""
+    """The context manager that ``span`` returns while nothing is recorded."""
 
     def __enter__(self) -> None:
         pass
@@ -65,20 +66,21 @@ class _Span:
 
 
 def span(what: str, unit: str, nbytes: int = 0) -> _Span | _Nothing:
-    """A context manager around the operation ``what`` on ``nbytes`` bytes of ``unit``."""
+    """Return a context manager around the operation ``what`` on ``nbytes`` bytes of ``unit``."""
     return _Span(what, unit, nbytes) if logs or profiler._is_profiler_enabled else _NOTHING
 
 
 def began(owner: object, what: str, unit: str) -> None:
-    """The block ``owner`` begins ``what``, a forward or backward that :func:`ended` ends.
+    """Record that the block ``owner`` begins ``what``, a forward or backward; :func:`ended` ends
+    it.
 
-    For the log alone, to be called where ``logs`` is true.
+    For the log only: call it if ``logs`` is true.
     """
     _open[id(owner)] = (what, unit, time.perf_counter())
 
 
 def ended(owner: object) -> None:
-    """Log what :func:`began` has begun for ``owner``, if anything."""
+    """Log the forward or backward that :func:`began` recorded for ``owner``, if any."""
     if id(owner) in _open:
         what, unit, since = _open.pop(id(owner))
         _log(what, unit, 0, since)
@@ -100,8 +102,8 @@ def _log(what: str, unit: str, nbytes: int, since: float) -> None:
 
 
 def log_steps(how: str) -> None:
-    """Log the order of steps as HF_ZERO_LOG says: ``debug``, ``debug:all``, or empty for not. The
-    name of another level sets that alone (hf_zero/logging.py).
+    """Log the order of steps according to HF_ZERO_LOG: ``debug``, ``debug:all``, or empty for no
+    log. The name of another level sets only that level (hf_zero/logging.py).
     """
     global logs, _everywhere
     if how not in LOGS and how.lower() not in LEVELS:

@@ -1,12 +1,11 @@
-"""Streams and events: the order of what a device does, and how the host and other streams wait
-for it.
+"""Streams and events: the order of a device's work, and waits for it by the host and other streams.
 
 [Note: side streams]
-torch hands out streams of a pool of 32 for each device and priority, in turn, and NCCL takes those
-of its communicators from the pool of the default priority. The 33rd stream of a pool is the first
-one again: work on it waits behind whatever the first one waits for, be it a collective that waits
-for the rank that asked for this work. So each side stream is made once for a process, all of a
-device together (a pool cannot give one of them twice), and of high priority: another pool.
+torch hands out streams from a pool of 32 for each device and priority, in turn, and NCCL takes
+those of its communicators from the pool of the default priority. The 33rd stream of a pool is the
+first one again: work on it waits behind whatever the first one waits for, such as a collective that
+waits for the rank that asked for this work. So each side stream is made once for a process, all of
+a device together (a pool cannot return one of them twice), and of high priority: another pool.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ Stream = torch.Stream
 Event = torch.Event
 
 
-HIGH = -1  # priority; NCCL's streams of high priority have the highest one, a further pool
+HIGH = -1  # priority; NCCL's high-priority streams have the highest one, a third pool
 
 
 class Use(Enum):
-    """Work that has a stream of its own beside the one that computes."""
+    """Work that has its own stream beside the one that computes."""
 
     SHARDS = "shards come from host memory"
     GRADIENTS = "gradients leave for host memory"
@@ -44,7 +43,7 @@ _making = threading.Lock()
 
 
 def side_stream(device: torch.device, use: Use) -> Stream:
-    """The stream of this process for ``use`` on ``device``."""
+    """Return the stream of this process for ``use`` on ``device``."""
     with _making:
         return _side_streams(device)[use]
 
@@ -59,13 +58,13 @@ def _side_streams(device: torch.device) -> dict[Use, Stream]:
 
 
 def current_stream(device: torch.device) -> Stream:
-    """The stream on which this thread launches on ``device``."""
+    """Return the stream on which this thread launches on ``device``."""
     current: Stream = kinds.module_of(device).current_stream(device)
     return current
 
 
 def on_stream(stream: Stream | None) -> AbstractContextManager[Any]:
-    """What is launched inside goes to ``stream``; None changes nothing."""
+    """Return a context manager that launches on ``stream``; None changes nothing."""
     if stream is None:
         return nullcontext()
     inside: AbstractContextManager[Any] = kinds.module_of(stream.device).stream(stream)
@@ -73,7 +72,7 @@ def on_stream(stream: Stream | None) -> AbstractContextManager[Any]:
 
 
 def record_event(stream: Stream) -> Event:
-    """An event that is over when all that ``stream`` holds now is done.
+    """Record and return an event that completes after all work now on ``stream``.
 
     A thread that waits for it sleeps.
     """
@@ -83,7 +82,7 @@ def record_event(stream: Stream) -> Event:
 
 
 def record_here(device: torch.device) -> Event | None:
-    """An event in this thread's current stream; None on the host, where what was called is done."""
+    """Record an event on this thread's current stream; None on the host, which needs none."""
     return None if kinds.is_host(device) else record_event(current_stream(device))
 
 
@@ -94,8 +93,8 @@ def _new_event(kind: str) -> Event:
 
 @functools.cache
 def _options(kind: str) -> dict[str, Any]:
-    """CUDA's events spin in ``synchronize`` unless they are made so; not every kind knows the
-    option.
+    """Return options for events that sleep in ``synchronize``: CUDA's spin by default; not every
+    kind has the option.
     """
     try:
         kinds.module_of(kind).Event(blocking=True)
@@ -105,7 +104,7 @@ def _options(kind: str) -> dict[str, Any]:
 
 
 def shard_stream(device: torch.device) -> Stream | None:
-    """The stream on which shards come from host memory to ``device`` while it computes;
-    None on the host.
+    """Return the stream that copies shards from host memory to ``device`` while it computes; None
+    on the host.
     """
     return None if kinds.is_host(device) else side_stream(device, Use.SHARDS)

@@ -1,6 +1,6 @@
-"""Bytes of a device: free, in use, at most in use.
+"""Bytes of a device: free, in use, peak in use.
 
-None of these is asked of the host, whose memory is counted by hf_zero.device.free_memory.
+Not for the host, whose memory hf_zero.device.free_memory measures.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from hf_zero.device import kinds
 
 
 def allocated(device: torch.device) -> int:
-    """Bytes of tensors of this process."""
+    """Return the bytes of tensors of this process."""
     return int(kinds.module_of(device).memory_allocated(device))
 
 
 def most_allocated(device: torch.device) -> int:
-    """The most of :func:`allocated` since the process began, or since the peak was reset."""
+    """Return the peak of :func:`allocated` since the process began, or since its last reset."""
     return int(kinds.module_of(device).max_memory_allocated(device))
 
 
@@ -26,10 +26,10 @@ def _had(device: torch.device) -> int:
 
 
 def free(device: torch.device) -> int:
-    """Bytes that this process may still take, with what torch holds unused."""
+    """Return the bytes that this process may still take, including torch's unused cache."""
     return _had(device) - allocated(device)
 
 
 def free_at_the_peak(device: torch.device) -> int:
-    """As :func:`free`, at the moment when most was in use."""
+    """Return the bytes of :func:`free` at the peak of use."""
     return _had(device) - most_allocated(device)
