@@ -1,3 +1,3 @@
-"""What `import deepspeed` gives where hf-zero answers; imported as ``deepspeed`` through
+"""The modules of `import deepspeed` when hf-zero provides them; imported as ``deepspeed`` through
 ``facade.py``.
 """

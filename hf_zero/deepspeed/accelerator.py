@@ -1,6 +1,6 @@
-"""``deepspeed.accelerator``: the device this process computes on, under DeepSpeed's names.
+"""``deepspeed.accelerator``: the device of this process, under DeepSpeed's names.
 
-On the CPU, :class:`CpuAccelerator` answers in the place of ``torch.cuda``.
+On the CPU, :class:`CPUAccelerator` and this module replace ``torch.cuda``.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ TENSORS = {
 
 
 class DeepSpeedAccelerator:
-    """CPU or accelerator, whichever the engine uses here; a class of your own may derive from it
-    and be given to :func:`set_accelerator`.
+    """The engine's device, CPU or accelerator; a class of your own may derive from it and be given
+    to :func:`set_accelerator`.
 
-    Whatever is not listed is asked of torch's module for it, or of ``cpu_accelerator``.
+    Other attributes are read from torch's module for the device, or from ``cpu_accelerator``.
     """
 
     def __init__(self, kind: str = "cpu") -> None:
@@ -120,7 +120,7 @@ class DeepSpeedAccelerator:
     def pin_memory(
         self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True
     ) -> torch.Tensor:
-        """``tensor`` in page-locked memory; on the CPU itself, where no copy goes to a device."""
+        """Return ``tensor`` in page-locked memory; on the CPU ``tensor`` itself."""
         if self._name == "cpu":
             return tensor
         pinned = tensor.pin_memory() if make_copy else torch.empty_like(tensor, pin_memory=True)
@@ -133,7 +133,7 @@ class DeepSpeedAccelerator:
         return self._name != "cpu" and tensor.is_pinned()
 
     def unpin_memory(self, tensor: torch.Tensor) -> None:
-        """Page-locked memory is given back with its tensor."""
+        """Do nothing: page-locked memory is freed with its tensor."""
 
     def total_memory(self, device_index: int | None = None) -> int:
         return int(self.mem_get_info(device_index)[1])
@@ -159,7 +159,7 @@ class DeepSpeedAccelerator:
     # ---- profiling, compilation, kernels ----
 
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
-        """Open a range that a profiler shows; nested, each ends with :meth:`range_pop`."""
+        """Open a range for a profiler; ranges nest, and each ends with :meth:`range_pop`."""
         ranges = getattr(self._module, "nvtx", None)
         if ranges is not None:
             ranges.range_push(msg)
@@ -170,14 +170,14 @@ class DeepSpeedAccelerator:
             ranges.range_pop()
 
     def lazy_call(self, callback: Any) -> Any:
-        """Call it, once the device is in use: at once, as torch initialises it by itself."""
+        """Call ``callback`` at once: torch initialises the device itself."""
         return callback()
 
     def get_compile_backend(self) -> str:
         return self._compile_backend
 
     def set_compile_backend(self, backend: str) -> None:
-        """Raises ValueError for a backend that torch.compile does not have."""
+        """Set the backend. Raises ValueError for one that torch.compile does not have."""
         known = torch._dynamo.list_backends(exclude_tags=())
         if backend not in known:
             raise ValueError(f"torch.compile has no backend {backend!r}; it has {known}")
@@ -221,13 +221,13 @@ def _device(kind: str) -> DeepSpeedAccelerator:
 
 
 def get_accelerator() -> DeepSpeedAccelerator:
-    """The one given to :func:`set_accelerator`, else that of the engine's device."""
+    """Return the accelerator given to :func:`set_accelerator`, else that of the engine's device."""
     return _device(default_device().type) if _set is None else _set
 
 
 def set_accelerator(accel_obj: DeepSpeedAccelerator | None) -> None:
-    """What :func:`get_accelerator` answers from now on; None: the engine's device again. The
-    engine itself goes on computing on the device of its launcher.
+    """Set the result of :func:`get_accelerator`; None: that of the engine's device again. The
+    engine itself keeps computing on the device of its launcher.
     """
     global _set
     _set = accel_obj
@@ -238,7 +238,7 @@ def is_current_accelerator_supported() -> bool:
 
 
 class CPUAccelerator(DeepSpeedAccelerator):
-    """The CPU, whatever else is here."""
+    """The CPU, whatever other devices the machine has."""
 
     def __init__(self) -> None:
         super().__init__("cpu")
@@ -247,12 +247,12 @@ class CPUAccelerator(DeepSpeedAccelerator):
 # ---- On the CPU ----
 
 NODES = Path("/sys/devices/system/node")
-Event = None  # timers use the clock of the host
+Event = None  # timers use the host's clock
 default_stream = torch.cpu.current_stream
 
 
 def device_count() -> int:
-    """The ranks of this host (LOCAL_SIZE); without a launcher its NUMA nodes that have cores."""
+    """Return this host's ranks (LOCAL_SIZE); without a launcher its NUMA nodes with cores."""
     ranks = int(os.environ.get("LOCAL_SIZE") or 0)
     if ranks > 0:
         return ranks
@@ -276,17 +276,17 @@ def set_rng_state(new_state: torch.Tensor, device_index: int | None = None) -> N
 
 
 def memory_allocated(device_index: int | None = None) -> int:
-    """Bytes of this process that lie in memory, libraries included."""
+    """Return the resident bytes of this process, libraries included."""
     resident: int = psutil.Process().memory_info().rss
     return resident
 
 
 def max_memory_allocated(device_index: int | None = None) -> int:
-    """The most of :func:`memory_allocated` since the process began."""
+    """Return the peak of :func:`memory_allocated` since the process began."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024
     )
-    return max(peak, memory_allocated())  # the kernel counts the peak a little late
+    return max(peak, memory_allocated())  # the kernel updates the peak a little late
 
 
 memory_reserved = memory_allocated
@@ -294,7 +294,7 @@ max_memory_reserved = max_memory_allocated
 
 
 def memory_stats(device_index: int | None = None) -> dict[str, int]:
-    """As torch.cuda.memory_stats has them by name: bytes now and at most."""
+    """Return current and peak bytes under the keys of torch.cuda.memory_stats."""
     return {
         "allocated_bytes.all.current": memory_allocated(),
         "allocated_bytes.all.peak": max_memory_allocated(),
@@ -302,11 +302,11 @@ def memory_stats(device_index: int | None = None) -> dict[str, int]:
 
 
 def reset_peak_memory_stats(device_index: int | None = None) -> None:
-    """The system does not forget a process's peak."""
+    """Do nothing: the system does not reset a process's peak."""
 
 
 def mem_get_info(device_index: int | None = None) -> tuple[int, int]:
-    """Bytes that are free, and all, on this machine."""
+    """Return the free bytes and all bytes of this machine's memory."""
     memory = psutil.virtual_memory()
     return memory.available, memory.total
 

@@ -1,6 +1,5 @@
-"""``deepspeed.checkpointing``: activation checkpointing under DeepSpeed's names, done by
-torch.utils.checkpoint, and the named random states inside which Megatron's scripts draw dropout
-masks.
+"""``deepspeed.checkpointing``: activation checkpointing under DeepSpeed's names, implemented by
+torch.utils.checkpoint, and the named random states in which Megatron's scripts draw dropout masks.
 """
 
 from __future__ import annotations
@@ -47,14 +46,13 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Set what :func:`checkpoint` does, from the section ``activation_checkpointing`` of a
-    configuration; arguments go before it.
+    """Configure :func:`checkpoint` from the section ``activation_checkpointing`` of a
+    configuration; arguments override it.
 
-    ``checkpoint_in_cpu`` keeps the inputs of checkpoints in memory of the host until their
-    backward. ``profile`` logs the time of forwards and recomputations, ``synchronize`` waits for
-    the device around each. Activations are divided among model-parallel ranks, of which there is
-    one, so the options of that change nothing. Raises NotBuiltError for an ``mpu_`` that splits the
-    model.
+    ``checkpoint_in_cpu`` keeps the inputs of checkpoints in host memory until their backward.
+    ``profile`` logs the time of forwards and recomputations, ``synchronize`` waits for the device
+    around each. Activations are divided among model-parallel ranks, of which there is one, so the
+    options for that change nothing. Raises NotBuiltError for an ``mpu_`` that splits the model.
     """
     global _settings
     if mpu_ is not None:
@@ -84,19 +82,19 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Between passes: give back what a forward that had no backward has left."""
+    """Free, between passes, what a forward without a backward has left offloaded."""
     if _settings.offload is not None:
         _settings.offload.end()
 
 
 def set_num_layers(nlayers: int) -> None:
-    """The number of checkpoints: it sizes DeepSpeed's buffers for divided activations, which are
-    not needed here.
+    """Ignore the number of checkpoints: it sizes DeepSpeed's buffers for divided activations, which
+    are not needed here.
     """
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Whether to divide activations among the model-parallel ranks, of which there is one."""
+    """Ignore the choice to divide activations among model-parallel ranks: there is one."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -113,14 +111,14 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 # ---- Named random states ----
 
 MODEL_PARALLEL = "model-parallel-rng"
-# Megatron's distance between the seed of data parallelism and that of model parallelism
+# Megatron's offset between the seeds of data parallelism and of model parallelism
 OFFSET = 2718
 
 
 class RandomStates:
     """States of the device's generator by name.
 
-    ``fork`` draws from one and leaves the default as it was.
+    ``fork`` draws from one and restores the default state afterwards.
     """
 
     def __init__(self) -> None:
@@ -171,13 +169,13 @@ _states = RandomStates()
 
 
 def get_cuda_rng_tracker() -> RandomStates:
-    """The one of this process, whatever device it computes on."""
+    """Return the random states of this process, for whatever device it uses."""
     return _states
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the device's generator, and the state for model-parallel regions apart from it; there
-    is one model-parallel rank.
+    """Seed the device's generator and, separately, the state for model-parallel regions; there is
+    one model-parallel rank.
     """
     _states.reset()
     get_accelerator().manual_seed(seed)

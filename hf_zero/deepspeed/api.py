@@ -1,9 +1,9 @@
-"""``import deepspeed``, answered by hf-zero: every module and name of DeepSpeed that there is.
+"""``import deepspeed``, provided by hf-zero: every module and name of DeepSpeed that exists here.
 
-The rows are in ``tables/``. A row is a module: its dotted path, what it holds, and its names with
-the module each comes from, or what to do instead where it is not built. ``facade.py`` makes the
-modules; a name is imported when it is first used. To provide another name, add it to its row; its
-code lives in a file of this folder or in the package that does the work.
+The rows are in ``tables/``. A row is a module: its dotted path, its contents in words, and its
+names with the module each is imported from, or the remedy if it is not built. ``facade.py`` makes
+the modules; a name is imported when it is first used. To provide another name, add it to its row;
+its code belongs in a file of this folder or in the package that does the work.
 """
 
 from __future__ import annotations

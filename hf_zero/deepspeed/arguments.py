@@ -1,5 +1,5 @@
-"""Command line arguments of DeepSpeed scripts, those of learning rate schedules
-(``add_tuning_arguments``) included.
+"""Command line arguments of DeepSpeed scripts, including those of learning rate schedules
+(``add_tuning_arguments``).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from hf_zero.optim.schedules import VALID_LR_SCHEDULES
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--deepspeed`` and ``--deepspeed_config FILE`` to ``parser``.
+    """Add ``--deepspeed`` and ``--deepspeed_config FILE`` to ``parser`` and return it.
 
-    ``--local_rank`` is the script's own, before or after.
+    ``--local_rank`` is left to the script.
     """
     group = parser.add_argument_group(
         "ZeRO", "arguments of DeepSpeed scripts, read by hf_zero.initialize(args=...)"
@@ -85,12 +85,12 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """The arguments of this process that are schedules', and the others."""
+    """Parse this process's arguments: return those of schedules, and the others."""
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
 
 
 def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
-    """The section ``scheduler`` that the arguments describe; or None, and what is wrong."""
+    """Return the section ``scheduler`` that the arguments describe; or None, and the error."""
     chosen = getattr(args, n.LR_SCHEDULE, None)
     if chosen is None:
         return None, f"--{n.LR_SCHEDULE} not specified on command line"
@@ -102,7 +102,7 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
-    """The learning rate that the section ``scheduler`` aims at; or None, and why there is none."""
+    """Return the target learning rate of the section ``scheduler``; or None, and the reason."""
     for key in ("type", "params"):
         if key not in config:
             return None, f"LR schedule {key} not defined in config"
@@ -116,7 +116,7 @@ def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
 
 
 def update_lr(param_groups: Sequence[dict[str, Any]], lrs: Sequence[Any]) -> list[Any]:
-    """Give each group its learning rate, in place where that is a tensor."""
+    """Set each group's learning rate, in place if it is a tensor; return the learning rates."""
     for group, lr in zip(param_groups, lrs):
         if hasattr(group["lr"], "fill_"):
             group["lr"].fill_(lr)

@@ -1,6 +1,6 @@
 """``deepspeed.runtime.checkpoint_engine``: classes that write and read one file at a time, for
-files of scripts; and the folders that they give ``save_checkpoint`` and ``load_checkpoint``.
-hf-zero's checkpoints are written by ``engine.save_checkpoint``.
+files of scripts; and the folders that scripts pass to ``save_checkpoint`` and ``load_checkpoint``.
+``engine.save_checkpoint`` writes hf-zero's checkpoints.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_zero.logging import log_rank0, logger
 
 @dataclass
 class CheckpointCommitInfo:
-    """Name and folder of a checkpoint, and whether ``latest`` is to name it."""
+    """Name and folder of a checkpoint, and whether ``latest`` shall name it."""
 
     tag: str
     save_dir: str
@@ -30,7 +30,7 @@ class CheckpointCommitInfo:
 
 
 class CheckpointEngine(ABC):
-    """Base class of what writes files: ``create`` begins a checkpoint, ``commit`` ends it."""
+    """Base class of file writers: ``create`` begins a checkpoint, ``commit`` ends it."""
 
     def __init__(self, config_params: Any = None) -> None:
         self.name: str | None = None
@@ -54,7 +54,7 @@ class CheckpointEngine(ABC):
         return dp_rank == 0
 
     def is_decoupled(self) -> bool:
-        """Whether files are written beside the training."""
+        """Whether files are written while training goes on."""
         return False
 
     def set_commit_info(self, info: CheckpointCommitInfo) -> None:
@@ -72,7 +72,7 @@ class CheckpointEngine(ABC):
 
 
 class TorchCheckpointEngine(CheckpointEngine):
-    """Files of ``torch.save``."""
+    """Read and write files of ``torch.save``."""
 
     def __init__(self, config_params: Any = None) -> None:
         super().__init__(config_params)
@@ -97,8 +97,8 @@ Target = tuple[str, str | None]
 
 
 def agreed_target(engine: Any, save_dir: str | os.PathLike[str], tag: Any) -> Target:
-    """Rank 0's folder and tag (collective). Where another rank's are others it is warned of, as
-    ``checkpoint.tag_validation`` says: "ignore" says nothing.
+    """Return rank 0's folder and tag (collective). If another rank's differ, warn according to
+    ``checkpoint.tag_validation``; "ignore" does not warn.
 
     Raises TargetMismatchError on all ranks with "fail", and ConfigError without a folder.
     """
@@ -129,7 +129,7 @@ def _shown(target: Target) -> str:
 
 
 def tag_of(engine: Any, load_dir: str | os.PathLike[str], tag: Any) -> str | None:
-    """``tag``; with ``checkpoint.load_universal`` and none, what ``latest_universal`` names."""
+    """Return ``tag``; for None under ``checkpoint.load_universal`` that in ``latest_universal``."""
     named = as_path(load_dir) / LATEST_UNIVERSAL
     if tag is None and engine.load_universal_checkpoint() and named.is_file():
         return str(named.read_text()).strip()
@@ -137,8 +137,8 @@ def tag_of(engine: Any, load_dir: str | os.PathLike[str], tag: Any) -> str | Non
 
 
 def nothing_to_load(engine: Any, load_dir: str | os.PathLike[str], tag: Any) -> bool:
-    """Whether ``load_dir`` has no ``latest`` and no checkpoint is found in it, so that a script
-    without a tag begins anew; warned of. Rank 0 looks (collective).
+    """Whether ``load_dir`` has no ``latest`` and no checkpoint, so that a script without a tag
+    starts from scratch; logs a warning. Rank 0 looks (collective).
     """
     if tag is not None:
         return False

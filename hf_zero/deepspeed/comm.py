@@ -38,10 +38,10 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """``hf_zero.distributed.init.init_distributed`` with DeepSpeed's arguments; ranks are found in
-    the launcher's variables, without mpi4py. Without a timeout DEEPSPEED_TIMEOUT, in minutes, is
-    it. On the CPU a backend of GPUs alone, as scripts write "nccl", is gloo, with a warning. Raises
-    ConfigError where ``dist_init_required`` is False and there is no group.
+    """Call ``hf_zero.distributed.init.init_distributed`` with DeepSpeed's arguments; ranks are read
+    from the launcher's variables, without mpi4py. The default timeout is DEEPSPEED_TIMEOUT, in
+    minutes. On the CPU a GPU-only backend, such as "nccl" in scripts, is replaced by gloo, with a
+    warning. Raises ConfigError if ``dist_init_required`` is False and there is no group.
     """
     if timeout is None and os.environ.get("DEEPSPEED_TIMEOUT"):
         timeout = default_pg_timeout
@@ -66,8 +66,9 @@ def init_distributed(
 
 
 def _collective(name: str, **renamed: str) -> Callable[..., Any]:
-    """torch.distributed's function ``name``, with DeepSpeed's further arguments: ``prof`` and
-    ``log_name``, by which a call is logged, and ``debug``. ``renamed``: arguments by torch's names.
+    """Wrap torch.distributed's function ``name`` with DeepSpeed's further arguments: ``prof`` and
+    ``log_name``, which control its log entry, and ``debug``. ``renamed``: arguments by torch's
+    names.
     """
     function = getattr(dist, name)
 
@@ -86,7 +87,7 @@ def _collective(name: str, **renamed: str) -> Callable[..., Any]:
 
 
 def _first_of(*names: str) -> str:
-    """The first of ``names`` that this torch has: some were renamed."""
+    """Return the first of ``names`` that this torch has: some were renamed."""
     return next(name for name in names if hasattr(dist, name))
 
 
@@ -120,12 +121,12 @@ reduce_scatter_fn = reduce_scatter_tensor
 def inference_all_reduce(
     tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any
 ) -> Any:
-    """As :func:`all_reduce`; DeepSpeed has kernels of its own for it in inference."""
+    """Run :func:`all_reduce`; DeepSpeed has its own kernels for it in inference."""
     return all_reduce(tensor, op=op, group=group, **options)
 
 
 class Several:
-    """The collectives of a list of tensors as one to wait for."""
+    """The collectives of a list of tensors, as one work to wait for."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
@@ -146,7 +147,7 @@ def all_reduce_coalesced(
     async_op: bool = False,
     **options: Any,
 ) -> Several | None:
-    """Reduce each tensor over all ranks, in place. ``async_op``: returns what waits for all."""
+    """Reduce each tensor over all ranks, in place. ``async_op``: return their common work."""
     works = Several([all_reduce(each, op, group, async_op=True, **options) for each in tensors])
     if async_op:
         return works
@@ -177,7 +178,7 @@ def barrier(
     log_name: str = "barrier",
     debug: Any = None,
 ) -> Any:
-    """Returns when all ranks have come; of all ranks, it names those that do not."""
+    """Return when all ranks have arrived; over all ranks, errors name those that are missing."""
     if group is None and not async_op:
         world_group.barrier()
         return None
@@ -185,8 +186,8 @@ def barrier(
 
 
 def mpi_discovery(distributed_port: int = DEFAULT_PORT, verbose: bool = True) -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of mpirun
-    or srun. Raises LaunchError where no launcher has set any.
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of mpirun or
+    srun. Raises LaunchError if no launcher has set any.
     """
     found = announce(port=distributed_port)
     if found is None:
@@ -203,7 +204,7 @@ def is_available() -> bool:
 
 
 def get_world_group() -> Any:
-    """The group of all ranks."""
+    """Return the group of all ranks."""
     return dist.group.WORLD
 
 
@@ -216,12 +217,12 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
 
 
 def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
-    """A group of these ranks (collective: all ranks call it)."""
+    """Make a group of these ranks (collective: all ranks call it)."""
     return dist.new_group(ranks, **options)
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
-    """A torch DeviceMesh over all ranks (collective)."""
+    """Make a torch DeviceMesh over all ranks (collective)."""
     kind = process_group.default_device().type
     return dist.init_device_mesh(kind, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 

@@ -1,6 +1,6 @@
-"""The log of ``deepspeed.comm``'s collectives: how often, how many bytes, how long.
+"""The log of ``deepspeed.comm``'s collectives: their number, bytes and times.
 
-It has what the script itself calls. The engine's own gathers and reductions are spans of a profile
+It covers the script's own calls. The engine's gathers and reductions are spans of a profile
 (``hf_zero/device/spans.py``).
 """
 
@@ -19,12 +19,12 @@ from hf_zero.device import kinds
 from hf_zero.distributed import process_group, world_group
 from hf_zero.logging import logger
 
-TRIMMED = 0.1  # of the smallest and of the largest times, in means
+TRIMMED = 0.1  # fraction of the smallest and of the largest times left out of means
 
 
 class CommsLogger:
-    """``comms_dict``: of each operation and number of bytes (of its largest argument) the number of
-    calls, and of each call its milliseconds, Gbit/s and Gbit/s on the busiest link.
+    """``comms_dict``: for each operation and number of bytes (of its largest argument) the number
+    of calls, and for each call its milliseconds, Gbit/s and Gbit/s on the busiest link.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class CommsLogger:
         self.debug = False
 
     def take(self, config: ZeroConfig) -> None:
-        """Do as the section ``comms_logger`` of ``config`` says, if it switches the log on."""
+        """Apply the section ``comms_logger`` of ``config``, if it enables the log."""
         section = config.comms_logger
         if section.enabled:
             self.enabled, self.prof_all = True, section.prof_all
@@ -48,7 +48,7 @@ class CommsLogger:
         self.prof_all = True
 
     def stop_profiling_comms(self) -> None:
-        """Log the operations in ``prof_ops``, and calls with ``prof=True``, alone."""
+        """Log only the operations in ``prof_ops``, and calls with ``prof=True``."""
         self.prof_all = False
 
     def start_profiling_op(self, op_name_list: Sequence[str]) -> None:
@@ -69,7 +69,7 @@ class CommsLogger:
         args: Any,
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Call ``function`` and log it as ``name``; the device is waited for before and after."""
+        """Call ``function`` and log it as ``name``; waits for the device before and after."""
         device = process_group.default_device()
         kinds.synchronize(device)
         begin = time.perf_counter()
@@ -113,11 +113,11 @@ class CommsLogger:
         return list(self.comms_dict)
 
     def get_total_operations(self) -> int:
-        """The number of calls."""
+        """Return the number of calls."""
         return sum(record[0] for sizes in self.comms_dict.values() for record in sizes.values())
 
     def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]] | None:
-        """By bytes: count, total and mean time, mean rates; None for what was not called."""
+        """Return by bytes: count, total and mean time, mean rates; None if it was not called."""
         sizes = self.comms_dict.get(operation_name)
         if sizes is None:
             return None
@@ -126,9 +126,9 @@ class CommsLogger:
     def log_all(
         self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
     ) -> dict[str, Any] | None:
-        """Print what was logged. ``return_dict``: return it. ``show_straggler`` (collective, after
-        the same calls on all ranks): with how long each call took on the fastest rank, and how
-        much longer on this one.
+        """Print the log. ``return_dict``: return it. ``show_straggler`` (collective, after the same
+        calls on all ranks): include the time of each call on the fastest rank, and the additional
+        time on this one.
         """
         summary = {name: self.get_operation_summary(name) or {} for name in self.comms_dict}
         stragglers = self._stragglers() if show_straggler else None
@@ -174,7 +174,7 @@ comms_logger = CommsLogger()
 
 
 def convert_size(size_bytes: int) -> str:
-    """``"1.5 KB"``, of 1536."""
+    """Return bytes as text: ``"1.5 KB"`` for 1536."""
     if size_bytes == 0:
         return "0B"
     power = int(math.log(size_bytes, 1024))
@@ -183,7 +183,7 @@ def convert_size(size_bytes: int) -> str:
 
 
 def bandwidths(operation: str, size: int, milliseconds: float, ranks: int) -> tuple[float, float]:
-    """Gbit/s of ``size`` bytes, as the script sees it and on the busiest link."""
+    """Return the Gbit/s of ``size`` bytes, as seen by the script and on the busiest link."""
     rate = size * 8e-6 / milliseconds if milliseconds else 0.0
     if "all_reduce" in operation:
         return 2 * rate, 2 * rate * (ranks - 1) / ranks
@@ -228,8 +228,8 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Switch the log on or off: as ``comms_logger`` of a configuration says, of all operations, or
-    of those named in ``prof_ops`` and calls with ``prof=True``.
+    """Switch the log on or off: according to ``comms_logger`` of a configuration, for all
+    operations, or for those named in ``prof_ops`` and calls with ``prof=True``.
     """
     if deepspeed_config is not None:
         config = getattr(deepspeed_config, "zero_config_native", deepspeed_config)
@@ -246,9 +246,7 @@ def configure(
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """:meth:`CommsLogger.log_all` of what was logged, printed on rank 0; collective with
-    ``show_straggler``.
-    """
+    """Run :meth:`CommsLogger.log_all`, printing on rank 0; collective with ``show_straggler``."""
     return comms_logger.log_all(process_group.get_rank() == 0, show_straggler, return_dict)
 
 

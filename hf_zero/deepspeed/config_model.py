@@ -1,7 +1,7 @@
-"""``DeepSpeedConfigModel``, the base class that scripts derive configurations of their own from,
-and the sections ``bf16`` and ``fp16`` as such objects (``deepspeed.runtime.precision_config``).
+"""``DeepSpeedConfigModel``, the base class of scripts' own configurations, and the sections
+``bf16`` and ``fp16`` as such objects (``deepspeed.runtime.precision_config``).
 
-Needs pydantic, which hf-zero itself does not. A whole configuration is read by ``ZeroConfig``.
+Needs pydantic, which hf-zero itself does not. ``ZeroConfig`` reads whole configurations.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hf_zero.logging import logger
 
 
 class DeepSpeedConfigModel(BaseModel):
-    """A pydantic model that takes no key it does not know, and "auto" for what was not given.
+    """A pydantic model that rejects unknown keys, and accepts "auto" for a value that is not given.
 
     ``Field(..., json_schema_extra={"deprecated": True, "new_param": "other", "new_param_fn": f})``
-    is a former key: what is given for it is f's argument, and the answer the value of the field
-    ``other`` ("section.other": of a part). ``deprecated_msg`` is logged with it; with
-    ``set_new_param: False`` it stays where it is. Raises ReplacedKeyError where both are given.
+    is a deprecated key: its value is passed to f, whose result sets the field ``other``
+    ("section.other": of a part). ``deprecated_msg`` is logged with it; with ``set_new_param:
+    False`` the value stays where it is. Raises ReplacedKeyError if both are given.
     """
 
     model_config = ConfigDict(
@@ -50,7 +50,7 @@ class DeepSpeedConfigModel(BaseModel):
                 self._replace(name, extra)
 
     def _replace(self, name: str, extra: Any) -> None:
-        """Give what was written for the former key ``name`` to the field that takes its place."""
+        """Move the value of the deprecated key ``name`` to the field that replaces it."""
         path = extra.get("new_param", "")
         instead, more = f"; write {path}" if path else "", extra.get("deprecated_msg", "")
         logger.warning("the key %s is deprecated%s. %s", name, instead, more)
@@ -81,7 +81,7 @@ class DeepSpeedBF16Config(DeepSpeedConfigModel):
 
 
 class DeepSpeedFP16Config(DeepSpeedConfigModel):
-    """The section ``fp16``. What is for a dynamic scale alone may be any number without one."""
+    """The section ``fp16``. Fields for a dynamic scale may be any number without one."""
 
     enabled: bool = False
     auto_cast: bool = False
@@ -96,7 +96,7 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
     @field_validator("loss_scale", "loss_scale_window", "min_loss_scale", mode="before")
     @classmethod
     def _is_number(cls, value: Any) -> Any:
-        """Refuse what pydantic would turn into a number."""
+        """Reject values that pydantic would convert to a number."""
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
             raise ValueError(f"must be a number, not {value!r}")
         return value
@@ -112,19 +112,19 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
 
     @property
     def dynamic(self) -> bool:
-        """Whether overflows move the scale."""
+        """Whether overflows change the scale."""
         return self.loss_scale == 0
 
     def initial_dynamic_scale(self) -> float:
-        """The loss scale that dynamic scaling starts with."""
+        """Return the initial loss scale of dynamic scaling."""
         return 2.0**self.initial_scale_power
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
-    """The section of a whole configuration, under its former name ``bfloat16``, too."""
+    """Return the section of a whole configuration, also under its former name ``bfloat16``."""
     return DeepSpeedBF16Config(**(param_dict.get("bf16") or param_dict.get("bfloat16") or {}))
 
 
 def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
-    """The section of a whole configuration."""
+    """Return the section of a whole configuration."""
     return DeepSpeedFP16Config(**param_dict.get("fp16", {}))

@@ -1,4 +1,4 @@
-"""The engine under DeepSpeed's names: what scripts, Accelerate and transformers ask of theirs."""
+"""The engine under DeepSpeed's names, as scripts, Accelerate and transformers use it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from hf_zero.zero.layout.precision import Fp16LossScaler
 
 
 class _ScaledLoss(torch.autograd.Function):
-    """A loss times the fp16 scale, whose backward leaves that out: the engine puts it in where a
+    """A loss times the fp16 scale, whose backward omits that factor: the engine applies it where a
     plain backward reaches the outputs of the model.
     """
 
@@ -54,7 +54,7 @@ class _ScaledLoss(torch.autograd.Function):
 
 
 class DeepSpeedEngine(ReportingEngine):
-    """An :class:`hf_zero.Engine` that also answers what DeepSpeed's engine answers."""
+    """An :class:`hf_zero.Engine` with the methods and properties of DeepSpeed's engine."""
 
     writes_figures = True
 
@@ -70,14 +70,14 @@ class DeepSpeedEngine(ReportingEngine):
             self.flops_profiler = self._profile.profiler
 
     def _loss_scaler(self) -> Fp16LossScaler:
-        """As the native engine's; at stage 0 every overflow halves it, whatever ``hysteresis``."""
+        """Return the native scaler; at stage 0 each overflow halves it, whatever ``hysteresis``."""
         config = self.config
         if config.stage == 0:
             config = replace(config, fp16=replace(config.fp16, hysteresis=1))
         return Fp16LossScaler.from_config(config)
 
     def publish_scale(self) -> None:
-        """Show the loss scale on the optimizer, also as the object that DeepSpeed's has."""
+        """Set the loss scale on the optimizer, also as the object of DeepSpeed's optimizers."""
         super().publish_scale()
         if self.optimizer is not None and self._shown_scaler is None:
             counters = self.counters
@@ -87,7 +87,7 @@ class DeepSpeedEngine(ReportingEngine):
             self.optimizer.needs_scaler = self._shown_scaler.needs_scaler
             self.optimizer.dynamic_loss_scale = self._shown_scaler.dynamic
             if self.config.stage or self.config.precision != "fp32":
-                self.optimizer.optimizer = self.optimizer  # what DeepSpeed's own would wrap
+                self.optimizer.optimizer = self.optimizer  # DeepSpeed's wrap it under this name
 
     _shown_scaler: EngineLossScaler | None = None
 
@@ -105,8 +105,8 @@ class DeepSpeedEngine(ReportingEngine):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """As :meth:`hf_zero.Engine.backward`; returns the loss divided by the accumulation steps,
-        or with ``scale_wrt_gas=False`` the loss as it is.
+        """Run :meth:`hf_zero.Engine.backward`; return the loss divided by the accumulation steps,
+        or with ``scale_wrt_gas=False`` the loss itself.
         """
         self._states_away.refuse("a backward")
         super().backward(loss, retain_graph, scale_wrt_gas)
@@ -116,7 +116,7 @@ class DeepSpeedEngine(ReportingEngine):
         return loss / steps if scale_wrt_gas and steps != 1 else loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """As :meth:`hf_zero.Engine.step`. ``lr_kwargs`` go to the scheduler's step."""
+        """Run :meth:`hf_zero.Engine.step`. ``lr_kwargs`` are passed to the scheduler's step."""
         self._states_away.refuse("a step")
         ends = self.is_gradient_accumulation_boundary()
         self._step(lr_kwargs)
@@ -141,9 +141,9 @@ class DeepSpeedEngine(ReportingEngine):
             scheduler.step(**lr_kwargs)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """``loss`` times the loss scale, for a ``backward()`` of its own, which leaves the same
-        gradients as :meth:`backward`. Raises UnscalableLossError without an optimizer, or for what
-        is no scalar with a graph.
+        """Return ``loss`` times the loss scale, for a ``backward()`` of its own, with the same
+        gradients as :meth:`backward`. Raises UnscalableLossError without an optimizer, or for
+        anything but a scalar with a graph.
         """
         if self.optimizer is None:
             raise UnscalableLossError(
@@ -159,10 +159,10 @@ class DeepSpeedEngine(ReportingEngine):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """The backwards inside belong to one step, and their gradients are reduced at the end of
-        the block (collective); at stages 2 and 3 in every backward, as in :meth:`no_sync`, with an
-        equal result. Raises UnreducedGradientsError inside another such block, and
-        UnmanagedWindowError where every step ends a window.
+        """Run the enclosed backwards as one step, with gradients reduced at the end of the block
+        (collective); at stages 2 and 3 in every backward, as in :meth:`no_sync`, with an equal
+        result. Raises UnreducedGradientsError inside another such block, and UnmanagedWindowError
+        if every step ends a window.
         """
         self.accumulation.refuse_unmanaged("coalesce_grad_reduction()")
         if self.in_no_sync:
@@ -175,7 +175,7 @@ class DeepSpeedEngine(ReportingEngine):
         self.reduce_gradients()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Reduce what backwards have left unreduced (collective); ``bucket_size`` is the unit's."""
+        """Reduce gradients left unreduced by backwards (collective); ``bucket_size`` is ignored."""
         self.reduce_gradients()
 
     # ---- batches ----
@@ -188,7 +188,7 @@ class DeepSpeedEngine(ReportingEngine):
         }
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples of a step, samples of a micro-batch on one rank, micro-batches of a step."""
+        """Return samples of a step, samples of a micro-batch on a rank, micro-batches of a step."""
         return (
             self.train_batch_size(),
             self.train_micro_batch_size_per_gpu(),
@@ -205,8 +205,8 @@ class DeepSpeedEngine(ReportingEngine):
         collate_fn: Callable[[Any], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:
-        """A loader that gives each rank its share of ``dataset`` in micro-batches, shuffled for
-        the route "train" alone. Raises ConfigError for what is no Dataset.
+        """Return a loader that gives each rank its share of ``dataset`` in micro-batches, shuffled
+        only for the route "train". Raises ConfigError if it is no Dataset.
         """
         micro = batch_size or self.train_micro_batch_size_per_gpu()
         collate = collate_fn or self.collate_fn
@@ -249,7 +249,7 @@ class DeepSpeedEngine(ReportingEngine):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The whole model's state dict (collective at stage 3)."""
+        """Return the whole model's state dict (collective at stage 3)."""
         given: dict[str, Any] = {} if destination is None else {"destination": destination}
         state: dict[str, Any] = self.module.state_dict(prefix=prefix, keep_vars=keep_vars, **given)
         if exclude_frozen_parameters:
@@ -286,7 +286,7 @@ class DeepSpeedEngine(ReportingEngine):
                 )
 
     def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
-        """The former name of :meth:`save_16bit_model`."""
+        """Call :meth:`save_16bit_model`, whose former name this is."""
         return self.save_16bit_model(save_dir, save_filename)
 
     def offload_states(
@@ -298,22 +298,22 @@ class DeepSpeedEngine(ReportingEngine):
     ) -> None:
         """Move training state from the device to host memory until :meth:`reload_states`.
 
-        ``include``: which, as :class:`OffloadStateTypeEnum` or its values; None: all. Training,
-        saving and access to parameters need it back. Does nothing where the device is the host.
-        Raises ConfigError for another device than the CPU.
+        ``include``: states to move, as :class:`OffloadStateTypeEnum` or its values; None: all.
+        Training, saving and access to parameters need it back. Does nothing if the device is the
+        host. Raises ConfigError for a device other than the CPU.
         """
         wanted = checked(include, device)
         if not kinds.is_host(self.device):
             self._states_away.send(self, wanted, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what :meth:`offload_states` has moved."""
+        """Move the state of :meth:`offload_states` back to the device."""
         self._states_away.bring(self.device, non_blocking)
 
     def save_checkpoint(  # type: ignore[override]
         self, save_dir: str | os.PathLike[str], tag: Any = None, *args: Any, **kwargs: Any
     ) -> bool:
-        """As :meth:`hf_zero.Engine.save_checkpoint`, where rank 0 says."""
+        """Run :meth:`hf_zero.Engine.save_checkpoint` with rank 0's folder and tag."""
         self._states_away.refuse("a save")
         folder, name = agreed_target(self, save_dir, tag)
         return super().save_checkpoint(folder, name, *args, **kwargs)
@@ -329,9 +329,9 @@ class DeepSpeedEngine(ReportingEngine):
         custom_load_fn: Any = None,
         **more: Any,
     ) -> tuple[str | None, dict[str, Any]]:
-        """As :meth:`hf_zero.Engine.load_checkpoint`; (None, {}), with a warning, where no tag is
-        passed and the folder holds no checkpoint. With ``checkpoint.load_universal`` the tag is
-        what ``latest_universal`` names, where that is there. Raises NotBuiltError for
+        """Run :meth:`hf_zero.Engine.load_checkpoint`; return (None, {}), with a warning, if no tag
+        is passed and the folder holds no checkpoint. With ``checkpoint.load_universal`` the tag is
+        that of ``latest_universal``, if the file exists. Raises NotBuiltError for
         ``custom_load_fn``.
         """
         self._states_away.refuse("a load")
@@ -356,17 +356,15 @@ class DeepSpeedEngine(ReportingEngine):
         return path, state
 
     def empty_partition_cache(self) -> None:
-        """Give memory of the device back that nothing uses; parameters are released between
-        forwards by themselves.
-        """
+        """Free unused device memory; the engine itself releases parameters between forwards."""
         gc.collect()
         if not kinds.is_host(self.device):
             kinds.module_of(self.device).empty_cache()
 
     def destroy(self, gather: bool = False) -> None:
-        """As :meth:`hf_zero.Engine.destroy`."""
+        """Run :meth:`hf_zero.Engine.destroy`."""
         if self.optimizer is not None:
-            self.optimizer.__dict__.pop("optimizer", None)  # a cycle would keep it
+            self.optimizer.__dict__.pop("optimizer", None)  # the cycle would keep it alive
         self._profile = None
         super().destroy(gather)
 
@@ -387,7 +385,7 @@ class DeepSpeedEngine(ReportingEngine):
         compiled_autograd_enabled: bool = False,
         **options: Any,
     ) -> None:
-        """As :meth:`hf_zero.Engine.compile`. Raises NotBuiltError for a schedule of DeepCompile's
+        """Run :meth:`hf_zero.Engine.compile`. Raises NotBuiltError for a schedule of DeepCompile's
         passes, and for compiled autograd.
         """
         if schedule is not None or compiled_autograd_enabled:
@@ -398,10 +396,10 @@ class DeepSpeedEngine(ReportingEngine):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Any] | None:
-        """The whole model on rank 0, None elsewhere (collective)."""
+        """Return the whole model's state dict on rank 0, None elsewhere (collective)."""
         return whole_state_dict(self, everywhere=False, exclude_frozen=exclude_frozen_parameters)
 
-    # which Accelerate calls where ranks share layers, at any stage
+    # called by Accelerate if ranks share layers, at any stage
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
 

@@ -1,5 +1,5 @@
-"""What DeepSpeed's engine says about its configuration, as a table; and its methods that are not
-built, or have nothing to stand for here.
+"""The configuration getters of DeepSpeed's engine, as a table; and its methods that are not built,
+or have no counterpart here.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ LEFT_OUT = {
 
 
 def getter(path: str, default: Any) -> Callable[[Any], Any]:
-    """A method that returns the configuration's value under ``path``."""
+    """Return a method that returns the configuration's value under ``path``."""
 
     def get(self: Any) -> Any:
         value: Any = self.config.to_dict("default")
@@ -186,7 +186,7 @@ def getter(path: str, default: Any) -> Callable[[Any], Any]:
 
 
 def constant(value: Any) -> Callable[[Any], Any]:
-    """A method that returns ``value``."""
+    """Return a method that returns ``value``."""
 
     def get(self: Any) -> Any:
         return value
@@ -196,7 +196,7 @@ def constant(value: Any) -> Callable[[Any], Any]:
 
 
 def methods() -> dict[str, Callable[..., Any]]:
-    """All of the above by name, as methods of the engine's class."""
+    """Return all of the above by name, as methods of the engine's class."""
     made = {name: getter(path, default) for name, (path, default) in GETTERS.items()}
     made |= {name: constant(value) for name, value in CONSTANTS.items()}
     made |= {
@@ -212,15 +212,15 @@ def methods() -> dict[str, Callable[..., Any]]:
 
 
 class ProgressiveLayerDrop:
-    """What scripts read of it. Models need not: the engine leaves their blocks out."""
+    """The schedule of layer drop, for scripts; models need not read it to drop their blocks."""
 
     def __init__(self, technique: LayerDrop):
         self._technique = technique
 
     def get_theta(self) -> float:
-        """theta(t) of the next forward: with which probability the last block is kept."""
+        """Return theta(t) of the next forward: the probability that the last block is kept."""
         return self._technique.theta
 
     def get_state(self) -> dict[str, Any]:
-        """The keywords that DeepSpeed's engine gave a model's forward."""
+        """Return the keywords that DeepSpeed's engine passed to a model's forward."""
         return {"progressive_layer_drop": True, "pld_theta": self.get_theta()}

@@ -1,10 +1,10 @@
-"""The finder and loader of the package ``deepspeed`` that hf-zero offers, and its distribution
+"""The finder and loader of the package ``deepspeed`` that hf-zero provides, and its distribution
 metadata.
 
-Nothing of that name is put into site-packages; an instance of :class:`FacadeFinder` in
-``sys.meta_path`` answers instead (``hf_zero/integrations/finder.py`` says when). The modules are
-made from the table in ``api.py``, and a name is imported when it is first used. Imported in every
-Python process: standard library only, and the costly parts of it late.
+Nothing of that name is installed in site-packages; an instance of :class:`FacadeFinder` in
+``sys.meta_path`` finds it instead (``hf_zero/integrations/finder.py`` decides when). The modules
+are made from the table in ``api.py``, and a name is imported when it is first used. Imported in
+every Python process: standard library only, and the costly parts of it late.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ ORIGIN = os.path.join(FOLDER, "api.py")
 
 
 class FacadeFinder:
-    """An instance, not a class: ``importlib.invalidate_caches()`` calls a method on every finder
-    that has one.
+    """A finder; added as an instance, because ``importlib.invalidate_caches()`` calls that method
+    on every finder that has it.
     """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname == NAME:
             return facade_spec()
-        # Of a DeepSpeed that is installed, modules that it does not have stay missing.
+        # If DeepSpeed is installed, modules that it lacks stay missing.
         parent = sys.modules.get(NAME)
         if not fullname.startswith(f"{NAME}.") or parent is None or not is_ours(parent):
             return None
         return facade_spec(fullname) if fullname in _api() else None
 
     def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
-        # Asked by name and without a folder, else silent: pip lists the folders it manages and must
-        # not find us there.
+        # Answer only a query by name and without a folder: pip lists the folders it manages and
+        # must not find us there.
         name = getattr(context, "name", None)
         if name is None or name.lower() != NAME or "path" in vars(context):
             return ()
@@ -57,14 +57,14 @@ class FacadeFinder:
         return (FacadeDistribution(NAME, VERSION, FOLDER),)
 
     def invalidate_caches(self) -> None:
-        """Nothing is cached: the facade lies where this file lies."""
+        """Do nothing: no cache is kept."""
 
 
 class FacadeLoader:
-    """Makes the modules of the facade from the table."""
+    """Make the modules of the facade from the table."""
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """None: Python makes an ordinary module."""
+        """Return None: Python makes an ordinary module."""
 
     def exec_module(self, module: ModuleType) -> None:
         row = _api()[module.__name__]
@@ -76,7 +76,7 @@ class FacadeLoader:
         own["__dir__"] = lambda: sorted({*own, *exported})
 
     def get_code(self, fullname: str) -> CodeType:
-        """What ``python -m fullname`` runs."""
+        """Return the code that ``python -m fullname`` runs."""
         home, _, function = _api()[fullname].command.partition(":")
         source = (
             f"if __name__ == '__main__':\n    from {home} import {function}\n    {function}()\n"
@@ -90,8 +90,8 @@ class FacadeLoader:
 
 
 def facade_spec(fullname: str = NAME) -> ModuleSpec:
-    """The spec of a module of the facade. Its packages have an empty ``__path__``: their modules
-    are no files.
+    """Return the spec of a module of the facade. Its packages have an empty ``__path__``: their
+    modules have no files.
     """
     package = fullname == NAME or bool(_submodules(fullname))
     loader: Any = FacadeLoader()
@@ -112,13 +112,13 @@ def _api() -> dict[str, Module]:
 
 
 def _submodules(path: str) -> list[str]:
-    """Names of the modules directly inside the module ``path``."""
+    """Return the names of the modules directly inside the module ``path``."""
     parts = (name.rpartition(".") for name in _api())
     return [leaf for parent, _, leaf in parts if parent == path]
 
 
 def _attribute(module: ModuleType, row: Module, name: str) -> Any:
-    """The ``__getattr__`` of a module of the facade: finds ``name`` and keeps it in the module."""
+    """Find ``name`` and keep it in the module: ``__getattr__`` of a module of the facade."""
     if name in row.names:
         value = row.names[name].load(row.path)
         setattr(module, name, value)

@@ -1,5 +1,5 @@
-"""``deepspeed.profiling.flops_profiler``: the floating-point operations of a model's forward, as
-torch.utils.flop_counter counts them: those of matrix products, convolutions and attention; the
+"""``deepspeed.profiling.flops_profiler``: the floating-point operations of a model's forward,
+counted by torch.utils.flop_counter: those of matrix products, convolutions and attention; the
 profile of the step that the section ``flops_profiler`` names; ``instrument_w_nvtx``.
 """
 
@@ -28,7 +28,7 @@ UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
 def number_to_string(
     num: float, units: str | None = None, precision: int = DEFAULT_PRECISION
 ) -> str:
-    """``num`` in ``units`` (None: those that fit), such as "1.5 G"."""
+    """Return ``num`` in ``units`` (None: those that fit), such as "1.5 G"."""
     if units is None:
         units = next((unit for unit, size in UNITS.items() if num >= size), "u") if num else ""
     return f"{round(num / UNITS.get(units, 1.0), precision):g} {units}"
@@ -49,7 +49,7 @@ def macs_to_string(
 def params_to_string(
     params_num: float, units: str | None = None, precision: int = DEFAULT_PRECISION
 ) -> str:
-    """As :func:`number_to_string`, with "B" for 10^9."""
+    """Return :func:`number_to_string`'s text, with "B" for 10^9."""
     units = units.replace("B", "G") if units else units
     return number_to_string(params_num, units, precision).replace("G", "B").strip()
 
@@ -61,13 +61,13 @@ def duration_to_string(
 
 
 def depth_of(module: str) -> int:
-    """Modules around the one with this name."""
+    """Return the number of modules that contain the one with this name."""
     return module.count(".") + 1 if module else 0
 
 
 class FlopsProfiler:
-    """Counts what ``model`` computes between :meth:`start_profile` and :meth:`stop_profile`, and
-    measures the seconds of its forwards; the host waits for the device around them.
+    """Count the operations of ``model`` between :meth:`start_profile` and :meth:`stop_profile`, and
+    measure the seconds of its forwards; the host waits for the device around them.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class FlopsProfiler:
         self._ignored: tuple[type, ...] = ()
 
     def start_profile(self, ignore_list: Iterable[type] | None = None) -> None:
-        """Count from here; ``ignore_list``: classes of modules that do not count."""
+        """Start counting; ``ignore_list``: classes of modules to leave out."""
         self.end_profile()
         self.reset_profile()
         self._ignored = tuple(ignore_list or ())
@@ -105,7 +105,7 @@ class FlopsProfiler:
         self._seconds += time.perf_counter() - self._began
 
     def stop_profile(self) -> None:
-        """Count no further; what was counted can be read."""
+        """Stop counting; the counts stay available."""
         counter, self._counter = self._counter, None
         if counter is not None:
             counter.__exit__(None, None, None)
@@ -115,16 +115,16 @@ class FlopsProfiler:
         self._hooks = []
 
     def end_profile(self) -> None:
-        """Forget what was counted."""
+        """Stop counting and end the profile; nothing is printed afterwards."""
         self.stop_profile()
         self.started = False
 
     def reset_profile(self) -> None:
-        """Begin again at nothing."""
+        """Reset the counts to zero."""
         self._by_module, self._seconds = {}, 0.0
 
     def _counts(self) -> dict[str, int]:
-        """Operations by the name of a module, "" for the model itself."""
+        """Return operations by the name of a module, "" for the model itself."""
         counted = self._by_module if self._counter is None else self._counter.get_flop_counts()
         root = type(self.model).__name__
         found = {name: sum(ops.values()) for name, ops in counted.items()}
@@ -142,21 +142,21 @@ class FlopsProfiler:
         return made
 
     def get_total_flops(self, as_string: bool = False) -> Any:
-        """Floating-point operations, two of a multiplication and an addition."""
+        """Return the floating-point operations; a multiplication and an addition count as two."""
         flops = self._counts()[""]
         return number_to_string(flops) if as_string else flops
 
     def get_total_macs(self, as_string: bool = False) -> Any:
-        """Multiplications with an addition."""
+        """Return the multiply-accumulate operations."""
         macs = self._counts()[""] // 2
         return macs_to_string(macs) if as_string else macs
 
     def get_total_duration(self, as_string: bool = False) -> Any:
-        """Seconds of the forwards."""
+        """Return the seconds of the forwards."""
         return duration_to_string(self._seconds) if as_string else self._seconds
 
     def get_total_params(self, as_string: bool = False) -> Any:
-        """Elements of the model's parameters."""
+        """Return the number of elements of the model's parameters."""
         params = sum(parameter.numel() for parameter in self.model.parameters())
         return params_to_string(params) if as_string else params
 
@@ -168,9 +168,9 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Print a summary, to ``output_file`` where one is given; ``detailed``: and the
-        ``top_modules`` classes with the most operations at each depth, and the operations of each
-        module, down to ``module_depth`` (-1: all). Nothing before :meth:`start_profile`.
+        """Print a summary, or write it to ``output_file``. ``detailed`` adds the ``top_modules``
+        classes with the most operations at each depth, and the operations of each module, down to
+        ``module_depth`` (-1: all). Prints nothing before :meth:`start_profile`.
         """
         if not self.started:
             return
@@ -210,7 +210,7 @@ class FlopsProfiler:
             print(text)
 
     def _by_class(self, counts: Mapping[str, int]) -> dict[int, Counter[str]]:
-        """Operations by depth and class of module."""
+        """Return operations by depth and class of module."""
         modules = dict(self.model.named_modules())
         found: dict[int, Counter[str]] = {}
         for name, flops in counts.items():
@@ -246,11 +246,11 @@ def get_model_profile(
     ignore_modules: Iterable[type] | None = None,
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
-    """Operations, multiplications with additions and parameters of one call of ``model``, as
-    strings or as numbers: of its forward, or of ``generate`` by ``mode``. It is called with a
-    tensor of ``input_shape``, or with ``args`` and ``kwargs``, and stays in eval mode.
+    """Return operations, multiply-accumulates and parameters of one call of ``model``, as strings
+    or as numbers: of its forward, or of ``generate`` by ``mode``. It is called with a tensor of
+    ``input_shape``, or with ``args`` and ``kwargs``, and stays in eval mode.
 
-    Raises ConfigError for another mode, and where there is nothing to call it with.
+    Raises ConfigError for another mode, and without inputs to call it with.
     """
     if mode not in ("forward", "generate"):
         raise ConfigError(f"mode {mode!r} is neither 'forward' nor 'generate'; write one of them")
@@ -282,8 +282,8 @@ def get_model_profile(
 
 
 class StepProfile:
-    """Counts the operations of rank 0's forwards in the step that ``section`` names, the last
-    micro-batch's, and prints them once that step has ended.
+    """Count the operations of rank 0's forwards in the step that ``section`` names, of its last
+    micro-batch, and print them once that step has ended.
     """
 
     def __init__(self, engine: Any, section: FlopsProfilerSection) -> None:
@@ -293,7 +293,7 @@ class StepProfile:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around every forward."""
+        """Wrap every forward."""
         if not self._wanted or self.counters.global_steps != self.section.profile_step:
             yield
             return
@@ -304,7 +304,7 @@ class StepProfile:
             self.profiler.stop_profile()
 
     def step_has_ended(self) -> None:
-        """Print what was counted, once."""
+        """Print the counts, once."""
         section = self.section
         if self.profiler.started and self.counters.global_steps > section.profile_step:
             self.profiler.print_model_profile(
@@ -324,7 +324,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def instrument_w_nvtx(func: F) -> F:
-    """``func`` as a range of its name in a profile of the device."""
+    """Wrap ``func`` in a range of its name in a profile of the device."""
 
     @functools.wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -338,11 +338,11 @@ def instrument_w_nvtx(func: F) -> F:
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """``model.a.b`` for "a.b"."""
+    """Return ``model.a.b`` for "a.b"."""
     return functools.reduce(getattr, module_name.split("."), model)
 
 
 def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
-    """``model.a.b = module`` for "a.b"."""
+    """Set ``model.a.b = module`` for "a.b"."""
     place, _, name = module_name.rpartition(".")
     setattr(recursive_getattr(model, place) if place else model, name, module)

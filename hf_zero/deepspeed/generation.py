@@ -11,6 +11,6 @@ from hf_zero.zero.access.full import summon_full_params
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """``model`` with all parameters whole inside: generating gathers nothing (collective)."""
+    """Yield ``model`` with all parameters whole: generating gathers nothing (collective)."""
     with summon_full_params(model):
         yield model

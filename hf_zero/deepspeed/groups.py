@@ -25,12 +25,12 @@ from hf_zero.parallel.tensor.configured import readers
 
 
 def get_data_parallel_rank() -> int:
-    """As which of the ranks that read batches of their own this one reads."""
+    """Return the data-parallel rank of this process."""
     return readers()[1]
 
 
 def get_data_parallel_world_size() -> int:
-    """Ranks that read batches of their own."""
+    """Return the number of ranks that read different batches."""
     return readers()[0]
 
 
@@ -42,8 +42,8 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 
 
 def get_data_parallel_group() -> Any:
-    """The group of all ranks. Refused where ranks share layers, and the data-parallel ones are
-    some of them.
+    """Return the group of all ranks. Raises NotBuiltError if ranks share layers, so that only some
+    of them are data-parallel.
     """
     if get_data_parallel_world_size() < process_group.get_world_size():
         refuse(
@@ -59,12 +59,12 @@ def get_data_parallel_group_ranks() -> list[int]:
 
 
 def one_rank() -> int:
-    """The size of a parallelism that is not used."""
+    """Return the size of an unused parallelism."""
     return 1
 
 
 def first_rank() -> int:
-    """This rank in a parallelism that is not used."""
+    """Return this rank in an unused parallelism."""
     return 0
 
 
@@ -79,7 +79,7 @@ def create(expert_parallel_size_: int, mp_size: int | None = None, **_: Any) -> 
 
 
 def _size(group_name: str) -> int:
-    """The size that ``group_name`` names; that of the job must be it. Raises ConfigError."""
+    """Return the size in ``group_name``, which must be 1 or the job's. Raises ConfigError."""
     parallel, asked = get_parallel(), group_name.removeprefix(NAME)
     held = 1 if parallel is None else parallel.dims.expert
     if not asked.isdigit() or int(asked) not in (1, held):
@@ -100,7 +100,7 @@ def get_expert_parallel_rank(group_name: str) -> int:
 
 
 def get_expert_parallel_group(group_name: str) -> Any:
-    """The torch process group; None where it is this rank alone."""
+    """Return the torch process group; None if it is this rank alone."""
     parallel = get_parallel()
     return None if _size(group_name) == 1 or parallel is None else parallel.group(AXIS)
 
@@ -120,7 +120,7 @@ def get_expert_data_parallel_rank(group_name: str) -> int:
 
 
 def get_max_expert_size() -> int:
-    """Ranks that hold one set of the experts together."""
+    """Return the number of ranks that together hold one set of the experts."""
     parallel = get_parallel()
     return 1 if parallel is None else parallel.dims.expert
 
@@ -133,7 +133,7 @@ def get_max_expert_size_name() -> str:
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Whether ``m`` has layers of the class MoE, and the number of experts of the first."""
+    """Return whether ``m`` has layers of the class MoE, and the number of experts of the first."""
     found = next((each for each in m.modules() if isinstance(each, MoE)), None)
     return found is not None, 0 if found is None else found.num_experts
 
@@ -143,9 +143,7 @@ def is_moe_param_group(param_group: dict[str, Any]) -> bool:
 
 
 def configure_moe_param_groups(model_parameters: Iterable[Any]) -> list[Any]:
-    """Parameters, or groups of them, with those of experts in groups of their own where there are
-    any.
-    """
+    """Return parameters, or groups of them, with those of experts, if any, in separate groups."""
     given = list(model_parameters)
     if given and isinstance(given[0], dict):
         return split_groups(given)

@@ -20,7 +20,7 @@ from hf_zero.logging import logger
 
 @contextmanager
 def _as_value_error() -> Iterator[None]:
-    """Scripts of DeepSpeed catch ValueError, which a LaunchError is not."""
+    """Raise LaunchError as ConfigError: scripts of DeepSpeed catch ValueError."""
     try:
         yield
     except LaunchError as error:
@@ -28,8 +28,8 @@ def _as_value_error() -> Iterator[None]:
 
 
 def fetch_hostfile(hostfile_path: str | os.PathLike[str]) -> OrderedDict[str, int] | None:
-    """The slots of each host, in the order of the file; None, with a warning, where there is no
-    such file. Raises ConfigError, naming the line, for what is no hostfile.
+    """Return the slots of each host, in the order of the file; None, with a warning, if there is no
+    such file. Raises ConfigError, naming the line, for an invalid hostfile.
     """
     path = Path(hostfile_path)
     if not path.is_file():
@@ -42,10 +42,10 @@ def fetch_hostfile(hostfile_path: str | os.PathLike[str]) -> OrderedDict[str, in
 def parse_resource_filter(
     host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
 ) -> Mapping[str, Sequence[int]]:
-    """The part of ``host_info`` (slots of each host) that one of the filters leaves, such as
+    """Return the part of ``host_info`` (slots of each host) that one of the filters leaves, such as
     ``worker-0@worker-1:0,2``, in the order of ``host_info``.
 
-    Raises ConfigError for both filters at once, and for hosts and slots that are not there.
+    Raises ConfigError for both filters at once, and for unknown hosts and slots.
     """
     if not include_str and not exclude_str:
         return host_info
@@ -58,19 +58,19 @@ def parse_resource_filter(
 def parse_inclusion_exclusion(
     resource_pool: Mapping[str, int], inclusion: str, exclusion: str
 ) -> Mapping[str, Sequence[int]]:
-    """As :func:`parse_resource_filter`, from the number of slots of each host."""
+    """Run :func:`parse_resource_filter` on the number of slots of each host."""
     slots = OrderedDict((name, list(range(count))) for name, count in resource_pool.items())
     return parse_resource_filter(slots, inclusion, exclusion)
 
 
 def encode_world_info(world_info: Mapping[str, Any]) -> str:
-    """``world_info`` as JSON in URL-safe base64, as launchers pass it on."""
+    """Return ``world_info`` as JSON in URL-safe base64, as launchers pass it on."""
     return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
 
 
 def parse_range_list(range_str: str) -> list[int]:
-    """``0,2-4,6`` as numbers: both ends belong to a range. Raises ConfigError for what is no such
-    list, or does not ascend.
+    """Return the numbers of ``0,2-4,6``: both ends belong to a range. Raises ConfigError for an
+    invalid list, or one that does not ascend.
     """
     numbers: list[int] = []
     for part in range_str.split(","):

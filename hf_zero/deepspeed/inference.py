@@ -1,5 +1,5 @@
-"""``deepspeed.init_inference``: a model that only computes, in one dtype, on the device, its layers
-cut over ranks and with fused kernels where that is asked for.
+"""``deepspeed.init_inference``: a model for inference, in one dtype, on the device, its layers
+optionally split over ranks and with fused kernels.
 
 Needs pydantic, whose ValidationError the configuration raises.
 """
@@ -34,7 +34,7 @@ DTYPES = {
 
 
 class DeepSpeedTPConfig(DeepSpeedConfigModel):
-    """Over how many ranks the layers are cut. hf-zero makes the groups itself."""
+    """The number of ranks that layers are split over. hf-zero makes the groups itself."""
 
     enabled: bool = True
     tp_size: int = Field(1, ge=1)
@@ -44,7 +44,7 @@ class DeepSpeedTPConfig(DeepSpeedConfigModel):
 
 
 class DeepSpeedMoEConfig(DeepSpeedConfigModel):
-    """Accepted for mixtures of experts, which compute as they are on each rank."""
+    """Accepted for mixtures of experts, which are computed unchanged on each rank."""
 
     enabled: bool = True
     ep_size: int = 1
@@ -55,11 +55,11 @@ class DeepSpeedMoEConfig(DeepSpeedConfigModel):
 
 
 class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
-    """What :func:`init_inference` is given.
+    """The configuration of :func:`init_inference`.
 
-    ``dtype``, ``tensor_parallel`` and ``replace_with_kernel_inject`` act. Limits of tokens, masks
-    and policies are the model's own here; what asks for a feature of DeepSpeed's engine is refused
-    by :class:`InferenceEngine`.
+    ``dtype``, ``tensor_parallel`` and ``replace_with_kernel_inject`` take effect. Limits of tokens,
+    masks and policies are the model's own here; :class:`InferenceEngine` refuses keys for features
+    of DeepSpeed's engine.
     """
 
     replace_with_kernel_inject: bool = Field(False, alias="kernel_inject")
@@ -95,7 +95,7 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
     @field_validator("dtype", mode="before")
     @classmethod
     def _named(cls, value: Any) -> Any:
-        """A dtype, or one of its names."""
+        """Return the dtype for a dtype or one of its names."""
         name = str(value).removeprefix("torch.")
         found = [dtype for dtype, names in DTYPES.items() if name in names]
         if not found:
@@ -106,7 +106,7 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
     @field_validator("moe")
     @classmethod
     def _section(cls, value: Any) -> Any:
-        """A boolean is that of the section."""
+        """Convert a boolean to the section with that ``enabled``."""
         if isinstance(value, bool):
             return DeepSpeedMoEConfig.model_validate({"enabled": value})
         return value
@@ -125,9 +125,9 @@ _INSTEAD = {
 
 
 class InferenceEngine(AroundModel):
-    """``module``, ready to compute; whatever else is asked of it, ``generate`` and ``config``, is
-    the module's. Collective over all ranks where layers are cut: the ranks of a group must read the
-    same inputs.
+    """``module``, ready for inference; other attributes, ``generate`` and ``config`` among them,
+    are the module's. Collective over all ranks if layers are split: the ranks of a group must read
+    the same inputs.
 
     Raises NotBuiltError for features of DeepSpeed's engine: checkpoints that it reads or writes,
     CUDA graphs, int8, ZeRO.
@@ -157,8 +157,9 @@ class InferenceEngine(AroundModel):
 def init_inference(
     model: nn.Module, config: str | os.PathLike[str] | Mapping[str, Any] | None = None, **more: Any
 ) -> InferenceEngine:
-    """An engine for ``model``, which is changed in place. ``config`` is a dict or the path of a
-    JSON file; ``more`` are further keys. Raises ConfigError for a key that both give, differently.
+    """Return an engine for ``model``, which is changed in place. ``config`` is a dict or the path
+    of a JSON file; ``more`` are further keys. Raises ConfigError for a key with two different
+    values.
     """
     if isinstance(config, (str, os.PathLike)):
         given = json.loads(Path(config).read_text())
@@ -173,5 +174,5 @@ def init_inference(
 
 
 def default_inference_config() -> dict[str, Any]:
-    """Every key with its default."""
+    """Return every key with its default."""
     return DeepSpeedInferenceConfig.model_validate({}).model_dump()

@@ -27,7 +27,7 @@ _SIGNATURE = inspect.signature(_initialize)
 
 @wraps(_initialize)
 def initialize(*args: Any, **kwargs: Any) -> Any:
-    """As :func:`hf_zero.initialize`; the engine is a :class:`DeepSpeedEngine`."""
+    """Run :func:`hf_zero.initialize`; the engine is a :class:`DeepSpeedEngine`."""
     given = _SIGNATURE.bind(*args, **kwargs)
     given.apply_defaults()
     arguments = given.arguments
@@ -47,7 +47,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 
 
 def _take_over(model: torch.nn.Module) -> None:
-    """End the training of an earlier engine with ``model``, as another one begins."""
+    """End the training of an earlier engine with ``model``, because another one begins."""
     for engine in engines_of(model):
         if engine.module is model and engine.bound is not None:
             log_rank0(
@@ -59,10 +59,10 @@ def _take_over(model: torch.nn.Module) -> None:
 
 
 def _as_deepspeed(arguments: dict[str, Any]) -> None:
-    """Read the configuration as DeepSpeed does, in ``arguments``; the log says what follows.
+    """Read the configuration in ``arguments`` as DeepSpeed does; the log reports the consequences.
 
-    A key that is "auto" has its default. An optimizer or scheduler that is passed takes the place
-    of the configuration's, and gradients are clipped where nothing is written.
+    A key that is "auto" gets its default. An optimizer or scheduler that is passed replaces the
+    configuration's, and gradients are clipped if no clipping is written.
     """
     config = configuration(
         arguments["args"], arguments["config"], arguments["config_params"], foreign=True
@@ -91,8 +91,8 @@ def _as_deepspeed(arguments: dict[str, Any]) -> None:
 
 
 def _in_precision_of(model: Any, config: ZeroConfig) -> ZeroConfig:
-    """``config`` with bf16 or fp16 where none is enabled and all that is trained is in it: like
-    DeepSpeed's ZeRO, the engine keeps fp32 master weights of such a model all the same.
+    """Return ``config`` with bf16 or fp16 if neither is enabled and all trainable parameters have
+    that dtype: like DeepSpeed's ZeRO, the engine then keeps fp32 master weights.
     """
     if config.precision != "fp32" or not isinstance(model, torch.nn.Module):
         return config

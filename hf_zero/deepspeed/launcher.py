@@ -23,7 +23,7 @@ from hf_zero.launch.plan import Request, plan
 
 ENVIRONMENT_FILE = os.getenv("DS_ENV_FILE", ".deepspeed_env")
 DEFAULT_HOSTFILE = "/job/hostfile"
-DEFAULT_PORT = 29500  # without ssh all hosts have to assume the same one
+DEFAULT_PORT = 29500  # without ssh all hosts must assume the same port
 OVER_SSH = ("pdsh", "ssh")
 NOT_BUILT = {
     "launcher_args": "pass options of ssh with HF_ZERO_SSH",
@@ -37,9 +37,9 @@ NOT_BUILT = {
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """DeepSpeed's options: the hosts of a hostfile, or this machine.
+    """Run the ``deepspeed`` command: start a script on the hosts of a hostfile, or on this machine.
 
-    Ends the process where something has failed.
+    Ends the process with the exit code of a failure.
     """
     given = parse_args(args)
     runner = RUNNERS.get(given.launcher.lower())
@@ -94,8 +94,8 @@ def _run_by(
     hostfile: Path | None,
     files: Sequence[Path],
 ) -> None:
-    """Replace this process by the launcher's program. Raises LaunchError where that is not
-    installed, and without a hostfile.
+    """Replace this process by the launcher's program. Raises LaunchError if that is not installed,
+    and without a hostfile.
     """
     if hostfile is None:
         raise LaunchError(
@@ -124,7 +124,7 @@ def _run_by(
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of the ``deepspeed`` command; None: this process's arguments."""
+    """Parse the options of the ``deepspeed`` command; None: this process's arguments."""
     return _parser().parse_args(args)
 
 

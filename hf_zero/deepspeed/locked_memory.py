@@ -1,4 +1,4 @@
-"""Tensors on memory of the host that is not paged out: what ``PinMemoryBuilder`` loads."""
+"""Tensors in host memory that is not paged out: the module that ``PinMemoryBuilder`` loads."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ _LIBC.mlock.argtypes = _LIBC.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_
 
 
 class PinHandle:
-    """Makes and frees such tensors: pinned for the device, or locked where the device is the
-    host.
-    """
+    """Make and free such tensors: pinned for the device, or locked if the device is the host."""
 
     def __init__(self) -> None:
         self._held: dict[int, torch.Tensor] = {}
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """``num_elem`` zeros in the dtype of ``example_tensor``, 1-D. Raises HostMemoryError where
-        the system does not lock so much.
+        """Return ``num_elem`` zeros in the dtype of ``example_tensor``, 1-D. Raises HostMemoryError
+        if the system does not lock that much.
         """
         dtype, device = example_tensor.dtype, process_group.default_device()
         if kinds.is_host(device):
@@ -45,14 +43,14 @@ class PinHandle:
         return made
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in one that was made here, or is pinned by torch."""
+        """Whether ``tensor`` is within a tensor made by this handle, or is pinned by torch."""
         start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         inside = (at <= start and stop <= at + held.nbytes for at, held in self._held.items())
         return any(inside) or bool(tensor.is_pinned())
 
     def free_cpu_locked_tensor(self, locked_tensor: torch.Tensor) -> bool:
-        """Let the memory be paged out, and go once no tensor is on it; False for what was not made
-        here.
+        """Unlock the memory, which is freed with the last tensor on it; return False for a tensor
+        not made by this handle.
         """
         held = self._held.pop(locked_tensor.data_ptr(), None)
         if held is not None and not held.is_pinned():
@@ -64,6 +62,6 @@ pin_handle: Any = PinHandle
 
 
 def get_active_native_pinned_memory() -> None:
-    """None: buffers of the engine and of ``get_accelerator().pin_memory`` are pinned by torch, and
-    go with their tensors, whatever DS_PIN_MEMORY_BACKEND says.
+    """Return None: torch pins the buffers of the engine and of ``get_accelerator().pin_memory``,
+    and frees them with their tensors, whatever DS_PIN_MEMORY_BACKEND says.
     """

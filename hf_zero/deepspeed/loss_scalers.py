@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.fp16.loss_scaler``: loss scales for loops of one's own, over the engine's."""
+"""``deepspeed.runtime.fp16.loss_scaler``: loss scales for scripts' loops, over the engine's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIN_LOSS_SCALE = "min_scale"
 
 
 class LossScalerBase:
-    """A loss scale: multiply the loss by it, divide the gradients, and say whether they
+    """A loss scale: multiply the loss by it, divide the gradients, and report whether they
     overflowed.
     """
 
@@ -37,17 +37,17 @@ class LossScalerBase:
 
     @property
     def scale_window(self) -> int:
-        """Steps without an overflow after which the scale doubles."""
+        """Number of steps without an overflow after which the scale doubles."""
         return self._scaler.window
 
     @property
     def min_loss_scale(self) -> float:
-        """What it does not fall below."""
+        """Lower limit of the scale."""
         return self._scaler.minimum
 
     @property
     def cur_iter(self) -> int:
-        """The updates that there were."""
+        """Number of updates so far."""
         return self._updates
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -60,21 +60,21 @@ class LossScalerBase:
         self.scale_loss(loss).backward(retain_graph=retain_graph)
 
     def update_scale(self, overflow: bool) -> None:
-        """After a step, or after one that was skipped because of ``overflow``."""
+        """Update the scale after a step, or after one skipped because of ``overflow``."""
         self._scaler.update(overflow)
         self._updates += 1
 
 
 class LossScaler(LossScalerBase):
-    """A constant."""
+    """A constant loss scale."""
 
     def __init__(self, scale: float = 1.0) -> None:
         super().__init__(Fp16LossScaler(scale))
 
 
 class EngineLossScaler(LossScalerBase):
-    """What ``optimizer.loss_scaler`` and ``optimizer.loss_scale_config`` say of the scale of an
-    engine, which updates it by itself.
+    """The value of ``optimizer.loss_scaler`` and ``optimizer.loss_scale_config``: a view of an
+    engine's scale, which the engine updates itself.
     """
 
     def __init__(self, scaler: Fp16LossScaler, steps: Callable[[], int]) -> None:
@@ -90,7 +90,7 @@ class EngineLossScaler(LossScalerBase):
         return self.dynamic
 
     def needs_scaler(self) -> bool:
-        """Whether there is a dynamic scale: fp16 without a constant one."""
+        """Whether the scale is dynamic: fp16 without a constant one."""
         return self.dynamic
 
 
@@ -122,7 +122,7 @@ def CreateLossScaler(
     dynamic_scaling: bool,
     dynamic_loss_args: Mapping[str, Any] | None,
 ) -> LossScalerBase:
-    """Of fp16 the dynamic or the constant scale; of any other dtype 1."""
+    """Return the dynamic or the constant scaler for fp16; a constant 1 for any other dtype."""
     if dtype == torch.half and dynamic_scaling:
         return DynamicLossScaler(dtype=dtype, **(dynamic_loss_args or {}))
     return LossScaler(static_loss_scale if dtype == torch.half else 1.0)

@@ -1,6 +1,6 @@
 """``estimate_zero*_model_states_mem_needs*``: hf-zero's own estimates under DeepSpeed's names.
 
-A model known by two numbers alone is made on the meta device, in blocks of the largest layer's
+A model described by two numbers only is made on the meta device, in blocks of the largest layer's
 size.
 """
 
@@ -30,7 +30,7 @@ def _blocks(total: int, largest: int) -> nn.Module:
 def _needs(
     model: nn.Module, stage: int, per_node: int, nodes: int, optimizer: bool, params: bool
 ) -> tuple[int, int]:
-    """Bytes of host memory on each machine, and of each device."""
+    """Return the bytes of host memory on each machine, and of each device."""
     row = lazily("hf_zero.planning.estimate", "estimate")(
         model,
         per_node * nodes,
@@ -51,8 +51,8 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """Bytes of host memory on each machine, of each device, and of the largest layer in fp32, at
-    stage 3. A model made outside ``zero.Init`` is whole on every rank first, in fp32.
+    """Return the bytes of host memory on each machine, of each device, and of the largest layer in
+    fp32, at stage 3. A model made outside ``zero.Init`` is first whole on every rank, in fp32.
     """
     model = _blocks(total_params, largest_layer_params)
     host, device = _needs(
@@ -70,10 +70,10 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """Bytes of host memory on each machine, and of each device, at stage 2."""
+    """Return the bytes of host memory on each machine, and of each device, at stage 2."""
     model = _blocks(total_params, max(total_params // 32, 1))
     host, device = _needs(model, 2, num_gpus_per_node, num_nodes, cpu_offload, False)
-    host = max(host, 4 * total_params * num_gpus_per_node)  # the model before it is sharded
+    host = max(host, 4 * total_params * num_gpus_per_node)  # the whole model before it is sharded
     return int(host * additional_buffer_factor), device
 
 
@@ -84,7 +84,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print what stage 3 needs with every choice of offloading, of a model known by numbers."""
+    """Print the needs of stage 3 with every choice of offloading, for a model given by sizes."""
     _heading(3, total_params, num_gpus_per_node, num_nodes)
     for optimizer, params, init in _choices():
         host, device, _ = estimate_zero3_model_states_mem_needs(
@@ -107,7 +107,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print what stage 2 needs with and without offloading, of a model known by its size."""
+    """Print the needs of stage 2 with and without offloading, for a model given by its size."""
     _heading(2, total_params, num_gpus_per_node, num_nodes)
     for optimizer in (True, False):
         host, device = estimate_zero2_model_states_mem_needs(
@@ -122,7 +122,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print what ``model`` needs at stage 3 with every choice of offloading."""
+    """Print the needs of ``model`` at stage 3 with every choice of offloading."""
     sizes = [sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()]
     estimate_zero3_model_states_mem_needs_all_cold(
         sum(parameter.numel() for parameter in model.parameters()),
@@ -139,7 +139,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print what ``model`` needs at stage 2 with and without offloading."""
+    """Print the needs of ``model`` at stage 2 with and without offloading."""
     total = sum(parameter.numel() for parameter in model.parameters())
     estimate_zero2_model_states_mem_needs_all_cold(
         total, num_gpus_per_node, num_nodes, additional_buffer_factor

@@ -1,5 +1,5 @@
-"""The distribution metadata of the facade, in a file of its own because ``importlib.metadata``
-costs 26 ms to import.
+"""The distribution metadata of the facade, in a separate file because ``importlib.metadata`` costs
+26 ms to import.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Provides-Extra: hf-zero
 
 
 class FacadeDistribution(Distribution):
-    """Answers ``importlib.metadata.version("deepspeed")`` and ``metadata("deepspeed")``; it owns
-    no files.
+    """The distribution behind ``importlib.metadata.version("deepspeed")`` and
+    ``metadata("deepspeed")``; it owns no files.
     """
 
     def __init__(self, name: str, version: str, folder: str):

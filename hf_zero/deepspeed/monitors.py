@@ -1,6 +1,6 @@
 """``deepspeed.monitor``: figures of the training, written to files and services by rank 0.
 
-An event is a name, a value and the number of samples that have been read, (str, float, int).
+An event is a name, a value and the number of samples read so far, (str, float, int).
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class DeepSpeedMonitorConfig:
 
     @classmethod
     def of(cls, config: ZeroConfig) -> DeepSpeedMonitorConfig:
-        """Those of a whole configuration."""
+        """Return the sections of a whole configuration."""
         return cls(config.tensorboard, config.wandb, config.comet, config.csv_monitor)
 
     @property
     def enabled(self) -> bool:
-        """Whether any is."""
+        """Whether any monitor is enabled."""
         return any(getattr(self, each.name).enabled for each in fields(self))
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
-    """The sections of a whole configuration that is a dict. Raises ConfigError for others' keys."""
+    """Return the sections of a configuration dict. Raises ConfigError for invalid keys in them."""
     names = [each.name for each in fields(DeepSpeedMonitorConfig)]
     given = {name: param_dict[name] for name in names if name in param_dict}
     return DeepSpeedMonitorConfig.of(ZeroConfig.from_dict(given, foreign=True))
@@ -61,8 +61,8 @@ def _library(name: str, monitor: str) -> Any:
 
 
 class Monitor(ABC):
-    """Writes events where its section enables it, on rank 0; the keys of the section are
-    attributes, too.
+    """Write events on rank 0 if its section enables it; the keys of the section are attributes,
+    too.
     """
 
     def __init__(self, monitor_config: Any) -> None:
@@ -76,11 +76,11 @@ class Monitor(ABC):
 
     @abstractmethod
     def write_events(self, event_list: Iterable[Event], flush: bool = True) -> None:
-        """Write them; nothing where it is off, or on another rank."""
+        """Write the events; do nothing if the monitor is off, or on another rank."""
 
 
 class TensorBoardMonitor(Monitor):
-    """``summary_writer``: torch's; None where nothing is written."""
+    """``summary_writer``: torch's; None if nothing is written."""
 
     def __init__(self, tensorboard_config: TensorBoardSection) -> None:
         super().__init__(tensorboard_config)
@@ -99,8 +99,8 @@ class TensorBoardMonitor(Monitor):
 
 
 class CsvMonitor(Monitor):
-    """A file for each name, ``Train_Samples_lr.csv``, to which rows of samples and value are
-    added.
+    """Append rows of samples and value to a file for each name, such as
+    ``Train_Samples_lr.csv``.
     """
 
     def __init__(self, csv_config: CsvSection) -> None:
@@ -120,7 +120,7 @@ class CsvMonitor(Monitor):
 
 
 class WandbMonitor(Monitor):
-    """A run of Weights & Biases."""
+    """Write to a run of Weights & Biases."""
 
     def __init__(self, wandb_config: WandbSection) -> None:
         super().__init__(wandb_config)
@@ -129,7 +129,7 @@ class WandbMonitor(Monitor):
             self._wandb.init(project=self.project, group=self.group, entity=self.team)
 
     def log(self, data: dict[str, Any], step: int | None = None, commit: Any = None) -> None:
-        """wandb's own."""
+        """Call wandb's ``log``."""
         if self.writes:
             self._wandb.log(data, step=step, commit=commit)
 
@@ -139,7 +139,7 @@ class WandbMonitor(Monitor):
 
 
 class CometMonitor(Monitor):
-    """``experiment``: Comet's; None where nothing is written."""
+    """``experiment``: Comet's; None if nothing is written."""
 
     def __init__(self, comet_config: CometSection) -> None:
         super().__init__(comet_config)
@@ -153,7 +153,7 @@ class CometMonitor(Monitor):
                 self.experiment.set_name(comet_config.experiment_name)
 
     def write_events(self, event_list: Iterable[Event], flush: bool = True) -> None:
-        """Of each name one value in ``samples_log_interval`` samples."""
+        """Write one value of each name in ``samples_log_interval`` samples."""
         for name, value, samples in event_list if self.writes else ():
             last = self._written.get(name)
             if last is None or samples - last >= self.samples_log_interval:
@@ -162,7 +162,7 @@ class CometMonitor(Monitor):
 
 
 class MonitorMaster(Monitor):
-    """All monitors that are enabled."""
+    """All enabled monitors."""
 
     def __init__(self, monitor_config: DeepSpeedMonitorConfig) -> None:
         super().__init__(monitor_config)
@@ -184,9 +184,9 @@ class MonitorMaster(Monitor):
 
 
 class StepFigures:
-    """What an engine tells its monitor of each step, once it has ended: the mean of rank 0's losses
-    (of those that went through ``engine.backward``), the learning rate of the first group, the
-    loss scale of fp16, and milliseconds where the configuration asks for times.
+    """Figures of each completed step for the engine's monitor: the mean of rank 0's losses (those
+    passed to ``engine.backward``), the learning rate of the first group, the loss scale of fp16,
+    and milliseconds if the configuration asks for times.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""``deepspeed.launcher.multinode_runner``: the commands by which pdsh, srun and mpirun start a
-script on several hosts. hf-zero finds ranks in the variables that srun and mpirun set.
+"""``deepspeed.launcher.multinode_runner``: the commands of pdsh, srun and mpirun that start a
+script on several hosts. hf-zero reads ranks from the variables that srun and mpirun set.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 from hf_zero.errors import ConfigError
 
-PLAIN = re.compile(r"[\w@%+=:,./-]*")  # what a shell takes as it is
+PLAIN = re.compile(r"[\w@%+=:,./-]*")  # text that a shell takes unquoted
 FAN_OUT = 1024  # hosts that pdsh reaches at once
 BTL_INTERFACE = "btl_tcp_if_include"
 
 
 class MultiNodeRunner(ABC):
-    """Builds the command for the options ``args`` of the ``deepspeed`` command; ``exports`` are the
-    variables that it sets. Raises ConfigError for options that the launcher has no part for.
+    """Builder of the command for the options ``args`` of the ``deepspeed`` command; ``exports`` are
+    the variables that it sets. Raises ConfigError for options that the launcher does not support.
     """
 
     label = ""
@@ -42,23 +42,23 @@ class MultiNodeRunner(ABC):
 
     @abstractmethod
     def backend_exists(self) -> Any:
-        """Whether the launcher's program is there."""
+        """Whether the launcher's program is installed."""
 
     @abstractmethod
     def get_cmd(self, environment: MutableMapping[str, str], active_resources: Any) -> Any:
-        """The command for the hosts ``active_resources`` and their slots."""
+        """Return the command for the hosts ``active_resources`` and their slots."""
 
     @property
     def name(self) -> str:
         return self.label or type(self).__name__
 
     def add_export(self, key: str, var: str) -> None:
-        """Have the ranks see the variable ``key``; what a shell would take apart is quoted."""
+        """Set the variable ``key`` on the ranks; text that a shell would split is quoted."""
         value = var.strip()
         self.exports[key.strip()] = value if PLAIN.fullmatch(value) else f'"{value}"'
 
     def parse_user_args(self) -> list[str]:
-        """The arguments of the script, as the command takes them."""
+        """Return the script's arguments in the form that the command takes."""
         return list(self.args.user_args)
 
     def validate_args(self) -> None:
@@ -81,7 +81,7 @@ class MultiNodeRunner(ABC):
             raise ConfigError("no host is left to start ranks on; choose others by --include")
 
     def _exported(self) -> dict[str, str]:
-        """The variables as the ranks see them."""
+        """Return the variables without quotes, as the ranks see them."""
         bare = ((name, value.removeprefix('"')) for name, value in self.exports.items())
         return {name: value.removesuffix('"') for name, value in bare}
 
@@ -89,27 +89,27 @@ class MultiNodeRunner(ABC):
         return shlex.split(getattr(self.args, "launcher_args", None) or "")
 
     def _script(self) -> list[str]:
-        """What each rank runs."""
+        """Return the command that each rank runs."""
         python = [] if self.args.no_python else [sys.executable, "-u"]
         module = ["-m"] if self.args.module and python else []
         return [*python, *module, str(self.user_script), *self.user_arguments]
 
     def _meeting(self) -> dict[str, str]:
-        """Where the ranks meet, as far as the options say."""
+        """Return the rendezvous variables that the options give."""
         given = (("MASTER_ADDR", "master_addr"), ("MASTER_PORT", "master_port"))
         found = {name: getattr(self.args, option, None) for name, option in given}
         return {name: str(value) for name, value in found.items() if value}
 
 
 def _counts(pool: Mapping[str, Any]) -> dict[str, int]:
-    """Ranks of each host, of a pool of numbers or of slots."""
+    """Return the ranks of each host, for a pool of numbers or of slots."""
     return {
         host: len(slots) if isinstance(slots, Sized) else int(slots) for host, slots in pool.items()
     }
 
 
 def _equal(pool: Mapping[str, Any], launcher: str) -> int:
-    """Ranks of every host. Raises ConfigError where hosts differ."""
+    """Return the ranks of every host. Raises ConfigError if hosts differ."""
     counts = _counts(pool)
     if len(set(counts.values())) != 1:
         raise ConfigError(
@@ -120,7 +120,7 @@ def _equal(pool: Mapping[str, Any], launcher: str) -> int:
 
 
 class PDSHRunner(MultiNodeRunner):
-    """pdsh; each host starts its part alone."""
+    """pdsh; each host starts only its own part."""
 
     label = "pdsh"
     takes_filters = takes_numbers = True
@@ -134,7 +134,7 @@ class PDSHRunner(MultiNodeRunner):
     def get_cmd(
         self, environment: MutableMapping[str, str], active_resources: Mapping[str, Any]
     ) -> tuple[list[str], list[str], MutableMapping[str, str]]:
-        """(command, command that ends the parts, environment of both)."""
+        """Return (command, command that ends the parts, environment of both)."""
         args, slots = self.args, _equal(active_resources, self.name)
         environment["PDSH_RCMD_TYPE"] = "ssh"
         if args.ssh_port is not None:
@@ -161,7 +161,7 @@ class _MPIRunner(MultiNodeRunner):
 
 
 class OpenMPIRunner(_MPIRunner):
-    """mpirun of Open MPI, over the interface eth0 where ``launcher_args`` name none."""
+    """mpirun of Open MPI, over the interface eth0 unless ``launcher_args`` name one."""
 
     label = "openmpi"
     program = "ompi_info"
@@ -203,7 +203,7 @@ class MPICHRunner(_HydraRunner):
 
 
 class IMPIRunner(_HydraRunner):
-    """mpirun of Intel MPI, which leaves ranks on the cores that they choose themselves."""
+    """mpirun of Intel MPI, without its own pinning of ranks to cores."""
 
     label = "impi"
     own_exports = {"I_MPI_PIN": "0"}
@@ -218,7 +218,7 @@ class MVAPICHRunner(_HydraRunner):
 
 
 class SlurmRunner(MultiNodeRunner):
-    """srun, inside an allocation or for one of its own. Variables go by its environment."""
+    """srun, inside an allocation or with a new one. Variables are passed by its environment."""
 
     label = "slurm"
     takes_filters = takes_numbers = True

@@ -15,8 +15,8 @@ EPS = 1e-7
 
 
 def zeropower_via_newtonschulz5(G: Tensor, steps: int) -> Tensor:
-    """The matrix, or each of a batch of matrices ``G`` [..., rows, columns], made nearly orthogonal
-    by ``steps`` iterations of Newton and Schulz, in bf16.
+    """Return the matrix, or each of a batch of matrices ``G`` [..., rows, columns], made nearly
+    orthogonal by ``steps`` iterations of Newton and Schulz, in bf16.
     """
     if G.ndim == 2:
         return _muon._zeropower_via_newtonschulz(G, COEFFICIENTS, steps, EPS)
@@ -36,12 +36,12 @@ def muon_update(
     is_expert_group: bool = False,
     num_heads: int | None = None,
 ) -> Tensor:
-    """What Muon takes from the weights, before the learning rate; ``momentum`` is moved on, unless
-    ``grad`` is not finite.
+    """Return Muon's update of the weights, before the learning rate; ``momentum`` is updated in
+    place, unless ``grad`` is not finite.
 
     grad: a matrix, or filters of a convolution; with ``is_expert_group`` a batch of matrices, and
-    with ``num_heads`` one matrix whose rows are as many matrices. ``ns_method`` changes nothing but
-    what the iteration costs; it is the ordinary one here.
+    with ``num_heads`` one matrix whose rows form that many matrices. ``ns_method`` affects only the
+    cost of the iteration; here it is always the ordinary one.
     """
     finite = torch.isfinite(grad).all()
     momentum.copy_(torch.where(finite, momentum.lerp(grad, 1 - beta), momentum))

@@ -1,4 +1,4 @@
-"""``deepspeed.OnDevice``: a model made on a device, in a dtype."""
+"""``deepspeed.OnDevice``: construction of a model on a device, in a dtype."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-# what makes a tensor without being given another one
+# functions that make a tensor without being given another one
 CONSTRUCTORS = frozenset(
     {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
 )
 
 
 class _InDtype(TorchFunctionMode):
-    """Constructors give floating-point tensors of ``dtype`` where the code asks for no other."""
+    """Convert floating-point tensors of constructors to ``dtype``."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -29,8 +29,8 @@ class _InDtype(TorchFunctionMode):
 
 
 class OnDevice:
-    """Context in which modules and tensors are made on ``device``, floating-point ones in
-    ``dtype``; on "meta" they have no memory.
+    """Context that makes modules and tensors on ``device``, floating-point ones in ``dtype``; on
+    "meta" they have no memory.
     """
 
     def __init__(

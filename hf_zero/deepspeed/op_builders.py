@@ -1,5 +1,5 @@
-"""``deepspeed.ops.op_builder``: which of DeepSpeed's compiled operators hf-zero has a counterpart
-for. Nothing is compiled: the counterparts come with the installation.
+"""``deepspeed.ops.op_builder``: DeepSpeed's compiled operators and their counterparts in hf-zero.
+Nothing is compiled: the counterparts are part of the installation.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def _has_triton() -> bool:
 
 
 class OpBuilder:
-    """One operator. ``module`` of hf-zero does its work; without one it is not built, and
-    ``instead`` says what to do.
+    """One operator. ``module`` of hf-zero implements it; without one it is not built, and
+    ``instead`` names the remedy.
     """
 
     NAME = ""
@@ -37,12 +37,12 @@ class OpBuilder:
         return self.module or self.name
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether the operator is here and runs on this machine."""
+        """Whether the operator exists here and runs on this machine."""
         return bool(self.module) and type(self).available()
 
     def load(self, verbose: bool = False) -> Any:
-        """The module of hf-zero that has the operator; scripts call this to compile ahead.
-        Raises NotBuiltError where there is none.
+        """Return the module of hf-zero that has the operator; scripts call this to compile ahead.
+        Raises NotBuiltError if there is none.
         """
         if not self.module:
             refuse(f"the operator {self.name}", self.instead)
@@ -51,7 +51,7 @@ class OpBuilder:
     jit_load = load
 
     def builder(self) -> Any:
-        """There is no extension to compile: None."""
+        """Return None: there is no extension to compile."""
 
 
 def _builder(
@@ -126,7 +126,7 @@ ALL_OPS: dict[str, OpBuilder] = {
 
 
 def compatible_ops() -> dict[str, bool]:
-    """``deepspeed.ops.__compatible_ops__``: whether each operator is here, by its name."""
+    """Return ``deepspeed.ops.__compatible_ops__``: whether each operator exists, by its name."""
     return {name: builder.is_compatible() for name, builder in ALL_OPS.items()}
 
 

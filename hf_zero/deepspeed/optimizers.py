@@ -1,9 +1,10 @@
 """DeepSpeed's optimizer classes by name: the classes of the same update (torch's, and ours over
 host kernels), with its arguments.
 
-Scripts construct them themselves, with offload and without. None has an update of its own, so the
-engine treats them as instances of their base classes. What a configuration makes is of the base
-class itself, as in checkpoints, and an instance of the class here that DeepSpeed would have made.
+Scripts construct them themselves, with and without offload. None has an update of its own, so the
+engine treats them as instances of their base classes. An optimizer made from a configuration has
+the base class itself, as in checkpoints, and passes ``isinstance`` for the class here that
+DeepSpeed would have made.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def _moments(fp32_optimizer_states: bool) -> str:
 
 
 class _Named(type):
-    """A class that ``isinstance`` also finds optimizers in which a configuration has made."""
+    """A class whose ``isinstance`` also accepts optimizers that a configuration has made."""
 
     def __init__(cls, *args: Any) -> None:
         super().__init__(*args)
@@ -41,7 +42,7 @@ class _Named(type):
 
 
 class FusedAdam(Adam, metaclass=_Named):
-    """Adam, or AdamW where ``adam_w_mode`` is set."""
+    """Adam, or AdamW if ``adam_w_mode`` is set."""
 
     def __init__(
         self,
@@ -69,9 +70,7 @@ class FusedAdam(Adam, metaclass=_Named):
 
 
 class DeepSpeedCPUAdam(SubGroupSteps, metaclass=_Named):
-    """Adam, or AdamW where ``adamw_mode`` is set; moments in bf16 where
-    ``fp32_optimizer_states`` is not.
-    """
+    """Adam, or AdamW if ``adamw_mode`` is set; moments in bf16 unless ``fp32_optimizer_states``."""
 
     def __init__(
         self,
@@ -169,7 +168,7 @@ class FusedLamb(Lamb, metaclass=_Named):
 
 
 class DeepSpeedCPULion(CPULion, metaclass=_Named):
-    """Lion; the moment in bf16 where ``fp32_optimizer_states`` is not set."""
+    """Lion; the moment in bf16 unless ``fp32_optimizer_states`` is set."""
 
     def __init__(
         self,
@@ -200,7 +199,7 @@ _OFFLOADED = {
 
 def name_made(optimizer: torch.optim.Optimizer, config: ZeroConfig) -> None:
     """Make ``optimizer``, which ``config`` names, an instance of the class that DeepSpeed would
-    have made: "Adam" the fused one, with offload the one of the CPU, with ``torch_adam`` neither.
+    have made: for "Adam" the fused one, with offload the CPU one, with ``torch_adam`` neither.
     """
     section = config.optimizer
     if section is None or section.params.get("torch_adam"):

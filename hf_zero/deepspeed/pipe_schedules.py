@@ -1,8 +1,8 @@
-"""``deepspeed.runtime.pipe.schedule``: what each stage of a pipeline does, step by step, for
-scripts that read or show it. The engine runs the schedules of torch.distributed.pipelining.
+"""``deepspeed.runtime.pipe.schedule``: the instructions of each stage of a pipeline, step by step,
+for scripts that read or show them. The engine runs the schedules of torch.distributed.pipelining.
 
-With ``S`` stages, ``M`` micro-batches and steps that take the same time, stage ``s`` computes the
-forward of micro-batch ``m`` in step ``2 m + s`` and its backward in ``2 (m + S) - 1 - s`` (1F1B:
+With ``S`` stages, ``M`` micro-batches and steps of equal duration, stage ``s`` computes the forward
+of micro-batch ``m`` in step ``2 m + s`` and its backward in ``2 (m + S) - 1 - s`` (1F1B:
 PipeDream-Flush, arXiv 2006.09503). Without backwards it computes ``m`` in step ``m + s``.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class PipeInstruction:
-    """Something that a stage does; keyword arguments are attributes."""
+    """An instruction to a stage; keyword arguments are attributes."""
 
     name = "PipeInstruction"
 
@@ -43,7 +43,7 @@ class ReduceTiedGrads(PipeInstruction):
 
 
 class BufferOpInstruction(PipeInstruction):
-    """Something with the micro-batch in a buffer of the stage."""
+    """An instruction on the micro-batch in a buffer of the stage."""
 
     def __init__(self, buffer_id: int, **kwargs: Any) -> None:
         super().__init__(buffer_id=buffer_id, **kwargs)
@@ -66,11 +66,11 @@ class SendActivation(BufferOpInstruction):
 
 
 class RecvActivation(BufferOpInstruction):
-    """Receive inputs from the stage before."""
+    """Receive inputs from the previous stage."""
 
 
 class SendGrad(BufferOpInstruction):
-    """Send gradients of the inputs to the stage before."""
+    """Send gradients of the inputs to the previous stage."""
 
 
 class RecvGrad(BufferOpInstruction):
@@ -78,8 +78,8 @@ class RecvGrad(BufferOpInstruction):
 
 
 class PipeSchedule(ABC):
-    """What stage ``stage_id`` of ``stages`` does with ``micro_batches``: an iterable of steps, each
-    a list of instructions in their order.
+    """The schedule of stage ``stage_id`` of ``stages`` for ``micro_batches``: an iterable of steps,
+    each a list of instructions in their order.
     """
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
@@ -91,10 +91,10 @@ class PipeSchedule(ABC):
 
     @abstractmethod
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """The instructions of each step."""
+        """Yield the instructions of each step."""
 
     def num_pipe_buffers(self) -> int:
-        """Micro-batches that the stage holds at once; a buffer is reused by every so many-th."""
+        """Return the number of micro-batches held at once; buffers are reused in turn."""
         return self.micro_batches
 
     @property
@@ -127,7 +127,7 @@ class PipeSchedule(ABC):
         return 0 <= micro_batch < self.micro_batches
 
     def _forward(self, micro_batch: int) -> list[PipeInstruction]:
-        """Of a micro-batch that there is."""
+        """Return the instructions of an existing micro-batch's forward."""
         at = self._buffer(micro_batch)
         received: list[PipeInstruction] = [] if self.is_first_stage else [RecvActivation(at)]
         if self.is_first_stage or self.is_last_stage:
@@ -136,7 +136,7 @@ class PipeSchedule(ABC):
 
 
 class InferenceSchedule(PipeSchedule):
-    """Forwards alone."""
+    """Forwards only."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for step in range(self.micro_batches + self.stages - 1):
@@ -147,12 +147,12 @@ class InferenceSchedule(PipeSchedule):
             yield done + (self._forward(micro_batch) if self._there(micro_batch) else [])
 
     def num_pipe_buffers(self) -> int:
-        """Two: one is computed while another is sent."""
+        """Return two: one is computed while another is sent."""
         return 2
 
 
 class TrainSchedule(PipeSchedule):
-    """Forwards and backwards in turn, and the update in the last step."""
+    """Alternating forwards and backwards, with the update in the last step."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         count = 2 * (self.micro_batches + self.stages - 1)
@@ -173,11 +173,11 @@ class TrainSchedule(PipeSchedule):
             before, was_forward = micro_batch, forward
 
     def num_pipe_buffers(self) -> int:
-        """Micro-batches whose backward is still to come, and two at least."""
+        """Return the number of micro-batches that await their backward, at least two."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def _sent(self, micro_batch: int, forward: bool) -> list[PipeInstruction]:
-        """What leaves the stage of a micro-batch after its forward, or its backward."""
+        """Return the sends of a micro-batch after its forward, or its backward."""
         at = self._buffer(micro_batch)
         if forward:
             return [] if self.is_last_stage else [SendActivation(at)]
@@ -190,7 +190,7 @@ class TrainSchedule(PipeSchedule):
 
 
 class DataParallelSchedule(PipeSchedule):
-    """One stage: each micro-batch forward and backward, and the update after the last."""
+    """One stage: forward and backward of each micro-batch, and the update after the last."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for micro_batch in range(self.micro_batches):

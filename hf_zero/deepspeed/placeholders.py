@@ -1,5 +1,5 @@
-"""Names of DeepSpeed that are known and not provided: they import, and raise NotBuiltError when
-they are used.
+"""Known but unavailable names of DeepSpeed: they import, and raise NotBuiltError when they are
+used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def refuse(name: str, instead: str) -> NoReturn:
 
 
 def function(name: str, instead: str) -> Callable[..., Any]:
-    """A function with the dotted ``name`` that raises NotBuiltError when called."""
+    """Return a function with the dotted ``name`` that raises NotBuiltError when called."""
 
     def missing(*args: Any, **kwargs: Any) -> NoReturn:
         refuse(name, instead)
@@ -27,8 +27,8 @@ def function(name: str, instead: str) -> Callable[..., Any]:
 
 
 def type_of(name: str, instead: str, *bases: type) -> type:
-    """A class with the dotted ``name``, good for ``isinstance``, that raises NotBuiltError when
-    constructed or asked for a method.
+    """Return a class with the dotted ``name``, usable in ``isinstance``, that raises NotBuiltError
+    when constructed or asked for a method.
     """
 
     class Meta(type(bases[0]) if bases else type):  # type: ignore[misc]

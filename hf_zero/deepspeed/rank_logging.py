@@ -38,7 +38,7 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 
 def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
-    """As :func:`log_dist`, printed whatever the level of logging is."""
+    """Print on the ranks of :func:`log_dist`, whatever the level of logging is."""
     if _logs_here(ranks):
         print(message)
 
@@ -49,8 +49,8 @@ def print_rank_0(message: str) -> None:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log on rank 0 what this process and its machine hold now; only with ``force``, as scripts
-    are full of these calls.
+    """Log on rank 0 the memory of this process and its machine; only with ``force``, as scripts are
+    full of these calls.
     """
     if not force or process_group.get_rank() != 0:
         return
@@ -82,11 +82,11 @@ def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
 def log_dist_once(
     message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO
 ) -> None:
-    """As :func:`log_dist`, of a message that was not logged before."""
+    """Run :func:`log_dist` for a message that was not logged before."""
     _log_once(message, None if ranks is None else tuple(ranks), level)
 
 
-# under these names scripts call them on the logger
+# scripts call them on the logger, under these names
 logger.warning_once = warning_once  # type: ignore[attr-defined]
 logger.log_dist_once = log_dist_once  # type: ignore[attr-defined]
 
@@ -103,7 +103,7 @@ def print_json_dist(
 
 
 def get_log_level_from_string(log_level_str: str) -> int:
-    """Raises ConfigError for what is no level."""
+    """Return the level. Raises ConfigError for an unknown one."""
     level = LEVELS.get(log_level_str.lower())
     if level is None:
         raise ConfigError(f"{log_level_str!r} is no level of logging; write one of {[*LEVELS]}")

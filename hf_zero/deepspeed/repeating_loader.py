@@ -1,4 +1,4 @@
-"""``deepspeed.utils.RepeatingLoader``: a loader without an end."""
+"""``deepspeed.utils.RepeatingLoader``: an endless loader."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 class RepeatingLoader:
-    """Iterates over ``loader`` again and again.
+    """Iterate over ``loader`` again and again.
 
-    An endless batch stream for loops that count steps.
+    An endless stream of batches for loops that count steps.
     """
 
     def __init__(self, loader: Any):

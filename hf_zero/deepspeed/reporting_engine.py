@@ -1,5 +1,5 @@
-"""What DeepSpeed's engine says about its state and settings, where that is computed; what it reads
-from the configuration as it is stands in engine_getters.py.
+"""DeepSpeed's getters that compute the engine's state and settings; engine_getters.py has those
+that only read the configuration.
 """
 
 from __future__ import annotations
@@ -33,61 +33,61 @@ class ReportingEngine(Engine):
     training_data: Any = None
     collate_fn: Any = None
     mpu: Any = None
-    # a Trainer is writing one of its checkpoints
+    # set while a Trainer writes one of its checkpoints
     saving_in_checkpoint = False
     loaded_checkpoint_tag: str | None = None  # of the last load
-    losses: Any = None  # DeepSpeed sums them up for its monitors
+    losses: Any = None  # DeepSpeed's sum for its monitors; not kept here
 
     @cached_property
     def timers(self) -> SynchronizedWallClockTimer:
-        """Timers of the script; those of the engine are :meth:`get_wall_clock_timers`."""
+        """Timers for the script; :meth:`get_wall_clock_timers` has those of the engine."""
         return SynchronizedWallClockTimer()
 
     @cached_property
     def checkpoint_engine(self) -> TorchCheckpointEngine:
-        """Writes files of the script; checkpoints are written by :meth:`save_checkpoint`."""
+        """Writer of the script's files; :meth:`save_checkpoint` writes checkpoints."""
         return TorchCheckpointEngine(self.config)
 
     @property
     def seq_parallel_group(self) -> Any:
-        """As :meth:`get_sequence_parallel_group`; None where the job is not sequence parallel."""
+        """The sequence-parallel process group; None if the job is not sequence parallel."""
         return get_group() if self.config.sequence_parallel_size > 1 else None
 
     @property
     def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
-        """What leaves blocks out, under DeepSpeed's names; None where nothing does."""
+        """The engine's layer drop under DeepSpeed's names; None if it is off."""
         technique = cast(TrainingTechniques, self.techniques).by_key.get(LAYER_DROP)
         return ProgressiveLayerDrop(technique) if isinstance(technique, LayerDrop) else None
 
     def get_sequence_parallel_group(self) -> Any:
-        """The process group of the ranks that read parts of the same sequences. Raises ConfigError
-        where the job is not sequence parallel.
+        """Return the process group of the ranks that read parts of the same sequences. Raises
+        ConfigError if the job is not sequence parallel.
         """
         return get_group()
 
     def get_mom(self) -> list[Any]:
-        """Each group's momentum or betas, whichever its optimizer has; None for neither."""
+        """Return each group's momentum or betas, whichever its optimizer has; None for neither."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [group.get("betas", group.get("momentum")) for group in groups]
 
     def get_type(self) -> list[Any]:
-        """Each group's ``type``, where the script has set one; None elsewhere."""
+        """Return each group's ``type``, if the script has set one; else None."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [group.get("type") for group in groups]
 
     def gradient_clipping(self) -> float:
-        """The norm that gradients are clipped to; 0.0: never."""
+        """Return the norm that gradients are clipped to; 0.0: never."""
         return float(self.config.gradient_clipping or 0.0)
 
     def dynamic_loss_scale(self) -> bool:
         return bool(self.scaler.dynamic)
 
     def initial_dynamic_scale(self) -> float:
-        """The loss scale that dynamic scaling starts with."""
+        """Return the initial loss scale of dynamic scaling."""
         return 2.0**self.config.fp16.initial_scale_power
 
     def dynamic_loss_scale_args(self) -> dict[str, Any] | None:
-        """The settings of dynamic scaling; None where it is off."""
+        """Return the settings of dynamic scaling; None if it is off."""
         fp16 = self.config.fp16
         settings = {
             "init_scale": self.initial_dynamic_scale(),
@@ -105,12 +105,12 @@ class ReportingEngine(Engine):
         return self.config.precision == "bf16"
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """The dtypes of the model and of summed gradients."""
+        """Return the dtypes of the model and of accumulated gradients."""
         summed = self.config.gradient_accumulation_dtype
         return DTYPES[self.config.precision], DTYPES[summed or self.config.precision]
 
     def torch_autocast_dtype(self) -> torch.dtype:
-        """What the engine's forward computes in where ``torch_autocast`` is enabled."""
+        """Return the compute dtype of the engine's forward under ``torch_autocast``."""
         return DTYPES[self.config.torch_autocast.dtype]
 
     @property
@@ -136,11 +136,11 @@ class ReportingEngine(Engine):
     is_first_weights_partition_group = zero_optimization_partition_weights
 
     def zero_cpu_offload(self) -> bool:
-        """Whether optimizer state lives in host memory."""
+        """Whether optimizer state is offloaded to host memory."""
         return self.config.offload_optimizer.device == "cpu"
 
     def zero_nvme_offload_optimizer(self) -> bool:
-        """Whether optimizer state lives in files."""
+        """Whether optimizer state is offloaded to files."""
         return self.config.offload_optimizer.device == "nvme"
 
     def zero_use_cpu_optimizer(self) -> bool:
@@ -148,17 +148,17 @@ class ReportingEngine(Engine):
         return bool(self.config.offload_optimizer.on)
 
     def zero_partial_offload(self) -> float | str:
-        """The part of the optimizer's state that is offloaded; "auto": what does not fit."""
+        """Return the offloaded part of the optimizer state; "auto": the part that does not fit."""
         return self.config.offload_optimizer.ratio
 
     def get_tensor_parallel_rank(self) -> int:
-        """This rank among those that share its layers."""
+        """Return the tensor-parallel rank of this process."""
         return tensor_parallel.get_rank()
 
     get_model_parallel_rank = get_tensor_parallel_rank
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether a save of the model gathers whole weights: always where a script asks for it. The
+        """Whether a save of the model gathers whole weights: always if a script asks for it. The
         key decides for checkpoints of a Trainer at stage 3, which write the model beside the shards
         (:attr:`saving_in_checkpoint`).
         """
@@ -172,11 +172,11 @@ class ReportingEngine(Engine):
         return str(self.checkpoint_tag_validation_enabled()).lower() == "fail"
 
     def optimizer_name(self) -> str | None:
-        """The class of the optimizer; None without one."""
+        """Return the class name of the optimizer; None without one."""
         return None if self.optimizer is None else type(self.optimizer).__name__
 
     def scheduler_name(self) -> str | None:
-        """The scheduler that the configuration names; None if it names none."""
+        """Return the scheduler that the configuration names; None if it names none."""
         return None if self.config.scheduler is None else self.config.scheduler.type
 
     def get_data_parallel_rank(self) -> int:
@@ -184,7 +184,7 @@ class ReportingEngine(Engine):
 
     @property
     def dp_world_size(self) -> int:
-        """The ranks that data is divided among."""
+        """Number of ranks that data is divided among."""
         return int(self.world_size)
 
     @property
@@ -195,7 +195,7 @@ class ReportingEngine(Engine):
 
     @property
     def seq_dp_world_size(self) -> int:
-        """As :attr:`dp_world_size`: sequences are not divided."""
+        """The value of :attr:`dp_world_size`: sequences are not divided."""
         return self.dp_world_size
 
     @property
@@ -205,7 +205,7 @@ class ReportingEngine(Engine):
 
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer: no other object stands before it."""
+        """The optimizer: no other object wraps it."""
         return self.optimizer
 
     @property
@@ -236,23 +236,23 @@ class ReportingEngine(Engine):
 
     @cached_property
     def tput_timer(self) -> ThroughputTimer:
-        """Samples a second. It runs from its first reading on, as a step then waits for the device
-        several times.
+        """Timer of samples a second. It runs from its first access on, because a step then waits
+        for the device several times.
         """
         return ThroughputTimer(
             batch_size=self.train_batch_size(), steps_per_output=self.config.steps_per_print
         )
 
     def get_wall_clock_timers(self) -> dict[str, float]:
-        """Milliseconds of the last micro-batch (``fwd_microstep``, ``bwd_microstep``,
+        """Return the milliseconds of the last micro-batch (``fwd_microstep``, ``bwd_microstep``,
         ``step_microstep``) and of the last accumulation window (``fwd``, ``bwd``, ``step``); empty
-        without ``wall_clock_breakdown``. Reductions are a part of the backward, which they overlap.
+        without ``wall_clock_breakdown``. Reductions are part of the backward, which they overlap.
         """
         times = self.step_times
         return {f"{part}_microstep": ms for part, ms in times.micro_batch.items()} | times.window
 
     def log_level(self) -> str | None:
-        """What ``log_level`` of the configuration names, such as "ERROR"; None: the level of the
-        log is as it was.
+        """Return ``log_level`` of the configuration, such as "ERROR"; None: the level is
+        unchanged.
         """
         return self.config.log_level and self.config.log_level.upper()

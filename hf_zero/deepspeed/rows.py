@@ -1,7 +1,6 @@
-"""The rows of the table in ``api.py``: a module of DeepSpeed's, its names, and where each comes
-from.
+"""The rows of the table in ``api.py``: a module of DeepSpeed, its names, and the origin of each.
 
-Read by the import of ``deepspeed``: standard library only.
+Imported with ``deepspeed``: standard library only.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ class Provided:
     attribute: str
 
     def load(self, module: str) -> Any:
-        """The object, importing its home. ``module`` is the facade's module that has the name."""
+        """Import the home and return the object. ``module``: the facade's module with the name."""
         return getattr(import_module(self.home), self.attribute)
 
 
 @dataclass(frozen=True)
 class NotBuilt:
-    """A name that is known and not provided: it imports, and raises NotBuiltError when it is used.
+    """A known but unavailable name: it imports, and raises NotBuiltError when it is used.
 
     ``instead`` ends the sentence of that error.
     """
@@ -39,7 +38,7 @@ class NotBuilt:
     """``module:class`` that the class derives from, for ``issubclass``."""
 
     def load(self, module: str) -> Any:
-        """A function or class that raises NotBuiltError when it is called."""
+        """Return a function or class that raises NotBuiltError when it is called."""
         from hf_zero.deepspeed import placeholders
 
         dotted = f"{module}.{self.name}"
@@ -52,7 +51,7 @@ class NotBuilt:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A name of DeepSpeed's that there is not, and why; asking for it is an AttributeError."""
+    """A name of DeepSpeed that is missing here, and why; access raises AttributeError."""
 
     name: str
     reason: str
@@ -75,7 +74,7 @@ class Module:
     """``module:function`` that ``python -m`` calls."""
 
     def why_not(self, name: str) -> str:
-        """Why ``name`` is left out; "" if it is in no row. ``*`` stands for every other name."""
+        """Return why ``name`` is left out; "" if no row has it. ``*`` matches every other name."""
         return self.left_out.get(name) or self.left_out.get("*", "")
 
 
@@ -86,7 +85,7 @@ def module(
     others: str = "",
     command: str = "",
 ) -> Module:
-    """A row of the table; ``rows`` are results of the functions below."""
+    """Return a row of the table; ``rows`` are results of the functions below."""
     found = [row for part in rows for row in part]
     left_out = {row.name: row.reason for row in found if isinstance(row, LeftOut)}
     there = {row.name: row for row in found if not isinstance(row, LeftOut)}
@@ -94,7 +93,7 @@ def module(
 
 
 def names(home: str, *wanted: str) -> list[Provided]:
-    """Attributes of the module ``home``, as ``"name"`` or ``"attribute as name"``."""
+    """Return rows of ``home``'s attributes, each ``"name"`` or ``"attribute as name"``."""
     found = []
     for each in wanted:
         attribute, _, name = each.partition(" as ")
@@ -103,17 +102,17 @@ def names(home: str, *wanted: str) -> list[Provided]:
 
 
 def functions_not_built(instead: str, *wanted: str) -> list[NotBuilt]:
-    """Names that raise NotBuiltError when they are called; ``wanted`` may hold several each."""
+    """Return rows of names that raise NotBuiltError when called; each text may hold several."""
     return [NotBuilt(name, instead, is_class=False) for name in _split(wanted)]
 
 
 def classes_not_built(instead: str, *wanted: str, base: str = "") -> list[NotBuilt]:
-    """Classes that raise NotBuiltError when they are constructed or asked for a method."""
+    """Return rows of classes that raise NotBuiltError when constructed or asked for a method."""
     return [NotBuilt(name, instead, is_class=True, base=base) for name in _split(wanted)]
 
 
 def left_out(reason: str, *wanted: str) -> list[LeftOut]:
-    """Names that there are not; ``*``: all others of the module."""
+    """Return rows of names that do not exist; ``*``: all others of the module."""
     return [LeftOut(name, reason) for name in _split(wanted)]
 
 
@@ -122,7 +121,7 @@ def _split(wanted: Iterable[str]) -> list[str]:
 
 
 def lazily(home: str, attribute: str) -> Any:
-    """An attribute of a module that stands above the facade in the layers, or costs much to
-    import: imported when it is asked for.
+    """Import and return an attribute of a module that is above the facade in the layers, or costly
+    to import.
     """
     return getattr(import_module(home), attribute)

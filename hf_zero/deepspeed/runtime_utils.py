@@ -1,5 +1,5 @@
-"""``deepspeed.runtime.utils``: small helpers that scripts import; tensors in equal parts, one on
-each rank of a group.
+"""``deepspeed.runtime.utils``: small helpers that scripts import; tensors divided into equal parts
+among the ranks of a group.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ T = TypeVar("T")
 def clip_grad_norm_(
     parameters: Any, max_norm: float, norm_type: float = 2.0, mpu: Any = None
 ) -> torch.Tensor:
-    """torch's, for parameters that no engine owns; the engine clips by ``gradient_clipping``.
+    """Clip gradients of parameters that no engine owns, like torch's function; the engine clips by
+    ``gradient_clipping``.
 
-    With parameters of experts, of which ranks hold others, it is collective: all ranks clip by the
-    mean of their norms. Raises NotBuiltError for an engine's, whose gradients are sharded.
+    With expert parameters, which differ by rank, it is collective: all ranks clip by the mean of
+    their norms. Raises NotBuiltError for an engine's parameters, whose gradients are sharded.
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if any(isinstance(parameter, OwnedParameter) for parameter in given):
@@ -47,15 +48,15 @@ def clip_grad_norm_(
         return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
     gradients = [parameter.grad for parameter in given if parameter.grad is not None]
     norm = nn.utils.get_total_norm(gradients, norm_type) / process_group.get_world_size()
-    norm = norm.to(process_group.default_device())  # of no gradient it is a number on the CPU
+    norm = norm.to(process_group.default_device())  # without gradients it is on the CPU
     all_reduce(norm)
     nn.utils.clip_grads_with_norm_(given, max_norm, norm)
     return norm
 
 
 class CheckOverflow:
-    """Whether a gradient of ``param_groups``, lists of parameters, is not finite: on this rank, and
-    where there are parameters of experts on any (collective then).
+    """Check whether a gradient of ``param_groups``, lists of parameters, is not finite: on this
+    rank, or with expert parameters on any rank (then collective).
     """
 
     def __init__(
@@ -81,8 +82,8 @@ class CheckOverflow:
         return _on_any_rank(found) if has_moe_params else found
 
     def check_using_norm(self, norm_group: Iterable[float], reduce_overflow: bool = True) -> bool:
-        """The same of gradients with these norms, -1 for one that is not finite; on any rank
-        (collective), unless ``reduce_overflow`` is False and there are no experts.
+        """Check gradients by their norms, -1 for one that is not finite; on any rank (collective),
+        unless ``reduce_overflow`` is False and there are no experts.
         """
         found = any(norm == -1 or not math.isfinite(norm) for norm in norm_group)
         together = reduce_overflow or any(map(is_expert_parameter, self.params))
@@ -90,20 +91,20 @@ class CheckOverflow:
 
 
 def _on_any_rank(found: bool) -> bool:
-    """Whether any rank has found it (collective)."""
+    """Return whether ``found`` is true on any rank (collective)."""
     flag = torch.tensor(float(found), device=process_group.default_device())
     all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag)
 
 
 def get_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> float:
-    """The norm of the gradients that are there; -1 where it is not finite."""
+    """Return the norm of the existing gradients; -1 if it is not finite."""
     gradients = [p.grad.float() for p in parameters if p.grad is not None]
     return _finite(torch.nn.utils.get_total_norm(gradients, norm_type))
 
 
 def get_weight_norm(parameters: Any, norm_type: float = 2.0, mpu: Any = None) -> float:
-    """The norm of the values; -1 where it is not finite."""
+    """Return the norm of the values; -1 if it is not finite."""
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     return _finite(torch.nn.utils.get_total_norm([p.detach().float() for p in given], norm_type))
 
@@ -113,23 +114,23 @@ def _finite(norm: torch.Tensor) -> float:
 
 
 def get_global_norm(norm_list: Sequence[float]) -> float:
-    """The 2-norm of a vector whose parts have these 2-norms."""
+    """Return the 2-norm of a vector whose parts have these 2-norms."""
     return float(sum(float(norm) ** 2 for norm in norm_list) ** 0.5)
 
 
 def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
-    """Whether an element is not finite, as a tensor on its device."""
+    """Return whether an element is not finite, as a tensor on its device."""
     return torch.logical_not(torch.isfinite(x.float())).any()
 
 
 def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
-    """Make the folder that the file ``filename`` is to lie in."""
+    """Make the parent folder of the file ``filename``."""
     os.makedirs(os.path.dirname(os.fspath(filename)) or ".", exist_ok=True)
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> Any:
-    """``item`` with the tensors of its lists, tuples and dicts on ``device``; of those for which
-    ``criterion_func`` holds, where it is given.
+    """Return ``item`` with the tensors of its lists, tuples and dicts on ``device``; with
+    ``criterion_func`` only those for which it is true.
     """
     if isinstance(item, torch.Tensor):
         wanted = criterion_func is None or criterion_func(item)
@@ -142,7 +143,7 @@ def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> Any:
 
 
 def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
-    """As :func:`move_to_device`; the tensors that are moved are copies, cut from the graph."""
+    """Return ``item`` like :func:`move_to_device`, with detached copies of the moved tensors."""
     if isinstance(item, torch.Tensor):
         return item.detach().clone().to(device) if criterion_func(item) else item
     if isinstance(item, dict):
@@ -153,7 +154,7 @@ def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
 
 
 def prefix_sum_inc(weights: Sequence[int]) -> list[int]:
-    """Sums of the first 1, 2, … of ``weights``."""
+    """Return the sums of the first 1, 2, … of ``weights``."""
     sums: list[int] = []
     for weight in weights:
         sums.append(weight + (sums[-1] if sums else 0))
@@ -161,7 +162,7 @@ def prefix_sum_inc(weights: Sequence[int]) -> list[int]:
 
 
 def get_only_unique_item(items: Iterable[T]) -> T:
-    """The item that all of ``items`` are. Raises ConfigError if they differ, or there is none."""
+    """Return the common value of ``items``. Raises ConfigError if they differ, or there is none."""
     found = set(items)
     if len(found) != 1:
         raise ConfigError(f"expected one value, got {sorted(map(str, found))}; pass equal ones")
@@ -169,18 +170,18 @@ def get_only_unique_item(items: Iterable[T]) -> T:
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """``base(args, key=value)`` as text."""
+    """Return ``base(args, key=value)`` as text."""
     parts = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
     return f"{base}({', '.join(parts)})"
 
 
 def empty_cache() -> None:
-    """Give unused memory of the device back."""
+    """Free unused memory of the device."""
     get_accelerator().empty_cache()
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """The attribute of ``model`` at a dotted name."""
+    """Return the attribute of ``model`` at a dotted name."""
     return attrgetter(module_name)(model)
 
 
@@ -197,9 +198,9 @@ def noop_decorator(func: T) -> T:
 def required_torch_version(
     min_version: float | None = None, max_version: float | None = None
 ) -> bool:
-    """Whether torch's version, as major.minor, lies between the two, both included.
+    """Whether torch's version, as major.minor, is between the two, both included.
 
-    Raises ConfigError where neither is given.
+    Raises ConfigError if neither is given.
     """
     if min_version is None and max_version is None:
         raise ConfigError("required_torch_version needs min_version or max_version; pass one")
@@ -218,8 +219,8 @@ def _pair(version: str) -> tuple[int, int]:
 
 
 class PartitionedTensor:
-    """The part of ``tensor`` (any shape, the same on all ranks of ``group``) that this rank keeps:
-    a 1-D copy. Parts differ by one element at most.
+    """The part of ``tensor`` (any shape, equal on all ranks of ``group``) that this rank keeps: a
+    1-D copy. Parts differ by one element at most.
     """
 
     def __init__(self, tensor: torch.Tensor, group: Any, partition_meta: Any = None) -> None:
@@ -236,7 +237,7 @@ class PartitionedTensor:
     def from_meta(
         cls, meta: torch.Tensor, local_part: torch.Tensor, group: Any, device: Any = None
     ) -> PartitionedTensor:
-        """The tensor whose :meth:`to_meta` and :meth:`data` another rank of this place has sent."""
+        """Rebuild a tensor from :meth:`to_meta` and :meth:`data` of another rank in this place."""
         made = cls.__new__(cls)
         numbers = meta.tolist()
         size = numbers[1 : 1 + numbers[0]]
@@ -245,12 +246,12 @@ class PartitionedTensor:
         return made
 
     def to_meta(self) -> torch.Tensor:
-        """Its shape and parts: [dimensions, sizes, number of parts, this part, bounds]."""
+        """Return its shape and parts: [dimensions, sizes, number of parts, this part, bounds]."""
         numbers = [len(self.orig_size), *self.orig_size, self.num_parts, self.rank]
         return torch.tensor([*numbers, *self.partition], device=self.orig_device)
 
     def full(self, device: Any = None) -> torch.Tensor:
-        """The whole tensor (collective)."""
+        """Return the whole tensor (collective)."""
         whole = torch.zeros(
             torch.Size(self.orig_size).numel(),
             dtype=self.local_data.dtype,
@@ -275,12 +276,12 @@ class PartitionedTensor:
 def reduce_scatter_coalesced(
     tensors: Sequence[torch.Tensor], group: Any = None
 ) -> list[torch.Tensor]:
-    """This rank's part, 1-D, of the mean over ``group`` of each of ``tensors``, in one message
-    (collective). Parts have ``ceil(numel / ranks)`` elements, the last ones fewer or none.
+    """Return this rank's part, 1-D, of the mean over ``group`` of each of ``tensors``, in one
+    message (collective). Parts have ``ceil(numel / ranks)`` elements, the last ones fewer or none.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     sizes = [-(-tensor.numel() // ranks) for tensor in tensors]
-    sent = tensors[0].new_zeros(ranks, sum(sizes))  # [rank that receives it, its parts]
+    sent = tensors[0].new_zeros(ranks, sum(sizes))  # [receiving rank, its parts]
     places = [sum(sizes[:at]) for at in range(len(sizes) + 1)]
     for tensor, (start, stop) in zip(tensors, pairwise(places)):
         flat = tensor.reshape(-1) / ranks

@@ -1,4 +1,4 @@
-"""What ``deepspeed.ops.sparse_attention`` offers besides its configurations, over hf-zero's
+"""The classes of ``deepspeed.ops.sparse_attention`` other than its configurations, over hf-zero's
 operator.
 """
 
@@ -20,9 +20,9 @@ class SparseSelfAttention(nn.Module):
     any length.
 
     ``key_padding_mask`` [batch, length] is added to scores in mode "add" (0 or a large negative
-    number, as in DeepSpeed's default), and in mode "mul" keeps keys where it is not 0. A key is
-    attended to or it is not: in "add" whatever is above -1000 is. Masks over pairs of tokens and
-    relative biases raise KernelError: they belong into the layout.
+    number, as in DeepSpeed's default); mode "mul" keeps keys where it is not 0. A key is either
+    attended to or not: in "add" if its mask is above -1000. Masks over pairs of tokens and relative
+    biases raise KernelError: express them in the layout.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class SparseSelfAttention(nn.Module):
 class SparseAttentionUtils:
     """DeepSpeed's helpers by name.
 
-    Padding to blocks is not among them: sparse_attention pads by itself.
+    Padding to blocks is not among them: sparse_attention pads its inputs.
     """
 
     extend_position_embedding = staticmethod(extend_position_embedding)
@@ -79,8 +79,8 @@ class SparseAttentionUtils:
     def replace_model_self_attention_with_sparse_self_attention(
         model: Any, max_position: int, sparsity_config: SparsityConfig
     ) -> Any:
-        """``model`` with block-sparse attention, as `sparsify`; its positions are extended to
-        ``max_position`` if they are fewer.
+        """Return ``model`` with block-sparse attention, set by `sparsify`; its positions are
+        extended to ``max_position`` if they are fewer.
         """
         if model.config.max_position_embeddings < max_position:
             extend_position_embedding(model, max_position)

@@ -1,4 +1,4 @@
-"""State dicts under DeepSpeed's names: copies for saving, and whole weights out of a sharded
+"""State dicts under DeepSpeed's names: copies for saving, and whole weights from a sharded
 checkpoint, as a dict or as a pickle (``convert_zero_checkpoint_to_fp32_state_dict``, which all
 ranks may call at once).
 """
@@ -27,10 +27,10 @@ from hf_zero.checkpoint.records import strip_wrappers
 
 
 def clone_tensors_for_torch_save(item: Any, device: str | torch.device = "cpu") -> Any:
-    """Copies of the tensors in ``item`` (nested dicts, lists, tuples) on ``device``.
+    """Return ``item`` (nested dicts, lists, tuples) with copies of its tensors on ``device``.
 
-    Saving a view of a large buffer would write the buffer. What shared memory shares it again in
-    the copy: tied weights stay tied, and are written once.
+    Saving a view of a large buffer would write the buffer. Tensors with the same memory share one
+    copy: tied weights stay tied, and are written once.
     """
     return _clone(item, torch.device(device), {})
 
@@ -57,10 +57,10 @@ def _clone(item: Any, device: torch.device, copies: dict[tuple[Any, ...], torch.
 
 
 def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> BinaryIO | str:
-    """What ``torch.load`` reads the client state and the counters from, for code that adds them to
-    a consolidated state dict.
+    """Return a file from which ``torch.load`` reads the client state and the counters, for code
+    that adds them to a consolidated state dict.
 
-    A checkpoint of hf-zero holds them in its manifest; this is a file in memory. Of a folder that
+    An hf-zero checkpoint has them in its manifest; this is a file in memory. For a folder that
     DeepSpeed wrote it is the path of the file.
     """
     if files := _files(checkpoint_dir, "model_states.pt"):
@@ -74,8 +74,8 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
 
 
 def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[BinaryIO] | list[str]:
-    """One file in memory for each rank that saved, from which ``torch.load`` reads the ZeRO
-    stage; of a folder that DeepSpeed wrote the paths of its files.
+    """Return one file in memory for each rank that saved, from which ``torch.load`` reads the ZeRO
+    stage; for a folder that DeepSpeed wrote the paths of its files.
     """
     if files := _files(checkpoint_dir, "optim_states.pt"):
         return files
@@ -86,7 +86,7 @@ def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[BinaryIO] | 
 
 
 def _files(folder: str | os.PathLike[str], ending: str) -> list[str]:
-    """The files of ``folder`` that end so, in the order of the numbers in their names."""
+    """Return the files of ``folder`` with this ending, ordered by the numbers in their names."""
     found = Path(folder).glob(f"*_{ending}")
     return sorted(map(str, found), key=lambda name: [*map(int, re.findall(r"\d+", name))])
 
@@ -114,8 +114,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write the whole model in fp32 to ``output_dir``: ``pytorch_model.bin``, or with
     ``safe_serialization`` ``model.safetensors``; several files and an index beyond
-    ``max_shard_size`` (None: never). ``verify`` compares what is read with the hashes of its
-    blocks.
+    ``max_shard_size`` (None: never). ``verify`` checks the hashes of the blocks that are read.
 
     Of several processes that call it at once one writes, and the others return when it has.
     """
@@ -138,8 +137,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 @contextmanager
 def _one_writer(folder: Path) -> Iterator[bool]:
-    """Whether this process is the one that writes into ``folder``; the others come in when it is
-    done.
+    """Yield whether this process is the one that writes into ``folder``; the others enter when it
+    is done.
     """
     path = folder / ".fp32.lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -151,13 +150,13 @@ def _one_writer(folder: Path) -> Iterator[bool]:
             yield not any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors"))
             return
         yield True
-        os.unlink(path)  # those that wait hold it open
+        os.unlink(path)  # waiting processes hold it open
     finally:
         os.close(descriptor)
 
 
 def _tied(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> list[set[str]]:
-    """The names of each tensor that has several."""
+    """Return the names of each tensor that has several."""
     groups: dict[str, set[str]] = {}
     with open_checkpoint(find_checkpoint(checkpoint_dir, tag)) as checkpoint:
         for tied, held in checkpoint.manifest.aliases.items():
@@ -166,12 +165,12 @@ def _tied(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> list[set[s
 
 
 def _as_pickles(source: Path, folder: Path, tied: list[set[str]]) -> None:
-    """The safetensors files of ``source``, one after another, as files of torch.save, with all
-    names of a tensor: a pickle holds it once.
+    """Write the safetensors files of ``source``, one after another, as files of torch.save, with
+    all names of a tensor: a pickle holds it once.
     """
 
     def with_all_names(given: dict[str, Any]) -> dict[str, Any]:
-        """``given``, by name, where every name of a group stands for the one that is there."""
+        """Return ``given`` with all names of a tied tensor, of which it has one."""
         there = ((group, next((name for name in group if name in given), None)) for group in tied)
         more = {name: given[held] for group, held in there if held is not None for name in group}
         return given | more

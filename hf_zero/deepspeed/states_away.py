@@ -1,8 +1,8 @@
-"""``engine.offload_states`` and ``reload_states``: training state in host memory for a
-while, as between training and generation in reinforcement learning.
+"""``engine.offload_states`` and ``reload_states``: temporary offload of training state to host
+memory, as between training and generation in reinforcement learning.
 
-Storages are emptied and filled again in place: every view of them, in parameters, segments and
-buffers, stays what it is.
+Storages are emptied and refilled in place: every view of them, in parameters, segments and buffers,
+stays valid.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KINDS = tuple(each.value for each in OffloadStateTypeEnum)
 
 
 class StatesAway:
-    """What is away, and how it comes back."""
+    """The offloaded storages with their host copies."""
 
     def __init__(self) -> None:
         self._away: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
@@ -29,8 +29,8 @@ class StatesAway:
         return bool(self._away)
 
     def send(self, engine: Any, include: Iterable[str], pin: bool, non_blocking: bool) -> None:
-        """Copy the storages that hold nothing but the kinds in ``include`` to host memory, and
-        give their memory back.
+        """Copy the storages that hold only kinds in ``include`` to host memory, and free their
+        device memory.
         """
         chosen = set(include)
         held: dict[int, tuple[torch.UntypedStorage, set[str]]] = {}
@@ -42,21 +42,21 @@ class StatesAway:
                 host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
                 host.copy_(_bytes(storage), non_blocking=non_blocking)
                 self._away.append((storage, host))
-        kinds.synchronize(engine.device)  # the copies are whole before their sources go
+        kinds.synchronize(engine.device)  # complete the copies before their sources are freed
         for storage, _ in self._away:
             storage.resize_(0)
 
     def bring(self, device: torch.device, non_blocking: bool) -> None:
-        """Fill the storages again."""
+        """Refill the storages."""
         for storage, host in self._away:
             storage.resize_(host.numel())
             _bytes(storage).copy_(host, non_blocking=non_blocking)
         if non_blocking:
-            kinds.synchronize(device)  # the host copies go now
+            kinds.synchronize(device)  # the host copies are freed now
         self._away = []
 
     def refuse(self, what: str) -> None:
-        """Raise PartitionError if anything is away."""
+        """Raise PartitionError if any state is offloaded."""
         if self._away:
             raise PartitionError(
                 f"{what} while offload_states() keeps this engine's state in host memory; call "
@@ -70,7 +70,7 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _state_of(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of an engine that lie on its device, each with its kind."""
+    """Yield the tensors of an engine on its device, each with its kind."""
     for flat in engine.flats:
         kept = flat.optimizer_shard
         gradients = [flat.gradient.shard, flat.gradient.accumulated_grad]
@@ -87,8 +87,8 @@ def _state_of(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def checked(include: Any, device: Any) -> tuple[str, ...]:
-    """The kinds to move, all without ``include``. Raises ConfigError for kinds and devices that
-    cannot be.
+    """Return the kinds to move, all if ``include`` is None. Raises ConfigError for unknown kinds
+    and devices.
     """
     where = getattr(device, "value", device)
     if where not in (OffloadDeviceEnum.cpu.value, OffloadDeviceEnum.none.value):

@@ -1,5 +1,5 @@
-"""Steps of one sub-group of parameters, by its number, and their way back: what DeepSpeed's
-SuperOffload asks of its Adam on the CPU.
+"""Steps of one sub-group of parameters, by its number, and their rollback: the interface that
+DeepSpeed's SuperOffload needs of its CPU Adam.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from hf_zero.optim.cpu_base import own_master, write_master
 
 
 class SubGroupSteps(CPUAdam):
-    """A CPUAdam whose ``state`` may also be kept by the number of a sub-group: whichever parameter
-    is in its groups is that sub-group's part now.
+    """A CPUAdam whose ``state`` may also be kept by the number of a sub-group: the parameter in its
+    groups is the current part of that sub-group.
     """
 
     @torch.no_grad()
     def step_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of the parameter that has a gradient, with ``state[subgroup_id]``; returns the
-        closure's loss, if there is a closure. Raises UnsupportedOptimizerError where several
+        """Update the parameter that has a gradient, with ``state[subgroup_id]``; return the
+        closure's loss, if there is a closure. Raises UnsupportedOptimizerError if several
         parameters have one: the sub-group has one state.
         """
         loss = _loss_of(closure)
@@ -34,10 +34,10 @@ class SubGroupSteps(CPUAdam):
 
     @torch.no_grad()
     def rollback_subgroup(self, sub_group_id: int, closure: Callable[[], Any] | None = None) -> Any:
-        """Take the last :meth:`step_subgroup` of a sub-group back, of the same parameter with the
-        same gradient and the same settings: parameter, moments and count are what they were before
-        it, but for rounding. Raises OffloadError where there was no step, and NotBuiltError with
-        ``amsgrad``, whose step cannot be inverted.
+        """Undo the last :meth:`step_subgroup` of a sub-group, given the same parameter with the
+        same gradient and settings: parameter, moments and count return to their previous values, up
+        to rounding. Raises OffloadError if there was no step, and NotBuiltError with ``amsgrad``,
+        whose step cannot be inverted.
         """
         loss = _loss_of(closure)
         states: Any = self.state
@@ -57,7 +57,7 @@ class SubGroupSteps(CPUAdam):
         return loss
 
     def _one(self, subgroup_id: int) -> Iterator[tuple[dict[str, Any], Tensor]]:
-        """The parameter with a gradient, if there is one, and its group."""
+        """Yield the parameter with a gradient, if there is one, and its group."""
         found = [
             (group, param)
             for group in self.param_groups
@@ -80,7 +80,7 @@ def _loss_of(closure: Callable[[], Any] | None) -> Any:
 
 
 def _undo(group: dict[str, Any], state: dict[str, Any], param: Tensor) -> None:
-    """Invert the step that ``state`` counts last."""
+    """Invert the last step counted in ``state``."""
     if group["amsgrad"]:
         raise NotBuiltError("rollback_subgroup() with amsgrad is not built; set it to False")
     assert param.grad is not None

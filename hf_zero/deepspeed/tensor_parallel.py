@@ -19,44 +19,44 @@ from hf_zero.zero.layout.sharding import sharding_of
 def tp_model_init(
     model: nn.Module, tp_size: int, dtype: Any = None, config: Any = None, **kwargs: Any
 ) -> nn.Module:
-    """As :func:`hf_zero.tensor_parallel`. ``dtype`` and ``config`` are those of the training, which
-    ``initialize`` is given; ``kwargs`` name a group that the caller has made, and hf-zero makes its
-    own.
+    """Run :func:`hf_zero.tensor_parallel`. ``dtype`` and ``config`` are ignored: ``initialize``
+    gets those of the training; ``kwargs`` may name a group made by the caller, but hf-zero makes
+    its own.
     """
     return tensor_parallel(model, tp_size)
 
 
 def set_autotp_mode(training: bool = False) -> None:
-    """Accepted: parts are cut for training and generation alike."""
+    """Do nothing: the same split serves training and generation."""
 
 
 def get_group() -> Any:
-    """The process group of the ranks that share this rank's layers; None where none do."""
+    """Return the process group of the ranks that share this rank's layers, or None."""
     groups = get_parallel()
     return None if groups is None else groups.group("tensor")
 
 
 def get_world_size() -> int:
-    """How many ranks share a layer."""
+    """Return the number of ranks that share a layer."""
     groups = get_parallel()
     return 1 if groups is None else groups.along("tensor").size
 
 
 def get_rank() -> int:
-    """This rank among them."""
+    """Return this rank among them."""
     groups = get_parallel()
     return 0 if groups is None else groups.along("tensor").rank
 
 
 def get_first_rank() -> int:
-    """The first of them, counted among all ranks."""
+    """Return the global rank of the first of them."""
     return process_group.get_rank() - get_rank()
 
 
 class GatherReplacedLayerParams:
-    """Context in which parameters of layers that DeepSpeed's AutoTP has replaced are whole. Here
-    no layer is replaced. Raises NotBuiltError on entering for parameters that tensor parallelism
-    has cut: a state dict has them whole.
+    """Context in which parameters of layers that DeepSpeed's AutoTP has replaced are whole. Here no
+    layer is replaced. Raises NotBuiltError on entering for parameters that tensor parallelism
+    splits: a state dict has them whole.
     """
 
     def __init__(self, params: Any, module: nn.Module, enabled: bool = True) -> None:

@@ -1,5 +1,5 @@
-"""Tiled computation over long sequences: a function runs on one stretch of the sequence after
-another, and once more in the backward, which so keeps the activations of one stretch alone.
+"""Tiled computation over long sequences: a function runs on one tile of the sequence after another,
+and again in the backward, which thus keeps the activations of only one tile.
 ``deepspeed.zero.TiledLinear``: a linear layer of several small ones.
 """
 
@@ -33,10 +33,10 @@ def sequence_tiled_compute(
     output_unshard_dimension: int = 1,
     output_reduction: str | None = "mean",
 ) -> torch.Tensor:
-    """``fn(**stretches, **kwargs_to_pass)`` on each of ``shards`` stretches of the tensors
-    ``kwargs_to_shard`` [batch, seqlen, ...], put together along ``output_unshard_dimension``; 0:
-    outputs are scalars, which become one vector. ``output_reduction``: of what was put together,
-    "mean", "sum" or None. Raises ConfigError for another one.
+    """Run ``fn(**tile, **kwargs_to_pass)`` on each of ``shards`` tiles of the tensors
+    ``kwargs_to_shard`` [batch, seqlen, ...]; return the outputs joined along
+    ``output_unshard_dimension``; 0: outputs are scalars, joined to one vector. ``output_reduction``
+    of the joined output: "mean", "sum" or None. Raises ConfigError for another one.
     """
     step = math.ceil(seqlen / shards)
     stretches = [
@@ -49,7 +49,7 @@ def sequence_tiled_compute(
 
 
 class SequenceTiledCompute:
-    """:func:`sequence_tiled_compute` with keys and values apart."""
+    """:func:`sequence_tiled_compute` with separate keys and values."""
 
     @staticmethod
     def apply(
@@ -78,19 +78,19 @@ class SequenceTiledCompute:
 
 
 class TiledMLP:
-    """The forward of an MLP in stretches."""
+    """The forward of an MLP in tiles."""
 
     @staticmethod
     def apply(
         fn: Compute, module: Any, x: torch.Tensor, shards: int, compute_params: Weights = None
     ) -> torch.Tensor:
-        """``fn(module, x)`` for ``x`` [..., seqlen, hidden], in ``shards`` stretches."""
+        """Compute ``fn(module, x)`` for ``x`` [..., seqlen, hidden] in ``shards`` tiles."""
         parts = [_recomputed(fn, module, part) for part in x.chunk(shards, dim=-2)]
         return torch.cat(parts, dim=-2)
 
 
 class AutogradComputeMLP:
-    """The forward of an MLP, whose activations are computed again in the backward."""
+    """The forward of an MLP, with activations recomputed in the backward."""
 
     @staticmethod
     def apply(fn: Compute, module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ class AutogradComputeMLP:
 
 
 class TiledFusedLogitsLoss:
-    """A loss in stretches: the logits of one stretch at a time."""
+    """A loss in tiles: the logits of one tile at a time."""
 
     @staticmethod
     def apply(
@@ -111,10 +111,10 @@ class TiledFusedLogitsLoss:
         compute_params: Weights,
         output_reduction: str,
     ) -> torch.Tensor:
-        """The mean or sum over ``shards`` stretches of the scalars ``fn(module, x, y[, mask])``.
+        """Return the mean or sum over ``shards`` tiles of the scalars ``fn(module, x, y[, mask])``.
 
-        x: [batch, seqlen, hidden], y: [batch, seqlen, ...], mask: [batch, seqlen] or None;
-        stretches are [tokens, ...]. Raises ConfigError for other shapes or another reduction.
+        x: [batch, seqlen, hidden], y: [batch, seqlen, ...], mask: [batch, seqlen] or None; tiles
+        are [tokens, ...]. Raises ConfigError for other shapes or another reduction.
         """
         given = [x, y] if mask is None else [x, y, mask]
         for name, tensor in zip(("x", "y", "mask"), given):
@@ -145,22 +145,22 @@ def _reduced(values: torch.Tensor, reduction: str) -> torch.Tensor:
 def split_tensor_along_last_dim(
     tensor: torch.Tensor, partitions: Sequence[int], contiguous_split_chunks: bool = False
 ) -> Sequence[torch.Tensor]:
-    """Parts of ``tensor`` of these widths, as views, or each in memory of its own."""
+    """Return parts of ``tensor`` of these widths, as views or contiguous copies."""
     parts = torch.split(tensor, list(partitions), dim=-1)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
 
 
 class TiledLinear(nn.Module):
-    """``y = x W^T + b`` with W in ``out_splits`` x ``in_splits`` tiles, each a module of its own:
-    at stage 3 one tile is whole at a time.
+    """``y = x W^T + b`` with W in ``out_splits`` x ``in_splits`` tiles, each a separate module: at
+    stage 3 one tile is whole at a time.
 
     Args:
-        in_features, out_features, bias: as nn.Linear's.
+        in_features, out_features, bias: as in nn.Linear.
         in_splits, out_splits: tiles along each dimension, whose widths differ by one at most.
         input_is_already_split: the input is a list of ``in_splits`` tensors.
         combine_out_splits: False: the output is a list of ``out_splits`` tensors.
         linear_cls: the class of tiles; ``kwargs`` are its further arguments.
-        init_linear: a layer whose values are taken.
+        init_linear: a layer whose values are copied.
 
     Raises:
         PartitionError: more tiles than features, or none.
@@ -193,7 +193,7 @@ class TiledLinear(nn.Module):
         self.in_parts = partition_uniform(in_features, in_splits)
         self.out_parts = partition_uniform(out_features, out_splits)
         widths, heights = _sizes(self.in_parts), _sizes(self.out_parts)
-        # the bias is that of the last tile of each row, which is added last
+        # the last tile of each row, which is added last, has the bias
         self.linears = nn.ModuleList(
             nn.ModuleList(
                 linear_cls(width, height, bias=bias and column == in_splits - 1, **kwargs)
@@ -218,7 +218,7 @@ class TiledLinear(nn.Module):
         return self._combine_output_splits(rows) if self.combine_out_splits else rows
 
     def _reduce_local_output(self, total: Any, new: Any) -> Any:
-        """The sum of a row's tiles so far; the first is a sum of its own."""
+        """Return the sum of a row's tiles so far; the first is cloned."""
         return new.clone() if total is None else total + new
 
     def _combine_output_splits(self, rows: Sequence[Any]) -> Any:
@@ -247,7 +247,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """Tiles whose class returns (output, bias), as Megatron's do: so does the whole."""
+    """A TiledLinear whose tiles, like itself, return (output, bias), as Megatron's do."""
 
     def _reduce_local_output(self, total: Any, new: Any) -> Any:
         output, bias = new if isinstance(new, tuple) else (new, None)

@@ -14,7 +14,7 @@ from hf_zero.logging import logger
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """The mean without this part of the smallest and of the largest values; 0.0 of none."""
+    """Return the mean without this part of the smallest and of the largest values; 0.0 for none."""
     if not 0.0 <= trim_percent < 0.5:
         raise ConfigError(f"trim_percent is {trim_percent}; give a number in [0, 0.5)")
     cut = int(trim_percent * len(data))
@@ -23,7 +23,7 @@ def trim_mean(data: Sequence[float], trim_percent: float) -> float:
 
 
 class Timer:
-    """A clock that is started and stopped any number of times; the device is waited for."""
+    """A timer for repeated starts and stops; both wait for the device."""
 
     def __init__(self, name: str) -> None:
         self.name_ = name
@@ -48,7 +48,7 @@ class Timer:
         self._milliseconds = []
 
     def elapsed(self, reset: bool = True) -> float:
-        """Milliseconds since the last reset; a clock that runs goes on."""
+        """Return the milliseconds since the last reset; a running timer continues."""
         running = self.started_
         if running:
             self.stop()
@@ -60,7 +60,7 @@ class Timer:
         return total
 
     def mean(self) -> float:
-        """Milliseconds from a start to its stop, without a tenth of the extremes."""
+        """Return the mean milliseconds from start to stop, without a tenth of the extremes."""
         return trim_mean(self._milliseconds, 0.1)
 
     @staticmethod
@@ -104,7 +104,7 @@ class SynchronizedWallClockTimer:
     def get_mean(
         self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True
     ) -> dict[str, float]:
-        """Milliseconds from a start to its stop, of each timer that there is."""
+        """Return the mean milliseconds from a start to its stop, for each existing timer."""
         return {
             name: self.timers[name].mean() / normalizer for name in names if name in self.timers
         }
@@ -115,12 +115,13 @@ SynchronizedWallClockTimer.Timer = Timer  # type: ignore[attr-defined]  # DeepSp
 
 class ThroughputTimer:
     """Samples a second: ``start()`` and ``stop()`` around each micro-batch, with
-    ``global_step=True`` around the last of a step of ``batch_size`` samples. The device is waited
-    for, unless ``config.synchronized`` is False; nothing is timed where ``config.enabled`` is.
+    ``global_step=True`` around the last of a step of ``batch_size`` samples. It waits for the
+    device, unless ``config.synchronized`` is False, and measures nothing if ``config.enabled`` is
+    False.
 
-    The first ``start_step`` steps are counted and not timed. ``total_elapsed_time``, in seconds, is
-    of all others, ``step_elapsed_time`` of the step that is under way; after each
-    ``steps_per_output`` steps ``logging_fn`` is told the speed.
+    The first ``start_step`` steps are counted and not timed. ``total_elapsed_time``, in seconds,
+    covers all others, ``step_elapsed_time`` the current step; after each ``steps_per_output`` steps
+    ``logging_fn`` is called with the speed.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class ThroughputTimer:
             self.start_time = self._now()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """Nothing, where it is not started."""
+        """Stop the measurement; do nothing if it was not started."""
         if not self.started:
             return
         self.started = False
@@ -177,7 +178,7 @@ class ThroughputTimer:
         self.step_elapsed_time = 0.0
 
     def avg_samples_per_sec(self) -> float:
-        """0.0 before the first ``start_step`` steps are over."""
+        """Return the average speed; 0.0 before the first ``start_step`` steps are over."""
         timed = self.global_step_count - self.start_step
         return self.batch_size * timed / self.total_elapsed_time if self.total_elapsed_time else 0.0
 
@@ -194,10 +195,10 @@ class NoopTimer:
         return self
 
     def start(self) -> None:
-        """Nothing is measured."""
+        """Do nothing."""
 
     def stop(self, **kwargs: object) -> None:
-        """Nothing is measured."""
+        """Do nothing."""
 
     reset = start
 

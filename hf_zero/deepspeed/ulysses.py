@@ -1,5 +1,5 @@
-"""``deepspeed.runtime.sequence_parallel.ulysses_sp``: what Accelerate and the Trainer call for
-``ParallelismConfig(sp_size=..., sp_backend="deepspeed")``.
+"""``deepspeed.runtime.sequence_parallel.ulysses_sp``: the interface that Accelerate and the Trainer
+call for ``ParallelismConfig(sp_size=..., sp_backend="deepspeed")``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MARK = "_hf_zero_sequence"
 
 
 class UlyssesSPAttentionHF:
-    """Attention heads in exchange for tokens, in models of transformers."""
+    """Ulysses attention, which exchanges heads for tokens, in models of transformers."""
 
     @classmethod
     def register_with_transformers(
@@ -38,11 +38,11 @@ class UlyssesSPAttentionHF:
         seq_length_is_variable: bool = True,
         disable_in_eval: bool = False,
     ) -> SequenceParallel | None:
-        """The ``mpu`` for ``initialize``, which changes the attention of the model it is given;
-        None for a size of 1. Collective over all ranks.
+        """Return the ``mpu`` for ``initialize``, which changes the attention of its model; None for
+        a size of 1. Collective over all ranks.
 
-        Batches of a fixed ``seq_length`` are checked to have it. Raises ConfigError for sizes that
-        do not divide.
+        Batches are checked for a fixed ``seq_length``. Raises ConfigError for sizes that do not
+        divide.
         """
         if sequence_parallel_size == 1:
             return None
@@ -58,8 +58,8 @@ class UlyssesSPAttentionHF:
 
 
 class UlyssesSPDataLoaderAdapter(SequenceBatches):
-    """This rank's parts of the batches of the loaders of a sequence-parallel group, which have
-    ``shift_labels`` and no ``labels``. A loader that Accelerate has prepared is shared out among
+    """This rank's parts of the batches of the loaders of a sequence-parallel group, with
+    ``shift_labels`` and without ``labels``. A loader that Accelerate has prepared is divided among
     such groups, whose ranks then read the same batches; those of other loaders are read in turn.
     """
 
@@ -95,30 +95,30 @@ class UlyssesSPDataLoaderAdapter(SequenceBatches):
 
 
 def get_group() -> Any:
-    """The process group of the ranks that read parts of the same sequences. Raises ConfigError
-    where the job is not sequence parallel.
+    """Return the process group of the ranks that read parts of the same sequences. Raises
+    ConfigError if the job is not sequence parallel.
     """
     return sequence_parallel().group
 
 
 def get_world_size() -> int:
-    """How many ranks read parts of the same sequences."""
+    """Return the number of ranks that read parts of the same sequences."""
     groups = get_parallel()
     return 1 if groups is None else groups.along(AXIS).size
 
 
 def get_rank() -> int:
-    """This rank among them."""
+    """Return this rank among them."""
     groups = get_parallel()
     return 0 if groups is None else groups.along(AXIS).rank
 
 
 def _gather_losses() -> None:
-    """Have ``torch.distributed.nn.functional.all_gather`` over a sequence-parallel group, by which
-    Accelerate's loops and the Trainer add up the losses of its ranks, go through our collectives.
+    """Patch ``torch.distributed.nn.functional.all_gather``, by which Accelerate's loops and the
+    Trainer sum the losses of a sequence-parallel group, to use our collectives over that group.
 
-    On gloo torch's own backward takes ranks of the group for those of the job, and ends where there
-    is more than one group. All other groups are left to it. Idempotent.
+    On gloo torch's own backward takes group ranks for global ranks, and fails if there is more than
+    one group. All other groups still use it. Idempotent.
     """
     functional: Any = importlib.import_module("torch.distributed.nn.functional")
     original = functional.all_gather

@@ -1,7 +1,7 @@
-"""``ds_to_universal``: a checkpoint as the universal folder of DeepSpeed 0.19, whole tensors by
-parameter, which DeepSpeed loads at stages 1 and 2, and hf-zero anywhere.
+"""``ds_to_universal``: convert a checkpoint to the universal folder of DeepSpeed 0.19.
 
-hf-zero itself needs none: its checkpoints resume on any number of ranks as they are.
+The folder has whole tensors by parameter, which DeepSpeed loads at stages 1 and 2, and hf-zero
+anywhere. hf-zero itself needs none: its checkpoints resume on any number of ranks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from hf_zero.errors import CheckpointError
 LATEST_UNIVERSAL = "latest_universal"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 MODEL = "mp_rank_00_model_states.pt"
-WRITTEN_AS = "0.19.8"  # the version of DeepSpeed whose files these are
+WRITTEN_AS = "0.19.8"  # the version of DeepSpeed that writes such files
 
 
 def parse_arguments(args: list[str] | None = None) -> argparse.Namespace:
-    """The command line of ``python -m deepspeed.checkpoint.ds_to_universal``."""
+    """Parse the command line of ``python -m deepspeed.checkpoint.ds_to_universal``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--input_folder", required=True, help="a checkpoint: the folder of a tag")
     parser.add_argument("--output_folder", required=True, help="the universal folder to write")
@@ -50,8 +50,8 @@ def main(args: Any = None) -> None:
     """Write the checkpoint in ``args.input_folder`` to ``args.output_folder``, and its name to
     ``latest_universal`` beside it. Called by one rank.
 
-    Needs memory for the model in its own dtype. Raises CheckpointError for an input that is no
-    checkpoint, or has state of whole tensors (Adafactor's), and for an output that exists.
+    Needs memory for the model in its own dtype. Raises CheckpointError if the input is no
+    checkpoint, or has state of whole tensors (Adafactor's), and if the output exists.
     """
     args = parse_arguments() if args is None else args
     target = Path(os.path.abspath(args.output_folder))
@@ -59,7 +59,7 @@ def main(args: Any = None) -> None:
         raise CheckpointError(f"{target} exists; remove it, or name another output folder")
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        compares = not getattr(args, "no_verify", False)  # DeepSpeed's own arguments lack it
+        compares = not getattr(args, "no_verify", False)  # DeepSpeed's arguments lack it
         with open_checkpoint(find_checkpoint(args.input_folder), hashes=compares) as checkpoint:
             _refuse_factors(checkpoint)
             (unfinished / FOLDER).mkdir(parents=True)
@@ -81,7 +81,7 @@ def _refuse_factors(checkpoint: Checkpoint) -> None:
 
 
 def _write_states(checkpoint: Checkpoint, folder: Path) -> None:
-    """The fp32 weights and the optimizer's state of each parameter, and what its groups share."""
+    """Write each parameter's fp32 weights and optimizer state, and the settings of groups."""
     manifest = checkpoint.manifest
     groups = manifest.optimizer.groups if manifest.optimizer else ()
     steps = {
@@ -91,7 +91,7 @@ def _write_states(checkpoint: Checkpoint, folder: Path) -> None:
     }
     for name, (flat, _) in manifest.slots.items():
         if flat.raw:
-            continue  # bytes that only their module reads: they are in the model's file
+            continue  # bytes that only their module reads: saved with the model
         place = folder / strip_wrappers(name)
         place.mkdir()
         weights = {"param": _whole(checkpoint, name, None)}
@@ -107,7 +107,7 @@ def _write_states(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 def _whole(checkpoint: Checkpoint, name: str, state: str | None) -> torch.Tensor | None:
-    """Parameter ``name``, or a state of it, in fp32; None for a state that it does not have."""
+    """Return parameter ``name``, or a state of it, in fp32; None for a state that it lacks."""
     _, slot = checkpoint.manifest.slots[name]
     runs = list(parameter_ranges(checkpoint.manifest, name, 0, slot.numel))
     if state is not None and not all(checkpoint.holds(run, state) for run in runs):
@@ -118,7 +118,7 @@ def _whole(checkpoint: Checkpoint, name: str, state: str | None) -> torch.Tensor
 
 
 def _model_states(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What DeepSpeed keeps beside the optimizer's state: whole weights, counters, schedule."""
+    """Return DeepSpeed's model file: whole weights, counters, schedule."""
     manifest = checkpoint.manifest
     module = dict(_tensors(checkpoint))
     tied = {strip_wrappers(own): strip_wrappers(of) for own, of in manifest.aliases.items()}
@@ -157,7 +157,7 @@ def _model_states(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's parameters in the dtype that they train in, and its buffers."""
+    """Yield the model's parameters in the dtype that they train in, and its buffers."""
     for output in outputs(checkpoint.manifest):
         flat = None if output.is_buffer else checkpoint.manifest.slots[output.held][0]
         tensor = torch.empty(output.shape, dtype=flat.dtype if flat else output.dtype)

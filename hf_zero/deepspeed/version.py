@@ -3,7 +3,7 @@
 VERSION = "0.19.8+hfzero"
 """The local part says whose it is."""
 MAJOR, MINOR, PATCH = (int(part) for part in VERSION.partition("+")[0].split("."))
-GIT = "hf-zero"  # in the place of a commit and of a branch
+GIT = "hf-zero"  # in place of a commit and of a branch
 TORCH_INFO = {
     **dict.fromkeys(("version", "cuda_version", "nccl_version", "hip_version"), "0.0"),
     "bf16_support": False,

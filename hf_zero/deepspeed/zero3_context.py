@@ -1,5 +1,5 @@
-"""Which configuration of ZeRO-3 models are made under, and whether one is being made: what
-``zero.Init`` and the loading of transformers' models share.
+"""The ZeRO-3 configuration for models under construction, and the current load: state shared by
+``zero.Init`` and the loading of transformers' models.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ one alive in transformers.
 
 
 def active_config() -> ZeroConfig | None:
-    """The configuration of ZeRO-3 that models are made under now: that of ``forced_config``, else
-    the one alive in transformers; None if there is none or it is another DeepSpeed's.
+    """Return the ZeRO-3 configuration for models made now: ``forced_config``, else the one alive in
+    transformers; None if there is none or it is another DeepSpeed's.
     """
     settings = forced_config.get()
     if settings is not None:
@@ -45,8 +45,8 @@ def active_config() -> ZeroConfig | None:
 
 
 def log_zero3() -> None:
-    """Log what transformers says of a model that is made under its live configuration; on the path
-    that hf-zero takes it says nothing.
+    """Log transformers' message for a model that is made under its live configuration; on hf-zero's
+    path transformers does not log it.
     """
     if forced_config.get() is None:
         from transformers.utils import logging

@@ -79,7 +79,7 @@ LION_OPTIMIZER = "lion"
 
 
 class OffloadDeviceEnum(str, Enum):
-    """Where something is offloaded to."""
+    """The devices to offload to."""
 
     none = "none"
     cpu = "cpu"
@@ -87,7 +87,7 @@ class OffloadDeviceEnum(str, Enum):
 
 
 class OffloadStateTypeEnum(str, Enum):
-    """What ``engine.offload_states`` moves."""
+    """The kinds of state that ``engine.offload_states`` moves."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -97,7 +97,7 @@ class OffloadStateTypeEnum(str, Enum):
 
 
 class ZeroStageEnum(IntEnum):
-    """The stages."""
+    """The stages of ZeRO."""
 
     disabled = 0
     optimizer_states = 1
@@ -106,7 +106,7 @@ class ZeroStageEnum(IntEnum):
 
 
 class _Section:
-    """Keys of a section as attributes: those that were written, and the defaults of others."""
+    """A section with its keys as attributes: those that were written, and defaults for others."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = dict(values)
@@ -126,7 +126,7 @@ class _Section:
 
 
 class _LeafModules(_Section):
-    """The section ``leaf_module``: lists, also where a single name was written."""
+    """The section ``leaf_module``: lists, even if a single name was written."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         given = {key: [item] if isinstance(item, str) else item for key, item in values.items()}
@@ -141,7 +141,7 @@ class _LeafModules(_Section):
 class DeepSpeedZeroConfig(_Section):
     """The section ``zero_optimization``: its keys are keyword arguments and attributes.
 
-    Raises ConfigError for keys and values that cannot be.
+    Raises ConfigError for invalid keys and values.
     """
 
     def __init__(self, **values: Any) -> None:
@@ -185,7 +185,7 @@ def _offload(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` with sections as dicts and enums as their values."""
+    """Return ``value`` with sections as dicts and enums as their values."""
     if isinstance(value, _Section):
         value = value.model_dump()
     if isinstance(value, Mapping):
@@ -194,15 +194,15 @@ def _plain(value: Any) -> Any:
 
 
 def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
-    """The section of a whole configuration."""
+    """Return the section of a whole configuration."""
     return DeepSpeedZeroConfig(**param_dict.get(ZERO, {}))
 
 
 class DeepSpeedConfig:
-    """A configuration (dict, path or JSON text) resolved for the ranks that there are: batch sizes
-    agree, and keys are attributes, in DeepSpeed's names for them too.
+    """A configuration (dict, path or JSON text) resolved for the current number of ranks: batch
+    sizes agree, and keys are attributes, also under DeepSpeed's names.
 
-    Raises ConfigError for keys and values that cannot be.
+    Raises ConfigError for invalid keys and values.
     """
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
@@ -256,12 +256,12 @@ def _params(section: Any) -> dict[str, Any] | None:
 
 
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
-    """What gradients are clipped to by this configuration; 0.0: never."""
+    """Return the norm to which this configuration clips gradients; 0.0: never."""
     return float(param_dict.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT) or 0.0)
 
 
 def clipped_by_default(config: ZeroConfig) -> ZeroConfig:
-    """``config`` with DeepSpeed's default of gradient_clipping, where it says nothing of it."""
+    """Return ``config`` with DeepSpeed's default of gradient_clipping, if it sets none."""
     if config.sources.get(GRADIENT_CLIPPING, "default") != "default":
         return config
     values = {GRADIENT_CLIPPING: GRADIENT_CLIPPING_DEFAULT}
@@ -269,9 +269,9 @@ def clipped_by_default(config: ZeroConfig) -> ZeroConfig:
 
 
 def without_autos(config: ZeroConfig) -> ZeroConfig:
-    """``config`` with the default of each key that is "auto", as DeepSpeed reads it where no
+    """Return ``config`` with the default of each key that is "auto", as DeepSpeed reads it if no
     library has filled the key in. Batch sizes and the parameters of optimizers and schedulers stay
-    "auto": they have no default, neither there.
+    "auto": they have no default in DeepSpeed either.
     """
     left = [path for path in sorted(config.autos) if not path.startswith(WITHOUT_DEFAULT)]
     for path in left:
@@ -282,5 +282,5 @@ def without_autos(config: ZeroConfig) -> ZeroConfig:
 
 
 def get_log_level(param_dict: Mapping[str, Any]) -> str | None:
-    """The level of the log that this configuration names; None: it stays as it is."""
+    """Return the log level that this configuration names; None: unchanged."""
     return param_dict.get(LOG_LEVEL, LOG_LEVEL_DEFAULT)

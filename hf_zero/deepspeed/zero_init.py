@@ -1,7 +1,7 @@
-"""``deepspeed.zero.Init``: models that are built straight into shards under ZeRO-3, without memory
+"""``deepspeed.zero.Init``: construction of models directly in shards under ZeRO-3, without memory
 beyond a first part.
 
-Large parameters are records of how they come to their values; an engine that only holds the model
+A large parameter is only a record of how to compute its values; an engine that only holds the model
 then makes them one by one. For models of transformers and any others.
 """
 
@@ -28,9 +28,9 @@ from hf_zero.loading import Building, make_pending, make_real
 from hf_zero.loading.shard_only import engines_of, hold
 from hf_zero.zero.layout.parameter import ZeroParamStatus, owner_of
 
-# So much of a model is built in memory before it is sharded: that costs little, and a small model
-# has the very numbers that a single process draws. Put off, each parameter's numbers come from a
-# generator of its own, alike for any number of ranks.
+# Bytes of a model that are built in memory before it is sharded: that costs little, and a small
+# model has exactly the numbers that a single process draws. The numbers of each postponed parameter
+# come from its own generator, equal for any number of ranks.
 WHOLE_BYTES = 256 << 20
 
 
@@ -38,7 +38,7 @@ _numbers = count()
 
 
 def give_facts(parameters: Iterable[Any]) -> None:
-    """Let parameters that are whole on their one rank answer what sharded ones answer: ``ds_id``,
+    """Give parameters that are whole on their one rank the attributes of sharded ones: ``ds_id``,
     ``ds_status``, ``ds_shape``, ``ds_numel`` and ``ds_persist``.
     """
     for parameter in parameters:
@@ -66,7 +66,7 @@ def _is_new(parameter: Any) -> bool:
 
 
 def _trains(module: nn.Module) -> bool:
-    """Whether an engine trains a part of ``module``: what is added to it stays as it is."""
+    """Whether an engine trains a part of ``module``: parameters added to it stay as they are."""
     return any(engine.bound is not None for engine in engines_of(module))
 
 
@@ -74,13 +74,13 @@ class Init:
     """``deepspeed.zero.Init``: a context around the construction of models, with all of DeepSpeed's
     arguments. Collective.
 
-    At stage 3 and on several ranks, models made inside come in shards: those of ``from_pretrained``
-    are read so, others have no memory beyond their first 256 MB; of those every rank takes rank
-    0's values, and keeps its shards. They can be read, written (see
-    GatheredParameters) and called before ``initialize`` takes them over. ``module``, a model that
-    is here already, is sharded at once. Parameters keep the dtype that the code asks for. Without
-    ``config_dict_or_path`` or ``config``, the configuration alive in transformers, else plain stage
-    3. On one rank parameters stay whole, and have the facts of :func:`give_facts`.
+    At stage 3 and on several ranks, models made inside are sharded: those of ``from_pretrained``
+    are read in shards, others have no memory beyond their first 256 MB; for these every rank takes
+    rank 0's values, and keeps its shards. They can be read, written (see GatheredParameters) and
+    called before ``initialize`` takes them over. ``module``, an existing model, is sharded at once.
+    Parameters keep the dtype that the code asks for. Without ``config_dict_or_path`` or ``config``,
+    the configuration alive in transformers is used, else plain stage 3. On one rank parameters stay
+    whole, and have the attributes of :func:`give_facts`.
     """
 
     def __init__(
@@ -144,15 +144,15 @@ class Init:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """``module`` uses ``parameter`` that another module owns.
+    """Accept that ``module`` uses ``parameter``, which another module owns.
 
-    Accepted and not needed: a unit's parameters are gathered for every module that is called inside
-    it, and parameters shared between units belong to their lowest common ancestor.
+    No action is needed: a unit's parameters are gathered for every module that is called inside it,
+    and parameters shared between units belong to their lowest common ancestor.
     """
 
 
 def zero_wrapper_for_fp_tensor_constructor(
     function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Callable[..., Any]:
-    """DeepSpeed wraps tensor constructors inside ``Init``; hf-zero leaves them alone."""
+    """Return ``function`` itself: DeepSpeed wraps tensor constructors, hf-zero does not."""
     return function

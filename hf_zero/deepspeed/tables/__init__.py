@@ -1,1 +1,1 @@
-"""The rows of ``api.py``, by what they are about."""
+"""The rows of ``api.py``, by subject."""

@@ -1,4 +1,4 @@
-"""``deepspeed.ops``: optimizers, sparse attention, and which operators are here."""
+"""``deepspeed.ops``: optimizers, sparse attention, and the builders of operators."""
 
 from __future__ import annotations
 

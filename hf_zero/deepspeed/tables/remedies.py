@@ -1,4 +1,4 @@
-"""What to do instead of names that are not built, and why names are left out."""
+"""Remedies for names that are not built, and reasons why names are left out."""
 
 from __future__ import annotations
 

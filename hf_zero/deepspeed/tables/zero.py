@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.zero``: models in shards, their configuration, estimates of memory."""
+"""``deepspeed.runtime.zero``: sharded models, their configuration, estimates of memory."""
 
 from __future__ import annotations
 
