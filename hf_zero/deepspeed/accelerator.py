@@ -45,7 +45,7 @@ class DeepSpeedAccelerator:
         self._module: Any = cpu_accelerator if kind == "cpu" else kinds.module_of(kind)
         self._compile_backend = "inductor"
 
-    # ---- which device ----
+    # ---- the device ----
 
     def device_name(self, device_index: int | str | None = None) -> str:
         return (
@@ -75,7 +75,7 @@ class DeepSpeedAccelerator:
     def is_available(self) -> bool:
         return bool(self._name == "cpu" or self._module.is_available())
 
-    # ---- how it works: on the CPU in the order of the host ----
+    # ---- capabilities: the CPU works in the order of the host ----
 
     def is_synchronized_device(self) -> bool:
         return kinds.is_host(self._name)
@@ -192,7 +192,7 @@ class DeepSpeedAccelerator:
     def create_op_builder(self, class_name: str) -> Any:
         return self.get_op_builder(class_name)()
 
-    # ---- what the launcher sets ----
+    # ---- variables of the launcher ----
 
     def export_envs(self) -> list[str]:
         return ["NCCL"] if backend_for(self._name) == "nccl" else []

@@ -368,7 +368,7 @@ class DeepSpeedEngine(ReportingEngine):
         self._profile = None
         super().destroy(gather)
 
-    # ---- what it says about itself ----
+    # ---- compilation, consolidated weights ----
 
     @property
     def is_compiled(self) -> bool:

@@ -251,7 +251,7 @@ class SlurmRunner(MultiNodeRunner):
             command += ["--nodes", str(args.num_nodes)]
         if args.num_gpus > 0:
             command += ["--gpus-per-node", str(args.num_gpus)]
-        environment.update(self._meeting() | self._exported())  # a list would end at a comma
+        environment.update(self._meeting() | self._exported())  # --export splits at commas
         return [*command, "--export=ALL", *self._script()]
 
 

@@ -215,7 +215,7 @@ def _pair(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-# ---- Tensors in equal parts ----
+# ---- Tensors divided into equal parts ----
 
 
 class PartitionedTensor:

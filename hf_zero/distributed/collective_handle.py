@@ -71,6 +71,7 @@ class Handle:
             for part in self._parts:
                 out.add_(part, alpha=scale)
         else:
+            # equal dtypes: sum or scale straight into `out`, without a copy first
             if rest and first.dtype == out.dtype == rest[0].dtype:
                 torch.add(first, rest[0], out=out)
                 rest = rest[1:]
@@ -99,6 +100,7 @@ class Handle:
 
         for size in sizes:
             parts = [part.narrow(0, at, size) for part in self._parts]
+            # each part waits for the whole message
             handles.append(Handle([self], self._watchdog, self._pending, parts, free))
             at += size
         return handles

@@ -152,6 +152,7 @@ class MeshDim:
         size = sum(full.nbytes for full, _ in pairs)
         pending = self.gathers.issue(f"all-gather of {key}, {size} bytes")
         works: list[Any] = []
+        # tensors in host memory beside a device: exchanged by gloo on the default group
         beside = self._follows is not None and all(full.device.type == "cpu" for full, _ in pairs)
         if self.hops is not None and not beside:
             works, pairs = [self.hops.gather(pairs, key, self._follows)], ()

@@ -77,10 +77,11 @@ class Sums(NamedTuple):
 class MeshOptions:
     """The process groups that an engine needs, equal on all ranks of the job.
 
-    updates: another communicator over the shards, for a thread that gathers updated parameters.
-    node: this many ranks of a shard group form one more dimension, for gathers only. hop: gathers
-    over a shard group take two hops, across nodes of this many ranks and within each. cuts: the
-    axes that cut its parameters besides ZeRO (``Sharding.axes``), for each kind.
+    updates: another communicator over the shards, for a thread that gathers updated parameters
+    beside all other collectives. node: this many ranks of a shard group form one more dimension,
+    for gathers only. hop: gathers over a shard group take two hops, across nodes of this many ranks
+    and within each. cuts: the axes that cut its parameters besides ZeRO (``Sharding.axes``), for
+    each kind.
     """
 
     updates: bool = False
@@ -140,7 +141,9 @@ class FlatMeshMaker:
         if 1 < self._options.hop < shards:
             hops = self._hops(rows, name, kind)
             shard.hops = TwoHops(*hops)
+        # sums over all ranks count each replica; sums over one replica's shards do not
         weight = 1.0 / replicate.size if self._dims.splits_model else 1.0
+        # its gradients are summed over 1 / tensor of the ranks that the mean divides by
         gain = float(self._dims.tensor) if "tensor" in axes else 1.0
         group = self.group(axes)
         return FlatMesh(shard, replicate, updates, of_node, hops, group, axes, weight, gain)

@@ -106,6 +106,7 @@ class GatherAgreement:
 
     def _withdraw(self, step: int) -> bool:
         """Leave agreement ``step``; return False if all ranks have arrived by now."""
+        # all ranks had been counted: the last one publishes an outcome, binding this one too
         if self._store.add(f"{step}/n", -1) == len(self._ranks) - 1:
             self._store.add(f"{step}/n", 1)
             return False

@@ -29,7 +29,7 @@ def abort(group: Any, backend: str, size: int, rank: int, device: torch.device) 
             try:  # gloo closes connections only when a message on them has timed out
                 gloo.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
             except RuntimeError:
-                pass  # as wanted
+                pass  # the time-out is the purpose
 
 
 def abort_together(aborts: Mapping[str, Callable[[], None]]) -> None:

@@ -43,10 +43,11 @@ def init_distributed(
     Does nothing if a group exists.
 
     Args:
-      backend: the device's own backend, such as "nccl", or None add gloo for host memory.
-      timeout: seconds of a silent wait before it is an error.
-      port: the rendezvous port if MASTER_PORT is not set.
-      interface: the network interface that gloo and NCCL use.
+        backend: None or the device's own, such as "nccl", means that backend, with gloo for host
+            memory.
+        timeout: seconds of a silent wait before it is an error.
+        port: the rendezvous port if MASTER_PORT is not set.
+        interface: the network interface that gloo and NCCL use.
 
     Raises LaunchError if the launcher's variables are incomplete or contradict each other
     (``rendezvous.py``), ConfigError for a port that is in use.

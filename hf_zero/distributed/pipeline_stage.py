@@ -68,8 +68,8 @@ class Stage:
         self._backward = backward
         self._inputs: dict[int, tuple[Activations, tuple[bool, ...], bool]] = {}
         self._outputs: dict[int, tuple[Activations, bool]] = {}
-        self._gradients: dict[int, list[torch.Tensor]] = {}  # of outputs
-        self._sent_back: dict[int, list[torch.Tensor]] = {}  # of inputs
+        self._gradients: dict[int, list[torch.Tensor]] = {}  # gradients of outputs
+        self._sent_back: dict[int, list[torch.Tensor]] = {}  # gradients of inputs
 
     @property
     def is_first(self) -> bool:
@@ -90,7 +90,7 @@ class Stage:
     def _key(self, stage: int, micro_batch: int) -> str:
         return f"micro-batch {micro_batch} between stages {stage} and {stage + 1}"
 
-    # ---- what a schedule sets up ----
+    # ---- setup by the schedule ----
 
     def clear_runtime_states(self) -> None:
         for kept in (self._inputs, self._outputs, self._gradients, self._sent_back):

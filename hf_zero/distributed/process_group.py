@@ -100,6 +100,7 @@ def add_host_backend(timeout: timedelta) -> None:
     gloo = dist.ProcessGroupGloo(store, get_rank(), get_world_size(), timeout=timeout)
     gloo._set_sequence_number_for_group()
     group._register_backend(HOST, dist.ProcessGroup.BackendType.GLOO, gloo)
+    # torch reads the backends of a group from here (get_backend_config)
     configs = dist.distributed_c10d._world.pg_backend_config
     configs[group] = f"{HOST.type}:gloo,{configs[group]}"
 

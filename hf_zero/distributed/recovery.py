@@ -209,6 +209,7 @@ class PassTracker:
             and own["at"] == there
             and any(own[part] != statement[part] for part in ("kind", "first"))
         )
+        # this rank may still reach the same place
         if not parted and all(at[role] <= there[role] for role in at):
             return None
         return (

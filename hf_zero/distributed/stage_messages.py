@@ -107,8 +107,8 @@ class StageMessages:
 
     @classmethod
     def over(cls, groups: ParallelGroups, name: str, timeout: float) -> StageMessages:
-        """Make those of this rank's pipeline, for the engine ``name`` (collective over all
-        ranks).
+        """Return the messages of this rank's pipeline, for engine ``name`` (collective over
+        all).
         """
         dims, own = groups.dims, None
         if dims.pipeline > 1:

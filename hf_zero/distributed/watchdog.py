@@ -325,6 +325,7 @@ class Watchdog:
             rank_status.publish("follows" if follows else "waits", pending=pending)
             self._posted = current
         verdict = rank_status.diagnose(pending, () if follows else ("waits",))
+        # hosts of ranks that follow may still go on: a likely hang is only warned of, once
         if verdict is None and follows and self._hinted is not current:
             likely = rank_status.diagnose(pending, ("waits", "follows"))
             if likely is not None:
