@@ -37,9 +37,7 @@ class AsyncSaves:
         self._shards = shards
 
     def start(self) -> AsyncSaver:
-        """Return the writer, made by the first call on every rank. Raises ConfigError in a
-        pipeline.
-        """
+        """Return the writer, which the first call on all ranks makes. ConfigError in a pipeline."""
         if self._mesh.dims.pipeline > 1:
             raise ConfigError(
                 "checkpoint.async_save (or blocking=False) writes the shards of one stage beside "

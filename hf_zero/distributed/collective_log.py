@@ -25,8 +25,8 @@ class PendingCollective(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """Return the tag of its point-to-point messages: those of different collectives never
-        match, whatever their sizes are.
+        """The tag of its point-to-point messages: those of different collectives never match,
+        whatever their sizes are.
         """
         return zlib.crc32(f"{self.number} {self.what}".encode()) & 0x7FFFFFFF
 

@@ -345,9 +345,7 @@ class MeshDim:
         return Handle([work], self._watchdog, pending, [tensor], follows=self._follows)
 
     def maximum_on_hosts(self, values: Sequence[int], key: str) -> list[int]:
-        """Return the maximum of each of ``values`` over the dimension (collective, blocks the
-        host).
-        """
+        """Return the maximum of each of ``values`` over the dimension (collective; blocks)."""
         own = torch.tensor(values, dtype=torch.int64, device=self.host_messages_on)
         if self._follows is None or own.device.type != "cpu" or self.size == 1:
             self.all_reduce(own, key, maximum=True).wait()

@@ -204,7 +204,7 @@ class Mesh:
         return [value] if self.peers is None else self.peers.all_gather_object(value, what)
 
     def store_messages(self, topic: str) -> StoreMessages | None:
-        """Return the messages on ``topic`` between background threads of the ranks; None for one
+        """Return the channel on ``topic`` between background threads of the ranks; None for one
         rank, or if ranks share no store.
         """
         if self.consensus is None:

@@ -107,9 +107,7 @@ class StageMessages:
 
     @classmethod
     def over(cls, groups: ParallelGroups, name: str, timeout: float) -> StageMessages:
-        """Return the messages of this rank's pipeline, for engine ``name`` (collective over
-        all).
-        """
+        """Make this rank's messages in its pipeline, for engine ``name`` (collective over all)."""
         dims, own = groups.dims, None
         if dims.pipeline > 1:
             limit = timedelta(seconds=timeout + MARGIN_SECONDS)

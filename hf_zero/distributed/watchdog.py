@@ -46,7 +46,7 @@ JOIN_SECONDS = 5.0
 
 
 class Watchdog:
-    """Watches the waits of one rank from a daemon thread, started at the first wait."""
+    """Watch the waits of one rank from a daemon thread, started at the first wait."""
 
     def __init__(
         self,
