@@ -93,7 +93,7 @@ def initialize(
         distributed_port: the rendezvous port, if MASTER_PORT is not set and the launcher names no
             port.
         mpu: the result of ``hf_zero.sequence_parallel``, or a Megatron-style model-parallel unit
-            that describes data parallelism over all ranks; any other raises NotBuiltError.
+            that describes data parallelism over all ranks; any other raises.
         dist_init_required: False: a process group must exist already.
         collate_fn: for the loader.
         config, config_params: ZeroConfig, dict, path or JSON text.
