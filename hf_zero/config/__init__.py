@@ -1,4 +1,4 @@
-"""The configuration of a ZeRO engine: strict, frozen, and each value knows where it came from."""
+"""The configuration of a ZeRO engine: strict, frozen, with the source of each value."""
 
 from hf_zero.config.activations import (
     ActivationCheckpointing,

@@ -1,5 +1,5 @@
-"""Accelerate's YAML: which of its keys concern the engine, what they mean in the DeepSpeed
-dialect, and which are its own.
+"""Reader of Accelerate's YAML: the keys that configure the engine, with their equivalents in the
+DeepSpeed dialect, and the keys that Accelerate itself acts on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_zero.errors import ConfigError, NotBuiltError
 
 _SECTION = "deepspeed_config"
 
-# Keys of the deepspeed_config section that mean a key of the DeepSpeed dialect.
+# Keys of the deepspeed_config section, mapped to keys of the DeepSpeed dialect.
 TRANSLATED: dict[str, str] = {
     "zero_stage": "zero_optimization.stage",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -30,8 +30,8 @@ TRANSLATED: dict[str, str] = {
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
 
-# Keys of the DeepSpeed dialect, and ours in it, that the section may hold as they are; hf-zero
-# brings them to the ranks, not Accelerate.
+# Keys of the DeepSpeed dialect, ours included, that the section may hold under their own names.
+# hf-zero, not Accelerate, passes them on to the ranks.
 PASSED_ON = (
     "kernels",
     "sparse_attention",
@@ -76,8 +76,7 @@ _THEIR_OWN = (
     "transformers_version"
 )
 
-# Keys that Accelerate itself acts on. The ones without a kind of their own are its business,
-# whatever they hold.
+# Keys that Accelerate itself acts on. Those of kind ANYTHING are not checked here.
 ACCELERATE_KEYS: dict[str, Key] = {
     key.path: key
     for key in (
@@ -98,7 +97,7 @@ ACCELERATE_KEYS: dict[str, Key] = {
     )
 }
 
-# Sections of the YAML that ask for another engine or for a feature of it.
+# Sections of the YAML that configure another engine or another kind of training.
 _FOREIGN = {
     "fsdp_config": "FSDP",
     "megatron_lm_config": "Megatron-LM",
@@ -108,12 +107,16 @@ _MARKS = ("deepspeed_config", "distributed_type", "compute_environment")
 
 
 def is_accelerate(mapping: Mapping[str, Any]) -> bool:
-    """Whether a mapping is an Accelerate configuration rather than a ZeRO one."""
+    """Return whether ``mapping`` is an Accelerate configuration rather than a ZeRO one."""
     return any(mark in mapping for mark in _MARKS)
 
 
 def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
-    """The values of an Accelerate configuration whose distributed_type is DEEPSPEED."""
+    """Read an Accelerate configuration whose distributed_type is DEEPSPEED.
+
+    ``label`` names the file in messages. Errors are collected in the returned reading's
+    ``mistakes``.
+    """
     reading = ConfigReading()
     mistakes = reading.mistakes
     for name in mapping:
@@ -139,7 +142,7 @@ def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
     for name, size in parallel.items():
         if isinstance(size, int) and size > 1 and name != _SEQUENCE:
             if name.endswith(("dp_shard_size", "dp_replicate_size")) and sequence > 1:
-                continue  # what Accelerate computes from them is computed anew
+                continue  # Accelerate derives both from the number of ranks; they are recomputed
             said = (
                 f"{label}: parallelism_config.{name} = {size} asks for a parallelism that "
                 f"hf-zero does not provide; {_INSTEAD.get(name, 'write 1 or remove it')}"
@@ -150,7 +153,7 @@ def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
         reading.put(path, sequence, f"parallelism_config.{_SEQUENCE}", label)
 
     for name, value in mapping.items():
-        if name == "mixed_precision" and value is False:  # YAML's reading of a bare no
+        if name == "mixed_precision" and value is False:  # YAML parses a bare no as false
             value = "no"
         if name != _SECTION and name in ACCELERATE_KEYS:
             reading.put(name, value, name, label, ACCELERATE_KEYS)

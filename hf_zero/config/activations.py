@@ -1,5 +1,5 @@
-"""Activations: which blocks recompute them in the backward, and which of them wait for it in host
-memory. What one key means for another is in :mod:`hf_zero.config.checks`.
+"""Configuration of activation memory: recomputation in the backward, offload to host memory, tiled
+MLPs. Checks across keys are in :mod:`hf_zero.config.checks`.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def _idle_offload(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class ActivationCheckpointing:
-    """Blocks whose activations are recomputed in the backward (arXiv 1604.06174), without a change
-    of the script.
+    """Activation checkpointing of the model's blocks (arXiv 1604.06174), without a change of the
+    script.
 
-    ``blocks`` True takes all of the model's repeated blocks, a number the first so many of them,
-    and "selective" keeps the results of matrix products and attention and recomputes the rest
-    (torch refuses blocks that change those results in place). ``number_checkpoints``, DeepSpeed's
-    word, is a number of blocks, too. None leaves it to the model and the script, and False says so.
-    ``cpu_checkpointing`` keeps what checkpoints keep in host memory. ``profile`` logs the time of
-    forwards and recomputations, for which it waits for the device at each one's end; so does
-    ``synchronize`` without the log.
+    ``blocks``: True checkpoints all repeated blocks of the model, a number n the first n of them;
+    "selective" saves the results of matrix products and attention and recomputes the rest (torch
+    refuses blocks that modify those results in place). None leaves checkpointing to the model and
+    the script, False disables it here. ``number_checkpoints``, DeepSpeed's key, is a number of
+    blocks as well. ``cpu_checkpointing`` offloads the tensors that checkpoints save to host memory.
+    ``profile`` logs the time of forwards and recomputations and synchronizes with the device at the
+    end of each; ``synchronize`` does so without the log.
     """
 
     blocks: bool | int | Literal["selective"] | None = key(
@@ -83,7 +83,7 @@ class ActivationCheckpointing:
 
     @property
     def number(self) -> int | None:
-        """How many blocks are checkpointed; None: all of them."""
+        """The number of checkpointed blocks; None for all of them."""
         if self.blocks is False or (self.blocks is None and not self.number_checkpoints):
             return 0
         if isinstance(self.blocks, int) and not isinstance(self.blocks, bool):
@@ -101,8 +101,8 @@ def _idle_tiles(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class TiledMlpSection:
-    """MLPs of the model's blocks that compute one stretch of the tokens after another, each again
-    in the backward; see :mod:`hf_zero.parallel.sequence.tiled_mlp`.
+    """Tiled MLPs: the MLPs of the model's blocks process the tokens tile by tile and recompute each
+    tile in the backward; see :mod:`hf_zero.parallel.sequence.tiled_mlp`.
     """
 
     enabled: bool = key(
@@ -122,12 +122,12 @@ class TiledMlpSection:
 
 @dataclass(frozen=True)
 class ActivationOffload:
-    """Tensors that a forward saves for its backward, in memory of the host until then.
+    """Offload of the tensors that a forward saves for its backward to host memory.
 
-    Those below ``min_bytes`` stay. ``in_flight_bytes`` of device memory may wait for copies to the
-    host, and as much may be brought back ahead of its use; None is as much as two blocks save, 512
-    MiB at least; what is still on the device when the forward ends stays there. ``pin_memory`` None
-    pins where there is a GPU.
+    Tensors smaller than ``min_bytes`` stay on the device. ``in_flight_bytes`` bounds the device
+    memory that waits for copies to the host, and likewise the memory prefetched for the backward;
+    None: as much as two blocks save, at least 512 MiB. Tensors still on the device when the forward
+    ends stay there. ``pin_memory`` None pins host memory where there is a GPU.
     """
 
     enabled: bool = key(BOOLEAN, False, "tensors saved for the backward wait in host memory")

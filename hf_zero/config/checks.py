@@ -1,4 +1,4 @@
-"""What one key means for another: values that follow from others, and values that contradict."""
+"""Rules across configuration keys: derived values and contradictions."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ STAGE = "zero_optimization.stage"
 
 
 def complete(reading: ConfigReading) -> None:
-    """Fill in, in place, what written keys say about others."""
+    """Derive, in place, the values that follow from other written keys."""
     _complete_offload(reading)
     _complete_activations(reading)
 
 
 def check(reading: ConfigReading) -> None:
-    """Raise for all that is wrong with ``reading``, what was met while it was read and what its
-    values contradict, at once.
+    """Raise all errors of ``reading`` at once: those collected while reading and contradictions
+    between its values.
     """
     values, sources, mistakes = reading.values, reading.sources, reading.mistakes
     if values.get("fp16.enabled") and values.get("bf16.enabled"):
@@ -66,9 +66,7 @@ def check(reading: ConfigReading) -> None:
 
 
 def _complete_offload(reading: ConfigReading) -> None:
-    """Fill in what one key of offload says about another, in place: 16-bit optimizer states are
-    bf16 moments.
-    """
+    """Derive the dtype of the moments, in place: 16-bit optimizer states are bf16 moments."""
     if MOMENTS in reading.filled:
         reading.discard(MOMENTS)
     if reading.values.get(BF16_STATES) and MOMENTS not in reading.values:
@@ -76,10 +74,9 @@ def _complete_offload(reading: ConfigReading) -> None:
 
 
 def _check_offload(reading: ConfigReading) -> None:
-    """Note in ``reading`` sections of offload that contradict each other or the stage.
+    """Record in ``reading`` contradictions between the offload sections, or with the stage.
 
-    What rests on a key that is not there is noted only where all else is right: a misspelt key may
-    have been meant.
+    A missing key is reported only if there is no other error: a misspelt key may have been meant.
     """
     values, sources, complete = reading.values, reading.sources, not reading.mistakes
     for section in (OPTIMIZER, PARAM):
@@ -125,8 +122,8 @@ def _check_offload(reading: ConfigReading) -> None:
 
 
 def _complete_activations(reading: ConfigReading) -> None:
-    """Fill in, in place, that a section which is written is meant, unless it says ``enabled:
-    false``.
+    """Enable activation offload, in place, if its section has a key and ``enabled`` is not
+    written.
     """
     if ENABLED in reading.filled:
         reading.discard(ENABLED)
@@ -137,7 +134,7 @@ def _complete_activations(reading: ConfigReading) -> None:
 
 
 def _check_activations(reading: ConfigReading) -> None:
-    """Note in ``reading`` two numbers of blocks."""
+    """Record in ``reading`` an error if ``blocks`` and ``number_checkpoints`` disagree."""
     values, sources = reading.values, reading.sources
     blocks, number = values.get(BLOCKS), values.get(NUMBER)
     if isinstance(blocks, int) and not isinstance(blocks, bool) and number and number != blocks:

@@ -1,7 +1,8 @@
-"""Curriculum learning: sequences that grow with the steps, by DeepSpeed's two sections.
+"""Curriculum learning over difficulty, configured by two sections of DeepSpeed.
 
-``curriculum_learning`` is one schedule of one length. ``data_efficiency`` holds a schedule for each
-metric; those in :data:`LENGTHS` cut batches, all others choose samples.
+``curriculum_learning`` is a single schedule of the sequence length. ``data_efficiency`` holds one
+schedule for each metric: the metrics in :data:`LENGTHS` truncate batches, all others select
+samples.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ EFFICIENCY = "data_efficiency"
 SAMPLING = f"{EFFICIENCY}.data_sampling"
 CURRICULUM = f"{SAMPLING}.curriculum_learning"
 METRICS = f"{CURRICULUM}.curriculum_metrics"
-# Metrics that are sequence lengths, and whether the rest of a sequence becomes further rows.
+# Metrics that are sequence lengths; True if the rest of a sequence becomes further rows.
 LENGTHS: Mapping[str, bool] = {"seqlen_truncate": False, "seqlen_reshape": True}
 SCHEDULES = ("fixed_linear", "fixed_root", "fixed_discrete", "custom")
 
@@ -36,7 +37,7 @@ def _idle_metrics(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class CurriculumSection:
-    """Sequences that are cut to a length that grows: DeepSpeed's section of one schedule."""
+    """DeepSpeed's section of a single schedule: sequences are truncated to a growing length."""
 
     enabled: bool = key(BOOLEAN, False, "cut sequences to a length that grows with the steps")
     curriculum_type: str = key(
@@ -66,7 +67,9 @@ class CurriculumSection:
 
 @dataclass(frozen=True)
 class DataEfficiency:
-    """The switch above sampling and routing; None: theirs alone decide."""
+    """The master switch of data sampling and routing; ``enabled`` None: their own switches
+    decide.
+    """
 
     enabled: bool | None = key(BOOLEAN, None, "false: nothing of this section acts")
     seed: int = key(COUNT, 1234, "seed of what this section draws")
@@ -74,7 +77,7 @@ class DataEfficiency:
 
 @dataclass(frozen=True)
 class DataSampling:
-    """The switch above curricula; None: theirs alone decide."""
+    """The master switch of curricula; ``enabled`` None: their own switches decide."""
 
     enabled: bool | None = key(BOOLEAN, None, "false: no curriculum of this section acts")
     num_epochs: int | None = key(

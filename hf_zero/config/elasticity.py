@@ -1,8 +1,10 @@
-"""Batch sizes by the section ``elasticity``: one train batch size that fits as many numbers of
-ranks as it can, so that a run goes on with the same batches on another number.
+"""Batch sizes from the section ``elasticity``: one train batch size that divides evenly among as
+many world sizes as possible, so that a run continues with the same batches on another number of
+ranks.
 
-The candidates are multiples of each micro-batch size, and of their least common multiple, by the
-largest highly composite number that stays below the most that is accepted.
+Each micro-batch size, and their least common multiple, is multiplied by the largest highly
+composite number that keeps the product within ``max_train_batch_size``; the products are the
+candidates.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ DEFAULTS: dict[str, Any] = {
 
 
 def read(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The section with its defaults. Raises ConfigError for keys and values that cannot be, and
-    NotBuiltError for model parallelism.
+    """Return the section completed with its defaults. Raises ConfigError for unknown keys and
+    invalid values, NotBuiltError for model parallelism.
     """
     for name in section:
         if name not in DEFAULTS:
@@ -59,7 +61,9 @@ def read(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def elastic_batch(section: Mapping[str, Any]) -> tuple[int, list[int]]:
-    """The train batch size, and the numbers of ranks that it fits, in ascending order."""
+    """Return the train batch size and the numbers of ranks that divide it, in ascending order.
+    Raises ConfigError if no batch size fits.
+    """
     values = read(section)
     micros, most = values["micro_batch_sizes"], values["max_train_batch_size"]
     per_node = int(values["num_gpus_per_node"]) if float(values["version"]) >= 0.2 else 1
@@ -78,8 +82,8 @@ def elastic_batch(section: Mapping[str, Any]) -> tuple[int, list[int]]:
 
 
 def elastic_sizes(section: Mapping[str, Any], ranks: int) -> tuple[int, int]:
-    """The train batch size and the micro-batch size on ``ranks`` ranks. Raises ConfigError for a
-    number that the batch does not fit.
+    """Return the train batch size and the micro-batch size for ``ranks`` ranks. Raises ConfigError
+    if the batch does not divide among them.
     """
     total, fitting = elastic_batch(section)
     if ranks not in fitting:
@@ -95,12 +99,16 @@ def elastic_sizes(section: Mapping[str, Any], ranks: int) -> tuple[int, int]:
 
 
 def _multiple(base: int, most: int) -> int:
-    """The largest highly composite multiple of ``base`` up to ``most``; 0 if there is none."""
+    """Return ``base`` times the largest highly composite number that keeps it at most ``most``, or
+    0.
+    """
     return base * max((each for each in HIGHLY_COMPOSITE if each * base <= most), default=0)
 
 
 def _ranks(size: int, micros: Sequence[int], least: int, most: int) -> list[int]:
-    """Numbers of ranks on which a micro-batch size makes up ``size`` in whole steps."""
+    """Return the numbers of ranks from ``least`` to ``most`` that split ``size`` into whole
+    micro-batches, ascending.
+    """
     found = set()
     for micro in micros:
         if size % micro == 0:

@@ -1,5 +1,5 @@
-"""Everything that is wrong with a configuration, in one error: the next run must not find the
-next mistake.
+"""Collection of all errors of a configuration into one exception, so that a user fixes them in one
+pass.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from hf_zero.errors import ConfigError, HfZeroError, NotBuiltError
 
 
 class Mistakes(list[HfZeroError]):
-    """Errors about a configuration, in the order in which they were found."""
+    """Errors about a configuration, in the order of their discovery."""
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """What is raised inside about the configuration is noted, and the reading goes on behind
-        it.
+        """Context manager that collects a ConfigError or NotBuiltError raised inside and continues
+        after the block.
         """
         try:
             yield
@@ -24,8 +24,10 @@ class Mistakes(list[HfZeroError]):
             self.append(error)
 
     def throw(self) -> None:
-        """Raise what was noted: one error as it is, of several a list of their messages."""
-        errors = {str(error): error for error in self}  # the same mistake may be met on two ways
+        """Raise the collected errors: a single one as it is, several as a list of their
+        messages.
+        """
+        errors = {str(error): error for error in self}  # one mistake may be found twice
         if len(errors) == 1:
             raise next(iter(errors.values()))
         if errors:

@@ -1,5 +1,5 @@
-"""Experts of a mixture on different ranks, and what DeepSpeed's section of that name knows beside
-their number.
+"""Expert parallelism: the experts of a mixture-of-experts model on different ranks, and the other
+keys of DeepSpeed's section.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def _idle(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class ExpertParallelSection:
-    """Experts of a model of transformers on different data-parallel ranks, which exchange their
-    tokens; see :mod:`hf_zero.parallel.expert`.
+    """Expert parallelism for models of transformers: data-parallel ranks hold different experts and
+    exchange their tokens; see :mod:`hf_zero.parallel.expert`.
     """
 
     enabled: bool = key(
@@ -38,7 +38,9 @@ class ExpertParallelSection:
 
     @property
     def size(self) -> int:
-        """Ranks that hold one set of the experts together: 1 where it is off."""
+        """The number of ranks that hold one set of the experts together; 1 if expert parallelism is
+        off.
+        """
         return self.autoep_size if self.enabled else 1
 
 

@@ -1,5 +1,5 @@
-"""How a configuration shows itself: as a mapping of the dialect, as rows with sources, and as
-text for rank 0's log.
+"""Representations of a configuration: a mapping of the dialect, rows with sources, and text for
+rank 0's log.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Unset = Literal["omit", "default"]
 
 
 class ExplainRow(NamedTuple):
-    """One line of ``ZeroConfig.explain()``: what a key is set to, by whom, and what that means
-    here.
+    """One line of ``ZeroConfig.explain()``: a key, its value, the source of the value, and its
+    effect.
     """
 
     key: str
@@ -29,8 +29,8 @@ class ExplainRow(NamedTuple):
 
 
 def as_dialect(reading: ConfigReading, unset: Unset) -> SourcedDict:
-    """The values of a reading as a nested mapping in DeepSpeed's dialect, which remembers where
-    they stood.
+    """Return the values of ``reading`` as a nested mapping in DeepSpeed's dialect that keeps the
+    source of each value. ``unset`` "default" adds the defaults of active keys.
     """
     flat = {
         path: value for path, value in reading.values.items() if path in KEYS and value is not None
@@ -65,14 +65,16 @@ def as_dialect(reading: ConfigReading, unset: Unset) -> SourcedDict:
 
 
 def sources(reading: ConfigReading) -> dict[str, str]:
-    """Where the value of each key that acts, and of each other key that was written, came from."""
+    """Return the source of each active key's value ("default" if unset) and of each other written
+    key.
+    """
     return {
         path: reading.sources.get(path, "default") for path, key in KEYS.items() if _acts(path)
     } | reading.sources
 
 
 def explain(reading: ConfigReading) -> list[ExplainRow]:
-    """A row for every key that acts here and for every other key that was written."""
+    """Return a row for each active key and for each other key that was written."""
     rows = []
     for path, key in [*KEYS.items(), *ACCELERATE_KEYS.items()]:
         if path in reading.autos:
@@ -101,12 +103,12 @@ def explain(reading: ConfigReading) -> list[ExplainRow]:
 
 
 def written(rows: list[ExplainRow]) -> list[ExplainRow]:
-    """The rows of values that were written."""
+    """Return the rows whose values were written."""
     return [row for row in rows if is_written(row.source)]
 
 
 def as_text(rows: list[ExplainRow]) -> str:
-    """Aligned lines: key, value, source, and the note where there is one."""
+    """Return aligned lines: key, value, source, and the note if there is one."""
     cells = [(row.key, _show(row.value), row.source, row.note) for row in rows]
     widths = [max((len(cell[column]) for cell in cells), default=0) for column in range(3)]
     lines = [

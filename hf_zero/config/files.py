@@ -1,6 +1,6 @@
-"""Configuration text: JSON, Hjson and YAML files, and JSON or Hjson in a string.
+"""Parsers of configuration text: JSON, Hjson and YAML files, and JSON or Hjson strings.
 
-What is read is a mapping, or an error says where it is not.
+Each returns a mapping, or raises ConfigError with the position of the mistake.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from hf_zero.errors import ConfigError
 
 
 def load_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The mapping in a JSON, Hjson or YAML file; the suffix decides, else the first character."""
+    """Read the mapping in a JSON, Hjson or YAML file; the suffix decides, else the first
+    character.
+    """
     name = os.fspath(path)
     if not os.path.isfile(name):
         what = "is a directory, not a file" if os.path.isdir(name) else "does not exist"
@@ -46,7 +48,7 @@ def load_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def load_json(text: str, label: str) -> dict[str, Any]:
-    """The mapping that a JSON text holds; where it is not JSON, that it holds as Hjson."""
+    """Parse a mapping from JSON, or from Hjson if it is not valid JSON. Raises ConfigError."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
@@ -72,7 +74,7 @@ def load_json(text: str, label: str) -> dict[str, Any]:
 
 
 def load_yaml(text: str, label: str) -> dict[str, Any]:
-    """The mapping that a YAML text holds."""
+    """Parse a mapping from YAML. Raises ConfigError."""
     try:
         value = yaml.load(text, Loader=_Loader)  # a SafeLoader
     except yaml.YAMLError as error:
@@ -81,8 +83,8 @@ def load_yaml(text: str, label: str) -> dict[str, Any]:
 
 
 def load_text(text: str) -> dict[str, Any] | None:
-    """The mapping in a string that holds JSON, plain or in base64 as launchers pass it on; None
-    if it holds neither.
+    """Parse the mapping in a JSON string, plain or base64-encoded as launchers pass it on; return
+    None for any other string.
     """
     if text.lstrip()[:1] == "{":
         return load_json(text, "config string")
@@ -104,8 +106,8 @@ def _mapping(value: Any, label: str) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice and reads ``5e8`` and ``1e-5``, which YAML 1.1
-    takes for strings, as numbers.
+    """SafeLoader that rejects duplicate keys and parses ``5e8`` and ``1e-5``, strings in YAML 1.1,
+    as numbers.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

@@ -1,5 +1,5 @@
-"""Hjson, in which DeepSpeed's configurations may be written: JSON with comments, keys and strings
-without quotes, and commas that may be missing or too many.
+"""Parser of Hjson, which DeepSpeed accepts for configurations: JSON with comments, unquoted keys
+and strings, and optional or trailing commas.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WORD = re.compile(
 
 
 class HjsonError(ValueError):
-    """Text that is no Hjson; ``position`` is where."""
+    """A syntax error in Hjson text at offset ``position``."""
 
     def __init__(self, message: str, position: int) -> None:
         super().__init__(message)
@@ -27,9 +27,8 @@ class HjsonError(ValueError):
 
 
 def parse(text: str) -> Any:
-    """The value that ``text`` holds, by default an object without its braces.
-
-    Raises HjsonError for what is no Hjson, and for a key that stands twice in one object.
+    """Parse the value in ``text``; an object at the top may omit its braces. Raises HjsonError for
+    invalid Hjson and for duplicate keys in one object.
     """
     reader = _Reader(text)
     reader.skip()
@@ -44,14 +43,14 @@ def parse(text: str) -> Any:
 
 
 class _Reader:
-    """A position in ``text``."""
+    """A cursor at offset ``at`` of ``text``."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self.at = 0
 
     def skip(self) -> None:
-        """Go over spaces and comments."""
+        """Skip whitespace and comments."""
         self._take(_SPACE)
 
     def value(self) -> Any:
@@ -75,7 +74,7 @@ class _Reader:
         return self._take(_BARE).strip()
 
     def members(self, end: str) -> dict[str, Any]:
-        """The members of an object, up to ``end``, which is gone over."""
+        """Parse the members of an object up to and including ``end``."""
         found: dict[str, Any] = {}
         while not self._ends(end):
             start = self.at
@@ -97,7 +96,9 @@ class _Reader:
         return found
 
     def _ends(self, end: str) -> bool:
-        """Go over a comma; whether ``end`` comes, or with "" the end of the text."""
+        """Skip a comma and return whether ``end`` follows, which is skipped too; "" is the end of
+        the text.
+        """
         self.skip()
         if self._text[self.at : self.at + 1] == ",":
             self.at += 1
@@ -125,7 +126,7 @@ class _Reader:
             raise HjsonError("a string has an escape that there is not", start) from None
 
     def _block(self) -> str:
-        """A string of several lines between three quotes."""
+        """Parse a multi-line string between triple quotes."""
         end = self._text.find("'''", self.at + 3)
         if end < 0:
             raise HjsonError("three quotes are not closed", self.at)

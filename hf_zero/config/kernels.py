@@ -1,4 +1,4 @@
-"""The names of fused kernels, and which of them "auto" means where."""
+"""The names of the fused kernels, and those that "auto" selects on each kind of device."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ NAMES = ("norms", "activations", "rotary", "qkv", "residual", "loss", "optimizer
 
 AUTO: dict[str, tuple[str, ...]] = {
     "cuda": NAMES,
-    # A GPU for which Triton has no driver, or is switched off: references would run.
+    # A GPU without a Triton driver, or with Triton disabled, would run the reference versions.
     "cuda without Triton": ("loss",),
-    # There are no kernels for norms and the like on CPUs: their references would run, slower than
-    # torch's own.
+    # CPUs have no kernels for norms and the like: the references are slower than torch's own.
     "cpu": ("loss", "optimizer"),
 }
 """What "auto" means, by the kind of device."""
@@ -23,16 +22,14 @@ rotations and sums there itself.
 
 
 def auto(device: str) -> tuple[str, ...]:
-    """The kernels of "auto" on ``device``, a key of :data:`AUTO`; none on a kind that has no
-    row.
-    """
+    """Return the kernels of "auto" on ``device``, a key of :data:`AUTO`; none for other devices."""
     return AUTO.get(device, ())
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
-    """``names`` once each, in the order of :data:`NAMES`.
+    """Return ``names`` without duplicates in the order of :data:`NAMES`.
 
-    Raises ValueError for one that is not there.
+    Raises ValueError for an unknown name.
     """
     given = set(names)
     if unknown := given - set(NAMES):

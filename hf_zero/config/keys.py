@@ -1,9 +1,8 @@
-"""Every configuration key hf-zero knows, in one table: what it may hold, and whether it acts, is
-inert or is not built.
+"""The table of all configuration keys: their kinds of values, and whether each is active, inert or
+not built.
 
-The keys are those of DeepSpeed's JSON dialect, which Accelerate and the Trainer write, and our own.
-Nothing else is accepted: a key that is not here is a mistake of the writer, and the error says
-which one was likely meant.
+It holds the keys of DeepSpeed's JSON dialect, which Accelerate and the Trainer write, and our own.
+Any other key is an error, whose message suggests the key that was likely meant.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ _BATCH = ()
 _FP16 = under(
     "fp16",
     unbuilt("fp16_master_weights_and_grads", BOOLEAN, "master weights in fp16"),
-    # an older way to say bf16; it is translated into bf16.enabled as it is read
+    # an older spelling, translated into fp16.enabled or bf16.enabled while reading
     Key("type", choice("fp16", "float16", "bf16", "bfloat16"), Status.ACTIVE),
 )
 
@@ -195,8 +194,8 @@ _REPORTS = (
     ),
 )
 
-# Sections that are taken as a whole: off, they are accepted; on, they ask for a feature that is not
-# built.
+# Sections accepted or refused as a whole: a disabled one is accepted, an enabled one asks for a
+# feature that is not built.
 _FEATURES = (
     switched("amp", "Apex AMP; use bf16 or fp16"),
     inert(
@@ -297,7 +296,7 @@ _GROUPS = (
 
 KEYS: dict[str, Key] = {key.path: key for group in _GROUPS for key in group}
 
-# Keys for which "auto" is a value of their own, not a hole that Accelerate or the Trainer fills.
+# Keys with a value "auto" of their own, which Accelerate and the Trainer do not fill in.
 OWN_AUTOS: frozenset[str] = frozenset(
     ("kernels", "attention_backend", "zero_optimization.offload_optimizer.ratio")
 )
@@ -309,8 +308,8 @@ _STAGE3_FIELDS = (
     "gather_16bit_weights_on_model_save"
 )
 
-# Spellings that mean another key: DeepSpeed's former names, the names of its Python fields, and our
-# own keywords.
+# Alternative spellings: DeepSpeed's former names, the names of its Python fields, and our own
+# keywords.
 ALIASES: dict[str, str] = {
     "bfloat16": "bf16",
     "bf16.check_overflow": "bf16.check_grad_overflow",

@@ -1,9 +1,9 @@
-"""What a configuration value may be: each :class:`Kind` checks a raw JSON or YAML value and brings
-it to one form.
+"""Kinds of configuration values: each :class:`Kind` checks a raw JSON or YAML value and converts it
+to its canonical form.
 
-A kind never guesses: ``"8"`` is not a number and ``1`` is not a boolean. It accepts what the
-Hugging Face libraries write, which is why ``5e8`` counts as an integer and ``torch.bfloat16`` as a
-name of a dtype.
+A kind never guesses: ``"8"`` is not a number and ``2`` is not a boolean. It accepts what the
+Hugging Face libraries write, hence ``5e8`` counts as an integer and ``torch.bfloat16`` as the name
+of a dtype.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hf_zero.config import kernels
 
 @dataclass(frozen=True)
 class Kind:
-    """``expected`` completes the sentence "… is not …"; ``convert`` returns the value's one form
-    or raises ValueError. ``schema`` is the same for an editor, in JSON Schema.
+    """A type of values. ``expected`` completes "… is not …" in messages; ``convert`` returns the
+    canonical form or raises ValueError; ``schema`` describes the values in JSON Schema.
     """
 
     expected: str
@@ -30,8 +30,8 @@ class Kind:
 
 
 def integer(low: int | None = None, high: int | None = None) -> Kind:
-    """A whole number in ``[low, high]``; floats without a fraction (``5e8``) are whole numbers
-    too.
+    """Return the kind of integers in ``[low, high]``; floats without a fraction (``5e8``) are
+    integers too.
     """
 
     def convert(value: Any) -> int:
@@ -53,7 +53,9 @@ def integer(low: int | None = None, high: int | None = None) -> Kind:
 def number(
     low: float | None = None, high: float | None = None, *, above: float | None = None
 ) -> Kind:
-    """A finite number, at least ``low`` or strictly ``above``, at most ``high``."""
+    """Return the kind of finite numbers, at least ``low`` or strictly ``above``, at most
+    ``high``.
+    """
 
     def convert(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -107,12 +109,14 @@ def _elements(value: Any) -> int:
 
 
 def _size(value: Any) -> int:
-    """A bucket size: the fraction that a formula such as 0.9 × hidden² leaves is dropped."""
+    """Convert a bucket size to an integer; formulas such as 0.9 × hidden² leave a fraction, which
+    is dropped.
+    """
     return int(number(0).convert(value))
 
 
 def choice(*options: str) -> Kind:
-    """One of a few words, in any case."""
+    """Return the kind of the strings ``options``, in any case."""
 
     def convert(value: Any) -> str:
         if not isinstance(value, str) or value.lower() not in options:
@@ -124,7 +128,7 @@ def choice(*options: str) -> Kind:
 
 
 def one_of(*options: int) -> Kind:
-    """One of a few whole numbers."""
+    """Return the kind of the integers ``options``."""
 
     def convert(value: Any) -> int:
         whole = int(integer().convert(value))
@@ -160,9 +164,9 @@ def _path(value: Any) -> str:
 
 
 def _paths(value: Any) -> str | tuple[str, ...]:
-    """One absolute path, or several.
+    """Convert one path, or several, to absolute form.
 
-    A comma cannot part them, and is not taken for part of one: ``/a,/b`` is a slip.
+    A string with a comma is refused: ``/a,/b`` is neither two paths nor a likely one.
     """
     if isinstance(value, (list, tuple)):
         paths = tuple(os.path.abspath(os.path.expanduser(_path(path))) for path in value)
@@ -170,7 +174,7 @@ def _paths(value: Any) -> str | tuple[str, ...]:
             raise ValueError(value)
         return paths[0] if len(paths) == 1 else paths
     path = _path(value)
-    if path.lower() == "none":  # Accelerate's word for no path
+    if path.lower() == "none":  # Accelerate writes "none" for no path
         return ()
     if "," in path:
         raise ValueError(value)
@@ -185,7 +189,7 @@ _DTYPES = {
 
 
 def _dtype(value: Any) -> str:
-    # str() turns a torch.dtype object into its name without importing torch
+    # str() of a torch.dtype is its name: no import of torch is needed
     for name, spellings in _DTYPES.items():
         if not isinstance(value, numbers.Number) and str(value).lower() in spellings:
             return name
@@ -211,8 +215,8 @@ def _section(value: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A copy in the types of JSON, so that a configuration is the same before and after it is
-    written.
+    """Copy a value into JSON's types, so that a configuration survives writing and reading
+    unchanged.
     """
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
@@ -230,14 +234,16 @@ def _plain(value: Any) -> Any:
 
 
 def _report_interval(value: Any) -> int | None:
-    """A number of steps; infinity, which Accelerate writes to silence the reports, becomes None."""
+    """Convert a number of steps; infinity, which Accelerate writes to silence the reports, becomes
+    None.
+    """
     if isinstance(value, float) and math.isinf(value) and value > 0:
         return None
     return int(integer(1).convert(value))
 
 
 def _switch(value: Any) -> str:
-    """``off``, ``on`` or ``auto``; YAML reads the bare words off and on as booleans."""
+    """Convert to ``off``, ``on`` or ``auto``; YAML parses the bare words off and on as booleans."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if value not in ("off", "auto", "on"):
@@ -246,7 +252,9 @@ def _switch(value: Any) -> str:
 
 
 def _kernels(value: Any) -> str | tuple[str, ...]:
-    """``off``, ``auto`` (also written ``on``), or names; no names are ``off``."""
+    """Convert to ``off``, ``auto`` (also written ``on``) or kernel names; an empty list is
+    ``off``.
+    """
     if isinstance(value, (bool, str)):
         return {"off": "off"}.get(_switch(value), "auto")
     return kernels.in_order(_names(value)) or "off"

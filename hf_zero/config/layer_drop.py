@@ -1,4 +1,4 @@
-"""Progressive layer dropping: how many blocks of a model a step leaves out."""
+"""Configuration of progressive layer dropping."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def _idle(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class LayerDropSection:
-    """Blocks that training leaves out at random, more of them the deeper they lie and the longer it
-    goes on (arXiv 2010.13369); see :mod:`hf_zero.techniques.layer_drop`.
+    """Progressive layer dropping (arXiv 2010.13369): training skips random blocks, deeper ones more
+    often and more of them as it proceeds; see :mod:`hf_zero.techniques.layer_drop`.
     """
 
     enabled: bool = key(

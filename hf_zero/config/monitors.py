@@ -1,4 +1,4 @@
-"""The sections of monitors: where a script that imports deepspeed writes figures of its steps."""
+"""Sections of the monitors to which a script that imports deepspeed writes metrics of its steps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _wandb, _comet = _idle_without("wandb"), _idle_without("comet")
 
 @dataclass(frozen=True)
 class TensorBoardSection:
-    """Event files of TensorBoard, whose package is needed."""
+    """Event files of TensorBoard; requires its package."""
 
     enabled: bool = key(BOOLEAN, False, FIGURES.format("TensorBoard's event files"))
     output_path: str = key(
@@ -53,7 +53,7 @@ class TensorBoardSection:
 
 @dataclass(frozen=True)
 class CsvSection:
-    """A file of comma-separated values for each figure."""
+    """One CSV file for each metric."""
 
     enabled: bool = key(BOOLEAN, False, FIGURES.format("a CSV file for each"))
     output_path: str = key(
@@ -64,7 +64,7 @@ class CsvSection:
 
 @dataclass(frozen=True)
 class WandbSection:
-    """Weights & Biases, whose package is needed."""
+    """Weights & Biases; requires its package."""
 
     enabled: bool = key(BOOLEAN, False, FIGURES.format("Weights & Biases"))
     group: str | None = key(TEXT, None, "the group of the run", idle=_wandb)
@@ -74,7 +74,7 @@ class WandbSection:
 
 @dataclass(frozen=True)
 class CometSection:
-    """Comet, whose package is needed; what is None is read from Comet's own settings."""
+    """Comet; requires its package. Fields that are None are read from Comet's own settings."""
 
     enabled: bool = key(BOOLEAN, False, FIGURES.format("Comet"))
     samples_log_interval: int = key(

@@ -1,5 +1,5 @@
-"""Offload: where the optimizer and the parameters live if not on the device, and how files are read
-and written. What one key means for another is in :mod:`hf_zero.config.checks`.
+"""Configuration of offload: the devices of the optimizer and the parameters, and file I/O. Checks
+across keys are in :mod:`hf_zero.config.checks`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PIN = "page-locked memory; null: where there is a GPU"
 
 
 def _idle_unless(section: str, *devices: str) -> Callable[[Mapping[str, Any]], str]:
-    """What to say of a key that only matters when the device of its section is one of
+    """Return an ``idle`` function for keys that act only if the section's device is one of
     ``devices``.
     """
 
@@ -78,17 +78,17 @@ _PARAM_FILES = _idle_unless(_PARAM, "nvme")
 
 @dataclass(frozen=True)
 class OffloadOptimizer:
-    """Where master weights, moments and gradients live, and where the update runs; see arXiv
-    2101.06840 and 2104.07857.
+    """Offload of master weights, optimizer state and gradients, and of the update (arXiv
+    2101.06840, 2104.07857).
 
-    ``device`` "cpu" keeps them in memory of the host, "nvme" in files under ``nvme_path`` (several
-    paths are striped). A piece of ``buffer_size`` elements is read, updated and written at a time,
-    ``buffer_count`` pieces are under way. ``ratio`` is the share of the trainable elements that is
-    offloaded; "auto" keeps on the device what fits there. ``moments`` is what the optimizer's
-    moments are stored in: int8 takes a scale for every 256 numbers as well.
-    ``update_in_backward`` starts a unit's update when its gradient has landed, where neither
-    clipping nor fp16 forbids it; only ``step`` may then follow the last backward of a window, for
-    nothing can take it back. ``cores`` is the share of this rank's cores that updates.
+    ``device`` "cpu" keeps them in host memory, "nvme" in files under ``nvme_path`` (several paths
+    are striped). The update reads, computes and writes pieces of ``buffer_size`` elements, with
+    ``buffer_count`` pieces in flight. ``ratio`` is the offloaded share of the trainable elements;
+    "auto" keeps on the device what fits there. ``moments`` is the dtype in which the optimizer's
+    moments are stored: int8 has a scale for every 256 numbers in addition. ``update_in_backward``
+    starts a unit's update as soon as its gradient has reached the host, unless clipping or fp16
+    prevents it; after the last backward of a window only ``step`` may then be called, because the
+    update cannot be undone. ``cores`` is the share of this rank's CPU cores used by the update.
     ``pin_memory`` None pins where there is a GPU.
     """
 
@@ -140,11 +140,11 @@ class OffloadOptimizer:
 
 @dataclass(frozen=True)
 class OffloadParam:
-    """Where the chunks of the parameters live at stage 3; see arXiv 2104.07857.
+    """Offload of the parameter chunks at stage 3 (arXiv 2104.07857).
 
-    "cpu" is memory of the host. "nvme" is files under ``nvme_path``, but for the first
-    ``max_in_cpu`` elements of this rank, which stay in memory; ``buffer_count`` units are under
-    way. ``buffer_size`` has no effect: a unit's shard is read whole.
+    "cpu" is host memory. "nvme" is files under ``nvme_path``, except for the first ``max_in_cpu``
+    elements of this rank, which stay in host memory; ``buffer_count`` units are in flight.
+    ``buffer_size`` has no effect: a unit's shard is read whole.
     """
 
     device: OffloadDevice = key(
@@ -186,8 +186,8 @@ class OffloadParam:
 
 @dataclass(frozen=True)
 class AioSection:
-    """How files are read and written: requests of ``block_size`` bytes, at most ``queue_depth`` of
-    them under way; by io_uring, or by ``threads`` where the kernel refuses that.
+    """File I/O: requests of ``block_size`` bytes, at most ``queue_depth`` in flight, through
+    io_uring, or through ``threads`` threads where the kernel refuses io_uring.
     """
 
     block_size: int = key(BLOCK, 1_048_576, "bytes of one request", idle=_idle_aio, unit="bytes")
@@ -205,7 +205,7 @@ def _paths(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 
-# Translated as they are read: they name no field of their own.
+# DeepSpeed's former keys, translated while reading: they have no field of their own.
 FORMER = under(
     "zero_optimization",
     Key("cpu_offload", BOOLEAN, Status.ACTIVE),
@@ -229,7 +229,7 @@ OFFLOAD = (
     unbuilt("aio.use_gds", BOOLEAN, "reads from NVMe into GPU memory (GPUDirect Storage)"),
 )
 
-# Other spellings: sections at the top level, and DeepSpeed's former names.
+# Alternative spellings: sections at the top level, and DeepSpeed's former names.
 OFFLOAD_ALIASES: dict[str, str] = {
     "offload_optimizer": _OPTIMIZER,
     "offload_param": _PARAM,

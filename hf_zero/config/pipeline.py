@@ -1,4 +1,4 @@
-"""Pipelines: in which order the micro-batches of a step pass their stages."""
+"""Configuration of pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCHEDULES = ("1f1b", "gpipe", INTERLEAVED)
 
 @dataclass(frozen=True)
 class PipelineSection:
-    """How the engine of a ``PipelineModule`` runs it; see :mod:`hf_zero.parallel.pipeline`."""
+    """Schedule and recomputation of a ``PipelineModule``; see :mod:`hf_zero.parallel.pipeline`."""
 
     schedule: str | None = key(
         choice(*SCHEDULES),
@@ -31,8 +31,8 @@ class PipelineSection:
     )
 
     def schedule_for(self, stages_per_rank: int) -> str:
-        """The schedule of ranks with so many stages each. Raises ConfigError for one that does
-        not run them.
+        """Return the schedule for ranks with ``stages_per_rank`` stages each. Raises ConfigError if
+        the written schedule does not support that number.
         """
         if self.schedule is None:
             return INTERLEAVED if stages_per_rank > 1 else "1f1b"

@@ -1,5 +1,5 @@
-"""Where values stood, through the hands of libraries that take a configuration as a dict, copy
-it and fill in values of their own.
+"""Sources of configuration values, preserved while libraries copy a configuration as a dict and
+fill in values of their own.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ DEFAULT = "default"
 
 
 class SourcedDict(dict[str, Any]):
-    """A configuration in DeepSpeed's dialect that remembers ``written``: by dotted path, each value
-    and where it stood.
+    """A configuration in DeepSpeed's dialect with the source of each value. ``written`` maps a
+    dotted path to the value as written and its source.
 
-    A value that is not there any more as it was written, or never was, is that of ``filler``.
-    Copies remember, too.
+    A value that was changed or added since is attributed to ``filler``. Copies keep the sources.
     """
 
     written: Mapping[str, tuple[Any, str]] = MappingProxyType({})
@@ -25,8 +24,8 @@ class SourcedDict(dict[str, Any]):
 
     @classmethod
     def of(cls, mapping: Mapping[str, Any], label: str) -> SourcedDict:
-        """``mapping``, every value of which stands in ``label``; as it is, if it remembers
-        already.
+        """Wrap ``mapping``, with ``label`` as the source of each value; a SourcedDict is returned
+        as it is.
         """
         if isinstance(mapping, cls):
             return mapping
@@ -35,14 +34,14 @@ class SourcedDict(dict[str, Any]):
         )
 
     def remember(self, written: Mapping[str, tuple[Any, str]], filler: str = DICT) -> SourcedDict:
-        """This dict, with other memories."""
+        """Replace the recorded sources and the filler of this dict, and return it."""
         self.written, self.filler = dict(written), filler
         return self
 
     def source_of(self, path: str, value: Any, usual: bool) -> str:
-        """Where ``value`` at ``path`` comes from.
+        """Return the source of ``value`` at ``path``.
 
-        ``usual``: it changes nothing, so that a filler may have written it by habit.
+        ``usual``: the value has no effect, so a filler may have written it by habit.
         """
         before, source = self.written.get(path, (None, ""))
         if source and (before is value or before == value):
@@ -53,7 +52,7 @@ class SourcedDict(dict[str, Any]):
 
 
 def flattened(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted path and value of all leaves."""
+    """Yield dotted path and value of each leaf and of each section."""
     for name, value in mapping.items():
         path = f"{prefix}{name}"
         if isinstance(value, Mapping):
@@ -64,12 +63,12 @@ def flattened(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def is_written(source: str) -> bool:
-    """Whether a value of this source was written, or computed from what was."""
+    """Return whether a value with this source was written, or computed from written values."""
     return not source.startswith(DEFAULT)
 
 
 def value_at(config: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path, None if there is none."""
+    """Return the value at a dotted path, or None."""
     node: Any = config
     for key in path.split("."):
         node = node.get(key) if isinstance(node, Mapping) else None

@@ -1,5 +1,5 @@
-"""Training with weights in few bits: DeepSpeed's ``quantize_training`` (MoQ) and the part of its
-``compression_training`` that quantizes weights.
+"""Training with low-bit weights: DeepSpeed's ``quantize_training`` (MoQ) and the weight
+quantization of its ``compression_training``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROUNDINGS = choice("nearest", "stochastic")
 
 
 def _without(switch: str) -> Callable[[Mapping[str, Any]], str]:
-    """Why the keys beside ``switch`` have no effect."""
+    """Return an ``idle`` function for keys that act only if ``switch`` is true."""
     return lambda values: "" if values.get(switch) else f"{switch} is false"
 
 
@@ -36,7 +36,9 @@ _weights = partial(key, idle=_without(f"{WEIGHTS}.shared_parameters.enabled"))
 
 @dataclass(frozen=True)
 class QuantizeTraining:
-    """Mixture of quantization (MoQ): the weights of blocks in bits that fall while they train."""
+    """Mixture of quantization (MoQ): blocks compute with weights whose number of bits decreases
+    during training.
+    """
 
     enabled: bool = key(
         BOOLEAN,
@@ -90,7 +92,9 @@ class QuantizeTraining:
 
 @dataclass(frozen=True)
 class EigenvalueSection:
-    """The largest eigenvalue of each layer's Hessian, which stretches its periods."""
+    """Eigenvalue schedule: the largest eigenvalue of each layer's Hessian stretches the layer's
+    periods.
+    """
 
     enabled: bool = _moq(
         BOOLEAN,
@@ -113,7 +117,7 @@ class EigenvalueSection:
 
 @dataclass(frozen=True)
 class WeightQuantization:
-    """``compression_training.weight_quantization``: groups of modules with bits of their own."""
+    """``compression_training.weight_quantization``: groups of modules, each with its own bits."""
 
     enabled: bool = key(
         BOOLEAN,
@@ -178,8 +182,8 @@ class WeightQuantization:
 
 @dataclass(frozen=True)
 class QuantizationAware:
-    """Quantization-aware training by torchao: linear layers of blocks compute with what a
-    quantized model would.
+    """Quantization-aware training by torchao: linear layers of blocks simulate a quantized
+    model.
     """
 
     config: str | None = key(
@@ -201,7 +205,7 @@ class QuantizationAware:
 
 @dataclass(frozen=True)
 class Float8Training:
-    """Linear layers of blocks in float8 by torchao."""
+    """Float8 training by torchao: linear layers of blocks compute in float8."""
 
     recipe: str | None = key(
         choice("tensorwise", "rowwise", "rowwise_with_gw_hp"),
@@ -253,7 +257,7 @@ COMPRESSIONS: tuple[Key, ...] = under(
     ),
 )
 
-# The code's spellings of the tutorial's keys.
+# Spellings of DeepSpeed's code, mapped to those of its tutorial.
 SPELLINGS: dict[str, str] = {
     f"{QUANTIZE}.quantize-algo": f"{QUANTIZE}.quantize_algo",
     f"{QUANTIZE}.quantize_algo.q_type": f"{QUANTIZE}.quantize_type",

@@ -1,5 +1,5 @@
-"""From raw mappings to checked values: each key is looked up in the table, converted, judged,
-and remembers where it stood.
+"""Reader of raw mappings: looks each key up in the table, converts and checks its value, and
+records its source.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ AUTO = "auto"
 
 @dataclass
 class ConfigReading:
-    """Values by their path in the table.
+    """Checked values by their path in the table.
 
-    ``sources`` says where each value stood, ``autos`` are paths whose value is still "auto", and
-    ``filled`` are those that were not written: a resolve for some number of ranks computed them.
-    ``mistakes`` are all that was found wrong on the way; a value in which something is wrong is
-    left out. ``foreign``: the mapping was written for DeepSpeed, so unknown keys at its top are
-    left out with a warning, and so are the keys that say what is done ``instead``.
+    ``sources`` maps a path to the source of its value. ``autos`` are the paths whose value is still
+    "auto". ``filled`` are the paths that a resolve for some number of ranks computed. ``mistakes``
+    are all errors found; a wrong value is left out. ``foreign``: the mapping was written for
+    DeepSpeed, so unknown keys at its top, and unbuilt keys with an ``instead``, are skipped with a
+    warning.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -41,16 +41,16 @@ class ConfigReading:
     origins: SourcedDict | None = None
 
     def read(self, mapping: Mapping[str, Any], label: str) -> ConfigReading:
-        """Take in a mapping of the DeepSpeed dialect or of our own keywords; later readings
-        replace earlier ones.
+        """Read a mapping of the DeepSpeed dialect or of our own keywords; later readings override
+        earlier ones.
         """
         origins = mapping if isinstance(mapping, SourcedDict) else None
         own = ConfigReading(foreign=self.foreign, origins=origins)
         own._walk(
             {key: value for key, value in mapping.items() if "." not in str(key)}, "", "", label
         )
-        # TRL adds dotted keys to a config that may hold the same key in its section: the added one
-        # is meant
+        # TRL adds dotted keys to a config whose section may hold the same key: the dotted one
+        # overrides it
         for key, value in mapping.items():
             if "." in str(key):
                 dotted = ConfigReading(origins=own.origins)
@@ -65,12 +65,12 @@ class ConfigReading:
     def put(
         self, path: str, value: Any, written: str, label: str, keys: Mapping[str, Key] = KEYS
     ) -> None:
-        """Take in one value that stands under another name, ``written``, in its file."""
+        """Read one value of the file's key ``written`` for the key ``path`` of the table."""
         with self.mistakes.noted():
             self._judge(keys[path], value, written, label)
 
     def update(self, other: ConfigReading) -> None:
-        """Replace values by those of ``other``."""
+        """Override values by those of ``other``, and take over its mistakes."""
         for path in [*other.values, *other.autos]:
             self.discard(path)
         self.values.update(other.values)
@@ -80,7 +80,7 @@ class ConfigReading:
         self.mistakes.extend(other.mistakes)
 
     def discard(self, path: str) -> None:
-        """Forget a value and, of a section, the members that are "auto"."""
+        """Remove a value and, for a section, the members that are "auto"."""
         self.values.pop(path, None)
         self.filled.discard(path)
         for gone in [name for name in self.sources if name == path or name.startswith(f"{path}.")]:
@@ -88,7 +88,7 @@ class ConfigReading:
             del self.sources[gone]
 
     def fill(self, path: str, value: Any, source: str) -> Any:
-        """Set a value that the configuration does not have."""
+        """Set a value that was not written, and record it in ``filled``; return it."""
         self.values[path], self.sources[path] = value, source
         self.filled.add(path)
         return value
@@ -116,7 +116,7 @@ class ConfigReading:
         elif isinstance(value, str) and written in ("offload_optimizer", "offload_param"):
             self._judge(KEYS[path + ".device"], value, written, label)
         elif written == "compile" and (value is False or value == "blocks"):
-            # YAML reads a bare off as false
+            # YAML parses a bare off as false
             self._judge(KEYS["compile.blocks"], value == "blocks", written, label)
         elif isinstance(value, bool) and written == "activation_offload":
             self._judge(KEYS[path + ".enabled"], value, written, label)
@@ -181,8 +181,8 @@ class ConfigReading:
                 if key.members is not None and name not in key.members:
                     hint = did_you_mean(name, [f"{written}.{member}" for member in key.members])
                     raise ConfigError(f"{label}: unknown key {f'{written}.{name}'!r}{hint}")
-                # a section that is off is not looked into, so a misspelt switch must not pass for
-                # "off"
+                # members of a disabled section are not checked, so a misspelt switch must not pass
+                # for "off"
                 if (
                     key.status is Status.NOT_BUILT
                     and isinstance(value, bool)
@@ -210,8 +210,8 @@ class ConfigReading:
         self._translate_former_offload(label)
 
     def _translate_former_offload(self, label: str) -> None:
-        """DeepSpeed's former booleans: a device, and pinned memory for each section that has
-        one.
+        """Translate DeepSpeed's former booleans to a device, and to pinned memory for each
+        offloaded section.
         """
         zero = "zero_optimization"
         for old, section in (
@@ -240,8 +240,8 @@ class ConfigReading:
     def _move(
         self, old: str, targets: Iterable[str], convert: Callable[[Any], Any], label: str
     ) -> None:
-        """Take the value of ``old`` for ``targets``, unless one of them is "auto" or says
-        otherwise.
+        """Move the value of ``old`` to ``targets``. Raises ConfigError if one of them has a
+        different value.
         """
         if old not in self.values and old not in self.autos:
             return
@@ -269,15 +269,17 @@ class ConfigReading:
             self.sources[new] = self.sources.pop(old)
 
     def forget_autos(self, source: str) -> None:
-        """Let what is still "auto" take its default, except a precision: a model cannot be
-        evaluated in an unknown one.
+        """Reset values that are still "auto" to their defaults, except precisions: a model cannot
+        be evaluated in an unknown one.
         """
         for path in self.autos - {"fp16.enabled", "bf16.enabled"}:
             self.autos.discard(path)
             self.sources[path] = source
 
     def refuse_autos(self) -> None:
-        """Raise if a value is still "auto", naming each key and what to write."""
+        """Raise ConfigError if a value is still "auto"; the message names each key and the values
+        to write.
+        """
         if self.autos:
             lines = [
                 f"  {path} ({self.sources[path]}): write {_expected(path)}"
@@ -292,7 +294,9 @@ class ConfigReading:
 
 
 def _canonical(written: str) -> str:
-    """The table's path for a written one: aliases are resolved part by part, sections included."""
+    """Return the table's path of a written key: aliases are resolved part by part, sections
+    included.
+    """
     path = ""
     for part in written.split("."):
         path = f"{path}.{part}" if path else part
@@ -310,7 +314,7 @@ def _known() -> list[str]:
 
 @cache
 def _warn(message: str) -> None:
-    """Warn once: libraries read a configuration several times."""
+    """Warn once per message: libraries read a configuration several times."""
     log_rank0(message, logging.WARNING)
 
 

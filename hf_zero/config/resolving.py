@@ -1,5 +1,5 @@
-"""What a configuration means for a number of ranks: batch sizes that agree, a mesh that divides
-them, no value left open.
+"""Resolution of a configuration for a number of ranks: consistent batch sizes, a mesh that divides
+the ranks, no value left open.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ QUANTIZED = "zero_optimization.zero_quantized_"
 
 
 def resolve(reading: ConfigReading, ranks: int, require_batch_size: bool, training: bool) -> None:
-    """Settle every open value of ``reading``, in place, for ``ranks`` ranks."""
-    # what an earlier resolve computed holds for its number of ranks only
+    """Resolve every open value of ``reading`` for ``ranks`` ranks, in place. Raises all errors at
+    once.
+    """
+    # values that an earlier resolve computed hold for its number of ranks only
     for path in list(reading.filled):
         reading.discard(path)
     if not training:
@@ -54,8 +56,8 @@ def resolve(reading: ConfigReading, ranks: int, require_batch_size: bool, traini
 
 
 def _ranks_with_batches(reading: ConfigReading, ranks: int) -> int:
-    """How many of ``ranks`` have batches of their own: those of one sequence have one together, and
-    those that share a layer read the same.
+    """Return the number of data-parallel ranks among ``ranks``: the ranks of one sequence-parallel
+    or tensor-parallel group share their batches.
     """
     batches = ranks
     for key in (SEQUENCE, TENSOR_SIZE):
@@ -72,8 +74,10 @@ def _ranks_with_batches(reading: ConfigReading, ranks: int) -> int:
 
 
 def _correct_total(reading: ConfigReading, ranks: int, batches: int) -> None:
-    """Accelerate and the Trainer count every rank in the batch size that they fill in, also those
-    that read the batch of another: that number goes, and the one of the equation comes.
+    """Discard the train batch size that Accelerate or the Trainer filled in if it counts every
+    rank.
+
+    Ranks that share the batches of another must not count; the equation yields the right number.
     """
     total, micro, accumulation = (reading.values.get(key) for key in (TOTAL, MICRO, ACCUMULATION))
     if batches < ranks and micro and total == micro * (accumulation or 1) * ranks:
@@ -157,8 +161,8 @@ def _share(reading: ConfigReading, other: str, factor: int, ranks: int) -> int:
 
 
 def _resolve_mesh(reading: ConfigReading, ranks: int) -> None:
-    """MiCS names the size of a shard group, replicate_size their number: one follows from the
-    other. hpZ names the size of a node within a group.
+    """Derive ``replicate_size`` from the shard group size of MiCS, and check both and the node size
+    of hpZ. Raises ConfigError if one does not divide the ranks.
     """
     shard, replicas = reading.values.get(MICS, -1), reading.values.get("replicate_size")
     if shard > 0:
@@ -206,7 +210,9 @@ def _check_storage(reading: ConfigReading, ranks: int) -> None:
 
 
 def _check_compression(reading: ConfigReading) -> None:
-    """Raise ConfigError for compressed or local collectives that the stage does not have."""
+    """Raise ConfigError for compressed or hierarchical collectives that the stage does not
+    support.
+    """
     values = reading.values
     stage = values.get(STAGE, 0)
     up, down = f"{QUANTIZED}gradients", f"{QUANTIZED}weights"

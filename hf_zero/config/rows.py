@@ -1,5 +1,5 @@
-"""A key of the configuration, declared once: as a field of a section by :func:`key`, or, where no
-field holds it, as a row by :func:`inert`, :func:`unbuilt` or :func:`switched`.
+"""Declarations of configuration keys: :func:`key` declares a field of a section; :func:`inert`,
+:func:`unbuilt` and :func:`switched` declare rows without a field.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hf_zero.config.kinds import SECTION, Kind
 
 
 class Status(Enum):
-    """ACTIVE changes what hf-zero does; INERT is accepted and has no effect; NOT_BUILT asks for
-    what this version lacks.
+    """The effect of a key. ACTIVE changes the behaviour of hf-zero; INERT is accepted and has no
+    effect; NOT_BUILT asks for a feature that this version lacks.
     """
 
     ACTIVE = "active"
@@ -35,15 +35,15 @@ def _busy(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Key:
-    """One row: ``path`` as in the JSON, ``field`` as in ZeroConfig (empty when it has none there).
+    """One row: ``path`` as in the JSON, ``field`` as in ZeroConfig (empty if it has none).
 
-    ``note`` says what an active key sets, why an inert one has no effect, or which feature is not
-    built. ``asks`` tells whether a value asks for that feature, and ``off`` is what to write
-    instead. ``members`` are the keys of a section that is taken or refused as a whole; None leaves
-    them open. ``idle`` says, from all values by path, why an active key has no effect with them, or
-    "". ``unit`` is what a number counts, ``since`` the version that first knew the key. ``instead``
-    says what is done where a file written for DeepSpeed asks for what is not built; without it
-    such a file is refused.
+    ``note``: what an active key sets, why an inert one has no effect, or the feature that is not
+    built. ``asks``: whether a value asks for that feature; ``off``: the value to write to disable
+    it. ``members``: the keys of a section that is accepted or refused as a whole; None accepts any.
+    ``idle``: the reason, from all values by path, why an active key has no effect, or "". ``unit``:
+    what a number counts. ``since``: the version that introduced the key. ``instead``: the fallback
+    for a file written for DeepSpeed that asks for an unbuilt feature; without it such a file is
+    refused.
     """
 
     path: str
@@ -61,8 +61,8 @@ class Key:
     instead: str = ""
 
     def changes_nothing(self, value: Any) -> bool:
-        """Whether a library may have written ``value`` by habit: Accelerate writes an infinite
-        ``steps_per_print``.
+        """Return whether a library may have written ``value`` by habit: Accelerate writes an
+        infinite ``steps_per_print``.
         """
         return self.status is not Status.ACTIVE or value in (self.default, None, "auto", math.inf)
 
@@ -80,11 +80,11 @@ def key(
     since: str = "0.1.0",
     **more: Any,
 ) -> Any:
-    """A field of a section's dataclass that is a key of DeepSpeed's dialect, or ours.
+    """Declare a field of a section's dataclass as a key of DeepSpeed's dialect, or of ours.
 
-    ``name`` is the key where it is not the field's name. ``row`` is an inert key or one that is not
-    built, whose field holds what was written. ``more`` goes to ``dataclasses.field`` and may
-    replace the default that the field has when a section is made by hand.
+    ``name`` is the key if it differs from the field's name. ``row`` is an inert or unbuilt key
+    whose written value the field holds. ``more`` goes to ``dataclasses.field`` and may override the
+    default that the field has when a section is constructed directly.
     """
     declared = row or Key(
         name, kind, Status.ACTIVE, note, default, idle=idle or _busy, unit=unit, since=since
@@ -96,18 +96,18 @@ def key(
 
 
 def section(path: str, made_of: type, **more: Any) -> Any:
-    """A field that holds the section ``made_of``, whose keys stand below ``path``."""
+    """Declare a field that holds the section ``made_of``, whose keys are below ``path``."""
     return dataclasses.field(metadata={"section": (path, made_of)}, **more)
 
 
 def sections_of(settings: type) -> dict[str, tuple[str, type]]:
-    """Path and dataclass of each section, by the field of ``settings`` that holds it."""
+    """Return path and dataclass of each section, by the name of its field in ``settings``."""
     found = {item.name: item.metadata.get("section") for item in dataclasses.fields(settings)}
     return {name: held for name, held in found.items() if held}
 
 
 def declared_keys(settings: type) -> Iterator[Key]:
-    """The keys that fields of ``settings`` and of its sections declare, in their order."""
+    """Yield the keys declared by the fields of ``settings`` and of its sections, in order."""
     yield from placed(settings, "", "")
     for item in dataclasses.fields(settings):
         if "section" in item.metadata:
@@ -116,7 +116,7 @@ def declared_keys(settings: type) -> Iterator[Key]:
 
 
 def placed(made_of: type, path: str, owner: str) -> Iterator[Key]:
-    """The keys of one dataclass, below ``path``, held by its fields in ``owner``."""
+    """Yield the keys of one dataclass with ``path`` and ``owner`` as prefixes of path and field."""
     for item in dataclasses.fields(made_of):
         if "key" in item.metadata:
             row = item.metadata["key"]
@@ -124,7 +124,7 @@ def placed(made_of: type, path: str, owner: str) -> Iterator[Key]:
 
 
 def spellings(settings: type) -> dict[str, str]:
-    """The paths that the names of fields would have, where a key is called otherwise."""
+    """Return aliases from the names of fields to the paths of their keys, where the two differ."""
     found = {}
     for item in dataclasses.fields(settings):
         if "section" in item.metadata:
@@ -142,13 +142,13 @@ def spellings(settings: type) -> dict[str, str]:
 
 
 def inert(path: str, kind: Kind, why: str) -> Key:
-    """A key without effect here."""
+    """Declare a key without effect here; ``why`` is the reason."""
     return Key(path, kind, Status.INERT, why)
 
 
 def unbuilt(path: str, kind: Kind, feature: str, *off: Any, instead: str = "") -> Key:
-    """A key that asks for a missing feature unless its value is one of ``off`` (False when none
-    is given).
+    """Declare a key that asks for a missing feature unless its value is one of ``off`` (default:
+    False).
     """
     values = off or (False,)
     return Key(
@@ -172,8 +172,8 @@ def switched(
     off: str = '{"enabled": false}',
     instead: str = "",
 ) -> Key:
-    """A whole section that asks for a missing feature once it is enabled, or once ``asks`` says
-    so.
+    """Declare a section that asks for a missing feature if it is enabled, or if ``asks`` returns
+    true for it.
     """
     names = frozenset(members.split()) | {"enabled"} if members else None
     on = asks or enabled
@@ -192,13 +192,13 @@ def switched(
 
 
 def under(section: str, *keys: Key) -> tuple[Key, ...]:
-    """The same rows one section deeper."""
+    """Return the rows with ``section`` as a prefix of their paths."""
     return tuple(replace(key, path=f"{section}.{key.path}") for key in keys)
 
 
 def enabled(section: Any) -> bool:
-    """Whether a section is switched on: by its own ``enabled``, else by that of any section
-    inside it.
+    """Return whether a section is enabled: by its own ``enabled``, else by that of any nested
+    section.
     """
     if not isinstance(section, Mapping) or section.get("enabled") is False:
         return False
@@ -206,7 +206,9 @@ def enabled(section: Any) -> bool:
 
 
 def larger_than_one(*names: str) -> Callable[[Any], bool]:
-    """Whether any of these (dotted) members of a section is a size above 1."""
+    """Return a predicate: whether any of these (dotted) members of a section is a number above
+    1.
+    """
 
     def asks(section: Any) -> bool:
         for name in names:

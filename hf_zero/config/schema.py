@@ -1,4 +1,6 @@
-"""The keys of a configuration: as a JSON schema for editors, as a table for readers."""
+"""Descriptions of all configuration keys: a JSON schema for editors, a Markdown table for
+readers.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ _SHORT = {
 
 
 def json_schema() -> dict[str, Any]:
-    """What an editor checks and completes: DeepSpeed's dialect with our keys, or an Accelerate
-    YAML, which its own keys tell apart.
+    """Return the JSON schema of a configuration: DeepSpeed's dialect with our keys, or an
+    Accelerate YAML, recognised by its own keys.
     """
     return {
         "$schema": _DRAFT,
@@ -55,7 +57,7 @@ def _place(root: dict[str, Any], path: str, leaf: dict[str, Any]) -> None:
     for section in sections:
         new = {"type": ["object", "null"], "properties": {}, "additionalProperties": False}
         place = place["properties"].setdefault(section, new)
-        if "$ref" in place:  # a section under another name: its keys are those of the other
+        if "$ref" in place:  # an alias of a section, whose keys are already in the schema
             return
     place["properties"].setdefault(name, leaf)
 
@@ -110,7 +112,7 @@ def _accelerate() -> dict[str, Any]:
 
 
 def described(key: Key) -> str:
-    """What a key does here, or why it does nothing."""
+    """Return the effect of a key, or the reason why it has none."""
     if key.status is Status.INERT:
         return f"No effect: {key.note}."
     if key.status is Status.NOT_BUILT:
@@ -120,7 +122,7 @@ def described(key: Key) -> str:
 
 
 def table() -> str:
-    """A Markdown table of every key of the dialect."""
+    """Return a Markdown table of all keys of the dialect."""
     lines = [
         "| key | value | default | meaning | since |",
         "| --- | --- | --- | --- | --- |",

@@ -1,4 +1,4 @@
-"""The parts of a ZeroConfig, each a small frozen dataclass whose fields declare its keys."""
+"""The sections of a ZeroConfig: small frozen dataclasses whose fields declare its keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ _MESSAGE = "a unit is one message"
 
 @dataclass(frozen=True)
 class ZeroSection:
-    """How shards are gathered; sizes in elements. A field that is None was not written."""
+    """Sharding, gathering and reduction of ``zero_optimization``; sizes in elements. None: not
+    written.
+    """
 
     prefetch_bucket_size: int = key(
         SIZE,
@@ -139,7 +141,7 @@ class ZeroSection:
 
 @dataclass(frozen=True)
 class LocoSection:
-    """Errors of gradients in few bits that are fed back; both None: they are not."""
+    """LoCo error feedback for quantized gradients; off if both fields are None."""
 
     err_beta: float | None = key(
         number(0, 1),
@@ -158,7 +160,7 @@ class LocoSection:
 
     @property
     def on(self) -> bool:
-        """Whether errors are kept."""
+        """Whether quantization errors are kept."""
         return self.err_beta is not None or self.reset_steps is not None
 
     @property
@@ -167,13 +169,13 @@ class LocoSection:
 
     @property
     def every(self) -> int:
-        """Steps between one clearing and the next."""
+        """The number of steps between two resets of the errors."""
         return self.reset_steps or 1024
 
 
 @dataclass(frozen=True)
 class CompressedCommunication:
-    """Both directions of a step at stages 1 and 2 in few bits; ``bits`` None: as they are."""
+    """Low-bit gradients and updates at stages 1 and 2; ``bits`` None: uncompressed."""
 
     bits: int | None = key(
         one_of(4, 1),
@@ -201,9 +203,7 @@ class CompressedCommunication:
 
 @dataclass(frozen=True)
 class Fp16Section:
-    """Training in float16 with a loss scale: dynamic when ``loss_scale`` is 0, else that
-    constant.
-    """
+    """Training in float16 with a loss scale: dynamic if ``loss_scale`` is 0, else that constant."""
 
     enabled: bool = key(BOOLEAN, False, "train in float16 with a loss scale")
     auto_cast: bool = key(BOOLEAN, False, "cast floating-point inputs")
@@ -265,9 +265,9 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    """How checkpoints are written and read. ``async_save``: from a copy in host memory, while
-    training goes on; ``keep``: how many of those that the engine names itself stay in a folder,
-    None: all.
+    """Writing and reading of checkpoints. ``async_save`` writes from a copy in host memory while
+    training continues; ``keep`` is the number of checkpoints with engine-made tags that stay in a
+    folder, None for all.
     """
 
     use_node_local_storage: bool = key(
@@ -296,7 +296,7 @@ def _idle_without_log(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class CommsLoggerSection:
-    """What ``deepspeed.comm.log_summary`` shows."""
+    """Settings of the log that ``deepspeed.comm.log_summary`` prints."""
 
     enabled: bool = key(
         BOOLEAN,
@@ -323,7 +323,7 @@ def _idle_without_profile(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class FlopsProfilerSection:
-    """Which step of a script that imports deepspeed is profiled, and what is printed of it."""
+    """The profiled step of a script that imports deepspeed, and the contents of the report."""
 
     enabled: bool = key(
         BOOLEAN,
@@ -365,14 +365,14 @@ def _idle_uncompiled(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class CompileSection:
-    """What torch.compile makes of the blocks' forwards; see :mod:`hf_zero.activations.compile`."""
+    """torch.compile for the forwards of blocks; see :mod:`hf_zero.activations.compile`."""
 
     blocks: bool = key(
         BOOLEAN,
         False,
         "compile each block's forward with torch.compile; compile: blocks is short for it",
     )
-    # CUDA graphs fix the addresses of weights, which gathers at stage 3 and checkpoints do not.
+    # CUDA graphs fix the addresses of weights; gathers at stage 3 and checkpointing change them.
     mode: str = key(
         choice("default", "max-autotune-no-cudagraphs"),
         "default",
@@ -391,7 +391,7 @@ class CompileSection:
 
 @dataclass(frozen=True)
 class LaunchSection:
-    """What an Accelerate YAML says about the ranks; None where it says nothing."""
+    """The ranks as described by an Accelerate YAML; None where it has no such key."""
 
     num_processes: int | None = key(
         integer(-1), None, "the number of ranks that accelerate launch starts", unit="ranks"

@@ -1,4 +1,4 @@
-"""Every field of a ZeroConfig: its keys, or the section that holds them."""
+"""All fields of a ZeroConfig: keys, and the sections that hold further keys."""
 
 from __future__ import annotations
 

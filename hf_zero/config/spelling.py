@@ -1,4 +1,4 @@
-"""«Did you mean»: the known names that a misspelt one most likely stands for."""
+"""Spelling suggestions: the known names closest to a misspelt one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ MISSPELT = 0.75  # resemblance above which a foreign name is taken for a misspel
 
 
 def closest(name: str, known: Iterable[str], limit: int = 3, least: float = 0.7) -> list[str]:
-    """Names of ``known`` that resemble ``name``, by ``least`` on a scale to 1, the likeliest first;
-    dotted names are compared by their last part too.
+    """Return the names of ``known`` that resemble ``name``, most similar first; similarity is at
+    least ``least`` on a scale from 0 to 1. Dotted names are also compared by their last part.
     """
     bare = _bare(name)
     scored = []
@@ -25,8 +25,8 @@ def closest(name: str, known: Iterable[str], limit: int = 3, least: float = 0.7)
 
 
 def is_foreign(name: str, known: Iterable[str]) -> bool:
-    """Whether ``name`` is a comment, or resembles none of ``known`` and is the last part of none:
-    a key of another program, not a misspelt or misplaced one.
+    """Return whether ``name`` is a comment, or resembles none of ``known`` and is the last part of
+    none: a key of another program, not a misspelt or misplaced one.
     """
     if name.startswith(("_", "//", "#")):
         return True
@@ -36,7 +36,9 @@ def is_foreign(name: str, known: Iterable[str]) -> bool:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """«; did you mean 'a' or 'b'?», or the names to choose from when none resembles ``name``."""
+    """Return «; did you mean 'a' or 'b'?», or the names to choose from if none resembles
+    ``name``.
+    """
     names = list(known)
     found = closest(name, names)
     if found:
@@ -50,7 +52,7 @@ def _bare(name: str) -> str:
 
 def _resemblance(left: str, right: str) -> float:
     ratio = difflib.SequenceMatcher(None, left, right).ratio()
-    # an abbreviation: "zero" for zero_optimization, "bucket_size" for reduce_bucket_size
+    # abbreviations: "zero" for zero_optimization, "bucket_size" for reduce_bucket_size
     if len(left) >= 4 and right.startswith(left):
         return max(ratio, 0.8)
     if len(left) >= 6 and right.endswith(left):

@@ -1,4 +1,4 @@
-"""Tensor parallelism: ranks that each keep a part of every matrix."""
+"""Configuration of tensor parallelism."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ VERIFY = f"{TENSOR}.verify"
 
 @dataclass(frozen=True)
 class TensorParallelSection:
-    """Neighbouring ranks that read the same batches and each keep a part of every matrix (arXiv
-    1909.08053), by the plan of the model; see :mod:`hf_zero.parallel.tensor`.
+    """Tensor parallelism (arXiv 1909.08053): neighbouring ranks read the same batches and hold
+    parts of every matrix, by the plan of the model; see :mod:`hf_zero.parallel.tensor`.
     """
 
     autotp_size: int = key(
@@ -34,7 +34,7 @@ class TensorParallelSection:
 
     @property
     def size(self) -> int:
-        """Ranks that share a layer; 1 where none do."""
+        """The number of tensor-parallel ranks; 1 without tensor parallelism."""
         return max(self.autotp_size, 1)
 
 

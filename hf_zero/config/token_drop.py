@@ -1,4 +1,4 @@
-"""Random layerwise token dropping: how many tokens of a sequence the middle blocks of a model read.
+"""Configuration of random layerwise token dropping, by which middle blocks read part of the tokens.
 
 DeepSpeed's section ``data_efficiency.data_routing.random_ltd``.
 """
@@ -42,15 +42,15 @@ def _idle(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class DataRouting:
-    """The switch above token dropping; None: that alone decides."""
+    """The master switch of token dropping; ``enabled`` None: its own switch decides."""
 
     enabled: bool | None = key(BOOLEAN, None, "false: nothing of this section acts")
 
 
 @dataclass(frozen=True)
 class TokenDropSection:
-    """Blocks that read a random part of the tokens, more of them as training goes on (arXiv
-    2211.11586); see :mod:`hf_zero.techniques.token_drop`.
+    """Random layerwise token dropping (arXiv 2211.11586): blocks read a random part of the tokens,
+    which grows during training; see :mod:`hf_zero.techniques.token_drop`.
     """
 
     enabled: bool = key(

@@ -1,4 +1,6 @@
-"""Phases of one training: sequences, batches and learning rates that change at given steps."""
+"""Configuration of training phases: sequences, batches and learning rates that change at given
+steps.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +53,7 @@ def _idle_off(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class TrainingPhasesSection:
-    """What changes at given steps of one run; nothing without ``phases`` and
-    ``rampup_batch_size``.
-    """
+    """Changes at given steps of one run; off without ``phases`` and ``rampup_batch_size``."""
 
     phases: list[dict[str, Any]] | None = key(
         PHASE_LIST,

@@ -1,8 +1,7 @@
-"""ZeroConfig: the strict, frozen configuration of a ZeRO engine, and where each of its values came
-from.
+"""ZeroConfig: the strict, frozen configuration of a ZeRO engine, with the source of each value.
 
-One configuration reads three dialects: DeepSpeed's JSON, an Accelerate YAML, and our own keyword
-arguments. A key is acted on, or accepted with the reason why it has no effect, or refused: see
+It is read from three dialects: DeepSpeed's JSON, an Accelerate YAML, and our own keyword arguments.
+Each key is acted on, accepted with the reason why it has no effect, or refused: see
 :mod:`hf_zero.config.keys`.
 """
 
@@ -38,9 +37,9 @@ KEYWORDS = (
 class ZeroConfig(Settings):
     """Configuration of a ZeRO engine.
 
-    Batch sizes are None until :meth:`resolve` has seen the number of ranks. ``timeout`` is in
-    seconds, sizes are in elements. Raises :class:`ConfigError` for a key or value that cannot be
-    used, and :class:`NotBuiltError` for one that asks for a feature this version lacks.
+    Batch sizes are None until :meth:`resolve` is called with the number of ranks. ``timeout`` is in
+    seconds, sizes are in elements. Raises :class:`ConfigError` for an invalid key or value, and
+    :class:`NotBuiltError` for one that asks for a feature this version lacks.
     """
 
     launch: LaunchSection = section("", LaunchSection, init=False, compare=False)
@@ -74,9 +73,9 @@ class ZeroConfig(Settings):
         """Read DeepSpeed's dialect, our own keywords, or the mapping of an Accelerate YAML.
 
         With ``allow_auto`` values may be "auto": they count as their defaults until
-        :meth:`override` sets them, and :meth:`resolve` refuses those that are left. ``foreign``:
-        it was written for DeepSpeed, so that an unknown key at its top which resembles no known
-        one is left out with a warning.
+        :meth:`override` sets them, and :meth:`resolve` refuses those that remain. ``foreign``: the
+        mapping was written for DeepSpeed, so an unknown key at its top that resembles no known one
+        is skipped with a warning.
         """
         if not isinstance(values, Mapping):
             raise ConfigError(
@@ -106,8 +105,8 @@ class ZeroConfig(Settings):
 
     @classmethod
     def coerce(cls, value: Any, *, allow_auto: bool = False, foreign: bool = False) -> ZeroConfig:
-        """Read what a caller may hold: a ZeroConfig, a dict, a path, a JSON string or a preset
-        ("zero0" … "zero3").
+        """Convert any accepted form to a ZeroConfig: a ZeroConfig, a dict, a path, a JSON string or
+        a preset ("zero0" … "zero3").
         """
         if isinstance(value, ZeroConfig):
             return value
@@ -138,7 +137,7 @@ class ZeroConfig(Settings):
         )
 
     def without(self, section: str) -> ZeroConfig:
-        """This configuration without the keys of ``section``."""
+        """Return a copy without the keys of ``section``."""
         reading = self._copy()
         for path in [*reading.values, *reading.autos]:
             if path == section or path.startswith(f"{section}."):
@@ -146,21 +145,21 @@ class ZeroConfig(Settings):
         return self._of(reading, self.world_size)
 
     def override(self, values: Mapping[str, Any], source: str) -> ZeroConfig:
-        """This configuration with ``values``, keys of the dialect, in place of its own;
-        ``source`` says who set them.
+        """Return a copy with ``values``, keys of the dialect, in place of its own; ``source`` names
+        who set them.
         """
         return self._of(self._copy().read(values, source), self.world_size)
 
     def resolve(
         self, world_size: int, *, require_batch_size: bool = False, training: bool = True
     ) -> ZeroConfig:
-        """The configuration for ``world_size`` ranks: batch sizes are integers that agree, and
-        nothing is "auto".
+        """Return the configuration for ``world_size`` ranks: batch sizes are consistent integers,
+        and no value is "auto".
 
-        Without any batch size a micro-batch counts as 1 sample, since a loop that brings its own
-        batches needs none; ``require_batch_size`` makes that an error. An engine without an
-        optimizer (``training`` false: TRL's reference models) may be given a configuration that the
-        Trainer has not finished: what is "auto" there takes its default.
+        Without any batch size the micro-batch is 1 sample, since a loop with its own batches needs
+        none; with ``require_batch_size`` that is a ConfigError. An engine without an optimizer
+        (``training`` False: TRL's reference models) may get a configuration that the Trainer has
+        not completed: values still "auto" take their defaults.
         """
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise ConfigError(
@@ -172,7 +171,7 @@ class ZeroConfig(Settings):
         return self._of(reading, world_size)
 
     def on_device(self, device: str) -> ZeroConfig:
-        """This configuration with what ``kernels: auto`` means on ``device``, a key of
+        """Return a copy with ``kernels: auto`` resolved for ``device``, a key of
         ``hf_zero.config.kernels.AUTO``.
         """
         if self.kernels != "auto":
@@ -183,8 +182,8 @@ class ZeroConfig(Settings):
         return self._of(reading, self.world_size)
 
     def uses(self, kernel: str) -> bool:
-        """Whether the fused kernel of this name is on; "auto" is resolved by :meth:`on_device`
-        first.
+        """Return whether the fused kernel ``kernel`` is on. :meth:`on_device` must have resolved
+        "auto".
         """
         return self.kernels != "off" and kernel in self.kernels
 
@@ -200,33 +199,33 @@ class ZeroConfig(Settings):
 
     @property
     def sources(self) -> dict[str, str]:
-        """Where each value came from, by its key in the dialect: "default", "keyword", a file
-        and key, or "computed: …".
+        """The source of each value, by its key in the dialect: "default", "keyword", a file and
+        key, or "computed: …".
         """
         return explaining.sources(self._reading)
 
     def to_dict(self, unset: Unset = "omit") -> SourcedDict:
-        """The configuration in DeepSpeed's dialect, fit for JSON and for :meth:`from_dict`, which
-        finds the sources again.
+        """Return the configuration in DeepSpeed's dialect, serializable as JSON; :meth:`from_dict`
+        recovers the sources.
 
-        Keys that were not set are left out, so that Accelerate and the Trainer can bring their own,
-        or written with their "default".
+        Unset keys are omitted, so that Accelerate and the Trainer can fill them in; ``unset``
+        "default" includes their defaults.
         """
         return explaining.as_dialect(self._reading, unset)
 
     def explain(self) -> list[ExplainRow]:
-        """A row (key, value, source, note) for every key that acts and for every other key that
-        was written.
+        """Return a row (key, value, source, note) for each active key and for each other written
+        key.
         """
         return explaining.explain(self._reading)
 
     def describe(self) -> str:
-        """The rows of :meth:`explain` as aligned text, for a log."""
+        """Return the rows of :meth:`explain` as aligned text, for a log."""
         return explaining.as_text(self.explain())
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A top-level value in DeepSpeed's dialect, as the Hugging Face libraries ask an
-        engine's config for it.
+        """Return a top-level value in DeepSpeed's dialect, as the Hugging Face libraries read it
+        from an engine's config.
         """
         return self.to_dict("default").get(key, default)
 
@@ -248,7 +247,7 @@ class ZeroConfig(Settings):
         return copy
 
     def _fill(self, reading: ConfigReading, world_size: int | None) -> None:
-        """Set every field from the values of ``reading`` and the table's defaults."""
+        """Set all fields from the values of ``reading`` and the table's defaults."""
         checks.complete(reading)
         checks.check(reading)
         table = [*KEYS.items(), *ACCELERATE_KEYS.items()]
@@ -270,8 +269,8 @@ class ZeroConfig(Settings):
 
 
 def _as_dialect(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments as a mapping of the dialect: what sections hold other than their defaults,
-    and ``True`` for a precision.
+    """Return keyword arguments as a mapping of the dialect: non-default fields of sections, and
+    ``enabled`` for a precision given as a boolean.
     """
     mapping: dict[str, Any] = {}
     for name, value in given.items():
