@@ -1,15 +1,15 @@
-"""Activation checkpointing of a model's blocks: a block's forward runs again in the backward (arXiv
+"""Activation checkpointing of a model's blocks: the backward recomputes a block's forward (arXiv
 1604.06174).
 
 [Note: inside the hooks, inside the compiler]
-A block's ``forward`` is replaced, on the instance; the module's hooks stay outside, so that gathers
-and marks come once per call: the gather of a block's backward serves its recomputation, and
-checkpointing costs no further one. torch.compile goes around: it traces the checkpoint with the
-block and drops what it recomputes from its graph, while a compiled function inside a checkpoint
-would store all it saves once more, and would hide its products from the selective policy.
+The ``forward`` of a block is replaced on the instance. The module's hooks stay outside, so gathers
+and marks happen once per call: the gather for a block's backward serves its recomputation, and
+checkpointing costs no further gather. torch.compile is applied outside: it traces the checkpoint
+with the block and removes the recomputed tensors from its graph, while a compiled function inside a
+checkpoint would save its tensors a second time and hide its products from the selective policy.
 
-Checkpoints are torch's non-reentrant ones: the state of the random generators is kept, so dropout
-masks are the same, and nothing needs an input that requires grad.
+Checkpoints are torch's non-reentrant ones: they preserve the state of the random generators, so
+dropout masks are equal, and need no input that requires grad.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from hf_zero.zero.layout.wrap import repeated_blocks
 PRODUCTS = frozenset(
     ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm")
 )
-_inside = threading.local()  # how many checkpoints a script has around what runs now
+_inside = threading.local()  # depth of the script's own checkpoints around the current code
 
 
 def is_kept(operator: str) -> bool:
-    """Whether the selective policy keeps the results of ``operator``: what costs FLOPs, not what
-    costs bandwidth.
+    """Return whether the selective policy saves the results of ``operator``: those that cost FLOPs
+    rather than bandwidth.
     """
     name = operator.split(".")[0]
     return name in PRODUCTS or "attention" in name or "attn" in name or "packed_linear" in name
@@ -59,8 +59,8 @@ SELECTIVE = partial(create_selective_checkpoint_contexts, _policy)
 
 
 class Timing:
-    """Waits for the device at both ends of what is checkpointed; with ``profile`` it logs the
-    seconds, a line for each backward.
+    """Synchronize with the device at both ends of a checkpointed region; with ``profile``, log the
+    seconds, one line for each backward.
     """
 
     def __init__(self, device: torch.device, profile: bool, tells: bool = True):
@@ -76,7 +76,7 @@ class Timing:
         start = time.perf_counter()
         try:
             yield
-        finally:  # a recomputation ends with an exception once it has what it needs
+        finally:  # torch ends a recomputation early, by an exception
             self._wait()
             self._seconds[again] += time.perf_counter() - start
             self._counts[again] += 1
@@ -98,8 +98,8 @@ class Timing:
 def _call(
     function: Callable[..., Any], timing: Timing | None, names: tuple[str, ...], *values: Any
 ) -> Any:
-    """``function`` with the last of ``values`` as keywords: a checkpoint keeps tensors among its
-    positional arguments as autograd does.
+    """Call ``function`` with the last of ``values`` as keyword arguments ``names``: a checkpoint
+    saves tensors among its positional arguments as autograd does.
     """
     first = len(values) - len(names)
     kwargs = dict(zip(names, values[first:]))
@@ -117,7 +117,7 @@ def _checkpoint(
     kwargs: dict[str, Any],
 ) -> Any:
     values = (*args, *kwargs.values())
-    # The compiler reads a context_fn only where it stands in the call.
+    # torch.compile recognizes a context_fn only in the call itself.
     if selective:
         return torch.utils.checkpoint.checkpoint(
             _call,
@@ -139,9 +139,10 @@ def checkpoint(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """A script's own checkpoint: ``function(*args, **kwargs)``, recomputed in backward.
+    """Run a script's own checkpoint: return ``function(*args, **kwargs)``, recomputed in the
+    backward.
 
-    Blocks inside are not checkpointed again.
+    Blocks inside it are not checkpointed again.
     """
 
     def alone(*args: Any, **kwargs: Any) -> Any:
@@ -155,19 +156,19 @@ def checkpoint(
 
 
 def _is_cache(value: Any) -> bool:
-    """Keys and values of a decoder, to which a forward adds: the recomputation would add them
-    again.
+    """Return whether ``value`` is a key-value cache, which a forward appends to: recomputation
+    would append again.
     """
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
 class _Checkpointed(Override):
-    """The ``forward`` of a block that is checkpointed."""
+    """The checkpointed ``forward`` of a block."""
 
     def __init__(self, blocks: Checkpoints, block: nn.Module):
         super().__init__(block.forward, block, "forward")
         self._blocks = blocks
-        # what an instance had in place of its class's own
+        # a forward set on the instance, in place of the class's
         self.before = block.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,7 +183,7 @@ class _Checkpointed(Override):
         if not getattr(block, "_can_checkpoint_with_cache", False):
             caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
             if caches and (not block.training or any(cache.get_seq_length() for cache in caches)):
-                return self._fn(*args, **kwargs)  # what the cache holds is part of the result
+                return self._fn(*args, **kwargs)  # the cache's contents are part of the result
             if caches:
                 args = tuple(None if _is_cache(value) else value for value in args)
                 kwargs = {
@@ -198,9 +199,9 @@ def _alone() -> bool:
 
 
 def blocks_to_checkpoint(model: nn.Module, section: ActivationCheckpointing) -> list[nn.Module]:
-    """The first ``section.number`` repeated blocks, for their activations would wait longest.
+    """Return the first ``section.number`` repeated blocks, whose activations are held longest.
 
-    Raises ConfigError where there are none.
+    Raises ConfigError if the model has no repeated blocks.
     """
     if section.number == 0:
         return []
@@ -219,8 +220,8 @@ def blocks_to_checkpoint(model: nn.Module, section: ActivationCheckpointing) -> 
 class Checkpoints:
     """The checkpointed ``blocks`` of one model.
 
-    A model that checkpoints by itself (transformers' ``gradient_checkpointing``) is left to do it;
-    each forward looks anew.
+    They are disabled while the model checkpoints by itself (transformers'
+    ``gradient_checkpointing``), which is checked in each forward.
     """
 
     def __init__(
@@ -254,11 +255,11 @@ class Checkpoints:
 
     @property
     def on(self) -> bool:
-        """Whether checkpoints are made now, by this or by the model."""
+        """Whether checkpoints are active, ours or the model's own."""
         return bool(self._blocks) or self.left_to_model
 
     def look(self) -> None:
-        """Whether the model checkpoints by itself now."""
+        """Update ``left_to_model``: whether the model checkpoints by itself."""
         self.left_to_model = any(module.gradient_checkpointing for module in self._carriers)
         if self._blocks and self.left_to_model and self._tells:
             self._tells = False
@@ -271,8 +272,8 @@ class Checkpoints:
         for block in self._blocks:
             own = block.__dict__.get("forward")
             if not isinstance(own, _Checkpointed):
-                continue  # it was wrapped since, and the wrapper calls it
+                continue  # wrapped since; the wrapper still calls it
             del block.__dict__["forward"]
             if own.before is not None:
                 block.forward = own.before  # type: ignore[method-assign]
-        self._blocks, self.left_to_model = [], True  # what is still called calls through
+        self._blocks, self.left_to_model = [], True  # wrappers then call the plain forward

@@ -1,31 +1,30 @@
-"""Blocks whose forward torch.compile compiles, one block at a time, with the engine's hooks
-outside.
+"""torch.compile of blocks' forwards, one block at a time, with the engine's hooks outside.
 
 [Note: one compilation for all like blocks]
-What is compiled is the bound ``forward``, put on each block as an attribute. ``__call__`` stays as
-it was, so gathers, marks and recorded outputs run outside the graph; a forward that checkpoints
-itself is traced with its checkpoint, and the compiled backward recomputes. Dynamo keeps graphs by
-the code of ``forward`` and takes a module's parameters as inputs: blocks that differ in values
-alone share a graph. The graph saves the parameters themselves for the backward, or views of them:
-the engine gathers again into the same storage, so that they have their values when they are read.
+The bound ``forward`` is compiled and set on each block as an attribute. ``__call__`` is unchanged,
+so gathers, marks and recorded outputs run outside the graph; a forward that contains checkpoints is
+traced with them, and the compiled backward recomputes. Dynamo caches graphs by the code of
+``forward`` and treats a module's parameters as inputs: blocks that differ only in values share a
+graph. The graph saves the parameters themselves, or views of them, for the backward: the engine
+gathers into the same storage again, so they hold their values when they are read.
 
-[Note: what runs as it is]
+[Note: what runs uncompiled]
 Evaluation and generation (no gradient is recorded and the block does not train): each step of a
-decoder has other shapes, and a cache is an object of its own for each block, so every block would
-be compiled by itself, again and again. For the same reason a training forward that gets an object
-of a class that torch does not know how to take apart. And one with hooks inside the block
-(transformers puts them there to record attentions and router logits): a graph does not call what
-came after it was made.
+decoder has different shapes, and each block has a cache object of its own, so every block would be
+compiled separately, again and again. For the same reason, a training forward with an argument of a
+class that is not registered as a pytree node. Also a forward with hooks inside the block
+(transformers uses them to record attentions and router logits): a graph does not call hooks
+registered after it was made.
 
 [Note: shapes]
-With ``dynamic`` None a block's first shapes have a graph of their own; other ones (the short last
-batch, padding to the longest) go to a second compilation, which torch makes fit any. Were both one,
-the graph that fits any would take over for good.
+With ``dynamic`` None a block's first shapes have a graph of their own; other shapes (the short last
+batch, padding to the longest) use a second compilation, which torch makes dynamic. With one
+compilation for both, the dynamic graph would replace the static one permanently.
 
 [Note: Module.compile]
-It compiles ``__call__`` with all hooks in it, which break the graph and make it anew for each state
-of a parameter. So modules with hooks of the engine get a ``compile`` that compiles their forward
-alone, or, where there are hooks inside too, the blocks in them.
+It compiles ``__call__`` with all hooks in it, which break the graph and cause a recompilation for
+each state of a parameter. So modules with hooks of the engine get a ``compile`` that compiles their
+forward alone or, if modules inside have hooks too, the blocks inside.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ from hf_zero.zero.layout.tree import transformed
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.layout.wrap import find_units
 
-# compilations of one forward before torch gives up; its own limit of 8 is soon reached by a class
+# recompilations of one forward before torch gives up; its default of 8 is soon exceeded by a class
 # with several kinds of blocks
 GRAPHS = 64
 _PLAIN = (str, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 
 
 def signature(values: Sequence[Any], shapes: list[torch.Size]) -> Any:
-    """Append the shape of every tensor in ``values`` to ``shapes``; give an object that is no
-    plain data, or None.
+    """Append the shape of every tensor in ``values`` to ``shapes``; return the first object that is
+    not plain data, or None.
     """
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -75,11 +74,11 @@ def signature(values: Sequence[Any], shapes: list[torch.Size]) -> Any:
 
 
 def check_compilation(section: CompileSection, model: nn.Module, fixed: bool) -> None:
-    """Raise ConfigError for a backend that torch does not have, or a mode that the backend does not
-    know.
+    """Raise ConfigError for an unknown backend of torch.compile, or a mode that the backend does
+    not support.
 
-    Without ``fixed`` addresses of parameters also for CUDA graphs, asked for here or in ``model``
-    already.
+    Without ``fixed`` parameter addresses also for CUDA graphs, requested here or already in
+    ``model``.
     """
     if not fixed:
         refuse_recorded(model)
@@ -101,14 +100,14 @@ def check_compilation(section: CompileSection, model: nn.Module, fixed: bool) ->
 
 
 def to_be_compiled(model: nn.Module) -> list[nn.Module]:
-    """The blocks of ``model`` that an engine made of it compiles."""
+    """Return the blocks of ``model`` that an engine would compile."""
     return [
         module for spec in find_units(model)[0][1:] for module in spec.modules if _inside(module)
     ]
 
 
 class CompiledForward(Override):
-    """A block's ``forward``, compiled while it trains."""
+    """A block's ``forward``, compiled in training."""
 
     def __init__(
         self,
@@ -118,13 +117,13 @@ class CompiledForward(Override):
         dynamic: bool | None,
         warned: set[str],
     ):
-        """``compilation(forward, dynamic)`` compiles; ``warned`` is what a warning has said
+        """``compilation(forward, dynamic)`` compiles; ``warned`` holds the warnings logged
         already.
         """
         super().__init__(module.forward, module, "forward")
         self.__signature__ = inspect.signature(self._fn)
         self._unit = unit
-        self._own = module.__dict__.get("forward")  # an attribute that was there before
+        self._own = module.__dict__.get("forward")  # an attribute set earlier on the instance
         self._inside = _inside(module)
         self._warned = warned
         self._first: list[torch.Size] | None = None
@@ -154,7 +153,7 @@ class CompiledForward(Override):
         return super().__deepcopy__(memo)
 
     def restore(self) -> None:
-        """Put on the block what was there before."""
+        """Restore the block's former forward."""
         if self._module.__dict__.get("forward") is self:
             del self._module.__dict__["forward"]
             if self._own is not None:
@@ -189,12 +188,12 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 class CompiledBlocks:
-    """The blocks of an engine that are compiled."""
+    """The compiled blocks of an engine."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], fixed: bool = True):
-        """Made when the engine's hooks are on ``model``.
+        """Record the blocks of ``model``, on which the engine's hooks are installed.
 
-        ``fixed``: parameters stay at their addresses, as CUDA graphs need.
+        ``fixed``: parameters keep their addresses, as CUDA graphs require.
         """
         self._fixed = fixed
         self._root = units[0]
@@ -209,7 +208,7 @@ class CompiledBlocks:
             module.__dict__["compile"] = Override(partial(self.compile, module), module, "compile")
 
     def install(self, section: CompileSection) -> None:
-        """Compile as the configuration says, which :func:`check_compilation` has checked."""
+        """Compile as configured; :func:`check_compilation` has checked ``section``."""
         if not section.blocks:
             return
         if not self._blocks:
@@ -232,9 +231,9 @@ class CompiledBlocks:
         **options: Any,
     ) -> None:
         """Compile the forward of each block, or of ``module``, with ``torch.compile(…, backend,
-        **options)``, in place of an earlier compilation.
+        **options)``, replacing an earlier compilation.
         """
-        import torch._dynamo.config as limits  # only to compile: the import takes a second
+        import torch._dynamo.config as limits  # imported late: the import takes a second
 
         if not self._fixed:
             refuse_backend(backend, options.get("mode"), options.get("options"))
@@ -274,13 +273,13 @@ def _inside(module: nn.Module) -> list[nn.Module]:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """Whether ``module`` has a hook of the engine around its forward."""
+    """Return whether ``module`` has a hook of the engine around its forward."""
     return any(isinstance(hook, Attached) for hook in module._forward_pre_hooks.values())
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Whether compiling ``module`` gains anything, and nothing inside it needs a hook of the
-    engine.
+    """Return whether ``module`` has submodules, so that compiling gains something, and none of them
+    has a hook of the engine.
     """
     inside = _inside(module)
     return bool(inside) and not any(map(_is_hooked, inside))

@@ -1,9 +1,9 @@
-"""CUDA graphs and parameters that come and go.
+"""Refusal of CUDA graphs at stage 3, where the memory of parameters changes.
 
-A CUDA graph is replayed with the addresses that it was recorded with. torch.compile takes the
-addresses of parameters for fixed; at stage 3 a parameter's memory is given back and taken again for
-each gather, so that a replay would read what lies there by then, in silence. So compilation that
-records graphs is refused there, by whatever route it was asked for.
+A CUDA graph is replayed with its recorded addresses, and torch.compile assumes fixed parameter
+addresses. At stage 3 a parameter's memory is released and allocated again for each gather, so a
+replay would silently read other data. Any compilation that records graphs is therefore refused,
+however it was requested.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ OPTION = "triton.cudagraphs"
 def refuse_backend(
     backend: str | Callable[..., Any], mode: str | None, options: dict[str, Any] | None
 ) -> None:
-    """Raise ConfigError for arguments of torch.compile that record CUDA graphs, also by
-    inductor's own settings.
+    """Raise ConfigError for arguments of torch.compile, or global settings of inductor, that record
+    CUDA graphs.
     """
     if backend == BACKEND:
         raise _refusal(f"backend={BACKEND!r}")
     if backend != "inductor":
         return
-    # only to compile: the import takes a second
+    # imported late: the import takes a second
     from torch._inductor import config, list_mode_options
 
     by_mode = list_mode_options(mode).get(OPTION) if mode else None
@@ -51,8 +51,8 @@ def refuse_backend(
 
 
 def refuse_recorded(model: nn.Module) -> None:
-    """Raise ConfigError for modules of ``model`` that were compiled or captured to CUDA graphs
-    before the engine was made.
+    """Raise ConfigError for modules of ``model`` that were compiled with, or captured to, CUDA
+    graphs before the engine was made.
     """
     for name, module in model.named_modules():
         forward = module.__dict__.get("forward")
@@ -66,7 +66,7 @@ def refuse_recorded(model: nn.Module) -> None:
 
 
 def _records(compiled: Any) -> bool:
-    asked = getattr(compiled, "get_compiler_config", None)  # on whatever torch.compile returns
+    asked = getattr(compiled, "get_compiler_config", None)  # set on results of torch.compile
     if asked is None:
         return False
     found = asked()

@@ -1,5 +1,5 @@
-"""Host memory for what comes in a forward and goes in its backward: slabs that are filled in
-order and used again once they are empty.
+"""Host memory for tensors saved in a forward and consumed in its backward: slabs that are filled in
+order and reused once they are empty.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import torch
 from hf_zero.errors import HostMemoryError
 from hf_zero.storage.base import Allocator
 
-# bytes of a slab: each doubles what there is, for pinning memory costs far more than using it
+# bytes of a slab: each new slab doubles the total, because pinning memory costs far more than using
+# it
 FIRST, MOST = 16 << 20, 256 << 20
 ALIGN = 512  # bytes, as the device's allocator aligns
 
@@ -19,7 +20,7 @@ ALIGN = 512  # bytes, as the device's allocator aligns
 class HostRegion:
     """``nbytes`` of host memory: ``memory``, uint8.
 
-    It goes back to its slab when this object dies.
+    It returns to its slab when this object is destroyed.
     """
 
     __slots__ = ("_slab", "memory")
@@ -37,7 +38,7 @@ class _Slab:
         self.memory = memory
         self.filled = 0  # bytes
         self.taken = 0  # regions
-        # regions that have gone: appended to by whatever thread frees a graph
+        # one entry for each freed region; any thread that frees a graph may append
         self.left: deque[None] = deque()
 
     def take(self, nbytes: int) -> HostRegion | None:
@@ -53,14 +54,14 @@ class _Slab:
 
 
 class Slabs:
-    """``take`` gives memory that the device copies to and from.
+    """Allocator of host memory for copies from and to the device, in slabs obtained from ``take``.
 
-    Graphs die backwards, so slabs empty one after the other.
+    Graphs are freed in reverse order, so slabs become empty one after the other.
     """
 
     def __init__(self, take: Allocator, first: int = FIRST, most: int = MOST):
-        """``first`` and ``most`` are the bytes of the first slab and of any, but for one that
-        holds a single larger tensor.
+        """``first`` is the number of bytes of the first slab, ``most`` the maximum of any, except
+        for a slab with a single larger tensor.
         """
         self._take = take
         self._first, self._most = first, most
@@ -68,11 +69,13 @@ class Slabs:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slabs."""
+        """The number of bytes in all slabs."""
         return sum(slab.memory.numel() for slab in self._slabs)
 
     def take(self, nbytes: int) -> HostRegion:
-        """Raises HostMemoryError."""
+        """Return a region of ``nbytes``. Raises HostMemoryError if the host has no memory for
+        another slab.
+        """
         for slab in reversed(self._slabs):
             region = slab.take(nbytes)
             if region is not None:
@@ -95,5 +98,5 @@ class Slabs:
         return region
 
     def close(self) -> None:
-        """Hold no memory; regions keep theirs until they die."""
+        """Release all slabs; regions keep their memory alive until they are destroyed."""
         self._slabs = []

@@ -1,17 +1,17 @@
-"""Tensors that a forward saves for its backward, in host memory until then (activation offload;
-vDNN, arXiv 1602.08124).
+"""Activation offload: tensors saved for the backward are kept in host memory until then (vDNN,
+arXiv 1602.08124).
 
-[Note: what leaves and what comes back]
-The unit is a storage: a tensor saved by three operations, or through different views, leaves once.
-Its copy starts when it is saved. Of the device memory under copy the newest ``in_flight`` bytes are
-kept; the computing stream waits, on the device, for a copy whose source has to go. What is still
-kept when the forward ends stays: the backward needs it first, and what uses its memory afterwards
-waits for the copy, which is not read. The backward asks for tensors in about the reverse order;
-with each one asked for, those saved before it are brought back ahead, ``in_flight`` bytes at most.
+[Note: offload and prefetch]
+The granularity is a storage: a tensor saved by three operations, or through different views, is
+copied once. The copy starts when the tensor is saved. The newest ``in_flight`` bytes of device
+memory under copy are kept; before an older source is released, the compute stream waits, on the
+device, for its copy. Storages still kept when the forward ends stay on the device: the backward
+needs them first, and reuse of their memory waits for the copy, which is not read. The backward uses
+tensors in roughly reverse order; each use prefetches those saved before it, at most ``in_flight``
+bytes.
 
-Parameters and buffers are no activations: who owns them knows when they are needed. With
-checkpointing, what a forward saves is the inputs of the checkpoints. A recomputation in the
-backward saves on the device, as always.
+Parameters and buffers are excluded: their owners manage them. With checkpointing, a forward saves
+only the inputs of the checkpoints. A recomputation in the backward saves on the device, as usual.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from hf_zero.activations.streams import Brought, Transfers
 from hf_zero.errors import OffloadError
 from hf_zero.zero.layout.tree import transformed
 
-IN_FLIGHT = 512 << 20  # bytes, until blocks are seen that save more
-# a tensor that is less than this part of its storage stays: the rest of the storage would travel
-# with it
+IN_FLIGHT = 512 << 20  # bytes, until larger blocks have been observed
+# a tensor smaller than this fraction of its storage stays: the whole storage would be copied with
+# it
 PART = 8
 
 
@@ -46,7 +46,7 @@ def _refuse_changed(shape: torch.Size, saved: int, now: int) -> None:
 
 
 class _Record:
-    """One storage that was saved."""
+    """One saved storage."""
 
     def __init__(
         self,
@@ -62,27 +62,29 @@ class _Record:
         self.nbytes = nbytes
         self.version = self.left_at = source._version
         self.shape, self.device = source.shape, source.device
-        # On the device, as long as it is kept there. Without its graph: a node that saved its own
-        # result would keep itself.
+        # Set while the storage is kept on the device. Detached: a node that saved its own result
+        # would otherwise keep itself alive.
         self.source: torch.Tensor | None = source.detach()
         self.region: HostRegion | None = region
         self.sent = sent
         self.brought: Brought | None = None
-        self.waiting = 0  # tickets that have not been used
+        self.waiting = 0  # tickets not used yet
 
     def leave(self) -> None:
-        """Let go of the device memory."""
+        """Release the device memory."""
         assert self.source is not None
-        self.left_at = self.source._version  # what is changed later changes no copy
+        self.left_at = self.source._version  # later in-place changes do not affect the copy
         self.run.transfers.leave(self.sent)
         self.source = None
 
     def stay(self) -> None:
-        """Keep the device memory until the backward."""
+        """Keep the device memory until the backward, and release the host copy."""
         self.region = None
 
     def launch(self) -> bool:
-        """Have it come, if it is neither here nor on its way: then True."""
+        """Start the copy to the device unless the values are there or under way; return whether it
+        was started.
+        """
         if self.source is not None or self.brought is not None:
             return False
         assert self.region is not None
@@ -91,7 +93,9 @@ class _Record:
         return True
 
     def storage(self) -> torch.UntypedStorage:
-        """The values on the device, for what is launched from now on."""
+        """Return the storage on the device, for kernels launched from now on. Raises OffloadError
+        if the tensor was changed in place after it was saved.
+        """
         now = self.source._version if self.source is not None else self.left_at
         _refuse_changed(self.shape, self.version, now)
         if self.source is not None:
@@ -101,20 +105,21 @@ class _Record:
         return self.brought.use().untyped_storage()
 
     def drop(self) -> None:
-        """Let go of the copy on the device, which comes again if it has to."""
+        """Release the copy on the device; a later use copies again."""
         if self.brought is not None:
             self.brought = None
             self.run.ahead -= self.nbytes
 
     def __del__(self) -> None:
         self.drop()
-        # it has stayed, and its copy may still be under way: its memory is used again after that
+        # it stayed on the device, but its copy may be under way: its memory may be reused only
+        # afterwards
         if self.source is not None:
             self.run.transfers.leave(self.sent)
 
 
 class _Ticket:
-    """What autograd keeps of a tensor whose storage has left."""
+    """The packed form of a saved tensor whose storage was offloaded."""
 
     __slots__ = ("_dtype", "_first", "_offset", "_record", "_size", "_stride")
 
@@ -148,13 +153,13 @@ class _Ticket:
 
 
 class _Stayed:
-    """What autograd keeps of a tensor that is on the device."""
+    """The packed form of a saved tensor that stays on the device."""
 
     __slots__ = ("_position", "_run", "_tensor", "_version")
 
     def __init__(self, run: _OffloadedPass, tensor: torch.Tensor):
         self._run, self._position = run, run.length
-        # without its graph: see _Record
+        # detached: see _Record
         self._tensor, self._version = tensor.detach(), tensor._version
 
     def tensor(self) -> torch.Tensor:
@@ -168,8 +173,8 @@ class _OffloadedPass:
 
     def __init__(self, offload: Offload, stays: Collection[int]):
         self.transfers = offload.transfers
-        self.ahead = 0  # bytes brought back and not used yet
-        self.keeps = False  # what is saved from now on is needed first
+        self.ahead = 0  # bytes copied back and not used yet
+        self.keeps = False  # whether tensors saved from now on stay: the backward needs them first
         self.ended = False
         self._limit = offload.in_flight
         self._min_bytes, self._slabs, self._device = (
@@ -179,11 +184,11 @@ class _OffloadedPass:
         )
         self._stays = stays
         self._records: list[weakref.ref[_Record]] = []
-        self._cursor = 0  # records from here on are here, or were
+        self._cursor = 0  # records from here on were brought back, or never left
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Record]]] = {}
         self._leaving: deque[_Record] = deque()
         self._leaving_bytes = 0
-        self._block_bytes = 0  # sent since the block under way began
+        self._block_bytes = 0  # sent since the current block began
         self.largest_block = 0
 
     @property
@@ -231,7 +236,7 @@ class _OffloadedPass:
 
     @torch.no_grad()
     def _send(self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int) -> _Record:
-        self.ended = False  # what looked like the backward was one inside the forward
+        self.ended = False  # the apparent backward was one inside the forward
         region = self._slabs.take(nbytes)
         whole = torch.empty(0, dtype=torch.uint8, device=self._device)
         whole.set_(storage, 0, (nbytes,), (1,))  # type: ignore[call-overload]
@@ -250,11 +255,11 @@ class _OffloadedPass:
         return record
 
     def block(self) -> None:
-        """A block begins."""
+        """Mark the beginning of a block."""
         self.largest_block, self._block_bytes = max(self.largest_block, self._block_bytes), 0
 
     def end(self) -> None:
-        """The forward is over. Idempotent."""
+        """End the forward: storages still under copy stay on the device. Idempotent."""
         if self.ended:
             return
         self.ended = True
@@ -266,12 +271,12 @@ class _OffloadedPass:
         self._cursor = self.length
 
     def bring_before(self, position: int, missing: bool = False) -> None:
-        """The backward has come to ``position``: what was saved before is needed soon.
+        """Prefetch the storages saved before ``position``, which the backward has reached.
 
-        ``missing``: that itself was not on its way.
+        ``missing``: the storage at ``position`` itself had not been prefetched.
         """
         self.end()
-        # above the cursor, it is a second backward
+        # a position above the cursor means a second backward
         self._cursor = position if missing else min(self._cursor, position)
         while self._cursor > 0 and self.ahead < self._limit:
             record = self._records[self._cursor - 1]()
@@ -283,11 +288,11 @@ class _OffloadedPass:
 
 
 class Offload:
-    """Offload of what is saved on ``device``: at least ``min_bytes`` each, with ``in_flight`` bytes
-    under copy in each direction.
+    """Offload of tensors saved on ``device``, of at least ``min_bytes`` each, with ``in_flight``
+    bytes under copy in each direction.
 
-    ``in_flight`` None: what the two largest blocks of the forward before have sent, and
-    :data:`IN_FLIGHT` at least. Less than a block would have each block wait for its own copies.
+    ``in_flight`` None: twice the bytes sent by the largest block of earlier forwards, at least
+    :data:`IN_FLIGHT`. With less than a block, each block would wait for its own copies.
     """
 
     def __init__(
@@ -304,32 +309,32 @@ class Offload:
         self.min_bytes = min_bytes
         self._learns = in_flight is None
         self.in_flight = IN_FLIGHT if in_flight is None else in_flight
-        # no copy may outlive the host memory that it reads or fills
+        # no copy may outlive the host memory that it reads or writes
         weakref.finalize(self, transfers.close).atexit = False
         self._run: _OffloadedPass | None = None
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
 
     def begin(self, stays: Collection[int]) -> None:
-        """A forward begins. ``stays`` are the storages (``_cdata``) that are no activations."""
+        """Begin a forward. ``stays`` are the storages (``_cdata``) that are not activations."""
         self.end()
         if transformed():
-            return  # torch has no hooks on what such a forward saves
+            return  # torch does not apply saved-tensor hooks in such a forward
         self._run = _OffloadedPass(self, stays)
         self._hooks.append(self._run.hooks())
         self._hooks[-1].__enter__()
 
     def block(self) -> None:
-        """A block of the forward begins."""
+        """Mark the beginning of a block."""
         if self._run is not None:
             self._run.block()
 
     def keep(self) -> None:
-        """What the forward saves from now on, the backward needs first: it stays."""
+        """Keep tensors saved from now on on the device: the backward needs them first."""
         if self._run is not None:
             self._run.keeps = True
 
     def end(self) -> None:
-        """The forward is over, if one is under way."""
+        """End the current forward, if any."""
         if self._hooks:
             self._hooks.pop().__exit__()
         if self._run is not None:
@@ -340,8 +345,8 @@ class Offload:
 
     @contextmanager
     def part(self) -> Iterator[None]:
-        """A part of a forward whose begin and end are not marked: it is taken to be over when
-        its backward asks for something.
+        """Offload in a part of a forward without marked begin and end; the forward is taken to have
+        ended when its backward uses a saved tensor.
         """
         if transformed():
             yield
@@ -352,7 +357,7 @@ class Offload:
             yield
 
     def close(self) -> None:
-        """Wait for copies that are under way, and hold no memory."""
+        """Wait for all copies, and release the host memory."""
         self.end()
         self.transfers.close()
         self.slabs.close()

@@ -1,5 +1,5 @@
-"""What a configuration says about activations and the kernels that make them, put on a model
-under an engine: checkpointing, offload, compiled blocks, the order of attention kernels.
+"""Configured activation features on a model under an engine: checkpointing, offload, compiled
+blocks, the order of attention kernels.
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ from hf_zero.zero.layout.wrap import repeated_blocks
 
 
 def transfers_of(device: torch.device) -> Transfers | None:
-    """How activations leave ``device``; None where it is the host, which has them in its memory
-    already.
-    """
+    """Return the copies between ``device`` and host memory; None if the device is the host."""
     return None if kinds.is_host(device) else Streams(device)
 
 
 def offload_of(device: torch.device, section: ActivationOffload) -> Offload | None:
-    """Offload of activations from ``device``, if there is somewhere to go."""
+    """Return the activation offload for ``device``; None if the device is the host."""
     transfers = transfers_of(device)
     if transfers is None:
         return None
@@ -55,7 +53,9 @@ class ActivationPatches:
         self.compiled: CompiledBlocks | None = None
 
     def check(self, model: nn.Module, fixed_addresses: bool) -> None:
-        """Raise ConfigError for a compilation or for checkpoints that ``model`` cannot have."""
+        """Raise ConfigError if ``model`` does not support the configured compilation or
+        checkpoints.
+        """
         check_compilation(self._config.compile, model, fixed_addresses)
         self._fixed_addresses = fixed_addresses
         self._blocks = blocks_to_checkpoint(model, self._config.activation_checkpointing)
@@ -63,10 +63,10 @@ class ActivationPatches:
     def install(
         self, model: nn.Module, units: Sequence[Unit], device: torch.device, logs: bool
     ) -> None:
-        """Put everything on ``model``; ``logs``: whether this rank says what."""
+        """Install all patches on ``model``; ``logs``: whether this rank logs them."""
         self.activations = Activations(model, self._blocks, self._config, units, device, logs)
         self._installed.callback(self.activations.remove)
-        # around checkpointing: one graph holds both passes
+        # outside of checkpointing: one graph holds forward and recomputation
         self.compiled = CompiledBlocks(model, units, self._fixed_addresses)
         self._installed.callback(self.compiled.remove)
         self.compiled.install(self._config.compile)
@@ -74,7 +74,7 @@ class ActivationPatches:
         self._installed.callback(order.restore)
 
     def remove(self) -> None:
-        """Take everything off again. Idempotent."""
+        """Remove all patches. Idempotent."""
         self._installed.close()
 
     def compile(self, backend: str | Callable[..., Any], **options: Any) -> None:
@@ -84,7 +84,7 @@ class ActivationPatches:
 
 
 class Activations:
-    """Of ``model``, as the configuration says. :meth:`remove` takes everything off again."""
+    """Activation checkpointing and offload of ``model``, as configured, until :meth:`remove`."""
 
     def __init__(
         self,
@@ -95,8 +95,8 @@ class Activations:
         device: torch.device,
         tells: bool,
     ):
-        """``blocks`` are those to be checkpointed
-        (:func:`hf_zero.activations.checkpointing.blocks_to_checkpoint`); ``tells`` logs.
+        """``blocks`` are the blocks to checkpoint
+        (:func:`hf_zero.activations.checkpointing.blocks_to_checkpoint`); ``tells``: whether to log.
         """
         self._model = weakref.ref(model)
         self._units = units
@@ -134,7 +134,7 @@ class Activations:
                 )
 
     def _stays(self) -> set[int]:
-        """The storages of parameters and buffers."""
+        """Return the storages of parameters and buffers, which are never offloaded."""
         model = self._model()
         storages = {
             buffer.untyped_storage()._cdata
@@ -150,7 +150,7 @@ class Activations:
         self.checkpoints.look()
         if self.offload is None or not torch.is_grad_enabled():
             return
-        # of a forward that KeyboardInterrupt has ended, which passes by the hook on leaving
+        # a forward interrupted by KeyboardInterrupt has skipped the forward hook that ends it
         self.offload.end()
         if not self._always and not self.checkpoints.on:
             if self._tells:

@@ -1,9 +1,9 @@
-"""Which kernels ``scaled_dot_product_attention`` tries first.
+"""The order in which ``scaled_dot_product_attention`` tries its kernels.
 
-torch asks its backends in one order for the whole process and takes the first that can do the call;
-a compiled graph keeps the one found when it was traced, and a backward uses what its forward chose.
-The order is changed, and nothing is switched off, so that a call which the wished backend cannot do
-(flash attention with a mask, say) goes to the next.
+torch tries its backends in one order for the whole process and takes the first that supports the
+call; a compiled graph keeps the one chosen when it was traced, and a backward uses the choice of
+its forward. The order is changed but no backend is disabled, so a call that the preferred backend
+does not support (flash attention with a mask, say) uses the next.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ measured, and keeps torch's own order.
 
 
 def chosen(backend: str, device: torch.device) -> str:
-    """``backend``, or for "auto" what was measured on GPUs such as ``device``; "auto" again
-    where nothing was.
+    """Return ``backend``; for "auto" the backend measured on GPUs such as ``device``, or "auto" if
+    none was measured.
     """
     if backend != "auto" or not MEASURED or not kinds.is_nvidia(device):
         return backend
@@ -39,8 +39,8 @@ def chosen(backend: str, device: torch.device) -> str:
 
 
 class AttentionOrder:
-    """A backend put first, until :meth:`restore`; "auto" is what was measured, else torch's
-    own order.
+    """A backend put first in the order, until :meth:`restore`. "auto" is the measured one, else
+    torch's own order.
     """
 
     def __init__(self, backend: str, device: torch.device):
@@ -49,7 +49,7 @@ class AttentionOrder:
         if backend == "auto":
             return
         if not kinds.is_host(device):
-            # torch sets its own order for the GPU in the first call, over whatever was set before.
+            # torch sets its own order for the GPU in the first call, overwriting an earlier one.
             nothing = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device=device)
             F.scaled_dot_product_attention(nothing, nothing, nothing)
         first = _BACKENDS[backend].value
@@ -58,7 +58,7 @@ class AttentionOrder:
         torch._C._set_sdp_priority_order(self._set)
 
     def restore(self) -> None:
-        """Restore the order of before, unless it was changed since."""
+        """Restore the former order, unless it was changed since."""
         if self._before and list(torch._C._get_sdp_priority_order()) == self._set:
             torch._C._set_sdp_priority_order(self._before)
         self._before = []

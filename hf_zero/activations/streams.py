@@ -1,12 +1,12 @@
-"""Copies between the device and host memory that overlap what the device computes; and plain ones
-where that is the host itself.
+"""Copies between device and host memory: asynchronous on a side stream, or synchronous if the
+device is the host.
 
 [Note: one stream]
-All copies of a :class:`Streams` run on one stream, in the order of their calls. So a host region
-that is used again cannot be written before the copy from it has run: that was called earlier. The
-computing stream is waited for before each copy (what it has launched makes the values, or has used
-the memory before), and waits itself, on the device, only where a copy's result is used or its
-source is given back. The host waits for nothing.
+All copies of a :class:`Streams` run on one stream, in the order of their calls, so a reused host
+region cannot be overwritten before an earlier copy has read it. Before each copy the side stream
+waits for the compute stream (which has launched the kernels that produce the values, or that used
+the memory before). The compute stream waits for a copy, on the device, only before its result is
+used or its source is released. The host never waits.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from hf_zero.device import streams
 
 
 class Brought(Protocol):
-    """A copy on its way to the device."""
+    """A copy to the device, under way or complete."""
 
     def use(self) -> torch.Tensor:
-        """The values, uint8 on the device, for what is launched from now on in the current
+        """Return the values, uint8 on the device, for kernels launched from now on in the current
         stream.
         """
         ...
 
 
 class Transfers(Protocol):
-    """How bytes leave the device and come back."""
+    """Copies between device and host memory."""
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> Any:
-        """Copy ``source`` (uint8 on the device) to ``target`` in host memory; what :meth:`leave`
-        takes. ``source`` must live until then.
+        """Copy ``source`` (uint8 on the device) to ``target`` in host memory; return a handle for
+        :meth:`leave`, until which ``source`` must stay alive.
         """
         ...
 
     def leave(self, sent: Any) -> None:
-        """From now on the current stream may use the memory of what was sent for something else."""
+        """Let the current stream reuse the source of the copy ``sent`` from now on."""
         ...
 
     def bring(self, source: torch.Tensor) -> Brought:
-        """Begin to copy ``source``, in host memory, to the device."""
+        """Start to copy ``source``, in host memory, to the device."""
         ...
 
     def close(self) -> None:
-        """Return when no copy is under way."""
+        """Wait until no copy is under way."""
         ...
 
 
 class Streams:
-    """On a GPU. See the note."""
+    """Asynchronous copies of a GPU. See the note."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -69,8 +69,8 @@ class Streams:
 
     def bring(self, source: torch.Tensor) -> _OnStream:
         current = streams.current_stream(self._device)
-        # From the computing stream's memory: given back, it is used next by what that stream
-        # launches later.
+        # Allocated on the compute stream: once freed, the memory is reused by later work of that
+        # stream.
         values = torch.empty(source.numel(), dtype=torch.uint8, device=self._device)
         self._stream.wait_stream(current)
         with streams.on_stream(self._stream):
@@ -82,7 +82,7 @@ class Streams:
 
 
 class _OnStream:
-    """``values`` belong to the memory of stream ``home``; ``came`` tells that they are there."""
+    """``values`` allocated on stream ``home``; the event ``came`` marks the end of their copy."""
 
     __slots__ = ("_came", "_home", "_used", "_values")
 
@@ -100,25 +100,25 @@ class _OnStream:
         return self._values
 
     def __del__(self) -> None:
-        # the memory goes back to its stream, which must not write before the copy has
+        # freed memory returns to its stream, which must not write to it before the copy has
         if not self._used:
             self._home.wait_event(self._came)
 
 
 class Plain:
-    """Where the device is the host: copies that are over when their call is."""
+    """Synchronous copies, for a device that is the host."""
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(source)
 
     def leave(self, sent: None) -> None:
-        """Nothing is under way."""
+        """No-op: copies are synchronous."""
 
     def bring(self, source: torch.Tensor) -> _There:
         return _There(source.clone())
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """No-op: copies are synchronous."""
 
 
 class _There:

@@ -1,11 +1,12 @@
-"""Indices that DeepSpeed's data analyzer has written, memory-mapped.
+"""Memory-mapped indices written by DeepSpeed's data analyzer.
 
-A path names two files. ``PATH.idx``: the bytes ``MMIDIDX\\0\\0``, the version 1 (u64), the code of
-a dtype (u8), the numbers of items and of documents (u64 each), the elements of each item (i32),
-where each begins (i64), documents (i64); little-endian. ``PATH.bin``: the elements of all items,
-one after another. Of a metric's ``index_to_sample`` an item holds the samples of one value, values
-rising; of its ``index_to_metric``, that value. ``index_to_sample_percentile_merged`` has the
-samples of several values in an item, in the same order.
+A path names two little-endian files. ``PATH.idx``: the bytes ``MMIDIDX\\0\\0``, the version 1
+(u64), the code of a dtype (u8), the numbers of items and of documents (u64 each), the number of
+elements in each item (i32), the offset of each (i64), documents (i64). ``PATH.bin``: the elements
+of all items, concatenated. In a metric's ``index_to_sample``, each item holds the samples of one
+value, by ascending value; in its ``index_to_metric``, that value. In
+``index_to_sample_percentile_merged`` an item holds the samples of several values, in the same
+order.
 """
 
 from __future__ import annotations
@@ -35,15 +36,14 @@ DTYPES = {
 
 
 def is_analyzers(path: str) -> bool:
-    """Whether ``path`` names files of the analyzer."""
+    """Return whether ``path`` names files of the analyzer."""
     return Path(f"{path}.idx").is_file()
 
 
 class AnalyzerIndex(RankedSamples):
-    """The samples of ``samples_path``; with ``metric_path`` the values of the metric, too.
+    """The samples in ``samples_path``, with the values of the metric if ``metric_path`` is given.
 
-    Raises DifficultyIndexError for files that are not there, that others have written, or that do
-    not belong together.
+    Raises DifficultyIndexError for files that are missing, invalid or inconsistent with each other.
     """
 
     def __init__(self, samples_path: str, metric_path: str | None = None):
@@ -78,7 +78,7 @@ class AnalyzerIndex(RankedSamples):
 
 
 def _items(path: str) -> tuple[np.ndarray, np.ndarray]:
-    """The elements of all items of ``path``, and how many each item has."""
+    """Return the elements of all items of ``path``, and the number of elements in each item."""
     index, data = Path(f"{path}.idx"), Path(f"{path}.bin")
     try:
         head = index.read_bytes()

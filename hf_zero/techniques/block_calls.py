@@ -1,4 +1,4 @@
-"""Calls of a model's repeated blocks, taken over while a technique is installed.
+"""Interception of calls of a model's repeated blocks while a technique is installed.
 
 [Note: around everything]
 What a block is called with goes through a subclass of its class, of the same name, which the block
@@ -24,12 +24,12 @@ from hf_zero.zero.gather.model_patches import outside_graphs
 from hf_zero.zero.layout.unit import RootForward
 
 Call = Callable[..., Any]
-# call(block, run, args, kwargs): in place of run(*args, **kwargs)
+# call(block, run, args, kwargs), instead of run(*args, **kwargs)
 TakesOver = Callable[[nn.Module, Call, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class BlockCalls:
-    """Lets ``take_over`` make the calls of ``blocks``, until :meth:`remove`."""
+    """Route the calls of ``blocks`` to ``take_over`` until :meth:`remove`."""
 
     def __init__(self, blocks: Sequence[nn.Module], take_over: TakesOver):
         self._before = {block: type(block) for block in blocks}
@@ -38,7 +38,7 @@ class BlockCalls:
             block.__class__ = made[kind]
 
     def remove(self) -> None:
-        """Give the blocks their classes back. Idempotent."""
+        """Restore the classes of the blocks. Idempotent."""
         for block, kind in self._before.items():
             block.__class__ = kind
         self._before = {}
@@ -63,26 +63,23 @@ def _subclass(kind: type[nn.Module], take_over: TakesOver) -> type[nn.Module]:
         "__reduce_ex__": reduce,
         "_hf_zero_plain": plain,
     })  # fmt: skip
-    if made.forward is not kind.forward:  # transformers wraps that of each subclass
+    if made.forward is not kind.forward:  # transformers wraps the forward of each subclass
         made.forward = kind.forward  # type: ignore[method-assign]
     return made
 
 
 def _new(kind: type[nn.Module], *args: Any) -> nn.Module:
-    """What a pickle makes; of another class than the block has, which ``copyreg.__newobj__`` is not
-    allowed to.
+    """Construct an instance for a pickle; unlike ``copyreg.__newobj__`` it permits a class other
+    than the block's.
     """
     return kind.__new__(kind, *args)
-
-
-# ---- what blocks take and return ----
 
 
 def hidden_state(
     args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[int | str, torch.Tensor] | None:
-    """The tensor that a block maps to another, and its place among the arguments: the keyword
-    ``hidden_states``, or the first floating-point tensor.
+    """Return the input hidden state of a block and its index or name among the arguments: the
+    keyword ``hidden_states``, or the first floating-point tensor; None if there is none.
     """
     named = kwargs.get("hidden_states")
     if isinstance(named, torch.Tensor):
@@ -95,12 +92,14 @@ def hidden_state(
 
 
 def first_of(output: Any) -> Any:
-    """The new hidden state in what a block returns: a tensor, or a tuple that begins with it."""
+    """Return the output hidden state of a block: the output itself, or the first item of a
+    tuple.
+    """
     return output[0] if isinstance(output, tuple) and output else output
 
 
 def with_first(output: Any, state: torch.Tensor) -> Any:
-    """``output`` of a block with another hidden state."""
+    """Return a block's ``output`` with its hidden state replaced by ``state``."""
     if not isinstance(output, tuple):
         return state
     rest = output[1:]
@@ -108,19 +107,21 @@ def with_first(output: Any, state: torch.Tensor) -> Any:
 
 
 class ReturnedBefore:
-    """What blocks return beside a hidden state, for the block after them in their stack: never
-    beyond a forward, whose graph it would keep.
+    """The last tuple returned in each stack of blocks, kept for the next block of the stack. It
+    must not outlive a forward, whose graph it would keep alive.
     """
 
     def __init__(self) -> None:
         self._tuples: dict[str, Any] = {}
 
     def take(self, layer: Layer) -> Any:
-        """What the block before ``layer`` has returned, where that was a tuple."""
+        """Return and forget the output of the block before ``layer`` if it was a tuple, else
+        None.
+        """
         return self._tuples.pop(layer.stack, None)
 
     def note(self, layer: Layer, output: Any) -> Any:
-        """``output``, which ``layer`` returns."""
+        """Record ``output`` of ``layer`` for the next block of its stack, and return it."""
         if isinstance(output, tuple) and layer.place < layer.of:
             self._tuples[layer.stack] = output
         return output
@@ -140,8 +141,8 @@ class DrawsForBlocks(ABC):
         self._engine: Any = None
 
     def _take_over(self, engine: Any, blocks: Sequence[nn.Module]) -> None:
-        """Let :meth:`_draw` draw for the forwards of ``engine``, and :meth:`_call` make the calls
-        of ``blocks``.
+        """Call :meth:`_draw` for each forward of ``engine``, and :meth:`_call` for each call of
+        ``blocks``.
         """
         self._engine = engine
         self._calls = BlockCalls(blocks, self._call)
@@ -149,22 +150,24 @@ class DrawsForBlocks(ABC):
 
     @abstractmethod
     def _draw(self, forward: RootForward) -> Collection[nn.Module]:
-        """Draw for ``forward``; gives the blocks that all ranks leave out."""
+        """Draw for ``forward``; return the blocks that all ranks skip."""
 
     @abstractmethod
     def _call(
         self, block: nn.Module, run: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What ``block`` returns, called with these arguments; ``run`` runs it."""
+        """Return the result of ``block`` for these arguments; ``run(*args, **kwargs)`` executes the
+        block.
+        """
 
     def end_step(self) -> None:  # noqa: B027
-        """Nothing: all is computed from the counters."""
+        """No-op: all state is computed from the counters."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
-        """Nothing is kept."""
+        """No-op: nothing is saved."""
 
     def remove(self) -> None:
         if self._calls is not None:

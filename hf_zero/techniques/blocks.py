@@ -1,4 +1,4 @@
-"""The blocks of a model, as techniques find them: where units and checkpoints are cut, too."""
+"""The blocks of a model for techniques, found as for units and checkpoints."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from hf_zero.zero.layout.wrap import find_blocks, repeated_blocks
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A repeated block, ``place`` of ``of`` in its stack, counted from 1."""
+    """A repeated block, number ``place`` of ``of`` in its stack, counted from 1."""
 
     block: nn.Module
-    stack: str  # the path of what holds it
+    stack: str  # path of the containing module
     place: int
     of: int
-    keeps: bool  # it has to be run on all tokens: it returns what the others need
+    keeps: bool  # must run on all tokens: it returns more than a hidden state
 
 
 def layers_of(model: nn.Module, key: str) -> list[Layer]:
-    """The repeated blocks of ``model``, two or more in a row, whose hidden state keeps its length:
-    not the strided convolutions before the layers of wav2vec 2.0. Raises ConfigError, naming
-    ``key``, where there are none.
+    """Return the repeated blocks of ``model``, from stacks of two or more, whose hidden state keeps
+    its length; this excludes the strided convolutions before the layers of wav2vec 2.0. Raises
+    ConfigError, naming ``key``, if there are none.
     """
     stacks: dict[str, list[nn.Module]] = {}
     for path, block in repeated_blocks(model):
@@ -48,8 +48,8 @@ def layers_of(model: nn.Module, key: str) -> list[Layer]:
 
 
 def layers_at(model: nn.Module, path: str | None, key: str) -> list[nn.Module]:
-    """The items of the list of layers at ``path`` in ``model``; None: its repeated blocks. Raises
-    ConfigError, naming ``key``, where there are none.
+    """Return the items of the list of layers at ``path`` in ``model``, or for None its repeated
+    blocks. Raises ConfigError, naming ``key``, if there are none.
     """
     try:
         found = [] if path is None else list(model.get_submodule(path).children())
@@ -66,8 +66,8 @@ def layers_at(model: nn.Module, path: str | None, key: str) -> list[nn.Module]:
 
 
 def linears_of_blocks(model: nn.Module) -> list[str]:
-    """The names of torch's own linear layers in blocks of ``model``; in a model that repeats none,
-    in the parts that it is cut into.
+    """Return the names of the layers of class ``nn.Linear`` in blocks of ``model``; in a model
+    without repeated blocks, in the modules that it is cut into.
     """
     blocks = [block for _, block in find_blocks(model)]
     inside = {part for block in blocks for part in block.modules() if type(part) is nn.Linear}
@@ -80,6 +80,6 @@ def _has_strides(block: nn.Module) -> bool:
 
 
 def _returns_a_tensor(block: nn.Module) -> bool:
-    """Whether the forward of ``block`` is declared to return its hidden state and nothing else."""
+    """Return whether the forward of ``block`` is annotated to return a single tensor."""
     said = inspect.signature(type(block).forward).return_annotation
     return said in (torch.Tensor, "torch.Tensor", "Tensor", torch.FloatTensor, "torch.FloatTensor")

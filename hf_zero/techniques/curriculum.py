@@ -1,5 +1,5 @@
-"""Curriculum learning by sequence length: each step trains on sequences of the length that its
-schedule says.
+"""Curriculum learning by sequence length: each step trains on sequences truncated to the length of
+its schedule.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class CurriculumLearning:
             self.length()
 
     def length(self) -> int:
-        """The length of the step that is being trained, in tokens."""
+        """Return the sequence length of the current step, in tokens. Raises ConfigError if it is
+        below 1.
+        """
         step = self._counters.global_steps + 1
         length = int(self.schedule.at(step))
         if length < 1:
@@ -42,7 +44,7 @@ class CurriculumLearning:
 
     @property
     def schedules(self) -> Mapping[str, DifficultySchedule]:
-        """The schedule, by the name of what it schedules."""
+        """The schedule, by the name of the scheduled quantity."""
         return {self._section.rpartition(".")[2]: self.schedule}
 
     def install(self, engine: Any) -> None:
@@ -51,7 +53,7 @@ class CurriculumLearning:
             self.sequences.install(engine.module)
 
     def end_step(self) -> None:
-        """The next forward asks for its length."""
+        """No-op: each forward computes its length from the counters."""
 
     def prepare_batch(self, batch: Any) -> Any:
         return self.sequences.cut(batch)
@@ -67,7 +69,7 @@ class CurriculumLearning:
 
 
 def metrics_of(config: ZeroConfig) -> dict[str, dict[str, Any]]:
-    """The settings of each metric whose schedule acts; none where a switch is off."""
+    """Return the settings of each active metric; none if a switch is off."""
     switches = (config.data_efficiency.enabled, config.data_sampling.enabled)
     if not config.metric_curricula.enabled or False in switches:
         return {}
@@ -75,7 +77,9 @@ def metrics_of(config: ZeroConfig) -> dict[str, dict[str, Any]]:
 
 
 def of_config(config: ZeroConfig) -> CurriculumLearning | None:
-    """The curriculum of ``config`` that cuts sequences; None where there is none."""
+    """Return the curriculum of ``config`` that truncates sequences, or None. Raises ConfigError if
+    there are several.
+    """
     metrics = metrics_of(config)
     lengths = [name for name in metrics if name in LENGTHS]
     if config.curriculum_learning.enabled:

@@ -1,4 +1,4 @@
-"""Samplers for data loaders that draw by difficulty."""
+"""Samplers for data loaders that draw samples by difficulty."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_zero.techniques.sample_order import SampleOrder
 
 @dataclass
 class _Training:
-    """What a sampler and its copies follow."""
+    """The training that a sampler and its copies follow."""
 
     order: SampleOrder | None = None
     steps_done: Callable[[], int] = int
@@ -24,13 +24,13 @@ class _Training:
 
 
 class CurriculumSampler(Sampler[int]):
-    """The samples of all ranks in the order of the training that it follows: a step takes the next
-    ``batch_size`` of them, however they are cut into micro-batches and shared out among ranks.
+    """Yield the samples of all ranks in the order of the training: a step takes the next
+    ``batch_size`` samples, whatever their division into micro-batches and ranks.
 
-    Its length, an epoch of the loader, is as many samples as the dataset has, in whole batches;
-    which samples these are is the order's business. An iteration begins with the first sample of
-    the step that the training does next, so a resumed run goes on where it was, and samples of an
-    accumulation window that was not stepped are drawn anew.
+    The length, an epoch of the loader, is the number of samples in the dataset, in whole batches;
+    the order decides which samples these are. An iteration starts with the first sample of the
+    training's next step: a resumed run continues at its position, and the samples of an
+    accumulation window without a step are drawn again.
     """
 
     def __init__(self, dataset: Any, batch_size: int, drop_last: bool = False):
@@ -47,14 +47,16 @@ class CurriculumSampler(Sampler[int]):
         steps_done: Callable[[], int],
         finish: Callable[[Any], Any] | None = None,
     ) -> None:
-        """Draw in ``order``, for a training that has done so many steps; ``finish`` makes the
-        batches of a :class:`CurriculumLoader`.
+        """Draw in ``order``, for a training that has completed ``steps_done()`` steps; ``finish``
+        post-processes the batches of a :class:`CurriculumLoader`.
         """
         training = self._training
         training.order, training.steps_done, training.finish = order, steps_done, finish
 
     def finish(self, batch: Any) -> Any:
-        """What a loader gives in place of ``batch``."""
+        """Return the batch that a loader yields for ``batch``: post-processed by ``finish`` if one
+        is set.
+        """
         return batch if self._training.finish is None else self._training.finish(batch)
 
     def __len__(self) -> int:
@@ -71,11 +73,11 @@ class CurriculumSampler(Sampler[int]):
         return islice(order.after(max(0, consumed)), self._length)
 
     def set_epoch(self, epoch: int) -> None:
-        """Nothing: the step says where an iteration begins."""
+        """No-op: the step determines where an iteration starts."""
 
     def before_skipping(self, samples: int) -> CurriculumSampler:
-        """The same sampler for a loader that drops its first ``samples``, which a resumed training
-        has consumed: what comes after them is the training's next step.
+        """Return a copy for a loader that drops its first ``samples`` samples, which a resumed
+        training has consumed: the first sample after them belongs to the training's next step.
         """
         other = copy.copy(self)
         other._skipped += samples
@@ -83,8 +85,8 @@ class CurriculumSampler(Sampler[int]):
 
 
 class RankBatches(Sampler[list[int]]):
-    """Of the micro-batches of all ranks those of one: every ``ranks``-th, from number ``rank``
-    on.
+    """Yield one rank's share of the micro-batches: every ``ranks``-th, starting at number
+    ``rank``.
     """
 
     def __init__(self, sampler: CurriculumSampler, micro_batch: int, ranks: int, rank: int):
@@ -99,8 +101,8 @@ class RankBatches(Sampler[list[int]]):
 
 
 class RankSamples(Sampler[int]):
-    """The samples of ``batches`` one by one, for loaders that make micro-batches of as many by
-    themselves.
+    """Yield the samples of ``batches`` one by one, for loaders that build micro-batches of that
+    size themselves.
     """
 
     def __init__(self, batches: RankBatches):
@@ -114,8 +116,8 @@ class RankSamples(Sampler[int]):
 
 
 class CurriculumLoader(DataLoader[Any]):
-    """A loader over :class:`RankBatches`, which gives batches as the training's function makes
-    them (``set_data_post_process_func``), in this process.
+    """A loader over :class:`RankBatches` that post-processes batches with the training's function
+    (``set_data_post_process_func``) in this process.
     """
 
     def __iter__(self) -> Any:

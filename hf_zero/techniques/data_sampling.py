@@ -1,6 +1,6 @@
-"""Data efficiency by sampling: each step draws from the samples that the metrics of difficulty
-admit at it (arXiv 2212.03597). Sections and names are DeepSpeed's, the order of the draws is that
-of :mod:`hf_zero.techniques.sample_order`.
+"""Data efficiency by sampling (arXiv 2212.03597): each step draws from the samples that the
+difficulty metrics admit. Sections and names are DeepSpeed's; the order of the draws is defined in
+:mod:`hf_zero.techniques.sample_order`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _KEYS = (
 )
 
 
-# (batch, state) -> batch; state: curriculum_step, counted from 1, current_difficulties by metric
+# (batch, state) -> batch; state: curriculum_step, counted from 1, and current_difficulties by
+# metric
 Finish = Callable[[Any, dict[str, Any]], Any]
 
 
@@ -53,7 +54,7 @@ class DifficultySampling:
         self._counters = Counters()
         self._followed = False
         self._finish: Finish | None = None
-        self._finished = False  # a batch, since the last step
+        self._finished = False  # whether a batch was post-processed since the last step
         for name, settings in metrics.items():
             section = f"{METRICS}.{name}"
             _check(settings, section)
@@ -68,8 +69,8 @@ class DifficultySampling:
             self._criteria.append(Criterion(name, index, difficulty, top))
 
     def follow(self, sampler: CurriculumSampler) -> None:
-        """From now on ``sampler`` begins where the engine's training is. Raises
-        DifficultyIndexError if its dataset is not the one that was analysed.
+        """Make ``sampler`` draw in the order of this engine's training. Raises DifficultyIndexError
+        if its dataset is not the analyzed one.
         """
         for criterion in self._criteria:
             criterion.index.check(sampler.dataset)
@@ -79,11 +80,11 @@ class DifficultySampling:
         self._followed = True
 
     def finish_by(self, function: Finish) -> None:
-        """From now on ``function`` makes the batches of the engine's own loaders."""
+        """Post-process the batches of the engine's own loaders with ``function`` from now on."""
         self._finish = function
 
     def finish(self, batch: Any) -> Any:
-        """What a loader gives in place of ``batch``, which is for the next step."""
+        """Return the batch that a loader yields for ``batch``, which belongs to the next step."""
         if self._finish is None:
             return batch
         self._finished = True
@@ -120,7 +121,7 @@ class DifficultySampling:
         self._finished = False
 
     def state_dict(self) -> dict[str, Any]:
-        return {}  # the step, the seed and the schedules say it all
+        return {}  # the step, the seed and the schedules determine everything
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
@@ -141,7 +142,9 @@ def _check(settings: Mapping[str, Any], section: str) -> None:
 
 
 def _opened(settings: Mapping[str, Any], section: str, by_value: bool) -> RankedSamples:
-    """The index that ``settings`` name: of ``hf-zero analyze``, or of DeepSpeed's analyzer."""
+    """Open the index named in ``settings``: one of ``hf-zero analyze``, or of DeepSpeed's
+    analyzer.
+    """
     metric, samples = settings.get("index_to_metric_path"), settings.get("index_to_sample_path")
     if samples and is_analyzers(samples) and (metric or not by_value):
         return AnalyzerIndex(samples, metric if by_value else None)
@@ -164,8 +167,8 @@ def _opened(settings: Mapping[str, Any], section: str, by_value: bool) -> Ranked
 
 
 def _by_step(schedule: DifficultySchedule) -> Callable[[int], Number]:
-    """The difficulty by step, in any order of steps: a function of the script is asked for each
-    step once, in theirs.
+    """Return the difficulty as a function of the step, callable in any order of steps: a custom
+    function is called once for each step, in ascending order.
     """
     if schedule.schedule_type != "custom":
         return schedule.at
@@ -179,7 +182,7 @@ def _by_step(schedule: DifficultySchedule) -> Callable[[int], Number]:
 
 
 def sampled_metrics(config: ZeroConfig) -> dict[str, dict[str, Any]]:
-    """The settings of the metrics by which ``config`` has samples chosen."""
+    """Return the settings of the metrics by which ``config`` selects samples."""
     return {name: held for name, held in metrics_of(config).items() if name not in LENGTHS}
 
 

@@ -1,4 +1,4 @@
-"""How difficult the samples of a step may be: the schedules of curriculum learning.
+"""Difficulty schedules of curriculum learning: the difficulty admitted at each step.
 
 Curriculum learning: Bengio et al., 2009; by sequence length: Li, Zhang and He, "The
 Stability-Efficiency Dilemma", 2022. Keys, formulas and their rounding are those of DeepSpeed.
@@ -25,22 +25,22 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
 
 
 class DifficultySchedule:
-    """The difficulty of each step, a function of the step alone unless ``schedule_type`` is
-    ``custom``: from ``min_difficulty`` to ``max_difficulty``, and constant from there on.
+    """The difficulty of each step, from ``min_difficulty`` to ``max_difficulty`` and constant
+    afterwards. It is a function of the step alone unless ``schedule_type`` is ``custom``.
 
     Args:
         settings: ``min_difficulty``, ``max_difficulty``, ``schedule_type`` and
-            ``schedule_config``; other keys are left alone.
-        section: what errors call them.
+            ``schedule_config``; other keys are ignored.
+        section: name of the section in error messages.
 
     Raises:
-        ConfigError: a key that is missing, or a value that cannot be used.
+        ConfigError: a missing key or an invalid value.
     """
 
     def __init__(self, settings: Mapping[str, Any], section: str):
         self._section = section
         self._function: Callable[[int], Number] | None = None
-        # What a function of the script has reached, once that is max_difficulty or more.
+        # The first value of a custom function that is max_difficulty or more.
         self._reached: Number | None = None
         for name in ("min_difficulty", "max_difficulty", "schedule_type"):
             if settings.get(name) is None:
@@ -68,7 +68,7 @@ class DifficultySchedule:
         self._settings = self._checked(given)
 
     def at(self, step: int) -> Number:
-        """The difficulty of optimizer step ``step``, counted from 1."""
+        """Return the difficulty of optimizer step ``step``, counted from 1."""
         low, high = self.min_difficulty, self.max_difficulty
         if low == high:
             return low
@@ -84,9 +84,9 @@ class DifficultySchedule:
         return min(whole - whole % settings["difficulty_step"], high)
 
     def set_function(self, function: Callable[[int], Number]) -> None:
-        """``function(step)`` is the difficulty of optimizer step ``step``, counted from 1, the same
-        on all ranks, until it has reached ``max_difficulty``. Raises ConfigError where
-        ``schedule_type`` is not ``custom``.
+        """Set the custom schedule: ``function(step)`` returns the difficulty of optimizer step
+        ``step``, counted from 1 and equal on all ranks; it is called until it reaches
+        ``max_difficulty``. Raises ConfigError unless ``schedule_type`` is ``custom``.
         """
         if self.schedule_type != "custom":
             raise ConfigError(
@@ -96,7 +96,9 @@ class DifficultySchedule:
         self._function = function
 
     def state_dict(self) -> dict[str, Any]:
-        """What does not follow from the step: what a function has reached; else nothing."""
+        """Return the state that the step does not determine: the final value of a custom
+        function.
+        """
         return {} if self._reached is None else {"reached": self._reached}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,10 +1,10 @@
-"""How difficult each sample of a dataset is: values in memory-mapped files beside the data.
+"""Index of the difficulty of each sample of a dataset, in memory-mapped files beside the data.
 
-A folder holds ``values.npy`` (the metric of each sample, by row), ``order.npy`` (the rows by rising
-value, rows of one value by rising row) and ``index.json``, which is written last: what was
-measured, and how the data is told from other data. A dataset is the one that was analysed if it has
-as many rows and, where its fingerprint is another (a column removed, a format set), if the rows
-that the header samples still hold what they held.
+A folder holds ``values.npy`` (the metric of each sample, by row), ``order.npy`` (the rows by
+ascending value, rows of equal value by ascending row) and ``index.json``, written last: the metric
+and the identity of the data. A dataset matches the index if it has the same number of rows and,
+where its fingerprint differs (a column removed, a format set), if the rows probed in the header
+still have the same contents.
 """
 
 from __future__ import annotations
@@ -29,32 +29,34 @@ PROBES = 16
 
 
 class RankedSamples(ABC):
-    """The samples of a dataset, ``order``, by rising difficulty."""
+    """The samples of a dataset in ``order`` of ascending difficulty."""
 
     order: np.ndarray
 
     @property
     @abstractmethod
     def rows(self) -> int:
-        """How many samples there are."""
+        """The number of samples."""
 
     @abstractmethod
     def count_up_to(self, value: float) -> int:
-        """How many samples have a value of at most ``value``: the first of ``order``."""
+        """Return the number of samples with a value of at most ``value``; they are the first of
+        ``order``.
+        """
 
     def count_of(self, percentile: float, top: float) -> int:
-        """How many samples the ``percentile`` easiest of ``top`` percentiles are: of 1000 samples
-        the 25 easiest of 100 percentiles are 250.
+        """Return the number of samples in the easiest ``percentile`` of ``top`` percentiles: of
+        1000 samples, percentile 25 of 100 has 250.
         """
         return min(self.rows, max(0, math.floor(self.rows * percentile / top)))
 
     @abstractmethod
     def check(self, dataset: Any) -> None:
-        """Raise DifficultyIndexError if ``dataset`` is not the one that was analysed."""
+        """Raise DifficultyIndexError if ``dataset`` is not the analyzed one."""
 
 
 class DifficultyIndex(RankedSamples):
-    """The index in ``folder``. Raises DifficultyIndexError if there is none that can be read."""
+    """The index in ``folder``. Raises DifficultyIndexError if it is missing or unreadable."""
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.folder = Path(folder)
@@ -97,7 +99,9 @@ class DifficultyIndex(RankedSamples):
         return str(self.header["metric"])
 
     def at(self, percentile: float) -> float:
-        """The value below or at which ``percentile`` of 100 of the samples lie."""
+        """Return the smallest value that at least ``percentile`` percent of the samples do not
+        exceed.
+        """
         last = max(0, math.ceil(self.rows * percentile / 100) - 1)
         return self.values[self.order[last]].item()  # type: ignore[no-any-return]
 
@@ -131,10 +135,10 @@ def write_index(
     column: str | None = None,
     dataset: Any = None,
 ) -> DifficultyIndex:
-    """Write ``values`` (one number a row) as the index ``folder`` about ``dataset``, in place of
-    one that is there.
+    """Write ``values`` (one number for each row) as the index of ``dataset`` in ``folder``,
+    replacing an existing one.
 
-    Raises DifficultyIndexError for values that are no numbers, and for none at all.
+    Raises DifficultyIndexError for an empty array and for values that are not finite numbers.
     """
     folder = Path(folder)
     if values.ndim != 1 or values.dtype.kind not in "biuf" or not len(values):
@@ -170,15 +174,15 @@ def write_index(
 
 
 def _replace(path: Path, array: np.ndarray) -> None:
-    """Write a file of that name; whoever has mapped the former one keeps it."""
+    """Write an array to ``path`` by a rename; existing memory maps keep the former file."""
     new = path.with_name(f"new-{path.name}")
     np.save(new, array)
     new.replace(path)
 
 
 def _probe(sample: Any, column: str | None) -> str | None:
-    """A hash of what ``sample`` holds in ``column``, the same for a list, an array and a tensor;
-    None where it has no such field.
+    """Return a hash of ``sample[column]``, equal for a list, an array and a tensor; None if there
+    is no such column.
     """
     if isinstance(sample, Mapping):
         if column not in sample:

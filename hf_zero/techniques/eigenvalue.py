@@ -1,13 +1,12 @@
-"""The largest eigenvalue of the Hessian of each layer, by power iteration (Shen et al. 2020,
-Q-BERT).
+"""The largest eigenvalue of each layer's Hessian, by power iteration (Shen et al. 2020, Q-BERT).
 
 [Note: products with the Hessian]
-H v is the difference of two gradients, at w + εv and w - εv, over 2ε: no graph of a gradient is
-kept, so that parameters may be sharded and offloaded, and v is sharded as they are. With
-ε = sqrt(machine epsilon of the weights) (1 + |w|) and |v| = 1 neither rounding nor truncation
-shows in fp32. The loss is that of the last micro-batch of every rank, averaged, in evaluation mode,
-so that dropout draws nothing and no buffer changes. Eigenvalues are compared with each other alone:
-what gradients are multiples of drops out.
+H v is the difference of two gradients, at w + εv and w - εv, divided by 2ε: no graph of a gradient
+is kept, so parameters may be sharded and offloaded, and v is sharded like them. With ε =
+sqrt(machine epsilon of the weights) (1 + |w|) and |v| = 1, neither rounding nor truncation is
+visible in fp32. The loss is that of each rank's last micro-batch, averaged, in evaluation mode, so
+that dropout is off and no buffer changes. Eigenvalues are only compared with each other: a constant
+factor of the gradients cancels.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import name_of, owner_of
 from hf_zero.zero.sharded_model import MeshRanks
 
-Vector = list[torch.Tensor]  # this rank's part of the parameters of a layer, in fp64
+Vector = list[torch.Tensor]  # this rank's shard of the parameters of a layer, in fp64
 
 
 def layers_of(model: nn.Module, section: EigenvalueSection) -> list[nn.Module]:
-    """The layers that ``section`` names; raises ConfigError where ``model`` has fewer."""
+    """Return the layers that ``section`` selects; raises ConfigError if ``model`` has fewer."""
     found = layers_at(model, section.layer_name, f"{EIGENVALUE}.layer_name")
     if len(found) < section.layer_num:
         raise ConfigError(
@@ -45,7 +44,9 @@ def layers_of(model: nn.Module, section: EigenvalueSection) -> list[nn.Module]:
 
 
 def _scalar_loss(output: Any) -> torch.Tensor:
-    """The loss that a model has returned: alone, first, or by that name."""
+    """Return the loss in a model's output: the output itself, its first item, or its key "loss".
+    Raises ConfigError if there is none.
+    """
     if isinstance(output, Mapping):
         output = output.get("loss")
     elif isinstance(output, (tuple, list)):
@@ -59,20 +60,20 @@ def _scalar_loss(output: Any) -> torch.Tensor:
 
 
 def direction_of(name: str, numel: int) -> torch.Tensor:
-    """Where the iteration of a layer begins, in the elements of its parameter ``name``: normal
-    numbers, [numel], fp32.
+    """Return the start vector of the power iteration for parameter ``name``: normally distributed,
+    [numel], fp32, seeded by the name.
     """
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
 
 class HessianEigenvalues:
-    """Measures the layers of the model of ``engine``, between steps (collective)."""
+    """Measure the layers of ``engine``'s model between steps (collective)."""
 
     def __init__(self, engine: Any, section: EigenvalueSection, layers: Sequence[nn.Module]):
         self._engine = engine
         self._section = section
-        # by layer: a flat buffer, and the range of this rank's part of it, of each parameter
+        # by layer, for each parameter: name, flat buffer, and the range of this rank's shard in it
         self._places: list[list[tuple[str, FlatBuffer, int, int]]] = [
             [
                 (name_of(p), flat, start, stop)
@@ -82,7 +83,7 @@ class HessianEigenvalues:
             ]
             for layer in layers
         ]
-        self._call: tuple[Any, Any] | None = None  # of the last micro-batch
+        self._call: tuple[Any, Any] | None = None  # arguments of the last micro-batch
         self._watching = engine.module.register_forward_pre_hook(
             Attached(self._watch), with_kwargs=True
         )
@@ -97,8 +98,8 @@ class HessianEigenvalues:
 
     @torch.no_grad()
     def measure(self) -> list[float]:
-        """The eigenvalue of each layer over the largest of all, in magnitude, from 0 to 1; 1 where
-        the curvature is 0 or not finite.
+        """Return the magnitude of each layer's eigenvalue divided by the largest of all, from 0 to
+        1; 1 where the curvature is 0 or not finite.
         """
         with self._evaluating():
             found = [self._of_layer(number) for number in range(len(self._places))]
@@ -146,7 +147,7 @@ class HessianEigenvalues:
         return value
 
     def _start(self, number: int) -> Vector:
-        """The same vector whatever the number of ranks."""
+        """Return the start vector, independent of the number of ranks."""
         found = []
         for name, flat, start, stop in self._places[number]:
             drawn = direction_of(name, flat.layout.by_name[name].numel)
@@ -157,8 +158,8 @@ class HessianEigenvalues:
     def _gradient(
         self, number: int, kept: Mapping[FlatBuffer, torch.Tensor], length: float, vector: Vector
     ) -> Vector:
-        """This rank's part of the averaged gradient at the weights ``kept`` + ``length`` ×
-        ``vector``, a multiple of it.
+        """Return this rank's shard of the averaged gradient at the weights ``kept`` + ``length`` ×
+        ``vector``, up to a constant factor.
         """
         moved = {flat: values.clone() for flat, values in kept.items()}
         for (_, flat, start, stop), part in zip(self._places[number], vector):
@@ -167,7 +168,7 @@ class HessianEigenvalues:
         assert self._call is not None
         args, kwargs = self._call
         engine = self._engine
-        with torch.enable_grad(), engine.no_sync():  # no update begins in the backward
+        with torch.enable_grad(), engine.no_sync():  # no update may start in the backward
             engine.backward(_scalar_loss(engine(*args, **kwargs)))
         engine.reduce_gradients()
         found = [
@@ -186,7 +187,7 @@ class HessianEigenvalues:
         self._engine.refresh_params(list(values))
 
     def _dot(self, left: Vector, right: Vector) -> float:
-        """The inner product over all ranks."""
+        """Return the inner product over all ranks (collective)."""
         own = sum(
             ((a.cpu() * b.cpu()).sum() for a, b in zip(left, right)), torch.zeros(()).double()
         )
@@ -198,8 +199,8 @@ class HessianEigenvalues:
 
 
 class StretchedPeriods:
-    """Bits of layers, each of which keeps its own the longer the larger its eigenvalue is: a step
-    at which a bit falls is followed by one at 2 (1 + floor(4 λ)) times it, λ from 0 to 1.
+    """Bit schedules of layers, slower for larger eigenvalues: after a bit is dropped at step s, the
+    next is dropped at step 2 (1 + floor(4 λ)) s, with λ from 0 to 1.
     """
 
     def __init__(self, section: EigenvalueSection, begin: Precision, target: int):
@@ -209,10 +210,10 @@ class StretchedPeriods:
         self._layer_of: dict[str, int] = {}  # by parameter
         self._precisions: list[Precision] = []  # by layer
         self._measured: list[float] = []
-        self.measuring = False  # modules compute with weights as they are
+        self.measuring = False  # if True, modules compute with unrounded weights
 
     def install(self, engine: Any) -> None:
-        """Raises ConfigError for layers that the model lacks, and gradients in few bits."""
+        """Raises ConfigError for layers that the model lacks, and for compressed gradients."""
         compressed = any(flat.spec.reduce_codec is not None for flat in engine.flats)
         if compressed or engine.optimizer_step.one_bit is not None:
             raise ConfigError(
@@ -228,13 +229,14 @@ class StretchedPeriods:
         self._eigenvalues = HessianEigenvalues(engine, self._section, layers)
 
     def precision(self, name: str) -> Precision | None:
-        """The bits of parameter ``name``; None for one outside the layers."""
+        """Return the precision of parameter ``name``; None for one outside the layers."""
         number = self._layer_of.get(name)
         return None if number is None else self._precisions[number]
 
     def end_step(self, step: int) -> None:
-        """Let bits fall whose time has come by ``step``; eigenvalues are measured before, where
-        this step is one to look at them (collective).
+        """Drop the bits that are due at ``step``; if any is, measure the eigenvalues first, when
+        this step is a multiple of ``gas_boundary_resolution`` or none were measured yet
+        (collective).
         """
         due = any(each.bits > self._target and step >= each.until for each in self._precisions)
         if not due or self._eigenvalues is None:
@@ -252,15 +254,15 @@ class StretchedPeriods:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """The bits of each layer, and what was measured last."""
+        """Return the precision of each layer, and the last measured eigenvalues."""
         return {
             "layers": [[each.bits, each.until, each.since] for each in self._precisions],
             "eigenvalues": list(self._measured),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what was saved; what is begun with where a run without it, or of other layers, has
-        saved.
+        """Restore the saved state, or the initial one if ``state`` is from a run without
+        eigenvalues or with another number of layers.
         """
         layers, measured = state.get("layers", ()), state.get("eigenvalues", ())
         if len(layers) != len(self._precisions):

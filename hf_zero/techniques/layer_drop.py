@@ -1,37 +1,37 @@
-"""Progressive layer dropping (arXiv 2010.13369): blocks that training leaves out at random.
+"""Progressive layer dropping (arXiv 2010.13369): training skips random blocks.
 
-After t steps block i of the L of its stack is kept with probability
+After t steps, block i of the L in its stack is kept with probability
 
     p_i(t) = 1 - i / L * (1 - theta(t)),  theta(t) = (1 - theta) * exp(-gamma * t) + theta
 
-so that all are kept in the first step, the last one in a share ``theta`` of steps in the end, and
-(3 + theta) / 4 of a deep model on the average. The paper's switchable transformer scales each of a
-block's two residual branches f: x + G / p * f(x), with G = 1 where the block is kept and 0 where
-not. Here a whole block is a residual branch: what is kept gives x + (block(x) - x) / p, what is
-left out gives x. The mean of both is block(x), and evaluation needs no scaling. Evaluation and
-generation, and forwards without gradients, run as they are.
+so all are kept in the first step, the last one finally in a share ``theta`` of the steps, and (3 +
+theta) / 4 of a deep model on average. The paper's switchable transformer scales each of a block's
+two residual branches f: x + G / p * f(x), with G = 1 if the block is kept and 0 if not. Here a
+whole block is one residual branch: a kept block yields x + (block(x) - x) / p, a skipped one x.
+Their expectation is block(x), so evaluation needs no scaling. Evaluation, generation and forwards
+without gradients run unchanged.
 
 [Note: decisions]
-They are a function of the seed of the configuration, the step, the micro-batch in its accumulation
-window (backwards since the step that have brought gradients), and the place of the block among all
-(Philox, counter-based); with ``per_rank`` also of the rank. So ranks agree without a message,
-whatever forwards one of them adds, and a run that is resumed makes the decisions that it would have
-made. All forwards before the backward of a micro-batch leave out the same blocks: a loss over
-several of them (two answers compared, say) is a loss of one network. Where nothing but blocks
-trains (adapters, say), one of those that train is always kept, so that the loss has a gradient.
-What a checkpoint runs again in a backward goes by the decisions of its forward. Blocks that a
-script calls by themselves, outside a forward of a larger module, are kept.
+Decisions are a function of the configured seed, the step, the micro-batch in its accumulation
+window (backwards since the step that produced gradients) and the index of the block (Philox,
+counter-based); with ``per_rank`` also of the rank. So ranks agree without communication, whatever
+extra forwards one of them runs, and a resumed run makes the same decisions as an uninterrupted one.
+All forwards before the backward of a micro-batch skip the same blocks: a loss over several of them
+(a comparison of two answers, say) is a loss of one network. Where only blocks train (adapters,
+say), one trainable block is always kept, so that the loss has a gradient. Recomputation in a
+backward reuses the decisions of its forward. Blocks that a script calls directly, outside a forward
+of a larger module, are kept.
 
-[Note: what is not there]
-Units whose blocks all ranks leave out are neither gathered nor reduced (``Hooks.draws``), and their
-parameters have no gradient in that micro-batch; where no micro-batch of a step has used them, the
-step leaves them as they are, weight and optimizer state.
+[Note: skipped units]
+Units whose blocks all ranks skip are neither gathered nor reduced (``Hooks.draws``), and their
+parameters have no gradient in that micro-batch; if no micro-batch of a step has used them, the step
+leaves their weights and optimizer state unchanged.
 
 [Note: first blocks]
-Some blocks return more than a hidden state, and what follows takes it: T5's first block computes
-the position bias for all. What a block would have returned beside the state is then what the block
-before it has; the first of a stack is always kept where its forward is not declared to return a
-tensor alone. A cache of keys and values has no entry of a block that was left out.
+Some blocks return more than a hidden state, and later blocks use it: T5's first block computes the
+position bias for all. A skipped block returns those extra results of the block before it; the first
+block of a stack is always kept unless its forward is annotated to return a single tensor. A cache
+of keys and values has no entry for a skipped block.
 """
 
 from __future__ import annotations
@@ -61,20 +61,23 @@ KEY = "progressive_layer_drop"
 
 
 def theta_at(step: int, theta: float, gamma: float) -> float:
-    """theta(t) after ``step`` steps: from 1 down to ``theta``."""
+    """Return theta(t) after ``step`` steps, decreasing from 1 to ``theta``."""
     return (1.0 - theta) * math.exp(-gamma * step) + theta
 
 
 def keep_probability(layer: int, layers: int, theta: float) -> float:
-    """p of the block ``layer``, counted from 1, of ``layers``, at ``theta`` = theta(t)."""
+    """Return the keep probability of block ``layer``, counted from 1, of ``layers``, at ``theta`` =
+    theta(t).
+    """
     return 1.0 - layer / layers * (1.0 - theta)
 
 
 def draw(seed: int, step: int, micro_batch: int, blocks: int, rank: int = 0) -> list[float]:
-    """A number in [0, 1) for each of ``blocks``: it is kept where its number is below its p.
+    """Return a number in [0, 1) for each of ``blocks``: a block is kept if its number is below its
+    p.
 
-    The first words of Philox for the counters (step, micro_batch, block, rank), with ``seed`` as
-    key.
+    They are the first words of Philox for the counters (step, micro_batch, block, rank), with
+    ``seed`` as key.
     """
     block = torch.arange(blocks, dtype=torch.int64, device="cpu")
     at = [torch.full_like(block, value) for value in (step, micro_batch, rank)]
@@ -91,23 +94,23 @@ class LayerDrop(DrawsForBlocks):
         self._section, self._seed = section, seed
         self._layers: list[Layer] = []
         self._of: dict[nn.Module, Layer] = {}
-        # places of the blocks that train, where nothing else does
+        # indices of the trainable blocks, if only blocks train
         self._training: list[int] = []
 
     @classmethod
     def of(cls, config: ZeroConfig) -> LayerDrop | None:
-        """What ``config`` asks for, if anything."""
+        """Return the technique configured in ``config``, or None."""
         section = config.progressive_layer_drop
         return cls(section, config.seed or 0) if section.enabled else None
 
     @property
     def theta(self) -> float:
-        """theta(t) of the next forward."""
+        """The value of theta(t) in the next forward."""
         steps = 0 if self._engine is None else self._engine.global_steps
         return theta_at(steps, self._section.theta, self._section.gamma)
 
     def install(self, engine: Any) -> None:
-        """Raises ConfigError where ranks that compute a block together would not draw alike."""
+        """Raises ConfigError if ranks that compute a block together would draw differently."""
         sizes = {axis: engine.mesh.dims.size(axis) for axis in ("tensor", "sequence", "expert")}
         shared = [axis for axis, size in sizes.items() if size > 1]
         if self._section.per_rank and shared:
@@ -129,16 +132,16 @@ class LayerDrop(DrawsForBlocks):
         return [at for at, held in enumerate(of_blocks) if held & trained]
 
     def _left_out(self, micro_batch: int, p: Sequence[float], rank: int) -> list[bool]:
-        """Which blocks ``rank`` leaves out, which are kept with probabilities ``p``."""
+        """Return, for each block, whether ``rank`` skips it, given keep probabilities ``p``."""
         drawn = draw(self._seed, self._engine.global_steps, micro_batch, len(p), rank)
         found = [u >= each for u, each in zip(drawn, p)]
         if self._training and all(found[at] for at in self._training):
-            # else the loss would have no gradient at all
+            # otherwise the loss would have no gradient at all
             found[min(self._training, key=lambda at: drawn[at] - p[at])] = False
         return found
 
     def _draw(self, forward: RootForward) -> Collection[nn.Module]:
-        """Decide for ``forward``; gives the blocks that all ranks leave out."""
+        """Decide for ``forward``; return the blocks that all ranks skip."""
         engine, section, theta = self._engine, self._section, self.theta
         if not any(layer.block.training for layer in self._layers):
             return ()
@@ -152,7 +155,7 @@ class LayerDrop(DrawsForBlocks):
         left_out = [self._left_out(micro_batch, p, rank) for rank in ranks]
         own = left_out[engine.global_rank if section.per_rank else 0]
         blocks = [layer.block for layer in self._layers]
-        # p of what is kept, and 0 for what is left out
+        # p of a kept block, 0 of a skipped one
         forward.drawn[self] = {
             block: 0.0 if out else each for block, out, each in zip(blocks, own, p)
         }
@@ -189,8 +192,8 @@ class LayerDrop(DrawsForBlocks):
 
 
 def _passed(block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    """``output`` of a block that was left out, shown to the hooks that others have put on it:
-    transformers records hidden states by them.
+    """Run the forward hooks of others on the ``output`` of a skipped block, and return it:
+    transformers records hidden states by such hooks.
     """
     for number, hook in block._forward_hooks.items():
         if not isinstance(hook, Attached):

@@ -1,5 +1,5 @@
-"""Weights in fewer bits while they train: MoQ (``quantize_training``, Shen et al. 2020 for the
-eigenvalues), and ``compression_training.weight_quantization``.
+"""Training with low-bit weights: MoQ (``quantize_training``; eigenvalues: Shen et al. 2020) and
+``compression_training.weight_quantization``.
 
 Values that modules compute with are rounded where a unit is whole
 (:mod:`hf_zero.zero.layout.compute_copy`): in training, evaluation and recomputation alike. Master
@@ -35,34 +35,34 @@ from hf_zero.zero.layout.wrap import names_in_blocks
 
 @dataclass(frozen=True)
 class Fall:
-    """Bits of a group of weights: from ``start`` to ``target``, the first one after ``period``
-    steps.
+    """The bit schedule of a group of weights: from ``start`` to ``target`` bits, with the first bit
+    dropped after ``period`` steps.
     """
 
-    name: str  # where it is configured
+    name: str  # section of the configuration
     start: int
     target: int
     period: int
 
     def begin(self) -> Precision:
-        """Its bits before the first step."""
+        """Return the precision before the first step."""
         return Precision(self.start, self.period)
 
 
 @dataclass(frozen=True)
 class Mixing:
-    """What a weight is mixed of: (1 - share) × rounded + share × as it is."""
+    """Mixed quantization: (1 - share) × rounded weight + share × unrounded weight."""
 
     on: bool
     change_ratio: float
 
     def share(self, steps: int) -> float:
-        """That of full precision, ``steps`` after the last fall of a bit."""
+        """Return the share of full precision, ``steps`` after the last dropped bit."""
         return max(0.0, 1.0 - self.change_ratio * steps) if self.on else 0.0
 
 
 class WeightsInBits:
-    """Rounds the weights that ``fall_of`` names, from step ``offset`` on."""
+    """Round the weights selected by ``falls_of``, from step ``offset`` on."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class WeightsInBits:
         seed: int,
         stretched: StretchedPeriods | None = None,
     ):
-        """``falls_of`` gives the bits of the parameters of a model, by name, of those that do not
-        stay as they are; ``nothing_found`` is the error where all that train do. ``stretched`` has
-        the bits of layers whose eigenvalues set their pace.
+        """``falls_of(model)`` maps the names of the parameters to round to their bit schedules;
+        ``nothing_found`` is the error if none of them trains. ``stretched`` holds the precision of
+        layers paced by their eigenvalues.
         """
         self._section = section
         self._falls_of, self._nothing_found = falls_of, nothing_found
@@ -133,25 +133,25 @@ class WeightsInBits:
 
     @property
     def step(self) -> int:
-        """Updates since the weights began to be rounded; negative before."""
+        """The number of updates since rounding started; negative before."""
         engine = self._engine
         return engine.global_steps - engine.skipped_steps - self._section.offset
 
     def bits(self) -> dict[str, int]:
-        """The bits of each weight now, by parameter; empty before the offset."""
+        """Return the current bits of each weight, by parameter; empty before the offset."""
         if self.step < 0:
             return {}
         return {name: self.precision(name).bits for name in self._falls}
 
     def precision(self, name: str) -> Precision:
-        """The bits of parameter ``name`` now."""
+        """Return the current precision of parameter ``name``."""
         stretched = self._stretched.precision(name) if self._stretched is not None else None
         fall = self._falls[name]
         return stretched or fall.begin().at(self.step, fall.target)
 
     def _begin(self) -> None:
-        """Let modules compute with rounded weights from the offset on, and with weights as they are
-        before it: a load may go back there.
+        """Switch rounding on at the offset, and off before it: a load may restore an earlier
+        step.
         """
         if self._engine is None or self._began == (self.step >= 0):
             return
@@ -206,7 +206,7 @@ class WeightsInBits:
 
 
 def quantize_training(config: ZeroConfig) -> WeightsInBits | None:
-    """MoQ, if ``config`` asks for it: of the weights of blocks."""
+    """Return MoQ for the weights of blocks if ``config`` enables it, else None."""
     section = config.quantize_training
     if not section.enabled:
         if config.eigenvalue.enabled:
@@ -234,7 +234,7 @@ def quantize_training(config: ZeroConfig) -> WeightsInBits | None:
 
 
 def weight_quantization(config: ZeroConfig) -> WeightsInBits | None:
-    """``compression_training.weight_quantization``, if ``config`` asks for it."""
+    """Return ``compression_training.weight_quantization`` if ``config`` enables it, else None."""
     section = config.compression_weights
     if not section.enabled:
         return None
@@ -259,8 +259,8 @@ def weight_quantization(config: ZeroConfig) -> WeightsInBits | None:
 def _first(
     groups: Sequence[tuple[Fall, Sequence[re.Pattern[str]]]], model: nn.Module
 ) -> dict[str, Fall]:
-    """The first of ``groups`` with a pattern for a module of each parameter; tied ones have
-    several.
+    """Map each parameter to the first of ``groups`` with a pattern for its module; a tied parameter
+    has several modules.
     """
     names = {parameter: [name] for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,8 +1,8 @@
-"""Linear layers of torchao's in place of torch's: quantization-aware training, and float8.
+"""torchao's linear layers in place of torch's, for quantization-aware training and float8.
 
-torchao is asked only where a configuration asks for it. Its layers hold the parameters of those
-that they stand for, so that optimizers, checkpoints and ranks see the same model; they stay on it
-when the engine is destroyed.
+torchao is imported only if the configuration enables one of them. Its layers hold the parameters of
+the layers they replace, so optimizers, checkpoints and ranks see the same model; they remain on the
+model when the engine is destroyed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from hf_zero.techniques.blocks import linears_of_blocks
 
 
 def quantize_linears(model: nn.Module, config: ZeroConfig) -> None:
-    """Let the linear layers in blocks of ``model`` be torchao's, if ``config`` asks for it.
+    """Replace the linear layers in blocks of ``model`` by torchao's, if ``config`` enables it.
 
-    Raises ConfigError without torchao, for sizes that its groups do not divide, for a device that
-    has no float8, and where there is no such layer.
+    Raises ConfigError without torchao, for sizes that ``group_size`` does not divide, for a device
+    without float8, and for a model without such layers.
     """
     aware, float8 = config.quantization_aware_training, config.float8_training
     if aware.config is None and float8.recipe is None:
@@ -47,7 +47,7 @@ def quantize_linears(model: nn.Module, config: ZeroConfig) -> None:
             "adapters and of other libraries stay as they are); remove it"
         )
     quantization = _torchao("torchao.quantization", key)
-    with torch.random.fork_rng(devices=[]):  # its layers draw values before they take ours
+    with torch.random.fork_rng(devices=[]):  # torchao initializes weights before it takes ours
         if aware.config is not None:
             _refuse_sizes(chosen, model, aware)
             prepare = _torchao("torchao.quantization.qat", key).QATConfig
@@ -61,7 +61,7 @@ def quantize_linears(model: nn.Module, config: ZeroConfig) -> None:
 
 
 def base_config(name: str, group_size: int) -> Any:
-    """torchao's configuration of a quantized model that ``name`` trains for."""
+    """Return torchao's configuration of the quantized model that ``name`` trains for."""
     quantization = _torchao("torchao.quantization", QAT)
     granularity = _torchao("torchao.quantization.granularity", QAT)
     int4 = name.endswith("int4_weight")

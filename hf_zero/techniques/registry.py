@@ -1,4 +1,4 @@
-"""The training techniques that a configuration asks for, on the model of one engine."""
+"""The training techniques of a configuration, installed on the model of one engine."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ class Technique(Protocol):
 
 @runtime_checkable
 class PreparesBatches(Protocol):
-    """A technique that changes what the model is called with."""
+    """A technique that changes the arguments of the model."""
 
     def prepare_batch(self, batch: Any) -> Any: ...
 
 
-# By the key of its section, in the order of installing: makes the technique, or None where the
-# configuration does not ask for it.
+# Factories by the key of their section, in the order of installation; None if the configuration
+# does not enable the technique.
 TECHNIQUES: Mapping[str, Callable[[ZeroConfig], Technique | None]] = {
     LEGACY: curriculum.of_config,
     SAMPLING: data_sampling.of_config,
     PHASES: training_phases.of_config,
-    # its eigenvalues are those of batches that were cut
+    # after the curricula: eigenvalues are measured on truncated batches
     "quantize_training": quantize_training,
     "weight_quantization": weight_quantization,
     LAYER_DROP: LayerDrop.of,
@@ -60,7 +60,9 @@ TECHNIQUES: Mapping[str, Callable[[ZeroConfig], Technique | None]] = {
 
 
 def _refuse_lengths(made: Mapping[str, Technique | None]) -> None:
-    """Refuse techniques that would take a rank's part of the sequences for all of it."""
+    """Raise ConfigError for techniques that would mistake a rank's part of a sequence for the
+    whole.
+    """
     phases = made[PHASES]
     lengths = isinstance(phases, training_phases.TrainingPhases) and any(
         phase.sequence_length for phase in phases.phases
@@ -77,7 +79,7 @@ class TrainingTechniques:
     """What ``config`` asks for; a :class:`hf_zero.zero.gather.model_patches.Techniques`."""
 
     def __init__(self, config: ZeroConfig, others: Mapping[str, Technique] | None = None):
-        """``others``: what is put on the model beside them, by key."""
+        """``others``: further techniques for the model, by key."""
         made = {key: make(config) for key, make in TECHNIQUES.items()}
         self.by_key = {key: each for key, each in made.items() if each is not None}
         self.by_key |= others or {}
@@ -122,8 +124,8 @@ class TrainingTechniques:
 
 
 def follow(techniques: Any, sampler: Any) -> None:
-    """A ``sampler`` that draws by difficulty draws as the training of an engine goes; any other is
-    left alone.
+    """Make a ``sampler`` that draws by difficulty follow the training of an engine; ignore any
+    other.
     """
     sampling = techniques.by_key.get(SAMPLING)
     if isinstance(sampler, CurriculumSampler) and sampling is not None:
@@ -133,8 +135,8 @@ def follow(techniques: Any, sampler: Any) -> None:
 def set_custom_schedule(
     techniques: Any, schedule: Callable[[int], float] | Mapping[str, Callable[[int], float]]
 ) -> None:
-    """Give functions to the curricula of an engine, by name, or one to the only curriculum.
-    Raises ConfigError where there is none.
+    """Set the functions of custom schedules, by name, or one function for the only curriculum.
+    Raises ConfigError if curriculum learning is off, or if a name is unknown or missing.
     """
     schedules: dict[str, DifficultySchedule] = {}
     for technique in techniques.by_key.values():
@@ -163,8 +165,8 @@ def set_custom_schedule(
 
 
 def set_post_process(techniques: Any, function: data_sampling.Finish) -> None:
-    """Let ``function`` make the batches of an engine's own loaders. Raises ConfigError where no
-    samples are chosen by difficulty.
+    """Post-process the batches of an engine's own loaders with ``function``. Raises ConfigError
+    unless samples are selected by difficulty.
     """
     sampling = techniques.by_key.get(SAMPLING)
     if sampling is None:

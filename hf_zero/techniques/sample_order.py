@@ -1,18 +1,18 @@
-"""Which samples are drawn in which order when their difficulty is limited, step by step.
+"""The order of samples under a difficulty limit that changes step by step.
 
-Data efficiency by curriculum, as DeepSpeed has it (arXiv 2212.03597): the samples of a step are
-drawn from the *pool* of those that every metric admits at its current difficulty. Here the whole
-order is a function of the seed, the samples of a step and how many samples have been consumed:
+Data efficiency by curriculum, as in DeepSpeed (arXiv 2212.03597): the samples of a step are drawn
+from the *pool* of samples that every metric admits at its current difficulty. Here the order is a
+function of the seed, the samples of a step and the number of consumed samples:
 
-- At first each sample of the dataset is due once. A draw takes one of those that are in the pool
-  and due, all equally likely, which then is due no longer. A draw that finds none begins another
-  epoch: all are due again. So nothing is drawn twice in an epoch, however the pool changes
-  meanwhile, and with the whole dataset as the pool this is a shuffle per epoch.
-- A pool that is smaller than a batch is drawn from several times in it.
+- Initially each sample of the dataset is due once. A draw takes a sample that is in the pool and
+  due, with equal probabilities, and it is due no longer. A draw that finds none starts another
+  epoch: all are due again. So no sample is drawn twice in an epoch, however the pool changes
+  meanwhile, and if the pool is the whole dataset the order is a shuffle per epoch.
+- From a pool smaller than a batch, samples are drawn several times within the batch.
 
-Every rank has the same order; who takes what of it is a matter of the loader. A run that goes on
-later, on any number of ranks with as many samples a step, replays the sizes of its draws alone:
-a permutation for each change of the pool, nothing for the samples between.
+All ranks have the same order; the loader distributes it among them. A resumed run, on any number of
+ranks with the same number of samples a step, replays only the sizes of its draws: one permutation
+for each change of the pool, nothing for the samples in between.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from hf_zero.techniques.difficulty_index import RankedSamples
 
 @dataclass(frozen=True)
 class Criterion:
-    """What one metric admits: samples up to ``difficulty(step)``, steps counted from 1. It is a
-    value of the metric or, where ``percentiles`` says how many there are, a percentile.
+    """The limit of one metric: samples up to ``difficulty(step)`` are admitted, steps counted from
+    1. The difficulty is a value of the metric or, if ``percentiles`` is given, one of so many
+    percentiles.
     """
 
     name: str
     index: RankedSamples
     difficulty: Callable[[int], float]
     percentiles: float | None = None
-    # by difficulty: a search of the index in each step would cost more than the draws
+    # cache by difficulty: a search of the index in each step would cost more than the draws
     _counts: dict[float, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def admitted(self, step: int) -> int:
-        """How many of the index's samples, the easiest first, are admitted at ``step``."""
+        """Return the number of the index's samples, easiest first, admitted at ``step``."""
         difficulty = self.difficulty(step)
         if difficulty not in self._counts:
             self._counts[difficulty] = (
@@ -58,8 +59,8 @@ class Criterion:
 
 
 class SampleOrder:
-    """The order of ``rows`` samples under ``criteria``, ``batch_size`` of them a step on all ranks
-    together.
+    """The order of ``rows`` samples under ``criteria``; a step takes ``batch_size`` samples over
+    all ranks.
     """
 
     def __init__(self, rows: int, criteria: Sequence[Criterion], batch_size: int, seed: int):
@@ -69,7 +70,7 @@ class SampleOrder:
         self.seed = seed
 
     def after(self, consumed: int) -> Iterator[int]:
-        """The samples from number ``consumed`` on, without an end.
+        """Yield the samples from number ``consumed`` on, endlessly.
 
         Raises ConfigError at a step that admits no sample.
         """
@@ -88,7 +89,7 @@ class SampleOrder:
                 within = 0
 
     def pool(self, step: int) -> np.ndarray:
-        """The samples that are admitted at ``step``, counted from 1, in rising order."""
+        """Return the samples admitted at ``step``, counted from 1, in ascending order."""
         return self._pool([each.admitted(step) for each in self.criteria], step)
 
     def _pool(self, counts: list[int], step: int) -> np.ndarray:
@@ -109,15 +110,15 @@ class SampleOrder:
 
 
 class _Draws:
-    """The draws of the module's first lines, from a pool at a time."""
+    """The draws as defined in the module docstring, from one pool at a time."""
 
     def __init__(self, rows: int, seed: int):
         self._seed = seed
         self._due = np.ones(rows, dtype=bool)
         self._pool = np.empty(0, dtype=np.int64)
-        self._key = 0  # the step with which the pool came
-        self._epochs = 0  # that have begun since
-        # the samples of the pool that are due in this epoch: in their order once it is needed
+        self._key = 0  # step at which the pool was set
+        self._epochs = 0  # epochs started since
+        # the pool's samples due in this epoch, shuffled on first use
         self._order: np.ndarray | None = None
         self._size = self._at = 0
 
@@ -128,12 +129,12 @@ class _Draws:
         self._size, self._at = int(self._due[pool].sum()), 0
 
     def skip(self, count: int) -> None:
-        """As :meth:`take`, of samples that nobody asks for."""
+        """Advance by ``count`` draws without returning the samples."""
         beyond = self._at + count - self._size
         if beyond <= 0:
             self._at += count
             return
-        # an epoch that is drawn to its end goes on until the next draw
+        # an epoch ends only with the next draw after its last sample
         epochs, at = divmod(beyond - 1, len(self._pool))
         self._due[:] = True
         self._epochs += epochs + 1

@@ -1,10 +1,10 @@
-"""Batches cut to a length of their sequences, before the model's forward or where a loop takes
-them.
+"""Truncation of batches to a sequence length, before the model's forward or in a training loop.
 
-A sequence is what ``input_ids`` or ``inputs_embeds`` hold, of shape [B, S] or [B, S, …]; in a
-model with a decoder, what ``decoder_input_ids`` or ``labels`` hold, too. Without these names it is
-the first argument of whole numbers in two dimensions. Every tensor that has both dimensions is cut
-with them, masks [B, 1, S, S] on both sides; labels of shape [B], or of one number a class, stay.
+Sequences are in ``input_ids`` or ``inputs_embeds``, of shape [B, S] or [B, S, …]; in a model with a
+decoder, also in ``decoder_input_ids`` or ``labels``. Without these names the first two-dimensional
+argument of integers counts as the sequences. Every tensor with both dimensions is truncated with
+them, masks [B, 1, S, S] in both of their dimensions; labels of shape [B], or with one number for
+each class, are not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOT_TEXT = ("pixel_values", "pixel_values_videos", "input_features", "input_valu
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 LABELS = ("shift_labels", "labels")
 COUNT = "num_items_in_batch"
-IGNORED = -100  # a label that no loss of transformers counts
+IGNORED = -100  # label that the losses of transformers ignore
 
 _PACKED_ADVICE = (
     "several sequences lie in one row, which a length would cut at random; build the rows of the "
@@ -40,13 +40,12 @@ Batch = Mapping[Any, Any]
 
 
 class SequenceLength:
-    """Cuts what the model of one engine is called with, in training, to ``length()`` tokens.
+    """Truncate the arguments of one engine's model, in training, to ``length()`` tokens.
 
     ``reshape`` keeps the rest of the sequences as further rows, [B, S] -> [B · (S // length),
-    length]; what is left over is dropped. ``section`` is what errors call the configuration.
-
-    Raises ConfigError, from a forward, for batches without sequences, of images or sound, that are
-    packed, or padded on the left; the host waits for the values of each batch that is cut.
+    length], and drops the remainder. ``section`` is the name of the configuration in errors. Raises
+    ConfigError, from a forward, for batches without sequences, with images or audio, packed, or
+    padded on the left; the host waits for the values of each truncated batch.
     """
 
     def __init__(self, length: Callable[[], int | None], section: str, reshape: bool = False):
@@ -72,8 +71,8 @@ class SequenceLength:
         self._hook = None
 
     def cut(self, batch: Any) -> Any:
-        """``batch``, a mapping of tensors by the names of the model's arguments, with sequences of
-        at most this step's length; the same object where they are no longer.
+        """Return ``batch``, a mapping of tensors by the names of the model's arguments, with
+        sequences truncated to this step's length; the same object if none is longer.
         """
         length = self._length()
         if length is None or not isinstance(batch, Mapping):
@@ -109,7 +108,7 @@ class SequenceLength:
         return type(batch)(cut[at] for at in range(len(batch)))
 
     def _cut(self, batch: Batch, length: int) -> Any:
-        """A dict where something was cut; else ``batch``."""
+        """Return a truncated dict, or ``batch`` itself if nothing was truncated."""
         self._refuse(batch)
         model = self._model() if self._model is not None else None
         config = getattr(model, "config", None)
@@ -191,7 +190,9 @@ class SequenceLength:
                 )
 
     def _look_at(self, side: Batch) -> None:
-        """Refuse what its values alone tell; the host waits for the device."""
+        """Raise ConfigError for batches that only their values reveal as unsupported; waits for the
+        device.
+        """
         for name in POSITIONS:
             positions: Any = side.get(name)
             known = isinstance(positions, torch.Tensor) and positions.dim() >= 2
@@ -216,7 +217,7 @@ class SequenceLength:
                 )
 
     def _share(self, before: Batch, after: Batch) -> torch.Tensor | float:
-        """The share of a micro-batch's labels that is left, as the loss counts them."""
+        """Return the share of a micro-batch's labels that remains, as counted by the loss."""
         labelled = (each for each in LABELS if isinstance(before.get(each), torch.Tensor))
         name: Any = next(labelled, None)
         if name is None:
@@ -235,7 +236,7 @@ class SequenceLength:
 
 
 def _is_batch(value: Any) -> bool:
-    """Whether an argument holds the tensors of a batch."""
+    """Return whether an argument is a container with the tensors of a batch."""
     if isinstance(value, Mapping):
         value = list(value.values())
     return isinstance(value, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in value)
@@ -252,15 +253,15 @@ def _is_decoders(name: Any) -> bool:
 
 
 def _sequence_dimensions(name: Any, value: Any, rows: int, whole: int) -> tuple[int, ...]:
-    """Which dimensions of an argument are those of sequences of ``whole`` tokens."""
+    """Return the dimensions of an argument that are sequence dimensions of ``whole`` tokens."""
     if not isinstance(value, torch.Tensor) or name in PER_HEAD:
         return ()
     shape = tuple(value.shape)
     if name in POSITIONS:
         return (len(shape) - 1,) if shape and shape[-1] == whole else ()
     if name in LABELS and len(shape) == 2 and value.is_floating_point():
-        return ()  # a number for each class
-    by_token = name in (*TOKENS, *DECODER_TOKENS, *LABELS)  # whose width may be that number, too
+        return ()  # one number for each class
+    by_token = name in (*TOKENS, *DECODER_TOKENS, *LABELS)  # their width may equal S too
     if shape[-2:] == (whole, whole) and len(shape) > 2 and not by_token:
         return (len(shape) - 2, len(shape) - 1)
     return (1,) if shape[:2] == (rows, whole) else ()

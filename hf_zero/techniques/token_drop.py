@@ -1,15 +1,15 @@
-"""Random layerwise token dropping (random-LTD, arXiv 2211.11586): chosen blocks read a random part
-of the tokens while a model trains, the same ones in no two blocks, and all others pass them by.
+"""Random layerwise token dropping (random-LTD, arXiv 2211.11586): during training, selected blocks
+read a random subset of the tokens, drawn for each block, and the other tokens bypass the block.
 
-What such a block is given is narrowed to the tokens that were drawn, in their order: hidden states,
-masks, positions and their embeddings. What it returns takes their places among the tokens that it
-has not read. A causal block stays causal, for the order is kept. Evaluation, generation and
-forwards without gradients read everything.
+The arguments of such a block are narrowed to the drawn tokens, in order: hidden states, masks,
+positions and their embeddings. Its output is scattered to their positions among the unread tokens.
+A causal block stays causal because the order is kept. Evaluation, generation and forwards without
+gradients read all tokens.
 
-How many tokens are read after t steps is DeepSpeed's ``fixed_linear``: ``min + t / require_steps *
-(max - min)``, rounded down to a multiple of ``seq_per_step``, at least the first multiple that
-holds ``min``, at most ``max``. Which ones is a function of the seed, step, forward in its window,
-block, rank and place (Philox), so that recomputations and resumed runs draw the same.
+The number of tokens after t steps is DeepSpeed's ``fixed_linear``: ``min + t / require_steps * (max
+- min)``, rounded down to a multiple of ``seq_per_step``, at least the first multiple that holds
+``min``, at most ``max``. The selection is a function of the seed, step, forward in its window,
+block, rank and position (Philox), so recomputations and resumed runs draw the same.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from hf_zero.techniques.sequence_length import DECODER_TOKENS, NOT_TEXT, TOKENS
 from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.layout.unit import RootForward
 
-BY_ROW = (*TOKENS, *DECODER_TOKENS, *NOT_TEXT)  # arguments of models whose first dimension is rows
-# of another sequence than the hidden state, but for the queries of those in four dimensions
+BY_ROW = (*TOKENS, *DECODER_TOKENS, *NOT_TEXT)  # model arguments whose first dimension is rows
+# belong to the encoder's sequence, except for the query dimension of four-dimensional ones
 ELSEWHERE = ("encoder_hidden_states", "encoder_attention_mask", "encoder_decoder_position_bias")
 PACKED = ("cu_seq_lens", "cu_seqlens", "max_length_q", "max_length_k")
 
 
 def tokens_read(step: int, section: TokenDropSection) -> int:
-    """How many tokens the chosen blocks read after ``step`` steps."""
+    """Return the number of tokens that the selected blocks read after ``step`` steps."""
     low, high, every, steps = (
         section.min_value, section.max_value, section.seq_per_step, section.require_steps,
     )  # fmt: skip
@@ -59,7 +59,8 @@ def sample(
     seed: int, at: tuple[int, int, int], block: int, rows: int, tokens: int, read: int,
     device: torch.device,
 ) -> torch.Tensor:  # fmt: skip
-    """Which ``read`` of ``tokens`` each of ``rows`` sequences keeps: [rows, read], int64, rising.
+    """Return the indices of the ``read`` of ``tokens`` tokens that each of ``rows`` sequences
+    keeps: [rows, read], int64, ascending.
 
     ``at``: step, forward and rank.
     """
@@ -71,19 +72,19 @@ def sample(
 
 
 class ForwardCount:
-    """Numbers the forwards of a step that train, from 0: each reads tokens of its own."""
+    """Count the training forwards of a step from 0: each draws its own tokens."""
 
     def __init__(self) -> None:
         self._step, self._number = -1, 0
 
     def next(self, step: int) -> int:
-        """The number of a forward that begins after ``step`` steps."""
+        """Return the number of a forward that begins after ``step`` steps."""
         self._number = self._number + 1 if step == self._step else 0
         self._step = step
         return self._number
 
     def restart(self) -> None:
-        """The run goes on from a checkpoint, at the beginning of a step."""
+        """Reset the count: a checkpoint resumes at the beginning of a step."""
         self._step = -1
 
 
@@ -96,12 +97,14 @@ class TokenDrop(DrawsForBlocks):
         self._count = ForwardCount()
         self._layers: dict[nn.Module, tuple[int, Layer]] = {}
         self._chosen: set[nn.Module] = set()
-        self._rows: set[int] = set()  # of the batch of the forward under way
+        self._rows: set[int] = set()  # batch sizes in the arguments of the current forward
         self._watching: Any = None
 
     @classmethod
     def of(cls, config: ZeroConfig) -> TokenDrop | None:
-        """What ``config`` asks for, if anything."""
+        """Return the technique configured in ``config``, or None. Raises ConfigError for missing or
+        contradictory keys.
+        """
         section = config.random_ltd
         outer = (config.data_efficiency.enabled, config.data_routing.enabled)
         if not section.enabled or False in outer:
@@ -146,7 +149,7 @@ class TokenDrop(DrawsForBlocks):
                 f"{type(engine.module).__name__} has {len(layers)} blocks and "
                 f"random_ltd_layer_id {len(chosen)}; correct them, or leave both out"
             )
-        # all blocks of a stack tell what they return beside the state
+        # unselected blocks too: each records what it returns beside the hidden state
         self._layers = {layer.block: (number, layer) for number, layer in enumerate(layers)}
         self._chosen = {layers[number].block for number in chosen}
         for block in self._chosen:
@@ -163,7 +166,9 @@ class TokenDrop(DrawsForBlocks):
         return self._section.hidden_state_order == "batch_seq_dim"
 
     def _watch(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Note how many rows ``model`` is called with, where names of its arguments tell."""
+        """Record the number of rows in the call of ``model``, where names of its arguments reveal
+        it.
+        """
         named = {**dict(zip(inspect.signature(model.forward).parameters, args)), **kwargs}
         self._rows = {
             named[name].shape[0]
@@ -174,8 +179,8 @@ class TokenDrop(DrawsForBlocks):
     def _check_call(
         self, block: nn.Module, arguments: Mapping[str, Any], states: torch.Tensor
     ) -> None:
-        """Raise ConfigError where ``block`` is called with a hidden state of another order than
-        configured, or without the mask that is.
+        """Raise ConfigError if ``block`` is called with a hidden state of another dimension order
+        than configured, or lacks the configured mask argument.
         """
         mask = self._section.model_mask_name
         names = {*inspect.signature(type(block).forward).parameters, *arguments.get("kwargs", ())}
@@ -249,7 +254,7 @@ class TokenDrop(DrawsForBlocks):
         return self._before.note(layer, whole)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is kept; the next forward is the first of its step."""
+        """Restart the count of forwards; no state is saved."""
         self._count.restart()
 
     def remove(self) -> None:
@@ -260,13 +265,15 @@ class TokenDrop(DrawsForBlocks):
 
 
 class _Narrow:
-    """Arguments of ``block`` for the tokens ``kept`` [rows, read] of ``tokens``."""
+    """Narrow the arguments of ``block`` to the tokens ``kept`` [rows, read] of ``tokens``."""
 
     def __init__(self, kept: torch.Tensor, tokens: int, mask: str, block: nn.Module):
         self._kept, self._tokens, self._mask, self._block = kept, tokens, mask, block
 
     def argument(self, name: str, value: Any) -> Any:
-        """``value``, the argument ``name``, for those tokens."""
+        """Return ``value``, the argument ``name``, narrowed to the kept tokens. Raises ConfigError
+        if it cannot be narrowed.
+        """
         if name.startswith(PACKED) or type(value).__name__ == "BlockMask":
             raise self._refusal(name, "of packed sequences, which have no rows to draw from")
         if name == self._mask and value is None:
@@ -278,7 +285,7 @@ class _Narrow:
         if isinstance(value, tuple):
             return tuple(self.argument(name, each) for each in value)
         if hasattr(value, "get_seq_length"):
-            return None  # a cache of keys and values, which would hold a part of the tokens
+            return None  # no key-value cache: it would hold only part of the tokens
         if not isinstance(value, torch.Tensor):
             return value
         sizes = [place for place, size in enumerate(value.shape) if size == self._tokens]
@@ -294,7 +301,9 @@ class _Narrow:
         return value
 
     def _take(self, value: torch.Tensor, places: list[int]) -> torch.Tensor:
-        """``value``, whose first dimension is that of the rows or 1, narrowed in ``places``."""
+        """Return ``value``, whose first dimension is rows or 1, narrowed in the dimensions
+        ``places``.
+        """
         if places:
             value = value.expand(len(self._kept), *value.shape[1:])
         for place in places:

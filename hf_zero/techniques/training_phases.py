@@ -1,9 +1,9 @@
-"""Phases of one training: sequences, batches and the learning rate change at given steps, in one
-run and one series of checkpoints.
+"""Training phases: sequences, batches and the learning rate change at given steps within one run
+and one series of checkpoints.
 
-BERT trains on 128 tokens, then on 512 (Devlin et al., 2019); LAMB warms up again where they grow
-(You et al., 2020). Batches that grow, with the learning rate in proportion to them or to their
-square root: Smith et al., "Don't Decay the Learning Rate, Increase the Batch Size", 2018.
+BERT trains on 128 tokens, then on 512 (Devlin et al., 2019); LAMB warms up again when they grow
+(You et al., 2020). Growing batches, with the learning rate proportional to them or to their square
+root: Smith et al., "Don't Decay the Learning Rate, Increase the Batch Size", 2018.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ MICRO, TOTAL = "train_micro_batch_size_per_gpu", "train_batch_size"
 
 @dataclass(frozen=True)
 class Phase:
-    """``steps`` optimizer steps; None: all that follow, or as the configuration says."""
+    """A phase of ``steps`` optimizer steps (None: until the end); None elsewhere: as configured
+    globally.
+    """
 
     steps: int | None = None
     sequence_length: int | None = None
@@ -73,8 +75,8 @@ class Phase:
         return phase
 
     def lr_factor(self, step: int) -> float:
-        """What the learning rate of step ``step`` of this phase, counted from 1, is multiplied by:
-        a rise of ``warmup_steps`` steps, then (1 - t / T) ** lr_decay_power over the others.
+        """Return the learning-rate factor of step ``step`` of this phase, counted from 1: a linear
+        warmup over ``warmup_steps`` steps, then (1 - t / T) ** lr_decay_power over the others.
         """
         if step <= self.warmup_steps:
             return self.lr_scale * step / self.warmup_steps
@@ -85,9 +87,10 @@ class Phase:
 
 
 def rampup(start: int, increment: int, samples: int, end: int) -> list[tuple[int, int]]:
-    """(samples of a step, steps) of a batch that grows from ``start`` to ``end``, one increment
-    after each equal share of ``samples``; ``end`` itself is what follows. The batch of a step goes
-    by the samples before it, as in Megatron.
+    """Return (samples of a step, number of steps) for each size of a batch that grows from
+    ``start`` to ``end``, by one increment after each equal share of ``samples``; ``end`` itself
+    follows and is not listed. As in Megatron, the batch of a step depends on the samples before it.
+    Raises ConfigError if ``increment`` does not divide the difference.
     """
     grows, rest = divmod(end - start, increment)
     if rest or grows < 0:
@@ -120,7 +123,7 @@ class TrainingPhases:
                 raise ConfigError(
                     f"{PHASES}.phases[{at}] has no steps, and others follow; write its steps"
                 )
-        # the last step of each phase but the last
+        # the last step of each phase except the last phase
         self._ends = list(accumulate(phase.steps or 0 for phase in self.phases[:-1]))
         self._rampup = section.rampup_batch_size
         if self._rampup and any(phase.train_batch_size for phase in self.phases):
@@ -135,10 +138,10 @@ class TrainingPhases:
             SequenceLength(self._length, PHASES, section.sequence_reshape) if cuts else None
         )
         self._counters = Counters()
-        self._sizes = (1, 1)  # the batch and the micro-batch of the configuration
-        self._set: tuple[int, int] | None = None  # samples and number of micro-batches, by a phase
+        self._sizes = (1, 1)  # configured batch and micro-batch size
+        self._set: tuple[int, int] | None = None  # micro-batch size and count, as last set here
         self._engine: weakref.ref[Any] | None = None
-        self._told = False  # that the learning rate stays at 0
+        self._told = False  # whether the warning about a learning rate of 0 was logged
 
     @property
     def changes_micro_batches(self) -> bool:
@@ -149,7 +152,9 @@ class TrainingPhases:
         return bool(self._rampup) or any(phase.train_batch_size for phase in self.phases)
 
     def at(self, step: int) -> tuple[Phase, int]:
-        """The phase of optimizer step ``step``, counted from 1, and its number within it."""
+        """Return the phase of optimizer step ``step``, counted from 1, and the step's number within
+        it.
+        """
         before = 0
         for phase, end in zip(self.phases, self._ends):
             if step <= end:
@@ -158,7 +163,7 @@ class TrainingPhases:
         return self.phases[-1], step - before
 
     def batch_size(self, step: int) -> int:
-        """Samples of optimizer step ``step`` on all ranks."""
+        """Return the number of samples of optimizer step ``step`` over all ranks."""
         for size, steps in self._grown:
             if step <= steps:
                 return size
@@ -168,12 +173,12 @@ class TrainingPhases:
         )
 
     def lr_scale(self, step: int) -> float:
-        """What the schedule's learning rate is multiplied by in optimizer step ``step``."""
+        """Return the factor of the schedule's learning rate in optimizer step ``step``."""
         phase, within = self.at(step)
         return phase.lr_factor(within) * (self.batch_size(step) / self._sizes[0]) ** self._power
 
     def resize(self, batch: int, micro: int) -> None:
-        """Take the configuration's own numbers of samples, of a step and of a micro-batch."""
+        """Set the configured numbers of samples, of a step and of a micro-batch."""
         self._sizes = (batch, micro)
         if self._rampup:
             start, increment, samples = self._rampup
@@ -191,8 +196,8 @@ class TrainingPhases:
         self._begin(engine)
 
     def _check(self, engine: Any) -> None:
-        """Raise ConfigError for batches that micro-batches do not divide, and for learning rates
-        that there are not.
+        """Raise ConfigError for batches that micro-batches do not divide, optimizers without a
+        learning rate, and unmanaged accumulation windows.
         """
         sizes = {(size, self._sizes[1]) for size, _ in self._grown} or {
             (
@@ -226,7 +231,7 @@ class TrainingPhases:
             )
 
     def _begin(self, engine: Any) -> None:
-        """Make the engine ready for the step that comes."""
+        """Prepare the engine for the next step: batch sizes and learning rate."""
         step = self._counters.global_steps + 1
         phase, _ = self.at(step)
         micro = phase.train_micro_batch_size_per_gpu or self._sizes[1]
@@ -246,7 +251,7 @@ class TrainingPhases:
         engine.optimizer_step.lr_scale = self.lr_scale(step)
 
     def _tell_of_nothing(self, engine: Any) -> None:
-        """Say once that the step that was taken has changed no weight."""
+        """Warn once if the last step had a learning rate of 0 and changed no weight."""
         if engine.optimizer_step.lr_scale or self._told:
             return
         self._told = True
@@ -285,7 +290,9 @@ class TrainingPhases:
 
 
 def _set_rows(loader: Any, rows: int) -> None:
-    """Micro-batches of ``rows`` samples from the engine's own loader, from the next one on."""
+    """Change the micro-batch size of the engine's own loader to ``rows`` from the next batch on.
+    Raises ConfigError for a loader that drops incomplete batches.
+    """
     sampler: Any = getattr(loader, "batch_sampler", None)
     if getattr(sampler, "batch_size", rows) == rows:
         return
@@ -298,7 +305,9 @@ def _set_rows(loader: Any, rows: int) -> None:
 
 
 def of_config(config: ZeroConfig) -> TrainingPhases | None:
-    """The phases of ``config``; None where it has none."""
+    """Return the phases of ``config``, or None. Raises ConfigError if a curriculum truncates
+    sequences too.
+    """
     section = config.training_phases
     if section.phases is None and section.rampup_batch_size is None:
         return None
