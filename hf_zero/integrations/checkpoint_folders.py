@@ -1,9 +1,9 @@
-"""Folders that the Trainer, Accelerate and Lightning write around a checkpoint of an engine, file
-by file: which of them are complete.
+"""Completeness checks of the folders that the Trainer, Accelerate and Lightning write around a
+checkpoint of an engine.
 
-The engine's checkpoint is committed as one. The other files are written before or after it, with no
-rename at the end and no flush: a job that is killed, or a machine that loses its power, leaves
-folders that look finished.
+The engine's checkpoint is committed atomically. The other files are written before or after it,
+without a final rename and without a flush: a killed job, or a power failure, leaves folders that
+look finished.
 """
 
 from __future__ import annotations
@@ -29,16 +29,14 @@ RESTORE = "restore it, or go on from another checkpoint"
 
 
 def has_engine_checkpoint(folder: Path) -> bool:
-    """Whether an engine has begun to save into ``folder``."""
+    """Return whether an engine has begun to save into ``folder``."""
     return (folder / find.LATEST).is_file() or any(
         item.name.startswith(find.RESERVED) or find.is_checkpoint(item) for item in folder.iterdir()
     )
 
 
 def engine_checkpoint_error(folder: Path, tag: str | None = None) -> str:
-    """Why the checkpoint of an engine in ``folder`` cannot be resumed from; "" if no fault is
-    found.
-    """
+    """Return the reason why the engine's checkpoint in ``folder`` cannot be resumed from, or ""."""
     try:
         found = find.locate(folder, tag)
     except CheckpointError as error:
@@ -51,8 +49,8 @@ def engine_checkpoint_error(folder: Path, tag: str | None = None) -> str:
 
 
 def trainer_folder_error(folder: Path) -> str:
-    """Why a Trainer under ZeRO cannot resume from ``folder``, a ``checkpoint-N``; "" if no fault is
-    found.
+    """Return the reason why a Trainer under ZeRO cannot resume from ``folder``, a ``checkpoint-N``,
+    or "".
     """
     if (folder / SENTINEL).exists():
         return (
@@ -68,7 +66,7 @@ def trainer_folder_error(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class StateContents:
-    """What a folder of ``Accelerator.save_state`` consists of: a checkpoint for each engine, and
+    """The contents of a folder of ``Accelerator.save_state``: one checkpoint for each engine, and
     files.
     """
 
@@ -77,7 +75,7 @@ class StateContents:
 
     @classmethod
     def of(cls, accelerator: Any) -> StateContents:
-        """As ``accelerator`` saves what it has prepared by now."""
+        """Return the contents that ``accelerator`` would save for the objects prepared so far."""
         stepped = [
             each
             for each in accelerator._schedulers
@@ -93,7 +91,7 @@ class StateContents:
         )
 
     def error(self, folder: Path) -> str:
-        """Why ``folder`` cannot be loaded; "" if no fault is found."""
+        """Return the reason why ``folder`` cannot be loaded, or ""."""
         for tag in self.tags:
             said = engine_checkpoint_error(folder, tag)
             if said:
@@ -108,15 +106,15 @@ class StateContents:
 
 
 def ranks_of(checkpoint: Path) -> int:
-    """How many ranks have written ``checkpoint``, a tag's folder."""
+    """Return the number of ranks that wrote ``checkpoint``, a tag's folder."""
     return len(list(checkpoint.glob(find.RANK_PATTERN)))
 
 
 def warn_lost_random_states(
     folder: Path, checkpoint: Path, name: str, rank: int, ranks: int
 ) -> None:
-    """Log a warning for random states that do not carry over from ``folder``, saved with the
-    engine's ``checkpoint``. This rank's file would be ``name``.
+    """Log a warning if random states do not carry over from ``folder``, which was saved with the
+    engine's ``checkpoint``. ``name`` is this rank's file of random states.
     """
     saved = ranks_of(checkpoint)
     if saved and saved != ranks:
@@ -154,8 +152,8 @@ def _readable_json(path: Path, key: str) -> str:
 
 
 def damaged_archive(folder: Path, *patterns: str) -> str:
-    """A message on the first file of ``patterns`` that torch.save has not written to its end; "" if
-    there is none. The directory of its zip archive is the last that is written.
+    """Return a message on the first file of ``patterns`` that torch.save has not completed, or "":
+    it writes the directory of the zip archive last.
     """
     for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
         if not zipfile.is_zipfile(path):
@@ -164,8 +162,8 @@ def damaged_archive(folder: Path, *patterns: str) -> str:
 
 
 def last_complete(newest_first: Iterable[Path], wrong: Callable[[Path], str]) -> Path | None:
-    """The first folder for which ``wrong`` returns ""; those before it are named in warnings. None
-    if there is no folder at all.
+    """Return the first folder for which ``wrong`` returns "", with a warning for each folder before
+    it; None if there is no folder.
 
     Raises CheckpointError if there are folders and none is complete.
     """
@@ -185,9 +183,9 @@ def last_complete(newest_first: Iterable[Path], wrong: Callable[[Path], str]) ->
 
 
 def decide_on_rank_0(choose: Callable[[], Any]) -> Any:
-    """The result of ``choose()`` on rank 0, on all ranks. Collective.
+    """Return the result of ``choose()`` on rank 0 to all ranks. Collective.
 
-    Raises CheckpointError on all ranks where ``choose`` raises on rank 0.
+    Raises CheckpointError on all ranks if ``choose`` raises CheckpointError or OSError on rank 0.
     """
     answer: tuple[Any, str] = (None, "")
     if process_group.get_rank() == 0:
@@ -204,7 +202,7 @@ def decide_on_rank_0(choose: Callable[[], Any]) -> Any:
 
 
 def numbered_folders(parent: Path, name: str, suffix: str = "") -> list[Path]:
-    """Folders ``<name><number><suffix>`` in ``parent``, the highest number first."""
+    """Return the folders ``<name><number><suffix>`` in ``parent``, highest number first."""
     if not parent.is_dir():
         return []
     found = [

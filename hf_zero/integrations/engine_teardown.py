@@ -1,4 +1,4 @@
-"""Taking an engine off a model so that the model can be trained, or sharded, again."""
+"""Teardown of an engine, after which its model can be trained, or sharded, again."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hf_zero.zero.layout.parameter import owner_of
 
 @torch.no_grad()
 def destroy_and_restore(engine: Engine) -> None:
-    """Destroy ``engine`` and leave its model whole on every rank, in the dtypes it came with.
+    """Destroy ``engine`` and leave its model whole on every rank, in its original dtypes.
     Collective.
 
-    Trained values come from the fp32 master weights: training that goes on in 16 bits loses
-    nothing.
+    Trained values are taken from the fp32 master weights: a model trained further from them loses
+    no precision.
     """
     whole: list[tuple[nn.Parameter, torch.Tensor]] = []
     for name, parameter in engine.module.named_parameters():
@@ -24,7 +24,7 @@ def destroy_and_restore(engine: Engine) -> None:
         dtype = getattr(torch, engine.param_dtypes[name])
         if flat.optimizer_shard.has_master:
             values = safe_get_full_fp32_param(parameter)
-            assert values is not None  # of a parameter that trains
+            assert values is not None  # master weights exist for every trainable parameter
         elif flat.sharded:
             with GatheredParameters([parameter]):
                 values = parameter.detach().clone()

@@ -1,12 +1,12 @@
-"""When ``import deepspeed`` means hf-zero's facade.
+"""Decision whether ``import deepspeed`` imports hf-zero's facade.
 
-Accelerate, Transformers, TRL, PEFT and Lightning all reach ZeRO through ``import deepspeed`` and
-ask first whether a distribution of that name is installed. Nothing named deepspeed is put into
-site-packages; a finder in ``sys.meta_path`` answers instead. It stands last, so a deepspeed that is
-really installed wins, unless ``HF_ZERO_BACKEND=hf_zero`` or one of hf-zero's own routes chooses
-ours.
+Accelerate, Transformers, TRL, PEFT and Lightning all reach ZeRO through ``import deepspeed``, and
+first ask whether a distribution of that name is installed. Nothing named deepspeed is put into
+site-packages; a finder in ``sys.meta_path`` answers instead. It is the last one, so an installed
+deepspeed takes precedence, unless ``HF_ZERO_BACKEND=hf_zero`` or one of hf-zero's own routes
+chooses ours.
 
-Imported in every Python process: standard library only, and the costly parts of it late.
+Imported in every Python process: only the standard library, and its costly modules late.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ BACKENDS = ("hf_zero", NAME)
 
 
 def chosen() -> bool:
-    """Whether ``import deepspeed`` gives, or gave, hf-zero's facade in this process."""
+    """Return whether ``import deepspeed`` imports, or has imported, hf-zero's facade in this
+    process.
+    """
     module = sys.modules.get(NAME)
     if module is not None:
         return is_ours(module)
@@ -32,10 +34,10 @@ def chosen() -> bool:
 
 
 def install() -> None:
-    """Put the finder and the import hooks into ``sys.meta_path``, once.
+    """Insert the finder and the import hooks into ``sys.meta_path``, once.
 
-    Does nothing while a foreign ``deepspeed`` is in ``sys.modules`` (perhaps in the middle of its
-    own import), or where ``HF_ZERO_BACKEND=deepspeed`` asks for the real one.
+    Does nothing while a foreign ``deepspeed`` is in ``sys.modules`` (perhaps during its own
+    import), or if ``HF_ZERO_BACKEND=deepspeed`` selects the real one.
     """
     backend = os.environ.get("HF_ZERO_BACKEND", "")
     if backend and backend not in BACKENDS:
@@ -47,8 +49,8 @@ def install() -> None:
 
 
 class UnknownBackend:
-    """Answers where ``deepspeed`` is looked for while ``HF_ZERO_BACKEND`` names nothing: neither
-    library is taken in silence.
+    """Finder that raises ConfigError on an import of ``deepspeed`` while ``HF_ZERO_BACKEND`` has an
+    unknown value: neither library is used silently.
     """
 
     def __init__(self, backend: str) -> None:
@@ -59,7 +61,7 @@ class UnknownBackend:
             raise unknown(self.backend)
 
     def invalidate_caches(self) -> None:
-        """Nothing is cached."""
+        """No-op: nothing is cached."""
 
 
 def unknown(backend: str) -> Exception:
@@ -72,11 +74,11 @@ def unknown(backend: str) -> Exception:
 
 
 def choose() -> None:
-    """Make ``deepspeed`` hf-zero's for this process. hf-zero's own routes call it before they touch
-    Accelerate.
+    """Make ``deepspeed`` hf-zero's facade in this process. hf-zero's own routes call it before they
+    touch Accelerate.
 
-    Raises ConfigError when another ``deepspeed`` is already imported, or when the environment asks
-    for it.
+    Raises ConfigError if another ``deepspeed`` is already imported, or if the environment selects
+    it.
     """
     from hf_zero.errors import ConfigError
 

@@ -1,9 +1,9 @@
-"""Import hooks: after one of the modules named in ``seams/`` has run, its seams are put in.
+"""Import hooks that apply the seams of a module in ``seams/`` after it has run.
 
-The finder stands first in ``sys.meta_path`` and lets the others find the module; it only replaces
-``exec_module`` on that one loader instance, for that one execution, so that the loader,
-``__spec__``, ``inspect`` and ``pickle`` see nothing unusual. Imported in every Python process:
-standard library only, and nothing of Hugging Face.
+The finder is the first in ``sys.meta_path`` and lets the others find the module; it only replaces
+``exec_module`` on that loader instance, for that execution, so the loader, ``__spec__``,
+``inspect`` and ``pickle`` see nothing unusual. Imported in every Python process: only the standard
+library, nothing of Hugging Face.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ imported.
 
 
 class SeamFinder:
-    """Finds a module through the other finders and arranges that its seams follow its execution."""
+    """Finder that finds a module through the other finders and applies its seams after its
+    execution.
+    """
 
     def __init__(self) -> None:
-        self.late: set[str] = set()  # modules that were already running when the hooks came
+        self.late: set[str] = set()  # modules that were running when the hooks were installed
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname == NAME:
@@ -60,18 +62,18 @@ class SeamFinder:
         return None
 
     def _instead_of_namespace(self, path: Any, target: Any) -> ModuleSpec | None:
-        # A folder that happens to be called deepspeed (say, of config files beside the script) is a
-        # namespace package to Python, and would be found before the facade, which stands last.
+        # A folder named deepspeed (of config files beside the script, say) is a namespace package
+        # to Python, and would be found before the facade, whose finder is last.
         spec = self._find_elsewhere(NAME, path, target)
         offered = any(isinstance(other, FacadeFinder) for other in sys.meta_path)
         return facade_spec() if offered and spec is not None and spec.origin is None else None
 
     def invalidate_caches(self) -> None:
-        """Nothing is cached."""
+        """No-op: nothing is cached."""
 
     def apply_late(self) -> None:
-        """Apply the seams of modules that were half imported when the hooks were installed and
-        are whole by now.
+        """Apply the seams of modules that were half imported when the hooks were installed and are
+        complete now.
         """
         for name in sorted(self.late):
             module = sys.modules.get(name)
@@ -83,7 +85,7 @@ class SeamFinder:
 
 
 def install() -> None:
-    """Put the hooks in, once, and the seams into modules that are imported already."""
+    """Install the hooks, once, and apply the seams of modules that are imported already."""
     if any(isinstance(finder, SeamFinder) for finder in sys.meta_path):
         return
     hook = SeamFinder()
@@ -96,8 +98,8 @@ def install() -> None:
 
 
 def apply_late() -> None:
-    """Catch up with modules that were half imported when the hooks came; for code that relies on
-    their seams.
+    """Apply the seams of modules that were half imported when the hooks were installed, for code
+    that relies on them.
     """
     for finder in sys.meta_path:
         if isinstance(finder, SeamFinder):

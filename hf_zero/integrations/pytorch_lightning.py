@@ -1,5 +1,5 @@
-"""``ZeroStrategy`` for the Trainer of the package ``pytorch_lightning``: as
-:mod:`hf_zero.integrations.lightning`.
+"""``ZeroStrategy`` for the Trainer of the package ``pytorch_lightning``, as
+:mod:`hf_zero.integrations.lightning` for ``lightning.pytorch``.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class _Training:
 
 
 class CurriculumSampler(Sampler[int]):
-    """Yield the samples of all ranks in the order of the training: a step takes the next
+    """Sampler of all ranks' samples in the order of the training: a step takes the next
     ``batch_size`` samples, whatever their division into micro-batches and ranks.
 
     The length, an epoch of the loader, is the number of samples in the dataset, in whole batches;

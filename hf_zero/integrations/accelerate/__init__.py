@@ -1,1 +1,1 @@
-"""What hf-zero puts into Accelerate, and what `accelerate launch` starts."""
+"""Integration of Accelerate: wrappers of its classes, and `accelerate launch`."""

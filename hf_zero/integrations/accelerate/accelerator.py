@@ -1,6 +1,6 @@
-"""The wrappers of ``Accelerator``: how models and optimizers are prepared, and whole state dicts.
+"""Wrappers of ``Accelerator``: preparation of models and optimizers, whole state dicts.
 
-Imported in the middle of ``import accelerate``.
+Imported while ``import accelerate`` runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOTAL, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 
 def keep_the_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``map_pytorch_optim_to_deepspeed``: the script's own optimizer object is kept, since
-    the engine updates with any that is element-wise.
+    the engine updates with any element-wise optimizer.
     """
 
     def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
@@ -69,8 +69,8 @@ def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _split_layers_first(size: int, args: Sequence[Any]) -> None:
-    """Cut models for tensor parallelism before Accelerate makes the groups of ranks that share
-    sequences, which follow from it.
+    """Shard the layers of models for tensor parallelism before Accelerate makes the
+    sequence-parallel groups, which depend on it.
     """
     from hf_zero.parallel.tensor import tensor_parallel
 
@@ -79,7 +79,9 @@ def _split_layers_first(size: int, args: Sequence[Any]) -> None:
 
 
 def _refuse_pipelines(args: Sequence[Any]) -> None:
-    """A loop of Accelerate or the Trainer calls the model and expects a loss."""
+    """Raise ConfigError for a pipeline: loops of Accelerate and the Trainer call the model for a
+    loss.
+    """
     from hf_zero.parallel.pipeline.staged import StagedModule
 
     if any(isinstance(each, StagedModule) for each in args):
@@ -91,8 +93,8 @@ def _refuse_pipelines(args: Sequence[Any]) -> None:
 
 
 def follow_the_phases(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps ``Accelerator._do_sync``: windows of ``accumulate`` have as many micro-batches as the
-    phase of the engine's training says.
+    """Wraps ``Accelerator._do_sync``: windows of ``accumulate`` have the number of micro-batches of
+    the engine's current training phase.
     """
 
     def _do_sync(self: Any) -> None:
@@ -113,7 +115,7 @@ def _phases_of(accelerator: Any) -> Any:
 
 
 def _refuse_other_micro_batches(engine: Any) -> None:
-    """Raise ConfigError for phases with micro-batches of another size than the loader's."""
+    """Raise ConfigError for phases whose micro-batch size differs from the loader's."""
     phases = engine.techniques.by_key.get(PHASES)
     if phases is not None and phases.changes_micro_batches:
         engine.destroy()
@@ -126,7 +128,7 @@ def _refuse_other_micro_batches(engine: Any) -> None:
 
 def refuse_optimizer_apart(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``Accelerator.prepare_optimizer``: raises PartitionError on several ranks under ZeRO,
-    where each rank would train an unsharded model with gradients that are not averaged.
+    where each rank would train an unsharded model with unaveraged gradients.
     """
 
     def prepare_optimizer(self: Any, optimizer: Any, device_placement: Any = None) -> Any:
@@ -143,7 +145,7 @@ def refuse_optimizer_apart(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def empty_elsewhere(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``Accelerator.get_state_dict``: ranks other than 0 get an empty state dict in place of
+    """Wraps ``Accelerator.get_state_dict``: ranks other than 0 get an empty state dict instead of
     None, as under FSDP.
     """
 
@@ -156,8 +158,8 @@ def empty_elsewhere(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _batch_size_left_open(config: dict[str, Any], args: tuple[Any, ...]) -> Iterator[None]:
-    """Take "auto" batch sizes out of ``config`` while the engine is prepared without a data loader
-    that has one: Accelerate raises for them, and the engine trains without the number.
+    """Remove "auto" batch sizes from ``config`` while an engine is prepared without a data loader
+    that has a batch size: Accelerate raises for them, and the engine does not need the number.
     """
     loaders = [each for each in args if isinstance(each, DataLoader)]
     taken = {}
@@ -168,15 +170,15 @@ def _batch_size_left_open(config: dict[str, Any], args: tuple[Any, ...]) -> Iter
     try:
         yield
     finally:
-        # the model is still to come, perhaps with a data loader
+        # without a model in this call, one may follow with a data loader
         if not any(isinstance(each, nn.Module) for each in args):
             config.update(taken)
 
 
 @contextmanager
 def _counting_data_parallel_ranks(accelerator: Any, args: tuple[Any, ...]) -> Iterator[None]:
-    """Divide by data-parallel ranks what Accelerate divides by processes for the configuration: the
-    batches that ``split_batches`` splits, and the steps of a DummyScheduler without it.
+    """Divide by data-parallel ranks, instead of processes, for the configuration: the batches that
+    ``split_batches`` splits, and otherwise the steps of a DummyScheduler.
     """
     from accelerate.utils import DummyScheduler
 
@@ -202,8 +204,8 @@ def _counting_data_parallel_ranks(accelerator: Any, args: tuple[Any, ...]) -> It
 
 
 def _refuse_optimizer_alone(args: tuple[Any, ...]) -> None:
-    """Raise PartitionError for an optimizer whose model has been prepared without it: that
-    engine cannot step.
+    """Raise PartitionError for an optimizer whose model was prepared without it: its engine cannot
+    step.
     """
     if any(isinstance(each, nn.Module) for each in args):
         return

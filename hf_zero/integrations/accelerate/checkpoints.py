@@ -1,7 +1,7 @@
-"""The wrappers of ``Accelerator.save_state`` and ``load_state``: complete states are loaded and
+"""Wrappers of ``Accelerator.save_state`` and ``load_state``: only complete states are loaded and
 counted by ``total_limit``, incomplete ones are named in warnings.
 
-Imported in the middle of ``import accelerate``.
+Imported while ``import accelerate`` runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _states(accelerator: Any) -> Path:
 
 def keep_until_saved(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``Accelerator.save_state``: ``total_limit`` removes old states once the new one is
-    complete, and the number of an incomplete state is not used again.
+    complete, and the number of an incomplete state is not reused.
     """
 
     def save_state(
@@ -76,7 +76,7 @@ def keep_until_saved(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _first_free_number(states: Path, number: int, parts: StateContents) -> int:
-    """The first number from ``number`` on whose folder holds no incomplete state."""
+    """Return the first number, from ``number`` on, whose folder holds no incomplete state."""
     while (folder := states / f"{PREFIX}{number}").exists() and (said := parts.error(folder)):
         number += 1
         logger.warning(
@@ -95,12 +95,12 @@ def _keep(newest: Path, limit: int, parts: StateContents) -> None:
         shutil.rmtree(left, ignore_errors=True)
     older = [folder for folder in numbered_folders(parent, PREFIX) if folder != newest]
     chosen = excess([newest, *older], limit, {newest}, parts.error)
-    remove(chosen, os.path.join(os.pardir, DROPPED))  # what lies in this folder counts as a state
+    remove(chosen, os.path.join(os.pardir, DROPPED))  # outside: folders in here count as states
 
 
 def resume_from_whole(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``Accelerator.load_state``: without a folder, loads the last complete state and warns
-    of those it skips and of random states that do not carry over.
+    """Wraps ``Accelerator.load_state``: without a folder, loads the last complete state. Warns of
+    skipped states and of random states that do not carry over.
     """
 
     def load_state(
@@ -118,8 +118,8 @@ def resume_from_whole(original: Callable[..., Any]) -> Callable[..., Any]:
             input_dir = None if found is None else str(found)
         result = original(self, input_dir, load_kwargs, **load_model_func_kwargs)
         if input_dir is not None and _under_zero(self):
-            # Micro-batches, by which windows are counted: of ranks that are new it is not known,
-            # and windows may have another length now.
+            # Accelerate's count of micro-batches in a window: unknown for new ranks, and the window
+            # may have another length now.
             self.step = 0
             folder, rank = Path(input_dir).expanduser(), self.process_index
             warn_lost_random_states(

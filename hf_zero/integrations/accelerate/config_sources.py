@@ -1,5 +1,5 @@
-"""What a DeepSpeed config given to Accelerate or Transformers says, and where: files, presets,
-the file or the command of the launcher.
+"""Values and sources of a DeepSpeed config given to Accelerate or Transformers: files, presets, the
+launcher's file or command.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from hf_zero.config.files import load_file, load_text
 from hf_zero.config.keys import KEYS
 from hf_zero.config.provenance import DICT, SourcedDict, flattened
 
-LAUNCH_FILE = "HF_ZERO_LAUNCH_FILE"  # the file that accelerate launch was given
+LAUNCH_FILE = "HF_ZERO_LAUNCH_FILE"  # the configuration file given to accelerate launch
 LAUNCHED_BY = "HF_ZERO_LAUNCHED_BY"  # the command that wrote the options of accelerate launch
 
 
 def mapping_of(given: Any) -> Any:
-    """``given`` to ``HfDeepSpeedConfig``, which copies it, as keys and values.
-
-    Raises ConfigError for what is none.
+    """Convert the argument of ``HfDeepSpeedConfig``, which copies it, to a mapping with sources;
+    other types are returned unchanged. Raises ConfigError for an invalid configuration.
     """
     if isinstance(given, Mapping):
         return SourcedDict.of(given, DICT)
@@ -31,7 +30,7 @@ def mapping_of(given: Any) -> Any:
     if isinstance(given, str) and (
         given in PRESETS or not (os.path.exists(given) or {os.sep, ".", "{", "="} & {*given})
     ):
-        # or it raises, with the presets that there are
+        # raises ConfigError, listing the presets, if it is none
         return ZeroConfig.coerce(given, allow_auto=True, foreign=True).to_dict()
     text = load_text(given) if isinstance(given, str) and not os.path.exists(given) else None
     mapping = load_file(given) if text is None else text
@@ -42,8 +41,8 @@ def mapping_of(given: Any) -> Any:
 
 
 def remember_launch(config: Any) -> None:
-    """Let ``config``, which Accelerate has put together from the launcher's variables, know
-    where its values stood.
+    """Record in ``config``, which Accelerate built from the launcher's variables, the sources of
+    its values.
     """
     file = os.environ.get(LAUNCH_FILE)
     written = (

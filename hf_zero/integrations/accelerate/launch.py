@@ -1,5 +1,5 @@
-"""How ZeRO ranks start: the wrappers of ``accelerate launch`` (parser, validation, launchers) and
-of ``TrainingArguments``, which looks for ranks that srun or mpirun started.
+"""Start of ZeRO ranks: wrappers of ``accelerate launch`` (parser, validation, launchers) and of
+``TrainingArguments``, which detects ranks started by srun or mpirun.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.config_sources import LAUNCH_FILE
 
 STANDARD = "standard"
-# what the launcher's file says beside the keys that Accelerate brings to the ranks, as JSON
+# keys of the launcher's file that Accelerate does not pass on to the ranks, as JSON
 WRITTEN = "HF_ZERO_WRITTEN_KEYS"
 
 
 def alias_config(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``accelerate.commands.utils.CustomArgumentParser.add_argument``: ``--config`` is an
-    alias of ``--config_file``.
+    """Wraps ``accelerate.commands.utils.CustomArgumentParser.add_argument``: ``--config`` becomes
+    an alias of ``--config_file``.
     """
 
     def add_argument(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -35,8 +35,8 @@ def alias_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_zero_launch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``accelerate.commands.launch._validate_launch_command``: ``--cpu`` keeps ZeRO and means
-    CPU ranks.
+    """Wraps ``accelerate.commands.launch._validate_launch_command``: ``--cpu`` with ZeRO means CPU
+    ranks, instead of disabling ZeRO.
     """
 
     def _validate_launch_command(args: Any) -> Any:
@@ -49,8 +49,8 @@ def check_zero_launch(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _read_strictly(path: str | None) -> str:
-    """The file that Accelerate takes, if it asks for ZeRO. Raises ConfigError before any rank is
-    started: Accelerate drops unknown keys.
+    """Return the configuration file that Accelerate uses if it asks for ZeRO, else "". Raises
+    ConfigError for mistakes in it before any rank starts: Accelerate drops unknown keys.
     """
     from accelerate.commands.config import default_config_file, load_config_from_file
     from accelerate.utils import DistributedType
@@ -68,15 +68,15 @@ def _read_strictly(path: str | None) -> str:
 
 
 def prepare_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``accelerate.utils.launch.prepare_deepspeed_cmd_env``: returns the command of the
-    launcher and the environment of ZeRO ranks.
+    """Wraps ``accelerate.utils.launch.prepare_deepspeed_cmd_env``: returns the launcher's command
+    and the environment of ZeRO ranks.
     """
 
     def prepare_deepspeed_cmd_env(args: Any) -> tuple[list[str], dict[str, str]]:
         if not finder.chosen():
             return original(args)
-        # Here and not where the command is validated: `python -m accelerate.commands.launch` has
-        # that function in a module called __main__.
+        # The file is checked here, not in _validate_launch_command: `python -m
+        # accelerate.commands.launch` has that function in a module called __main__.
         file = _read_strictly(args.config_file)
         launcher = args.deepspeed_multinode_launcher or STANDARD
         if (args.num_machines or 1) > 1 and launcher != STANDARD:
@@ -93,16 +93,16 @@ def prepare_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
             or getattr(args, "use_cpu", False)
             or getattr(args, "cpu", False)
         ):
-            # Accelerate reads ACCELERATE_USE_CPU as "no DEEPSPEED". Ranks that see no GPU choose
-            # the CPU by themselves.
+            # Accelerate disables DEEPSPEED if ACCELERATE_USE_CPU is set. Ranks that see no GPU
+            # select the CPU by themselves.
             environment["CUDA_VISIBLE_DEVICES"] = ""
         for path in (
             "offload_optimizer_nvme_path",
             "offload_param_nvme_path",
-        ):  # the plugin asks for them, and Accelerate passes on neither
+        ):  # DeepSpeedPlugin reads these variables, but Accelerate sets neither
             if getattr(args, path, None) is not None:
                 environment[f"ACCELERATE_DEEPSPEED_{path.upper()}"] = str(getattr(args, path))
-        # Accelerate has made attributes of everything below deepspeed_config.
+        # Accelerate has turned all keys below deepspeed_config into attributes.
         written = {
             name: value for name in PASSED_ON if (value := getattr(args, name, None)) is not None
         }
@@ -122,12 +122,14 @@ def prepare_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def written_keys() -> dict[str, Any]:
-    """The keys of the launcher's file that :func:`prepare_ranks` has passed on to this rank."""
+    """Return the keys of the launcher's file that :func:`prepare_ranks` has passed on to this
+    rank.
+    """
     return dict(json.loads(os.environ.get(WRITTEN, "{}")))
 
 
 def refuse_plain_launch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``accelerate.utils.launch.prepare_simple_launcher_cmd_env``: raises ConfigError where a
+    """Wraps ``accelerate.utils.launch.prepare_simple_launcher_cmd_env``: raises ConfigError if a
     ZeRO configuration would start one unsharded process.
     """
 
@@ -156,8 +158,8 @@ def see_ranks(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def launched() -> bool:
-    """Whether a launcher has started this process. Sets torchrun's variables from the launcher's,
-    and chooses the network interface: Accelerate makes the groups of CPU ranks itself.
+    """Return whether a launcher has started this process. Sets torchrun's variables from the
+    launcher's, and selects the network interface: Accelerate makes the groups of CPU ranks itself.
     """
     place = announce()
     if place is not None:
@@ -170,12 +172,12 @@ def _flag(value: str) -> bool:
 
 
 def cpu_forced() -> bool:
-    """Whether the environment forces the CPU on everything that Accelerate starts."""
+    """Return whether the environment forces the CPU on everything that Accelerate starts."""
     return _flag(os.environ.get("ACCELERATE_USE_CPU", "false"))
 
 
 def zero_asked_for() -> bool:
-    """Whether the environment of this process asks for ZeRO, as ``accelerate launch`` and the
-    plugin set it.
+    """Return whether the environment asks for ZeRO, as set by ``accelerate launch`` and the
+    plugin.
     """
     return _flag(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false"))

@@ -1,14 +1,14 @@
-"""Several models of one script under Accelerate: which of them step, whose gradients are cleared,
-and what is clipped.
+"""Several trained models in one script under Accelerate: steps, zero_grad and clipping of each.
 
 [Note: who steps]
-Accelerate gives every loss to the first engine that an Accelerator has prepared, which steps at
-once; ``step()`` and ``zero_grad()`` of its optimizers do nothing. With one model that trains the
-result is the script's. With two (a generator and its critic) the wrong one is trained. So as soon
-as a second engine trains, the optimizers' methods take effect: a backward leaves gradients in every
-engine it goes through, ``optimizer.step()`` steps its own engine, and ``optimizer.zero_grad()``
-clears its gradients. With two Accelerators that have an engine each, a backward through one of them
-still steps its engine, and ``zero_grad()`` clears what it has left in the other.
+Accelerate passes every loss to the first engine prepared by an Accelerator, which steps
+immediately; ``step()`` and ``zero_grad()`` of its optimizers do nothing. With a single trained
+model the result is what the script intends. With two (a generator and its critic) the wrong one is
+trained. So once a second engine trains, the optimizers' methods take effect: a backward leaves
+gradients in every engine that it passes through, ``optimizer.step()`` steps its own engine, and
+``optimizer.zero_grad()`` clears its gradients. With two Accelerators of one engine each, a backward
+through one of them still steps its engine, and ``zero_grad()`` clears the gradients it left in the
+other.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from hf_zero.logging import log_rank0
 from hf_zero.zero.layout.parameter import owner_of
 
 _training: weakref.WeakSet[Engine] = weakref.WeakSet()
-_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # Accelerate's wrappers around theirs
+_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # Accelerate's optimizer wrappers
 _warned: weakref.WeakSet[Engine] = weakref.WeakSet()
 _limited_by_script: weakref.WeakSet[Engine] = weakref.WeakSet()
-SMALLEST_LIMIT = 1e-30  # an engine takes 0 for no limit
+SMALLEST_LIMIT = 1e-30  # max_norm = 0 means no clipping to an engine
 
 
 class MultipleEngines:
-    """Takes the place of the one engine that ``accelerator.backward`` uses: all engines that train
-    under this Accelerator.
+    """Replacement of the single engine that ``accelerator.backward`` uses: all trained engines of
+    this Accelerator.
     """
 
     def __init__(self, engines: list[Engine]):
@@ -44,11 +44,13 @@ class MultipleEngines:
 
     @property
     def engine(self) -> MultipleEngines:
-        """What ``accelerator.free_memory`` destroys."""
+        """The object that ``accelerator.free_memory`` destroys."""
         return self
 
     def backward(self, loss: Any, sync_gradients: bool = True, **kwargs: Any) -> None:
-        """Leave the gradients of ``loss`` in the engines it goes through; none of them steps."""
+        """Accumulate the gradients of ``loss`` in the engines it passes through; no engine
+        steps.
+        """
         for engine in self.engines:
             engine.set_gradient_accumulation_boundary(sync_gradients)
         self.engines[0].backward(loss, **kwargs)
@@ -59,11 +61,10 @@ class MultipleEngines:
 
 
 def register_engines(accelerator: Any, limited_by_script: Iterable[Engine] = ()) -> None:
-    """Record the engines that ``accelerator`` has just prepared. From the second one that trains
-    on, optimizers step and clear gradients themselves.
+    """Record the engines that ``accelerator`` has just prepared. From the second trained engine on,
+    optimizers step and clear gradients themselves.
 
-    ``limited_by_script``: the configuration of these engines leaves open to what gradients are
-    clipped.
+    ``limited_by_script``: engines whose configuration leaves the clipping norm open.
     """
     _limited_by_script.update(limited_by_script)
     from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
@@ -73,12 +74,12 @@ def register_engines(accelerator: Any, limited_by_script: Iterable[Engine] = ())
         for model in accelerator._models
         if isinstance(model, Engine) and model.bound is not None
     ]
-    if len(here) == 1:  # one that was prepared before it, such as a teacher, cannot step
+    if len(here) == 1:  # engines prepared before it may not step, such as a teacher's
         if (
             here[0] in _training
             and getattr(accelerator.deepspeed_engine_wrapped, "engine", None) is here[0]
         ):
-            return  # a later prepare, of a data loader or a scheduler
+            return  # a later prepare of a data loader or scheduler
         accelerator.deepspeed_engine_wrapped = wrapped = DeepSpeedEngineWrapper(here[0])
         _take_steps(wrapped, accelerator)
     elif here:
@@ -94,11 +95,11 @@ def register_engines(accelerator: Any, limited_by_script: Iterable[Engine] = ())
 
 
 class SingleEngine:
-    """The steps of the one engine that ``accelerator.backward`` uses.
+    """The steps of the single engine that ``accelerator.backward`` uses.
 
-    A backward that ends a window is a step, as with DeepSpeed, also in a script that never calls
-    ``optimizer.step()``. Where the limit of gradients is the script's (:data:`_limited_by_script`),
-    the step waits for ``clip_grad_norm_`` or ``optimizer.step()``; in a script that calls neither
+    A backward that ends a window is a step, as with DeepSpeed, even in a script that never calls
+    ``optimizer.step()``. If the script sets the clipping norm (:data:`_limited_by_script`), the
+    step is deferred to ``clip_grad_norm_`` or ``optimizer.step()``; in a script that calls neither,
     it is made before the next forward, and from then on in the backward.
     """
 
@@ -106,14 +107,14 @@ class SingleEngine:
         self.engine: Engine = wrapped.engine
         self._backward = wrapped.backward
         self._waits = self.engine in _limited_by_script
-        self.due = False  # a step waits
+        self.due = False  # whether a step is deferred
         self._applied = 0  # steps since the last ``optimizer.step()``
         if self._waits:
             self.engine.register_forward_pre_hook(self._before_forward)
 
     def backward(self, loss: Any, sync_gradients: bool = True, **kwargs: Any) -> None:
-        """Stands for ``DeepSpeedEngineWrapper.backward``. Inside ``accelerator.no_sync`` it only
-        adds up.
+        """Replaces ``DeepSpeedEngineWrapper.backward``. Inside ``accelerator.no_sync`` it only
+        accumulates.
         """
         self._before_forward()
         ends = bool(sync_gradients) and not self.engine.in_no_sync
@@ -130,7 +131,7 @@ class SingleEngine:
             self.make_step()
 
     def make_step(self, limit: float | None = None) -> None:
-        """Make the step that waits, if one does, with gradients clipped to ``limit``."""
+        """Make the deferred step, if any, with gradients clipped to ``limit``."""
         if self.due:
             self.due = False
             if limit is not None:
@@ -144,8 +145,8 @@ class SingleEngine:
         self._applied += after > before and self.engine.was_step_applied()
 
     def checked(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """``optimizer.step``, which refuses two backwards since the last one: each has been a step
-        of the engine, plain PyTorch adds them.
+        """Wrap ``optimizer.step`` to raise PartitionError after two backwards since the last call:
+        each was a step of the engine, while plain PyTorch adds their gradients.
         """
 
         def step(_: Any, *args: Any, **kwargs: Any) -> Any:
@@ -166,27 +167,29 @@ class SingleEngine:
 
 
 def _take_steps(wrapped: Any, accelerator: Any) -> None:
-    """Put a :class:`SingleEngine` in charge of the steps of ``wrapped``."""
+    """Let a :class:`SingleEngine` make the steps of ``wrapped``."""
     wrapped.single = single = SingleEngine(wrapped)
     wrapped.backward = single.backward
     for optimizer in accelerator._optimizers:
-        # a method: torch's schedulers look for its function
+        # a bound method: torch's schedulers access its __func__
         optimizer.step = MethodType(single.checked(optimizer.step), optimizer)
 
 
 def set_limit(engine: Engine, limit: float) -> None:
-    """Clip the gradients of the next steps of ``engine`` to ``limit``; infinity: not."""
+    """Clip the gradients of the next steps of ``engine`` to norm ``limit``; infinity disables
+    clipping.
+    """
     engine.max_norm = 0.0 if math.isinf(limit) else max(limit, SMALLEST_LIMIT)
 
 
 def add_up_in_no_sync(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``Accelerator.no_sync``: backwards inside accumulate at every stage; Accelerate's own
-    ignores engines of stages 2 and 3.
+    """Wraps ``Accelerator.no_sync``: backwards inside accumulate at every stage; Accelerate's
+    version ignores engines of stages 2 and 3.
     """
 
     @contextmanager
     def no_sync(self: Any, model: Any) -> Iterator[None]:
-        # accumulate() comes here as well, with sync_gradients off, which says the same.
+        # accumulate() calls this too, with sync_gradients False, which has the same effect.
         with (
             model.no_sync()
             if isinstance(model, Engine) and self.sync_gradients
@@ -198,7 +201,7 @@ def add_up_in_no_sync(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _at_window_end(wrapped: Any, name: str) -> Callable[..., None]:
-    """The method ``name`` of the optimizer inside ``wrapped``, which acts only at the end of an
+    """Return the method ``name`` of the optimizer inside ``wrapped``, restricted to the end of an
     accumulation window.
     """
     own, state = wrapped.optimizer, wrapped.gradient_state
@@ -212,8 +215,8 @@ def _at_window_end(wrapped: Any, name: str) -> Callable[..., None]:
 
 def clip_by_the_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``Accelerator.clip_grad_norm_``: returns the gradient norm, a tensor on the device, of
-    the engine that owns ``parameters``. Its step clips to ``max_norm`` where the configuration
-    leaves the limit open; warns once where that has another one.
+    the engine that owns ``parameters``. Its step clips to ``max_norm`` if the configuration leaves
+    the norm open; warns once if it has a different one.
     """
 
     def clip_grad_norm_(self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
@@ -251,7 +254,7 @@ def clip_by_the_engine(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_part(engine: Engine, given: Iterable[Any]) -> None:
-    """Raise PartitionError where a limit is asked for a part of what ``engine`` trains."""
+    """Raise PartitionError if ``given`` is only a part of the parameters that ``engine`` trains."""
     named = {id(parameter) for parameter in given}
     owners = [(each, owner_of(each)) for each in engine.module.parameters()]
     trained = [each for each, owner in owners if owner is not None and owner.trainable]
@@ -266,7 +269,7 @@ def _refuse_part(engine: Engine, given: Iterable[Any]) -> None:
 
 def _warn_limit(engine: Engine, max_norm: float) -> None:
     limit = float(engine.config.gradient_clipping or 0.0)
-    if limit != max_norm != math.inf and engine not in _warned:  # infinity only asks for the norm
+    if limit != max_norm != math.inf and engine not in _warned:  # infinity only reads the norm
         _warned.add(engine)
         log_rank0(
             f"clip_grad_norm_(max_norm={max_norm:g}) only reads the norm under ZeRO; the "

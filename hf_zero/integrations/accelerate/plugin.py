@@ -1,7 +1,7 @@
-"""The wrappers of ``DeepSpeedPlugin`` and ``HfDeepSpeedConfig``: how a configuration is read, and
-what is filled in.
+"""Wrappers of ``DeepSpeedPlugin`` and ``HfDeepSpeedConfig``: reading and completion of a
+configuration.
 
-Imported in the middle of ``import accelerate``.
+Imported while ``import accelerate`` runs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def read_strictly(original: Callable[..., None]) -> Callable[..., None]:
 
 def add_written_keys(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """Wraps ``DeepSpeedPlugin.__post_init__``: adds the launcher file's keys that Accelerate does
-    not bring to the ranks, and records where each was written.
+    not pass on to the ranks, and records the source of each.
     """
 
     def __post_init__(self: Any) -> None:
@@ -55,7 +55,7 @@ def add_written_keys(original: Callable[[Any], None]) -> Callable[[Any], None]:
             name_the_size(self.deepspeed_config)
             remember_launch(self.deepspeed_config)
         elif not hasattr(given, "config"):
-            # otherwise the Trainer's, which says itself who fills it in
+            # with a ``config`` it is the Trainer's, which sets its own filler
             self.deepspeed_config.filler = "Accelerate"
 
     return __post_init__
@@ -74,7 +74,7 @@ def leave_own_autos(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def leave_models_whole(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``DeepSpeedPlugin.zero3_init_context_manager``: models of transformers that are made
+    """Wraps ``DeepSpeedPlugin.zero3_init_context_manager``: models of transformers constructed
     under ``enable=False`` stay whole.
     """
 

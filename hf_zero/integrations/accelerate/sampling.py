@@ -1,8 +1,8 @@
-"""Loaders of Accelerate that draw by difficulty.
+"""Loaders of Accelerate that draw samples by difficulty.
 
-Accelerate shares out the batches of one sampler that all ranks have alike, so that nothing but the
-sampler is replaced, as Accelerate itself does with ``use_seedable_sampler``; the Trainer prepares
-its loaders here, too. Imported in the middle of ``import accelerate``.
+Accelerate distributes the batches of one sampler that is equal on all ranks, so only the sampler is
+replaced, as Accelerate itself does with ``use_seedable_sampler``; the Trainer prepares its loaders
+here, too. Imported while ``import accelerate`` runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STEPS = "gradient_accumulation_steps"
 
 def draw_by_difficulty(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``Accelerator.prepare_data_loader``: a loader that shuffles a map-style dataset draws
-    by difficulty, where the configuration says so.
+    by difficulty if so configured.
     """
 
     def prepare_data_loader(
@@ -60,7 +60,9 @@ def draw_by_difficulty(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def follow_engines(accelerator: Any) -> None:
-    """The loaders of ``accelerator`` that draw by difficulty draw as its engine trains."""
+    """Let the loaders of ``accelerator`` that draw by difficulty follow the training of its
+    engine.
+    """
     from hf_zero.engine import Engine
     from hf_zero.techniques.registry import follow
 
@@ -70,8 +72,8 @@ def follow_engines(accelerator: Any) -> None:
 
 
 def skip_what_was_trained(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``skip_first_batches``: the batches that are skipped are those before the training's
-    next step, at which a loader that draws by difficulty begins by itself.
+    """Wraps ``skip_first_batches``: the skipped batches are those before the training's next step,
+    at which a loader that draws by difficulty starts by itself.
     """
 
     def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
@@ -84,7 +86,7 @@ def skip_what_was_trained(original: Callable[..., Any]) -> Callable[..., Any]:
         from accelerate.data_loader import DataLoaderDispatcher
 
         if finder.chosen() and type(skipping) is DataLoaderDispatcher:
-            # it is made anew without these
+            # Accelerate constructs it anew without these two
             skipping.state, skipping.slice_fn = dataloader.state, dataloader.slice_fn
         from hf_zero.techniques.curriculum_sampler import CurriculumSampler
 
@@ -116,7 +118,9 @@ def _shuffles(loader: Any) -> bool:
 
 
 def _sampler_of(loader: Any) -> Any:
-    """What the batches of ``loader`` are drawn by, below what shares them out and skips some."""
+    """Return the sampler of ``loader``, inside the batch samplers that distribute and skip
+    batches.
+    """
     batches: Any = getattr(loader, "batch_sampler", None)
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
@@ -124,15 +128,15 @@ def _sampler_of(loader: Any) -> Any:
 
 
 def _samples_of_a_batch(batches: Any) -> int:
-    """How many samples of all ranks' one batch of this rank stands for."""
-    if not hasattr(batches, "batch_size"):  # it skips some
+    """Return the number of samples, over all ranks, that correspond to one batch of this rank."""
+    if not hasattr(batches, "batch_size"):  # a batch sampler that skips
         return _samples_of_a_batch(batches.batch_sampler)
     ranks = 1 if getattr(batches, "split_batches", True) else batches.num_processes
     return int(batches.batch_size * ranks)
 
 
 def _with_sampler(batches: Any, sampler: Any) -> Any:
-    """A copy of ``batches`` over ``sampler``."""
+    """Return a copy of ``batches`` over ``sampler``."""
     other = copy.copy(batches)
     if hasattr(batches, "batch_sampler"):
         other.batch_sampler = _with_sampler(batches.batch_sampler, sampler)

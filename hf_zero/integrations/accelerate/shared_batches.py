@@ -1,19 +1,19 @@
-"""Ranks that train on the same batches: how many they are, loaders that give each of them the
-batches of its data-parallel rank, metrics that count each sample once, and schedulers that count
-each batch once.
+"""Ranks that train on the same batches: their number, loaders that give each the batches of its
+data-parallel rank, metrics that count each sample once, and schedulers that count each batch once.
 
 [Note: one data-parallel rank]
 Neighbouring tensor-parallel ranks are one data-parallel rank: rank r of n reads as rank r // size
-of n // size. Accelerate shares out batches by the two numbers that ``prepare_data_loader`` gets,
-which :func:`share_out` divides. A loader that dispatches takes them from the process state instead:
-rank 0 reads for all, and every rank cuts its part out of what it is sent, so it gets a state that
-counts data-parallel ranks, and cuts by its own data-parallel rank.
+of n // size. Accelerate distributes batches by the two numbers passed to ``prepare_data_loader``,
+which :func:`share_out` divides. A dispatching loader takes them from the process state instead:
+rank 0 reads for all, and every rank slices its part out of the data it is sent. It therefore gets a
+state that counts data-parallel ranks, and slices by its own data-parallel rank.
 
-Ranks that share sequences evaluate whole ones of their own, so a loader is shared out among them,
-too, until it is known to be for training (``share_among_groups`` in hf_zero/parallel/sequence):
-from then on the group is one data-parallel rank, and each of its ranks cuts its part out.
+Sequence-parallel ranks evaluate whole sequences of their own, so a loader is distributed among
+them, too, until it is known to be for training (``share_among_groups`` in
+hf_zero/parallel/sequence): from then on the group is one data-parallel rank, and each of its ranks
+slices its part out.
 
-Imported in the middle of ``import accelerate``.
+Imported while ``import accelerate`` runs.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from hf_zero.integrations import finder
 
 
 def name_the_size(config: Any) -> None:
-    """Write a size that stands under its other name as ``tensor_parallel.autotp_size``, in place:
-    Accelerate shares out the data, and the Trainer counts batches, by that alone.
+    """Rename an alias of ``tensor_parallel.autotp_size`` to that key, in place: Accelerate
+    distributes the data, and the Trainer counts batches, by that key alone.
     """
     section, size = config.get(TENSOR), TENSOR_SIZE.rpartition(".")[2]
     for alias in ALIASES:
@@ -46,14 +46,16 @@ def name_the_size(config: Any) -> None:
 
 
 def tensor_ranks(state: Any) -> int:
-    """Ranks that share each layer, by the configuration of ``state``, an AcceleratorState."""
+    """Return the number of tensor-parallel ranks in the configuration of ``state``, an
+    AcceleratorState.
+    """
     plugin = getattr(state, "deepspeed_plugin", None) if finder.chosen() else None
     written = None if plugin is None else value_at(plugin.deepspeed_config, TENSOR_SIZE)
     return written or 1
 
 
 def sequence_ranks(state: Any) -> int:
-    """Ranks that share each sequence, by Accelerate's ParallelismConfig."""
+    """Return the number of sequence-parallel ranks in Accelerate's ParallelismConfig."""
     parallelism = getattr(state, "parallelism_config", None) if finder.chosen() else None
     return 1 if parallelism is None else parallelism.sp_size
 
@@ -84,7 +86,7 @@ def share_out(original: Callable[..., Any]) -> Callable[..., Any]:
             elif ranks == 1 and not kwargs.get("use_seedable_sampler"):
                 _shuffle_alike(prepared, dataloader)
             if size > layers and type(prepared) is DataLoaderShard:
-                prepared.device = None  # parts are placed, not whole batches
+                prepared.device = None  # the parts are moved to the device, not the whole batches
             return prepared
 
         prepared = share(layers)
@@ -96,8 +98,8 @@ def share_out(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _shuffle_alike(prepared: Any, loader: Any) -> None:
-    """Let all ranks draw the order of ``loader`` alike: for one data-parallel rank Accelerate
-    leaves out what it does for several.
+    """Make all ranks shuffle ``loader`` alike: for one data-parallel rank Accelerate omits the
+    synchronization that it sets up for several.
     """
     from accelerate.data_loader import get_sampler
 
@@ -109,13 +111,13 @@ def _shuffle_alike(prepared: Any, loader: Any) -> None:
 
 
 class _DataParallelState:
-    """The process state of a dispatching loader, counting ``num_processes`` data-parallel ranks."""
+    """Process state of a dispatching loader whose ``num_processes`` counts data-parallel ranks."""
 
     def __init__(self, state: Any, ranks: int):
         self._state, self.num_processes = state, ranks
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_state":  # of a copy under way
+        if name == "_state":  # while being copied
             raise AttributeError(name)
         return getattr(self._state, name)
 
@@ -128,8 +130,8 @@ def _own_part(
     process_index: int | None = None,
     num_processes: int | None = None,
 ) -> Any:
-    """What ``cut`` gives to data-parallel ``rank``; ``part`` is counted by ``process_index``, or
-    begins at 0 for all.
+    """Return the slice of ``data`` that ``cut`` gives to data-parallel ``rank``; ``part`` is
+    computed from ``process_index``, or starts at 0 for all.
     """
     if part.start:
         width = part.stop - part.start
@@ -138,8 +140,8 @@ def _own_part(
 
 
 def rewind_what_was_fetched(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps ``DataLoaderAdapter.adjust_state_dict_for_prefetch``: a dispatching loader has read one
-    batch for each data-parallel rank ahead, not one for each process.
+    """Wraps ``DataLoaderAdapter.adjust_state_dict_for_prefetch``: a dispatching loader has
+    prefetched one batch for each data-parallel rank, not one for each process.
     """
 
     def adjust_state_dict_for_prefetch(self: Any) -> None:
@@ -160,8 +162,8 @@ def rewind_what_was_fetched(original: Callable[..., None]) -> Callable[..., None
 
 
 def count_samples_once(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``Accelerator.gather_for_metrics``: of ranks that read the same batches the first one's
-    results are taken.
+    """Wraps ``Accelerator.gather_for_metrics``: of ranks with the same batches only the first one's
+    results are returned.
     """
 
     def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -177,8 +179,8 @@ def count_samples_once(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_batches_once(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps ``AcceleratedScheduler.step``, which steps once for each process: of those that train
-    on the same batch, also on parts of its sequences, one counts.
+    """Wraps ``AcceleratedScheduler.step``, which steps once for each process: of the processes that
+    train on the same batch, or on parts of its sequences, one counts.
     """
 
     def step(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -194,7 +196,7 @@ def count_batches_once(original: Callable[..., None]) -> Callable[..., None]:
         try:
             original(self, *args, **kwargs)
         finally:
-            del inner.step  # a state dict has all that a scheduler has
+            del inner.step  # a scheduler's state dict would include it
             if "step" in held:
                 inner.step = inner_step
 
@@ -213,7 +215,7 @@ def _all_tensors(data: Any) -> bool:
 
 @contextmanager
 def _gathering_one_of(accelerator: Any, size: int) -> Iterator[None]:
-    """Let ``accelerator.gather`` give what each ``size``-th rank has."""
+    """Restrict ``accelerator.gather`` to the results of every ``size``-th rank."""
     from accelerate.utils import recursively_apply
 
     whole, ranks = accelerator.gather, accelerator.num_processes

@@ -1,8 +1,8 @@
-"""The wrappers of Accelerate's process state.
+"""Wrappers of Accelerate's process state.
 
-Accelerate takes DEEPSPEED to mean GPUs: on CPU ranks it finds no backend, and in a plain process it
-makes no process group. Imported in the middle of ``import accelerate``: anything of Accelerate is
-imported inside the functions.
+Accelerate assumes that DEEPSPEED implies GPUs: on CPU ranks it finds no backend, and in a plain
+process it makes no process group. Imported while ``import accelerate`` runs: everything of
+Accelerate is imported inside the functions.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def shard_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
         _refuse_other_parallelism(parallelism_config)
         hooks.apply_late()
         if PartialState._shared_state != {} and PartialState().backend is None and launched():
-            PartialState._reset_state()  # made before ZeRO was asked for: it believes to be alone
+            PartialState._reset_state()  # made before ZeRO was enabled: it assumes a single process
         on_cpu = cpu or cpu_forced()
         if on_cpu and PartialState._shared_state == {}:
             _start_on_cpu(**kwargs)
@@ -86,7 +86,9 @@ def shard_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def gather_without_deprecation(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``_gpu_gather``: hides torch's deprecation warning of the collective that it calls."""
+    """Wraps ``_gpu_gather``: suppresses torch's deprecation warning of the collective that it
+    calls.
+    """
 
     def _gpu_gather(tensor: Any) -> Any:
         with warnings.catch_warnings():
@@ -128,14 +130,14 @@ def _refuse_other_parallelism(parallelism: Any) -> None:
 
 
 def _join_group(state: Any, timeout: Any) -> None:
-    """A plain ``python script.py`` has no process group, and ``wait_for_everyone`` would raise:
-    make one of one rank.
+    """Make a process group of one rank in a plain ``python script.py``, where ``wait_for_everyone``
+    would raise without one. Raises RankMismatchError if Accelerate counts other processes.
     """
     from hf_zero.device import kinds
     from hf_zero.distributed import init, process_group
 
     if kinds.is_host(state.device) and kinds.accelerator() is not None:
-        # the engine computes where Accelerate puts the batches
+        # the engine computes on the device where Accelerate puts the batches
         os.environ["ACCELERATE_USE_CPU"] = "true"
     init.init_distributed(timeout=timeout)
     if process_group.get_world_size() != state.num_processes:

@@ -1,8 +1,8 @@
-"""What TRL handles around generation at stage 3: it takes the engine's hooks off inside
-GatheredParameters, and puts them back.
+"""Names that TRL uses around generation at stage 3, where it removes the engine's hooks inside
+GatheredParameters and restores them.
 
-hf-zero's hooks may stay: a unit that is gathered already is neither gathered again nor released
-under them. So the names are there, and there is nothing behind them to take off.
+hf-zero's hooks may stay: a unit that is gathered already is neither gathered again nor released by
+them. So the names exist, without hooks to remove.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import nn
 
 
 class ParameterCoordinator:
-    """Keeps no trace of a forward pass that generation could make stale: an order that changes
-    is recorded anew.
+    """Coordinator without a trace of a forward pass that generation could make stale: a changed
+    order is recorded anew.
     """
 
     def is_invalid_trace(self) -> bool:
         return False
 
     def _invalidate_trace(self) -> None:
-        """There is no trace to drop."""
+        """No-op: there is no trace."""
 
 
 class ParameterOffload:
@@ -35,17 +35,17 @@ class ParameterOffload:
         self.param_coordinator = ParameterCoordinator()
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
-        """The hooks were never off."""
+        """No-op: the hooks were never removed."""
 
 
 def no_external_parameters() -> Iterator[tuple[str, nn.Parameter]]:
-    """``module.ds_external_parameters()``: a unit gathers what its modules use, wherever it is
-    owned.
+    """Replacement of ``module.ds_external_parameters()``, always empty: a unit gathers what its
+    modules use, whichever module owns it.
     """
     return iter(())
 
 
 def offer_offload_names(engine: Any) -> None:
-    """Let ``engine`` carry the names that TRL handles."""
+    """Add the names that TRL uses to ``engine``."""
     engine.optimizer.parameter_offload = ParameterOffload(engine.module)
     engine.module.ds_external_parameters = no_external_parameters

@@ -1,1 +1,1 @@
-"""Hugging Face datasets: how difficult their samples are."""
+"""Difficulty analysis of Hugging Face datasets."""

@@ -1,4 +1,4 @@
-"""``hf_zero.analyze``: the difficulty of each sample of a dataset, measured once and kept beside
+"""``hf_zero.analyze``: measurement of the difficulty of each sample of a dataset, stored beside
 it.
 """
 
@@ -42,23 +42,24 @@ def analyze(
     out: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> DifficultyIndex:
-    """Measure each sample of ``dataset``; the index that training by difficulty reads.
+    """Measure the difficulty of each sample of ``dataset``; return the index for training by
+    difficulty.
 
     Args:
-        dataset: a ``datasets.Dataset``, any map-style dataset, or a path: a folder that
-            ``save_to_disk`` has written, a parquet, JSON, CSV or Arrow file, a folder of these.
-        metric: ``"seqlen"`` (the tokens of a sample under its attention mask; of text its words),
-            ``"vocab_rarity"`` (minus the sum of the logarithms of their shares of all tokens), or
-            a function of a sample, itself or as ``"module:function"``, that returns a number.
-        column: the field that holds tokens or text; default: ``input_ids``, else the one that
-            can.
-        split: of a dataset that has several.
-        workers: processes that measure.
+        dataset: a ``datasets.Dataset``, any map-style dataset, or a path: a folder written by
+            ``save_to_disk``, a parquet, JSON, CSV or Arrow file, a folder of these.
+        metric: ``"seqlen"`` (the number of tokens of a sample under its attention mask, or of words
+            of a text), ``"vocab_rarity"`` (minus the sum of the logarithms of their frequencies in
+            the data), or a function of a sample, itself or as ``"module:function"``, that returns
+            a number.
+        column: the field of tokens or text; default: ``input_ids``, else the only candidate.
+        split: the split to measure, of a dataset with several.
+        workers: number of processes.
         out: the folder of the index; default: ``DATASET-difficulty/METRIC`` beside a path.
-        progress: show bars, where datasets shows any.
+        progress: show progress bars, if datasets has them enabled.
 
     Raises:
-        ConfigError: a metric, a split or a column that is not there, a dataset that cannot be read.
+        ConfigError: an unknown metric, split or column, or an unreadable dataset.
         DifficultyIndexError: a sample without a number.
     """
     name = metric if isinstance(metric, str) else f"{metric.__module__}:{metric.__qualname__}"
@@ -118,7 +119,7 @@ def _bars(shown: bool) -> Iterator[None]:
 
 
 def _opened(path: Path, split: str | None) -> Any:
-    """The dataset at ``path``."""
+    """Open the dataset at ``path``. Raises ConfigError if it cannot be read."""
     if not path.exists():
         raise ConfigError(f"{path} does not exist; name a dataset's folder or file")
     if path.is_file() and path.suffix not in FILES:
@@ -153,7 +154,9 @@ def _one_split(held: Any, split: str | None, what: str) -> Any:
 
 
 def _tokens(dataset: Any, column: str | None, workers: int) -> tuple[Any, str]:
-    """A ``datasets.Dataset`` with the tokens of each sample, and its column of them."""
+    """Return a ``datasets.Dataset`` with the tokens of each sample, and the name of their
+    column.
+    """
     if not isinstance(dataset, datasets.Dataset):
         wanted = column or TOKENS
         read = _Measured(dataset, lambda sample: _field(sample, wanted).tolist(), wanted)
@@ -190,7 +193,7 @@ def _field(sample: Any, column: str) -> np.ndarray:
 
 
 class _Measured:
-    """``function`` of the sample of a row, as a row of a table."""
+    """Callable for ``Dataset.map``: ``function`` of the sample in a row, as a row of a table."""
 
     def __init__(self, dataset: Any, function: Callable[[Any], Any], called: str = "value"):
         self.dataset, self.function, self.called = dataset, function, called
@@ -208,7 +211,7 @@ class _Measured:
 
 
 def _mapped(dataset: Any, function: _Measured, workers: int, what: str) -> pa.Table:
-    """``function`` of each row of ``dataset``."""
+    """Return a table of ``function`` for each row of ``dataset``."""
     rows = datasets.Dataset.from_dict({"row": range(len(dataset))})
     return _result(rows, function, workers, what)
 
@@ -220,7 +223,7 @@ def _batches(
     workers: int,
     what: str,
 ) -> pa.Table:
-    """``function`` of the Arrow tables that ``dataset`` is cut into."""
+    """Return a table of ``function`` for the Arrow batches of ``dataset``."""
     return _result(
         dataset.with_format("arrow"),
         function,
@@ -232,7 +235,7 @@ def _batches(
 
 
 def _result(dataset: Any, function: Any, workers: int, what: str, **options: Any) -> pa.Table:
-    with TemporaryDirectory() as folder:  # not among the files of the dataset
+    with TemporaryDirectory() as folder:  # the cache must not land beside the dataset's files
         mapped = dataset.map(
             function,
             remove_columns=dataset.column_names,
@@ -242,5 +245,5 @@ def _result(dataset: Any, function: Any, workers: int, what: str, **options: Any
             desc=what,
             **options,
         )
-        # read before the files go
+        # copied before the folder is deleted
         return pa.table({name: mapped.data.column(name).to_numpy() for name in mapped.column_names})

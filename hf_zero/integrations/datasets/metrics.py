@@ -1,4 +1,4 @@
-"""Metrics of difficulty over Arrow batches, and those that are a user's function."""
+"""Difficulty metrics over Arrow batches, and metrics given as functions."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ MASK = "attention_mask"
 
 
 def tokens_of(table: pa.Table, column: str) -> tuple[pa.Array, np.ndarray]:
-    """The tokens of all samples of a batch in one array, and for each token the number of its
-    sample. Tokens are the elements of lists, or the words of text; what the attention mask hides is
-    left out.
+    """Return the tokens of all samples of a batch in one array, and for each token the number of
+    its sample. Tokens are the elements of lists, or the words of text; masked tokens are left out.
 
-    Raises DifficultyIndexError for a column of other things.
+    Raises DifficultyIndexError for a column of another type.
     """
     held = table[column].combine_chunks()
     if pa.types.is_string(held.type) or pa.types.is_large_string(held.type):
@@ -50,24 +49,24 @@ def tokens_of(table: pa.Table, column: str) -> tuple[pa.Array, np.ndarray]:
 
 
 def lengths(table: pa.Table, column: str) -> pa.Table:
-    """``seqlen``: the tokens of each sample."""
+    """``seqlen``: return the number of tokens of each sample."""
     _, samples = tokens_of(table, column)
     return pa.table({"value": np.bincount(samples, minlength=len(table)).astype(np.int64)})
 
 
 def counted_tokens(table: pa.Table, column: str) -> pa.Table:
-    """How often each token occurs in a batch."""
+    """Return the number of occurrences of each token in a batch."""
     counts = pc.value_counts(tokens_of(table, column)[0])
     return pa.table({"token": counts.field("values"), "count": counts.field("counts")})
 
 
 class Rarity:
-    """``vocab_rarity`` of a sample: the sum of -log p over its tokens, where p is a token's share
-    of all tokens of the data (arXiv 2212.03597; Platanios et al., 2019).
+    """``vocab_rarity`` of a sample: the sum of -log p over its tokens, where p is the token's
+    frequency in the data (arXiv 2212.03597; Platanios et al., 2019).
     """
 
     def __init__(self, counts: pa.Table):
-        """``counts`` holds each token of the data once or several times, with its count."""
+        """``counts`` holds each token of the data, once or several times, with a count."""
         total = counts.group_by("token").aggregate([("count", "sum")])
         self.tokens = total["token"].combine_chunks()
         seen = total["count_sum"].to_numpy().astype(np.float64)
@@ -81,10 +80,10 @@ class Rarity:
 
 
 def function_of(metric: str) -> Callable[[Any], Any]:
-    """The function that ``module:function`` names, of a module that is installed or lies in the
-    current folder.
+    """Import the function ``module:function``, from an installed module or one in the current
+    folder.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError if it cannot be imported.
     """
     module, colon, name = metric.partition(":")
     if not colon:

@@ -1,5 +1,5 @@
-"""Fused kernels in Hugging Face models: forwards of instances are replaced, listed in a table, and
-restored by ``hf_zero.restore``.
+"""Fused kernels in Hugging Face models: forwards of module instances are replaced, listed in a
+table, and restored by ``hf_zero.restore``.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """``attn_implementation="hf_zero_sparse"``: block-sparse attention in unmodified models of
 transformers.
 
-Two functions are registered under that name, as transformers provides for: one attends, one makes
-the mask. The mask stays the [batch, keys] of padding, so that nothing of sequence × sequence is
-ever made. Which blocks are attended to is an attribute of each attention module, set by
-:func:`sparsify`; modules without it take a BigBird-like pattern of blocks of 64.
+An attention function and a mask function are registered under that name, as transformers provides
+for. The mask stays the [batch, keys] of padding, so no tensor of sequence × sequence is ever made.
+The block layout is an attribute of each attention module, set by :func:`sparsify`; modules without
+it use a BigBird-like pattern of blocks of 64.
 
-What a layout does not cover is dense: decoding with a cache (queries fewer than keys) and
-cross-attention go to ``sdpa``. What would change the scores in a way the kernels do not know is
-refused: packed sequences, masks of four dimensions, sliding windows shorter than the sequence,
-soft-capping, biases by position, attention sinks.
+Calls that a layout does not cover are dense: decoding with a cache (fewer queries than keys) and
+cross-attention use ``sdpa``. Features that change the scores in a way the kernels do not support
+raise KernelError: packed sequences, four-dimensional masks, sliding windows shorter than the
+sequence, soft-capping, biases by position, attention sinks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _REFUSED = {
     "s_aux": "attention sinks",
     "cache": "a paged cache",
 }
-# One layout for all heads: it fits any number of them.
+# A layout of one head applies to any number of heads.
 _BIDIRECTIONAL = BigBirdSparsityConfig(1, block=64, num_random_blocks=3)
 _UNIDIRECTIONAL = BigBirdSparsityConfig(
     1, block=64, num_random_blocks=3, attention="unidirectional"
@@ -45,7 +45,7 @@ _UNIDIRECTIONAL = BigBirdSparsityConfig(
 
 
 def register() -> None:
-    """Register the name with transformers. Idempotent."""
+    """Register the implementation with transformers. Idempotent."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -54,8 +54,8 @@ def register() -> None:
 
 
 def sparsify(model: nn.Module, sparse_attention: SparsityConfig | Mapping[str, Any]) -> Replacement:
-    """Let every self-attention of ``model`` attend to the blocks of a layout; undone by the
-    replacement that is returned.
+    """Set block-sparse attention for every self-attention of ``model``; the returned replacement
+    undoes it.
 
     Args:
         model: a model of transformers whose attention goes through its AttentionInterface.
@@ -68,7 +68,7 @@ def sparsify(model: nn.Module, sparse_attention: SparsityConfig | Mapping[str, A
     """
     from transformers import PreTrainedModel
 
-    # inside PEFT's, too
+    # also inside a model of PEFT
     owner = next(
         (module for module in model.modules() if isinstance(module, PreTrainedModel)), None
     )
@@ -141,8 +141,8 @@ def attend(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """For transformers' AttentionInterface: query [B, H, S, D], key and value [B, Hkv, S, D] to [B,
-    S, H, D]. Raises KernelError for what the kernels do not compute.
+    """Attention function for transformers' AttentionInterface: query [B, H, S, D], key and value
+    [B, Hkv, S, D] to [B, S, H, D]. Raises KernelError for features that the kernels do not support.
     """
     for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:
@@ -231,8 +231,8 @@ def padding_mask(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """For transformers' AttentionMaskInterface: the padding [B, keys] as it is, or sdpa's mask
-    where queries are fewer than keys.
+    """Mask function for transformers' AttentionMaskInterface: return the padding [B, keys]
+    unchanged, or sdpa's mask if there are fewer queries than keys.
     """
     from transformers.masking_utils import (
         bidirectional_mask_function,

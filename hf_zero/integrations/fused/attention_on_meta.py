@@ -1,5 +1,5 @@
-"""Attention of models of transformers on the meta device, where there are shapes alone: of whole
-sequences, or of one rank's part of them with the exchange of tokens for heads.
+"""Attention of models of transformers on the meta device, which has only shapes: of whole
+sequences, or of one rank's part with the exchange of tokens for heads.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hf_zero.parallel.sequence.attention import attend
 from hf_zero.parallel.sequence.documents import ALL_ROWS, Documents
 
 NAME = "hf_zero_without_memory"
-_of_thread = threading.local()  # .part: the (axis, tokens of a sequence) of the run of this thread
+_of_thread = threading.local()  # .part: this thread's (axis, tokens of a sequence)
 
 
 class _Axis:
-    """The ranks that share a sequence, of which this is the first and the others are not there."""
+    """Mesh dimension of the ranks that share a sequence; only its first rank exists."""
 
     rank = 0
 
@@ -35,8 +35,8 @@ class _Axis:
 
 
 class _Shapes(torch.autograd.Function):
-    """What a kernel without a matrix of tokens x tokens makes and keeps: queries, keys, values,
-    the output, and a sum for each row of each head.
+    """Shapes of the output and saved tensors of a kernel without a matrix of tokens × tokens: it
+    saves queries, keys, values, the output, and a sum for each row of each head.
     """
 
     @staticmethod
@@ -63,7 +63,7 @@ def _attend(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """For transformers' AttentionInterface."""
+    """Attention function for transformers' AttentionInterface."""
     axis, length = _of_thread.part
     if axis.size == 1:
         return _Shapes.apply(query, key, value), None
@@ -73,9 +73,9 @@ def _attend(
 
 @contextmanager
 def without_memory(model: nn.Module, length: int, ranks: int = 1) -> Iterator[None]:
-    """Attention of ``model``, a copy, over sequences of ``length`` tokens that ``ranks`` share:
-    what a kernel like flash attention makes and keeps, where the model goes by transformers'
-    interface.
+    """Replace the attention of ``model``, a copy, by shapes for sequences of ``length`` tokens
+    shared by ``ranks``: the output and saved tensors of a kernel like flash attention, if the model
+    uses transformers' AttentionInterface.
     """
     from transformers import AttentionInterface, PreTrainedModel
 

@@ -1,7 +1,7 @@
-"""Forwards of attention layers: q, k and v from one GEMM, and both rotated in one launch. Attention
-itself stays the interface's.
+"""Forwards of attention layers: one GEMM for q, k and v, and one launch to rotate q and k. The
+attention itself is that of the interface.
 
-The forwards of these classes are otherwise alike; a :class:`Style` holds the differences.
+The forwards of these classes differ only in the fields of :class:`Style`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_zero.integrations.fused.projecting import whole
 from hf_zero.ops.rotary import rotary, split_rotary
 
 HALF_ROTATION = "7b6c9b425ca0"  # rotate_half
-# apply_rotary_pos_emb of Llama and its copies; of Phi3, for part of the head
+# apply_rotary_pos_emb of Llama and its copies; of Phi3, which rotates part of the head
 ROTATIONS = ("4a8f8b85ee37", "9af4c6b9d146")
 
 
@@ -41,7 +41,7 @@ def _window_and_softcap(self: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Style:
-    """How a family's attention differs: the names of its modules, norms of q and k, and the
+    """Differences of a family's attention: the names of its modules, norms of q and k, and the
     keywords that it passes to the attention interface.
     """
 
@@ -82,8 +82,8 @@ STYLES = {
 
 
 def known_rotation(cls: Any) -> bool:
-    """Whether the module of ``cls`` rotates as Llama does: pairs of the first and second half,
-    positions along dimension 2.
+    """Return whether the module of ``cls`` rotates like Llama: pairs from the first and second
+    half, positions along dimension 2.
     """
     names = cls.forward.__globals__
     return (
@@ -94,7 +94,7 @@ def known_rotation(cls: Any) -> bool:
 
 @functools.cache
 def attention(cls: Any, style: Style, packed: bool, rotated: bool) -> Callable[..., Any]:
-    """The forward of ``cls``, with one GEMM for q, k and v if ``packed`` and one launch for
+    """Return the forward of ``cls``, with one GEMM for q, k and v if ``packed`` and one launch for
     their rotation if ``rotated``.
     """
     from transformers.cache_utils import EncoderDecoderCache
@@ -115,7 +115,7 @@ def attention(cls: Any, style: Style, packed: bool, rotated: bool) -> Callable[.
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         shape, width = hidden_states.shape[:-1], getattr(self, style.head_dim)
         qkv, sizes = _projected(self, style, hidden_states, packed)
-        # unused where nothing is rotated
+        # unused without rotation
         cos, sin = position_embeddings or (hidden_states, hidden_states)
         if isinstance(qkv, torch.Tensor) and rotated and not style.norms_heads and takes(qkv, cos):
             q, k, v = split_rotary(qkv, cos, sin, sizes[0] // width, sizes[1] // width)
@@ -169,8 +169,8 @@ def attention(cls: Any, style: Style, packed: bool, rotated: bool) -> Callable[.
 def _projected(
     self: Any, style: Style, x: torch.Tensor, packed: bool
 ) -> tuple[torch.Tensor | list[torch.Tensor], list[int]]:
-    """q, k and v side by side in one tensor where one GEMM made them, else in three; and how
-    wide each is.
+    """Return q, k and v concatenated in one tensor if one GEMM computed them, else as three
+    tensors; and the width of each.
     """
     layers = [getattr(self, name) for name in style.projections]
     if len(layers) == 1:
@@ -189,8 +189,8 @@ def _rotated_by(
     cos: torch.Tensor,
     sin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The module's own rotation of the first ``cos.shape[-1]`` numbers of each head; the rest
-    passes (Phi).
+    """Apply the module's own rotation to the first ``cos.shape[-1]`` numbers of each head; the
+    others are unchanged (Phi).
     """
     width = cos.shape[-1]
     if width == q.shape[-1]:

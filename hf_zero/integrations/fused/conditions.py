@@ -1,5 +1,5 @@
-"""What a replaced forward asks before it takes over: dtypes that agree, and submodules whose
-parameters may be read without a call.
+"""Conditions under which a replaced forward takes over: equal dtypes, and submodules whose
+parameters may be read without calling them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OURS = __name__.rpartition(".")[0]
 
 
 def takes(x: torch.Tensor, *parameters: torch.Tensor) -> bool:
-    """Whether our operations mean the same as the code they stand for: one dtype, and no
+    """Return whether our operations compute the same as the replaced code: one dtype, and no
     autocast, which casts for each operation of torch.
     """
     return all(
@@ -33,11 +33,11 @@ def takes(x: torch.Tensor, *parameters: torch.Tensor) -> bool:
 
 
 def plain(module: nn.Module, kind: type[Part]) -> TypeGuard[Part]:
-    """Whether ``module`` is a ``kind`` and nothing more, so that its parameters say what a call of
-    it does.
+    """Return whether ``module`` is exactly a ``kind``, so that its parameters determine its
+    forward.
 
-    An adapter, a quantised layer or a hook (also the engine's, where the module is gathered by
-    itself) must be called.
+    An adapter, a quantized layer or a module with hooks (also the engine's, if the module is
+    gathered by itself) must be called.
     """
     if (
         type(module) is not kind
@@ -51,13 +51,15 @@ def plain(module: nn.Module, kind: type[Part]) -> TypeGuard[Part]:
 
 
 def replaced(module: nn.Module) -> bool:
-    """Whether the forward of ``module`` is one of ours."""
+    """Return whether the forward of ``module`` is one of ours."""
     function = getattr(module.__dict__.get("forward"), "__func__", None)
     return function is not None and function.__module__.startswith(OURS)
 
 
 def gelu_of(activation: object) -> str | None:
-    """ "none" or "tanh": the approximation of a GELU module; None for any other activation."""
+    """Return the approximation of a GELU module, "none" or "tanh"; None for any other
+    activation.
+    """
     kind = type(activation)
     if kind.__module__ not in ACTIVATIONS:
         return None

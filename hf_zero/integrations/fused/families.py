@@ -1,5 +1,5 @@
-"""What each kind of module becomes: from the fingerprint of its class to the forward that stands
-for it, or to the reason why not.
+"""Rules of replacement: from the fingerprint of a module's class to its fused forward, or to the
+reason why there is none.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class FusionCandidate:
-    """A module that a kernel of ``names`` is for: the forward that uses it, or why there is none.
-
-    ``packs`` are the submodules whose weights one GEMM multiplies with, best side by side in
+    """A module to which kernels of ``names`` apply: the forward that uses them, or the reason why
+    there is none. ``packs`` are the submodules whose weights one GEMM uses, ideally adjacent in
     memory.
     """
 
@@ -32,7 +31,7 @@ class FusionCandidate:
 
 
 def look(module: nn.Module, wanted: Collection[str]) -> FusionCandidate | None:
-    """The candidate for ``module`` among the ``wanted`` kernels; None where none is for it."""
+    """Return the candidate for ``module`` among the ``wanted`` kernels; None if none applies."""
     for rule in (_norm, _residual, _mlp, _attention):
         found = rule(module, wanted)
         if found is not None:
@@ -93,7 +92,7 @@ def _residual(module: nn.Module, wanted: Collection[str]) -> FusionCandidate | N
 
 @dataclass(frozen=True)
 class _Mlp:
-    """``activation`` is the name of the module's activation, ``make`` the forward with packed
+    """``activation``: the attribute of the module's activation. ``make``: the forward, with packed
     gate and up or without.
     """
 
@@ -162,6 +161,6 @@ def _attention(module: nn.Module, wanted: Collection[str]) -> FusionCandidate | 
             return FusionCandidate(asked, why_not="its rotation is not one that hf-zero knows")
         return None
     used = tuple(name for name, use in (("qkv", packed), ("rotary", rotated)) if use)
-    cls: Any = type(module)  # mypy takes a Module, whose __hash__ is of object, for unhashable
+    cls: Any = type(module)  # mypy considers a type of Module unhashable
     forward = attentions.attention(cls, style, packed, rotated)
     return FusionCandidate(used, forward, packs=style.projections if packed else ())

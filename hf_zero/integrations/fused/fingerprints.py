@@ -1,10 +1,10 @@
-"""What a function does, by its source: two functions of one fingerprint are the same code
-under other annotations.
+"""Fingerprints of functions by their source: functions with equal fingerprints have the same code,
+apart from annotations.
 
-A replacement stands for one piece of Hugging Face code. Classes are copied from model to model
-there, so one piece of code has many names, and a name says nothing about the code of the next
-release. So a module is replaced when the source of its class is one that the replacement was
-written against, whatever the class is called; any other is left as it is.
+A replacement is written for one piece of Hugging Face code. Classes there are copied from model to
+model, so one piece of code has many names, and a name says nothing about the code in the next
+release. A module is therefore replaced if the source of its class is one that the replacement was
+written against, whatever the class is called; any other module is unchanged.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ HELPERS = ("_norm", "feed_forward_chunk", "ff_chunk")
 does.
 """
 
-# Python 3.11 counts the depth of all its parsers as one, and two at a time raise SystemError
+# Python 3.11 has one depth counter for all its parsers: two at a time raise SystemError
 _PARSING = threading.Lock()
 
 
 @functools.cache
 def fingerprint(function: Callable[..., Any]) -> str:
-    """Twelve hex digits of the function's source without docstring, decorators, annotations,
-    comments and spacing; "" without source.
+    """Return twelve hex digits of a hash of the function's source without docstring, decorators,
+    annotations, comments and spacing; "" without source.
     """
     try:
         with _PARSING:
@@ -43,8 +43,8 @@ def fingerprint(function: Callable[..., Any]) -> str:
 
 
 def of_class(cls: Any) -> str:
-    """The fingerprint of the forward of ``cls`` and of each of :data:`HELPERS` it has, joined by
-    "+".
+    """Return the fingerprints of the forward of ``cls`` and of those of :data:`HELPERS` it has,
+    joined by "+".
     """
     return "+".join(
         fingerprint(getattr(cls, name))

@@ -1,13 +1,13 @@
-"""Heads that compute their loss without whole logits, on models of transformers as they are.
+"""Heads that compute their loss without whole logits, on unmodified models of transformers.
 
 [Note: how a head gets the labels]
-The model's own forward runs, without labels. On the way it calls its head as a module, so that
-hooks on it fire: at stage 3 they gather the weight. There the labels wait, on an object that
-belongs to this model: the module that makes logits returns the loss instead, a scalar, and what the
-model does with it (a scale, a soft-capping) is thrown away, because the loss has it already. A
-masked language model's head drops the rows without a label where it begins. Without labels, outside
-training, without gradients, or when the head is no longer the one that was fused (an adapter around
-it), everything runs as if nothing had been replaced.
+The model's own forward runs without labels. It calls its head as a module, so hooks on the head
+fire: at stage 3 they gather the weight. The labels wait on an object attached to this model: the
+module that makes logits returns the loss instead, a scalar. Later operations of the model on it (a
+scale, a soft-capping) are discarded, because the loss already includes them. The head of a masked
+language model drops rows without a label at its first module. Without labels, outside training,
+without gradients, or when the head is no longer the fused one (an adapter wraps it), everything
+runs as if nothing had been replaced.
 
 In training with labels there are no logits until ``outputs.logits`` is read. Evaluation and
 prediction have them.
@@ -33,23 +33,23 @@ from hf_zero.logging import log_rank0
 from hf_zero.ops.linear_cross_entropy import linear_cross_entropy
 from hf_zero.ops.masked_rows import RowCapacity, RowCount, select_rows
 
-IGNORED = -100  # what transformers' losses ignore by default
+IGNORED = -100  # the default ignore_index of transformers' losses
 
 
 @dataclass(frozen=True)
 class Head:
-    """How a class of models makes logits of hidden states."""
+    """The head of a class of models, which makes logits of hidden states."""
 
-    decoder: str  # the linear layer
-    # the module of the head that sees hidden states first, where rows may be dropped
+    decoder: str  # path of the linear layer
+    # first module of the head to get the hidden states, where rows may be dropped
     entry: str = ""
     shifted: bool = False  # token n is predicted from n − 1
     decodes: bool = False  # labels are shifted into the decoder's inputs
     scale: Callable[[Any], float] = lambda model: 1.0
     softcap: Callable[[Any], float | None] = lambda model: None
-    # what the model does itself from the entry to the decoder
+    # operations of the model's forward between the entry and the decoder
     between: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
-    legacy: bool = False  # only as it was before the model's second kind of head
+    legacy: bool = False  # only models with legacy=True, the former kind of head
 
 
 def _softcap(model: Any) -> float | None:
@@ -93,12 +93,12 @@ HEADS = {
 
 
 def fuse_head(model: nn.Module, *, sparse: bool = True) -> Replacement | str:
-    """Make ``model`` compute its loss by :func:`linear_cross_entropy`, or say why it cannot.
+    """Make ``model`` compute its loss by :func:`linear_cross_entropy`, or return the reason why
+    not.
 
-    ``model`` may be a wrapper around it, such as PEFT's. ``sparse`` lets a masked language model's
-    head drop the rows without a label. The gradient and the loss are those of the model as it was,
-    with one difference: a masked language model or T5 given ``num_items_in_batch`` divides by it,
-    which transformers' own do not.
+    ``model`` may be a wrapper such as PEFT's. ``sparse``: the head of a masked language model drops
+    rows without a label. Gradient and loss equal those of the original model, except that a masked
+    language model or T5 given ``num_items_in_batch`` divides by it, which transformers' own do not.
     """
     inside = next(
         (
@@ -138,21 +138,21 @@ def fuse_head(model: nn.Module, *, sparse: bool = True) -> Replacement | str:
 
 
 def _owner(module: nn.Module) -> type:
-    """The class of transformers whose forward ``module`` has, or its own class."""
+    """Return the class of transformers that defines the forward of ``module``, or its own class."""
     owner = next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
     return owner if owner.__module__.startswith("transformers.models.") else type(module)
 
 
-# Whose wrappers around a forward call it with what they are given: autocast, and outputs in fp32.
+# Modules whose wrappers pass arguments through unchanged: autocast, and outputs in fp32.
 _TRANSPARENT = ("accelerate.", "torch.", __name__)
 
 
 def _other_than(own: Callable[..., Any], forward: Any) -> str:
-    """The module of what ``forward`` does instead of ``own``, or "" where it is ``own`` inside
-    wrappers that change no argument.
+    """Return the module of the code that ``forward`` runs instead of ``own``, or "" if it is
+    ``own`` inside wrappers that change no argument.
 
-    ``functools.wraps`` alone proves nothing: TRL's fused head names the model's forward as what it
-    wraps, and takes arguments of its own.
+    ``functools.wraps`` alone proves nothing: TRL's fused head sets ``__wrapped__`` to the model's
+    forward, and takes arguments of its own.
     """
     while True:
         forward = getattr(forward, "__func__", forward)
@@ -173,21 +173,22 @@ def _loss_is_its_own(model: Any) -> bool:
 
 @dataclass(eq=False)
 class _PendingLoss:
-    """Labels on their way to the head, and the loss on its way back."""
+    """Labels passed to the head, and the loss passed back."""
 
     labels: torch.Tensor
     num_items: int | torch.Tensor | None
     ignore_index: int
     loss: torch.Tensor | None = None
-    hidden: torch.Tensor | None = None  # what the head was called with: [batch, tokens, hidden]
-    # of the labels that are not ignored; None where the head takes all rows
+    hidden: torch.Tensor | None = None  # input of the head: [batch, tokens, hidden]
+    # number of labels that are not ignored; None if the head processes all rows
     count: RowCount | None = None
 
 
 class FusedHead:
-    """What has been replaced on one model.
+    """The replaced forwards of one model.
 
-    It is an attribute of the model and of the two modules, so that a copy of the model has its own.
+    Each instance is an attribute of the model and of the two modules, so a copy of the model has
+    its own.
     """
 
     def __init__(self, model: nn.Module, head: Head, sparse: bool):
@@ -203,7 +204,7 @@ class FusedHead:
         self.installed: MethodType | None = None
 
     def install(self) -> None:
-        # the Trainer reads its signature, to know which columns a model takes
+        # the Trainer reads the signature to find the columns that a model takes
         @functools.wraps(type(self.model).forward)
         def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
             return model._hf_zero_head.run(args, kwargs)
@@ -218,7 +219,8 @@ class FusedHead:
     def undo(self) -> None:
         self.enabled = False
         if self.installed is None or self.model.__dict__.get("forward") is not self.installed:
-            # undone already; or wrapped since, and what is wrapped calls the plain forward now
+            # undone already; or wrapped since, and the wrapper now runs the plain forward through
+            # us
             return
         if self.before is None:
             del self.model.forward
@@ -240,8 +242,8 @@ class FusedHead:
         )
 
     def _is_in_place(self) -> bool:
-        """Whether the modules that were replaced are still the ones the model calls: adapters
-        put others around them.
+        """Return whether the model still calls the replaced modules: adapters may have wrapped
+        them.
         """
         model, head = self.model, self.head
         if model.get_submodule(head.decoder) is not self.decoder:
@@ -249,7 +251,7 @@ class FusedHead:
         return self.entry is None or model.get_submodule(head.entry) is self.entry
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's forward."""
+        """Run the model's forward; with labels in training, compute the loss in the head."""
         given = {**dict(zip(self.names, args)), **kwargs}
         labels, model = given.get("labels"), self.model
         if labels is None or not (self.enabled and model.training and torch.is_grad_enabled()):
@@ -318,10 +320,11 @@ class FusedHead:
         return with_late_logits(outputs, functools.partial(self.logits, hidden, cast))
 
     def logits(self, hidden: torch.Tensor, cast: Callable[[], Any]) -> torch.Tensor:
-        """The logits of the plain model: [batch, tokens, vocabulary]. Collective at stage 3, as
-        every call of a module is.
+        """Return the logits of the plain model: [batch, tokens, vocabulary]. Collective at stage 3,
+        like every call of a module.
 
-        ``cast`` is the autocast of the forward that ``hidden`` is from, which may have ended.
+        ``cast`` is the autocast context of the forward that produced ``hidden``, which may have
+        ended.
         """
         scale, cap = self.head.scale(self.model), self.head.softcap(self.model)
         with cast():
@@ -337,7 +340,9 @@ class FusedHead:
 
 
 def _decode(decoder: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """The forward of the layer that computes logits: the loss instead, where labels are pending."""
+    """Replaced forward of the decoder: return the loss while labels are pending, else the
+    logits.
+    """
     fused: FusedHead = decoder._hf_zero_head
     pending, model = fused.pending, fused.model
     if pending is None:
@@ -358,8 +363,8 @@ def _decode(decoder: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _enter(entry: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The forward of the first module of the head: where labels are pending it gets the hidden
-    states of tokens with a label only.
+    """Replaced forward of the head's first module: while labels are pending, it keeps only the
+    hidden states of tokens with a label.
     """
     fused: FusedHead = entry._hf_zero_head
     pending = fused.pending

@@ -1,9 +1,9 @@
 """Outputs of a fused head whose logits are computed when they are read.
 
-A training forward with labels needs no logits, but a script may: an accuracy next to the loss, a
-loss of its own in ``Trainer.compute_loss``. ``outputs.logits`` then runs the head on the hidden
-states that the loss was computed from, with gradients. The outputs have none as a key, in a tuple,
-or in a copy (a pytree that is flattened and rebuilt).
+A training forward with labels needs no logits, but a script may: for an accuracy next to the loss,
+or a loss of its own in ``Trainer.compute_loss``. ``outputs.logits`` then runs the head on the
+hidden states of the loss, with gradients. The outputs have no logits as a key, in a tuple, or in a
+copy (a flattened and rebuilt pytree).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ MAKER = "_hf_zero_make_logits"
 
 
 def with_late_logits(outputs: Any, make: Callable[[], Any]) -> Any:
-    """``outputs``, an instance of a ModelOutput without logits, with ``make()`` for its
-    attribute ``logits``, once and on demand.
+    """Return ``outputs``, an instance of a ModelOutput without logits, whose attribute ``logits``
+    calls ``make()`` once, on demand.
     """
-    kind: Callable[..., Any] = type(outputs)  # mypy takes a type for unhashable
+    kind: Callable[..., Any] = type(outputs)  # mypy considers a type unhashable
     outputs.__class__ = _kind(kind)
     outputs.__dict__[MAKER] = make
     return outputs
@@ -27,7 +27,7 @@ def with_late_logits(outputs: Any, make: Callable[[], Any]) -> Any:
 
 @functools.cache
 def _kind(kind: Callable[..., Any]) -> Any:
-    """The subclass of ``kind`` that computes logits on demand, under the same name."""
+    """Return the subclass of ``kind`` that computes logits on demand, under the same name."""
     return type(
         kind.__name__,
         (kind,),  # type: ignore[arg-type]
@@ -48,7 +48,7 @@ def _read(outputs: Any) -> Any:
 
 
 def _shown(outputs: Any) -> str:
-    """Without logits that have not been read: at stage 3 one rank that prints its outputs would
+    """Return a repr without unread logits: at stage 3 a single rank that prints its outputs would
     wait for the others.
     """
     fields = ", ".join(f"{name}={value!r}" for name, value in outputs.items())

@@ -1,5 +1,5 @@
-"""Forwards of feed-forward layers: bias + GELU in one pass, gate and up into SwiGLU or GeGLU, one
-GEMM for gate and up where that is chosen.
+"""Forwards of feed-forward layers: bias + GELU in one pass, gate and up into SwiGLU or GeGLU,
+optionally one GEMM for gate and up.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Forward = Callable[..., torch.Tensor]
 def gate_and_up(
     activation: object, x: torch.Tensor, gate: nn.Module, up: nn.Module, packed: bool
 ) -> torch.Tensor:
-    """activation(gate(x)) · up(x) for SiLU and the two GELUs."""
+    """Return activation(gate(x)) · up(x) for SiLU and the two GELUs."""
     approximate = gelu_of(activation)
     together = whole(x, (gate, up)) if packed and gate.out_features == up.out_features else None
     if together is not None:
@@ -41,7 +41,7 @@ def gate_and_up(
 
 
 def biased_gelu(linear: nn.Module, x: torch.Tensor, activation: object) -> torch.Tensor:
-    """gelu(linear(x)); the kernel of the activation adds the bias where the layer is a plain matrix
+    """Return gelu(linear(x)); the activation kernel adds the bias if the layer is a plain matrix
     and bias.
     """
     approximate = gelu_of(activation) or "none"
@@ -51,7 +51,7 @@ def biased_gelu(linear: nn.Module, x: torch.Tensor, activation: object) -> torch
         and takes(x, linear.weight, linear.bias)
     ):
         return activations.gelu(F.linear(x, linear.weight), linear.bias, approximate=approximate)
-    # GPT-2's: the weight is [in, out]
+    # GPT-2: the weight is [in, out]
     if plain(linear, Conv1D) and takes(x, linear.weight, linear.bias):
         return activations.gelu(x @ linear.weight, linear.bias, approximate=approximate)
     return activations.gelu(linear(x), approximate=approximate)
@@ -70,7 +70,7 @@ def gated_mlp(packed: bool) -> Forward:
 
 
 def packed_gate_up(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Phi3: gate and up are one parameter."""
+    """Phi3: gate and up in one parameter."""
     if not takes(hidden_states):
         return type(self).forward(self, hidden_states)
     return self.down_proj(activations.swiglu_packed(self.gate_up_proj(hidden_states)))
@@ -79,7 +79,7 @@ def packed_gate_up(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def t5_gated(packed: bool) -> Forward:
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not takes(hidden_states, self.wo.weight):  # wo may be kept in fp32
+        if not takes(hidden_states, self.wo.weight):  # transformers may keep wo in fp32
             return type(self).forward(self, hidden_states)
         return self.wo(
             self.dropout(gate_and_up(self.act, hidden_states, self.wi_0, self.wi_1, packed))

@@ -17,7 +17,7 @@ T5 = "3152525beceb"
 
 
 class Rms(NamedTuple):
-    """What an RMSNorm multiplies with, (offset + weight) / sqrt(mean(x²) + eps)."""
+    """Parameters of an RMSNorm, x · (offset + weight) / sqrt(mean(x²) + eps)."""
 
     weight: torch.Tensor
     eps: float
@@ -28,15 +28,17 @@ _CODES: dict[type, str] = {}
 
 
 def learn(module: nn.Module) -> None:
-    """Note which RMSNorm the module's class is, for :func:`rms_of`: compiled forwards call that,
-    and must not read sources.
+    """Record the RMSNorm code of the module's class for :func:`rms_of`, which compiled forwards
+    call and which must not read sources.
     """
     if (code := of_class(type(module))) in (LLAMA, GEMMA, T5):
         _CODES[type(module)] = code
 
 
 def rms_of(module: Any) -> Rms | None:
-    """The numbers of an RMSNorm whose class :func:`learn` has seen; None for any other module."""
+    """Return the parameters of an RMSNorm whose class :func:`learn` has recorded; None for any
+    other module.
+    """
     code = _CODES.get(type(module))
     if code is None:
         return None
@@ -48,7 +50,9 @@ def rms_of(module: Any) -> Rms | None:
 
 
 def is_layer_norm(module: nn.Module) -> TypeGuard[nn.LayerNorm]:
-    """Whether the module is torch's LayerNorm over the last dimension, with weight and bias."""
+    """Return whether the module is torch's LayerNorm over the last dimension, with weight and
+    bias.
+    """
     return (
         isinstance(module, nn.LayerNorm)
         and type(module).forward is nn.LayerNorm.forward

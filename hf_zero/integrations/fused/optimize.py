@@ -1,5 +1,5 @@
-"""``hf_zero.optimize`` and ``hf_zero.restore``: put fused kernels into the modules of a model, and
-undo it.
+"""``hf_zero.optimize`` and ``hf_zero.restore``: installation of fused kernels in a model's modules,
+and its reversal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RECORD = "_hf_zero_fused"
 
 
 class Record:
-    """The replacements in a model, and the report. An attribute of the model, copied with it."""
+    """The replacements in a model, and the report: an attribute of the model, copied with it."""
 
     def __init__(self, replacements: list[Replacement], report: Report) -> None:
         self.replacements, self.report = replacements, report
@@ -51,8 +51,8 @@ class Record:
 
 
 def _copied(undo: Callable[[], None], memo: dict[int, Any]) -> Callable[[], None]:
-    """``undo`` on the copy of the model: bound methods and partials are copied with what they
-    hold, a closure is not.
+    """Return ``undo`` for the copy of the model: deepcopy copies bound methods and partials with
+    the objects they hold, but not closures.
     """
     if not isinstance(undo, types.FunctionType):
         return copy.deepcopy(undo, memo)
@@ -71,30 +71,29 @@ def optimize(
     *,
     pre_layer_norm: bool = False,
 ) -> nn.Module:
-    """Put fused kernels into ``model``, in place, where the code of a module is one that they
-    replace.
+    """Install fused kernels in ``model``, in place, in the modules whose code they replace.
 
-    Only forwards of instances change: parameters, their names, the state dict and classes do not. A
-    table of what was replaced where, and why not where not, is logged and kept at :func:`report`. A
-    model that has fused kernels already is restored first.
+    Only forwards of instances change; parameters, their names, the state dict and classes do not. A
+    table of replaced modules, and of others with the reason, is logged and available from
+    :func:`report`. A model that has fused kernels already is restored first.
 
     Args:
-        model: a model of transformers, also inside adapters of PEFT; of any other model its
+        model: a model of transformers, also inside adapters of PEFT; in any other model only
             LayerNorms are replaced.
-        kernels: "auto" (what helps on this device: :data:`hf_zero.config.kernels.AUTO`), "off", or
-            names of ``NAMES`` there. Where there is no GPU, norms, activations, rotary, qkv and
-            residual run slow references, whose results are right.
-        sparse_attention: a SparsityConfig, DeepSpeed's section as a dict, or None: attention stays
-            dense.
-        pre_layer_norm: norms before attention and MLP in place of after them, for BERT-like models
-            that are trained from scratch.
+        kernels: "auto" (those that help on this device: :data:`hf_zero.config.kernels.AUTO`),
+            "off", or names of ``NAMES`` there. Without a GPU, norms, activations, rotary, qkv and
+            residual run slow references, whose results are correct.
+        sparse_attention: a SparsityConfig, DeepSpeed's section as a dict, or None for dense
+            attention.
+        pre_layer_norm: norms before attention and MLP instead of after them, for BERT-like models
+            trained from scratch.
 
     Returns:
         ``model``.
 
     Raises:
-        KernelError: a name that is no kernel, or a model that ``sparse_attention`` or
-            ``pre_layer_norm`` is not for.
+        KernelError: an unknown kernel, or a model that ``sparse_attention`` or ``pre_layer_norm``
+            does not support.
     """
     kind = kind_for_auto(kinds.accelerator() or "cpu") if kernels == "auto" else "cpu"
     names = _names(kernels, kind)
@@ -109,10 +108,10 @@ def prepare(
     pre_layer_norm: bool,
     compiled: Iterable[nn.Module] = (),
 ) -> None:
-    """What :func:`hf_zero.initialize` asks for: as :func:`optimize`, for an engine, which lays out
-    parameters and updates them itself.
+    """Install kernels for :func:`hf_zero.initialize`: as :func:`optimize`, for an engine, which
+    itself lays out and updates parameters.
 
-    Blocks that will be ``compiled`` get only those of ``IN_COMPILED_BLOCKS``.
+    Blocks that will be ``compiled`` get only the kernels of ``IN_COMPILED_BLOCKS``.
     """
     _put_in(
         model,
@@ -125,11 +124,11 @@ def prepare(
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Give ``model`` back what :func:`optimize` replaced; a model without fused kernels is left as
-    it is.
+    """Restore the forwards that :func:`optimize` replaced; a model without fused kernels is
+    unchanged.
 
     Raises:
-        KernelError: something else has replaced a forward since; undo that first.
+        KernelError: another replacement of a forward was made since; undo that first.
     """
     record = model.__dict__.get(RECORD)
     if record is not None:
@@ -140,7 +139,7 @@ def restore(model: nn.Module) -> nn.Module:
 
 
 def report(model: nn.Module) -> Report:
-    """What :func:`optimize` did to ``model``; an empty report where it did nothing."""
+    """Return the report of :func:`optimize` on ``model``; an empty one if it was not called."""
     record = model.__dict__.get(RECORD)
     return Report(()) if record is None else record.report
 
@@ -276,7 +275,7 @@ def _put_back(module: nn.Module, name: str, ours: Callable[..., Any]) -> None:
 
 
 def _ask_for_pack(module: nn.Module, name: str, layers: tuple[str, ...]) -> Iterator[Replacement]:
-    """Have the engine that is about to lay parameters out put weights, and biases, side by side."""
+    """Request that the engine, when it lays out parameters, makes weights, and biases, adjacent."""
     wanted = [tuple(f"{layer}.{part}" for layer in layers) for part in ("weight", "bias")]
     held = {each for each, _ in module.named_parameters()}
     module.__dict__[PACKED] = tuple(pack for pack in wanted if held.issuperset(pack))
@@ -290,8 +289,8 @@ def _ask_no_more(module: nn.Module) -> None:
 def _pack(
     model: nn.Module, module: nn.Module, name: str, layers: tuple[str, ...]
 ) -> Iterator[Replacement]:
-    """Lay weights, and biases, side by side, so that they are one matrix; an engine's own are
-    where the engine put them.
+    """Make weights, and biases, adjacent in memory, so that they form one matrix; parameters owned
+    by an engine are left where they are.
     """
     for part in ("weight", "bias"):
         found = [getattr(getattr(module, layer), part, None) for layer in layers]
@@ -305,11 +304,11 @@ def _pack(
         try:
             pack_(parameters, model)
         except KernelError:
-            continue  # of different dtypes, or tied: each is multiplied with by itself
+            continue  # different dtypes, or tied: separate GEMMs
         yield Replacement("qkv", f"{name}.{part}", functools.partial(_apart, parameters))
 
 
 def _apart(parameters: list[nn.Parameter]) -> None:
-    """Give each of ``parameters`` memory of its own again."""
+    """Give each of ``parameters`` separate memory again."""
     for parameter in parameters:
         parameter.data = parameter.data.clone()

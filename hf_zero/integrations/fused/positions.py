@@ -1,5 +1,5 @@
-"""Longer inputs for models with learned positions: the table is repeated, as Longformer's was
-(Beltagy et al., arXiv:2004.05150, section 5).
+"""Longer inputs for models with learned positions: the position table is repeated, as for
+Longformer (Beltagy et al., arXiv:2004.05150, section 5).
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ _TABLES = ("position_embeddings", "wpe")
 
 
 def extend_position_embedding(model: Any, max_position: int) -> Any:
-    """Let ``model`` take ``max_position`` tokens: its position table is tiled, its buffers over
-    positions and its config follow.
+    """Extend ``model`` to ``max_position`` tokens: tile its position table, and adapt its buffers
+    over positions and its config. Returns ``model``.
 
-    BERT, RoBERTa and their like (whose table has rows before position 0: they stay in front, and
-    the config counts them), GPT-2, DistilBERT. Rotary models have no table; only their config
-    changes. Call it before the optimizer is made. Returns ``model``.
+    For BERT, RoBERTa and similar models (whose table has rows before position 0: they stay in
+    front, and the config counts them), GPT-2, DistilBERT. Rotary models have no table; only their
+    config changes. Call it before the optimizer is made.
 
     Raises:
-        KernelError: fewer positions than there are, or a table whose rows are not here.
+        KernelError: fewer positions than the model has, a sharded table, or a model without
+            positions.
     """
     tables = [
         (module, name)
@@ -66,7 +67,7 @@ def _tile(table: nn.Embedding, before: int, positions: int) -> None:
 
 
 def _lengthen(module: nn.Module, length: int) -> None:
-    """Buffers [1, positions] that number positions or give every token type 0."""
+    """Lengthen buffers [1, positions] that number positions or hold token type 0."""
     for name in ("position_ids", "token_type_ids"):
         buffer = module._buffers.get(name)
         if buffer is not None:

@@ -1,17 +1,15 @@
-"""Pre-LN BERT: norms before attention and MLP in place of after the sums, with the parameters that
-are there.
+"""Pre-LN BERT: norms before attention and MLP instead of after the sums, with the same parameters.
 
-Post-LN, as BERT has it, is x = norm(x + f(x)): the gradient passes through a norm for each layer,
-is largest near the output, and needs a small or slowly rising learning rate. Pre-LN is x = x +
+Post-LN, as in BERT, is x = norm(x + f(x)): the gradient passes through a norm in each layer, is
+largest near the output, and needs a small or slowly rising learning rate. Pre-LN is x = x +
 f(norm(x)) with one norm at the end (Xiong et al. 2020, "On Layer Normalization in the Transformer
-Architecture", https://arxiv.org/abs/2002.04745; DeepSpeed's BERT recipes train so).
+Architecture", https://arxiv.org/abs/2002.04745; DeepSpeed's BERT recipes use it).
 
-Both have two norms a layer and one more, so no parameter is added or left over:
-``attention.output.LayerNorm`` normalises what attention reads, ``output.LayerNorm`` what the MLP
-reads, and ``embeddings.LayerNorm`` comes last. That one is free: the first layer normalises the
-embeddings anyway. Each layer uses its own parameters alone, which keeps layers units of ZeRO.
-Weights that were trained as post-LN mean something else as pre-LN: this is for training from
-scratch.
+Both have two norms in each layer and one more, so no parameter is added or left over:
+``attention.output.LayerNorm`` normalizes the input of attention, ``output.LayerNorm`` the input of
+the MLP, and ``embeddings.LayerNorm`` is applied last. It is not needed elsewhere: the first layer
+normalizes the embeddings anyway. Each layer uses only its own parameters, so layers remain units of
+ZeRO. Weights trained as post-LN do not fit pre-LN: this is for training from scratch.
 """
 
 from __future__ import annotations
@@ -34,10 +32,11 @@ LAYER = "4a5c4668c709+d935db5223a7"  # BertLayer, RobertaLayer, ElectraLayer
 
 
 def normalise_before(model: nn.Module, fused: bool) -> list[Replacement]:
-    """Make ``model`` pre-LN. ``fused``: sums, dropout and the norm after them in one pass.
+    """Make ``model`` pre-LN; return the replacements. ``fused``: sum, dropout and the following
+    norm in one pass.
 
     Raises:
-        KernelError: not a BERT, RoBERTa or ELECTRA encoder of code that is known.
+        KernelError: not a BERT, RoBERTa or ELECTRA encoder with known code.
     """
     changes: list[tuple[nn.Module, str, Callable[..., Any]]] = []
     finals: list[tuple[nn.Module, nn.LayerNorm]] = []
@@ -69,7 +68,7 @@ def normalise_before(model: nn.Module, fused: bool) -> list[Replacement]:
             "leave it out"
         )
     for encoder, final in finals:
-        encoder.__dict__[FINAL] = final  # not a submodule: its parameters keep their one name
+        encoder.__dict__[FINAL] = final  # not as a submodule: its parameters keep one name
     return [_forward(*change) for change in changes]
 
 
@@ -139,7 +138,7 @@ def _add_and_norm(
 
 
 def encode(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The encoder's own forward, and the last norm of what it returns."""
+    """Run the encoder's own forward, and apply the final norm to its output."""
     outputs, final = type(self).forward(self, *args, **kwargs), self.__dict__[FINAL]
     if isinstance(outputs, tuple):
         return (nn.LayerNorm.forward(final, outputs[0]), *outputs[1:])

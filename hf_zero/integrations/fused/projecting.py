@@ -1,4 +1,4 @@
-"""Several projections of one input as one GEMM."""
+"""Fusion of several projections of one input into one GEMM."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hf_zero.ops.packed_linear import packed_linear_whole
 
 
 def whole(x: torch.Tensor, linears: Sequence[nn.Module]) -> torch.Tensor | None:
-    """The outputs of all ``linears`` for ``x``, concatenated: one GEMM. None unless each is a plain
-    matrix and bias of x's dtype.
+    """Return the outputs of all ``linears`` for ``x``, concatenated, from one GEMM; None unless
+    each is a plain matrix and bias of x's dtype.
     """
     weights, biases = [], []
     for linear in linears:

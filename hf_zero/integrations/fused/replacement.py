@@ -1,4 +1,4 @@
-"""A change to a module of a model, and how it is undone."""
+"""A reversible change to a module of a model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Replacement:
-    """``what`` names the kernel ("linear_cross_entropy"), ``where`` the module as ``named_modules``
-    does ("lm_head"; "" is the model).
+    """A change made by the kernel ``what`` ("linear_cross_entropy") in the module ``where``, named
+    as by ``named_modules`` ("lm_head"; "" is the model).
 
-    ``undo`` restores the module, and may be called twice. Parameters and their names do not change.
+    ``undo`` restores the module and is idempotent. Parameters and their names do not change.
     """
 
     what: str

@@ -1,4 +1,4 @@
-"""The table of modules that were replaced, and of those that were not, with the reason."""
+"""Table of replaced modules, and of others with the reason."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Line:
-    """A module, or all that differ in the numbers of layers alone ("*"): the kernels it got, or why
-    it got none.
+    """A module, or modules that differ only in layer numbers ("*"), with its kernels or the reason
+    why it has none.
     """
 
     kernels: tuple[str, ...]
@@ -23,9 +23,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`hf_zero.optimize` did: a line for each module it looked at.
+    """Report of :func:`hf_zero.optimize`: one line for each module it considered.
 
-    Printed, it is a table with like modules in one row.
+    Printed, it is a table with similar modules in one row.
     """
 
     lines: tuple[Line, ...]
@@ -39,7 +39,7 @@ class Report:
         return tuple(line for line in self.lines if line.why_not)
 
     def rows(self) -> Iterator[Line]:
-        """The lines, those that differ in the numbers of layers alone as one."""
+        """Yield the lines, merging those that differ only in layer numbers."""
         counts: dict[tuple[tuple[str, ...], str, str, str], int] = {}
         for line in self.lines:
             where = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", line.where)

@@ -1,5 +1,5 @@
-"""Forwards that add to the residual stream: the sum and the norm that follows it in one pass,
-dropout with its mask recomputed.
+"""Forwards that add to the residual stream: the sum and the following norm in one pass, dropout
+with a recomputed mask.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_zero.ops.residual import dropout_add
 def normed_sum(
     norm: nn.Module, x: torch.Tensor, residual: torch.Tensor, dropout: nn.Module | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(s), s) for s = dropout(x) + residual."""
+    """Return (norm(s), s) for s = dropout(x) + residual."""
     rms = rms_of(norm) if plain(norm, type(norm)) else None
     if rms is not None and takes(x, residual, rms.weight):
         return add_rms_norm(
@@ -101,7 +101,7 @@ def phi3_layer(
     position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """As Llama's, with dropout of what is added."""
+    """Forward of :func:`llama_layer` with dropout of the summands."""
     attended, _ = self.self_attn(
         hidden_states=self.input_layernorm(hidden_states),
         attention_mask=attention_mask,

@@ -1,13 +1,13 @@
-"""Sequence parallelism in unmodified models of transformers: attention of the implementation
+"""Sequence parallelism in unmodified models of transformers, as the attention implementation
 ``hf_zero_sequence_<core>``.
 
-Two functions are registered under that name, as transformers provides for: one attends, one makes
-the mask. The mask of a forward over parts of sequences is a list of the documents in them
-(:class:`hf_zero.parallel.sequence.documents.Documents`), which says whose forward it is, too; every
-other forward (evaluation, a copy of the model, another model with the same configuration) gets the
-masks of the core, which then computes alone.
+An attention function and a mask function are registered under that name, as transformers provides
+for. In a forward over parts of sequences the mask is a list of the documents in them
+(:class:`hf_zero.parallel.sequence.documents.Documents`), which also identifies the model of the
+forward. Every other forward (evaluation, a copy of the model, another model with the same
+configuration) gets the masks of the core, which then computes alone.
 
-What computes over tokens outside this interface cannot be split, and is refused: layers with a
+Computation across tokens outside this interface cannot be split, and is refused: layers with a
 state or a convolution along the sequence, windows, biases by position, bidirectional attention.
 """
 
@@ -41,13 +41,13 @@ _REFUSED = {
     "s_aux": "attention sinks",
     "cache": "a paged cache",
 }
-_ROPES = ("dynamic", "longrope")  # whose angles depend on the length of what a rank sees
-_under_way = threading.local()  # .documents: of the forward of this thread
+_ROPES = ("dynamic", "longrope")  # their angles depend on the length that a rank sees
+_under_way = threading.local()  # .documents: of this thread's current forward
 
 
 def check(model: nn.Module, ranks: int, tensor: int = 1) -> None:
-    """Raise ConfigError for a model whose attention cannot be split among ``ranks`` that share a
-    sequence, beside ``tensor`` that share its heads.
+    """Raise ConfigError for a model whose attention cannot be split among ``ranks``
+    sequence-parallel ranks and ``tensor`` tensor-parallel ranks, which share its heads.
     """
     _check(_inside(model)[0], ranks, tensor)
 
@@ -65,8 +65,8 @@ def _inside(model: nn.Module) -> list[Any]:
 
 
 def install(model: nn.Module, sequence: SequenceParallel) -> Replacement:
-    """Let the attention of ``model``, which :func:`check` has seen, exchange tokens for heads along
-    ``sequence``; undone by what is returned.
+    """Make the attention of ``model``, which :func:`check` has accepted, exchange tokens for heads
+    along ``sequence``; the returned replacement undoes it.
     """
     inside = _inside(model)
     owner = inside[0]
@@ -96,8 +96,8 @@ def install(model: nn.Module, sequence: SequenceParallel) -> Replacement:
 
 
 def _counts(model: nn.Module) -> Any:
-    """The embeddings of ``model`` that count positions by themselves, from behind ``padding_idx``
-    (RoBERTa's and its kin); None: from 0.
+    """Return the embeddings of ``model`` that compute positions starting after ``padding_idx``
+    (RoBERTa and similar); None if positions start at 0.
     """
     return next(
         (each for each in model.modules() if hasattr(each, "create_position_ids_from_input_ids")),
@@ -162,7 +162,7 @@ def _check(model: Any, ranks: int, tensor: int) -> None:
     )
     if both is not None:
         refuse(f"{both} attends in both directions, which needs the masks that are dropped", alone)
-    eager = model.config._attn_implementation in (None, "eager")  # sdpa takes its place
+    eager = model.config._attn_implementation in (None, "eager")  # replaced by sdpa
     if not model._can_set_attn_implementation() or (eager and not model._supports_sdpa):
         refuse("it computes attention outside transformers' AttentionInterface", alone)
     if not (model._supports_sdpa or model._supports_flash_attn):
@@ -174,7 +174,9 @@ def _check(model: Any, ranks: int, tensor: int) -> None:
 
 
 class _Forward:
-    """The forwards of one model: whether they are over parts of sequences, and of which."""
+    """Hooks around the forwards of one model, which record the documents of forwards over parts of
+    sequences.
+    """
 
     def __init__(self, sequence: SequenceParallel, name: str, counts: Any):
         self._sequence, self._name, self._counts = sequence, name, counts
@@ -229,7 +231,9 @@ class _Forward:
         return args, {**kwargs, "position_ids": self._counted(positions, inputs)}
 
     def _counted(self, positions: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-        """Positions as the model makes them, in the place of those from 0."""
+        """Return positions as computed by the model's embeddings, for ``positions`` counted from
+        0.
+        """
         embeddings, padding = self._counts, self._counts.padding_idx
         tokens = inputs.get("input_ids")
         if tokens is None:
@@ -253,12 +257,14 @@ class _Forward:
 
 
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs of a forward; models of transformers take their tokens first."""
+    """Return the inputs of a forward by name; the first argument of transformers' models is the
+    tokens.
+    """
     return {"input_ids": args[0], **kwargs} if args else kwargs
 
 
 def _register(core: str) -> None:
-    """Register the name for ``core`` with transformers. Idempotent."""
+    """Register the implementation for ``core`` with transformers. Idempotent."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -267,12 +273,12 @@ def _register(core: str) -> None:
 
 
 def _mask(core: str, *args: Any, **kwargs: Any) -> Any:
-    """For transformers' AttentionMaskInterface."""
+    """Mask function for transformers' AttentionMaskInterface."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     documents = getattr(_under_way, "documents", None)
     if documents is not None:
-        if not knows_positions():  # one process would not tell documents apart, either
+        if not knows_positions():  # one process would not separate documents here either
             spans = Documents.one_a_row(documents.length).spans
             documents = replace(documents, spans=spans)
         return documents.as_mask()
@@ -289,7 +295,7 @@ def _attend(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """For transformers' AttentionInterface: [B, H, s, D] to [B, s, H, D]."""
+    """Attention function for transformers' AttentionInterface: [B, H, s, D] to [B, s, H, D]."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     compute: Any = ALL_ATTENTION_FUNCTIONS[core]
@@ -310,7 +316,7 @@ def _attend(
         )
     _under_way.read = True
     dim = SequenceParallel.numbered(documents.number).dim
-    # of whole sequences, or of this rank's tokens: position_ids have done their part
+    # position_ids cover whole sequences, or this rank's tokens: they are not needed any more
     passed = {name: each for name, each in kwargs.items() if name != "position_ids"}
 
     def of_a_document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -322,7 +328,7 @@ def _attend(
 
 
 class _WithHeads:
-    """An attention module as its core sees it, with this rank's heads."""
+    """Proxy of an attention module for its core, with this rank's heads."""
 
     def __init__(self, module: nn.Module, heads: int, shared: int, place: int):
         self._module = module

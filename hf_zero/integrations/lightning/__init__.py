@@ -2,8 +2,8 @@
 needs no import.
 
 For a Trainer of the package ``pytorch_lightning`` it is in
-:mod:`hf_zero.integrations.pytorch_lightning`. The names are imported when they are first used:
-modules of this package run in the middle of ``import lightning``.
+:mod:`hf_zero.integrations.pytorch_lightning`. The names are imported on first use: modules of this
+package are imported while ``import lightning`` runs.
 """
 
 from __future__ import annotations

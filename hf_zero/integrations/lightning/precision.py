@@ -1,8 +1,8 @@
 """Precision under ZeroStrategy: weights in the dtype of ``Trainer(precision=…)``, fp32 master
 weights and the loss scale in the engine.
 
-Nothing of Lightning is imported here: the two packages that it comes in make their classes in
-``lightning_pytorch.py`` and ``hf_zero/integrations/pytorch_lightning.py``.
+Nothing of Lightning is imported here: ``lightning_pytorch.py`` and
+``hf_zero/integrations/pytorch_lightning.py`` make the classes for its two packages.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ KINDS = {
 
 
 class PrecisionMethods:
-    """What ``Trainer(precision=…)`` means for an engine.
+    """Implementation of ``Trainer(precision=…)`` for an engine.
 
-    ``bf16-mixed`` and ``16-mixed``: the engine holds the weights in 16 bits and trains fp32 master
-    weights; buffers keep their dtype. ``bf16-true`` and ``16-true``: the module itself is cast too,
-    before the master weights are taken of it. Where a model is evaluated that no training has cast,
-    autocast does it.
+    ``bf16-mixed`` and ``16-mixed``: the engine holds 16-bit weights and trains fp32 master weights;
+    buffers keep their dtype. ``bf16-true`` and ``16-true``: the module itself is cast too, before
+    the master weights are copied from it. A model evaluated before any training has cast it runs
+    under autocast.
     """
 
     package: str
-    engine: Any = None  # set by the strategy
+    engine: Any = None  # assigned by the strategy
 
     def __init__(self, precision: Any) -> None:
         if precision not in KINDS:
@@ -99,7 +99,7 @@ class PrecisionMethods:
         loss = closure()
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
         if engine.bound is None or (model.automatic_optimization and loss is None):
-            return loss  # nothing trains, or training_step has returned None: there is no gradient
+            return loss  # nothing trains, or training_step returned None: there is no gradient
         engine.set_gradient_accumulation_boundary(True)
         engine.step()
         engine.max_norm = float(engine.config.gradient_clipping or 0.0)
@@ -108,7 +108,9 @@ class PrecisionMethods:
     def clip_gradients(
         self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
     ) -> None:
-        """The next step clips to this norm, over all ranks: the engine holds the gradients."""
+        """Clip the next step to this norm over all ranks: the engine holds the gradients. Raises
+        ConfigError for clipping by value.
+        """
         if clip_val <= 0:
             return
         if getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm) != "norm":
@@ -120,8 +122,8 @@ class PrecisionMethods:
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast what no engine holds yet; parameters that are in shards already are cast by the
-    engine that trains them.
+    """Cast the modules without parameters of an engine; sharded parameters are cast by the engine
+    that trains them.
     """
     if not any(isinstance(parameter, OwnedParameter) for parameter in module.parameters()):
         module.to(dtype)

@@ -1,6 +1,4 @@
-"""What a ZeRO configuration says inside a Lightning Trainer, which has arguments of its own for
-much of it.
-"""
+"""Combination of a ZeRO configuration with the arguments of a Lightning Trainer, which overlap."""
 
 from __future__ import annotations
 
@@ -18,7 +16,9 @@ TOTAL, MICRO, ACCUMULATION = (
 
 
 def read(config: Any, stage: int | None) -> ZeroConfig:
-    """The configuration of ``ZeroStrategy(config=…, stage=…)``; stage 3 where neither is given."""
+    """Return the configuration of ``ZeroStrategy(config=…, stage=…)``; stage 3 if neither is given.
+    Raises ConfigError if they name different stages.
+    """
     if config is None:
         return ZeroConfig(3 if stage is None else stage)
     settings = ZeroConfig.coerce(config, allow_auto=True)
@@ -31,11 +31,11 @@ def read(config: Any, stage: int | None) -> ZeroConfig:
 
 
 def resolve(config: ZeroConfig, trainer: Any, ranks: int) -> ZeroConfig:
-    """``config`` with the Trainer's arguments in it. Raises ConfigError where both say something,
-    and not the same.
+    """Return ``config`` completed from the Trainer's arguments. Raises ConfigError if they
+    contradict.
 
-    Accumulation is left to the Trainer, which divides the loss and says which backward is the last
-    of a window.
+    Accumulation is left to the Trainer, which divides the loss and marks the last backward of a
+    window.
     """
     values = {**_precision(config, trainer.precision), **_clipping(config, trainer)}
     micro = _micro_batch(config, trainer, ranks)

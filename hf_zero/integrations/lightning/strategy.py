@@ -1,5 +1,4 @@
-"""ZeroStrategy: Lightning's Trainer on hf-zero's engine, written once for both packages that
-Lightning comes in.
+"""ZeroStrategy: Lightning's Trainer on hf-zero's engine, shared by the two packages of Lightning.
 
 Nothing of Lightning is imported at the top: ``lightning_pytorch.py`` and
 ``hf_zero/integrations/pytorch_lightning.py`` make the classes.
@@ -38,7 +37,7 @@ from hf_zero.techniques.registry import follow
 from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.layout.parameter import owner_of
 
-TAG = "checkpoint"  # what Lightning looks for in the folder of a sharded checkpoint
+TAG = "checkpoint"  # the name that Lightning expects in the folder of a sharded checkpoint
 STAGES = (0, 1, 2, 3)
 ARGUMENTS = {
     "accelerator",
@@ -52,7 +51,7 @@ ARGUMENTS = {
 
 
 def engine_of(module: torch.nn.Module) -> Engine | None:
-    """The engine whose module is ``module`` itself, not a part of it; None if there is none."""
+    """Return the engine whose module is ``module`` itself, not a part of it, or None."""
     for parameter in module.parameters():
         flat = owner_of(parameter)
         engine = flat.engine() if flat is not None and not flat.retired else None
@@ -64,7 +63,7 @@ def engine_of(module: torch.nn.Module) -> Engine | None:
 @contextmanager
 def left_in_place(strategy: Any) -> Iterator[None]:
     """Keep Lightning's teardown from moving the module and the optimizer to the CPU: an engine's
-    memory stays where it is.
+    memory stays on its device.
     """
     module, optimizers = strategy._lightning_module, strategy.optimizers
     strategy._lightning_module, strategy.optimizers = None, []
@@ -75,19 +74,19 @@ def left_in_place(strategy: Any) -> Iterator[None]:
 
 
 class StrategyMethods:
-    """Trains with parameters, gradients and optimizer state in shards, on CPU ranks (gloo) or GPUs
+    """Train with sharded parameters, gradients and optimizer state, on CPU ranks (gloo) or GPUs
     (nccl).
 
     Args:
         config: a :class:`hf_zero.ZeroConfig`, dict, path, JSON text or preset ("zero0" … "zero3").
-            Precision, clipping and accumulation are the Trainer's; saying them in both places, and
-            not alike, is an error.
-        stage: the ZeRO stage, 3 by default, where ``config`` is not given.
+            Precision, clipping and accumulation come from the Trainer; different values in the
+            configuration are an error.
+        stage: the ZeRO stage if ``config`` is not given; default: 3.
         exclude_frozen_parameters: leave frozen parameters out of checkpoints.
-        arguments: those in ARGUMENTS, which every strategy of Lightning that has ranks takes.
+        arguments: those in ARGUMENTS, common to all of Lightning's strategies with ranks.
 
-    Raises ConfigError for what cannot be trained in this way: more than one optimizer, clipping by
-    value, averaged weights, a compiled LightningModule, configurations that contradict the Trainer.
+    Raises ConfigError for unsupported training: more than one optimizer, clipping by value,
+    averaged weights, a compiled LightningModule, a configuration that contradicts the Trainer.
     """
 
     package: str
@@ -117,8 +116,6 @@ class StrategyMethods:
     def _library(self, module: str) -> Any:
         return importlib.import_module(f"{self.package}.{module}")
 
-    # ---- ranks ----
-
     def setup_distributed(self) -> None:
         this: Any = self
         self._library("strategies.ddp").reset_seed()
@@ -139,8 +136,6 @@ class StrategyMethods:
             this._process_group_backend, this._timeout, "env://", this.global_rank, this.world_size
         )
 
-    # ---- the model ----
-
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         this: Any = self
@@ -153,7 +148,7 @@ class StrategyMethods:
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Around configure_model: at stage 3 models are read or built in shards."""
+        """Context of configure_model: at stage 3 models are read or built in shards."""
         with made_under(self.zero_config), Init(config=self.zero_config):
             yield
 
@@ -194,7 +189,7 @@ class StrategyMethods:
                 "modules inside it with torch.compile"
             )
 
-        # now, and not when the first checkpoint is due
+        # checked now rather than at the first checkpoint
         if trainer.state.fn.value == "fit" and trainer.checkpoint_callbacks:
             for part in filter(None, (module, trainer.datamodule)):
                 split(
@@ -233,10 +228,10 @@ class StrategyMethods:
                 "sequence_length and the learning rate in it, and let a "
                 "GradientAccumulationScheduler change accumulate_grad_batches"
             )
-        engine.lr_scheduler = None  # Lightning steps it
+        engine.lr_scheduler = None  # Lightning steps the scheduler
         engine.set_gradient_accumulation_boundary(True)
         this.optimizers = [core._MockOptimizer() if made is None else made]
-        # of the optimizer's own class: its zero_grad would not reach the engine
+        # the wrapper's zero_grad is that of the optimizer's class and would not reach the engine
         for wrapped in this._lightning_optimizers:
             wrapped.zero_grad = wrapped.optimizer.zero_grad
         this.lr_scheduler_configs = (
@@ -250,17 +245,15 @@ class StrategyMethods:
         with left_in_place(self):
             super().teardown()  # type: ignore[misc]
 
-    # ---- data ----
-
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Ranks that share layers read the same samples."""
+        """Arguments for a DistributedSampler: tensor-parallel ranks read the same samples."""
         ranks, rank = readers()
         return {"num_replicas": ranks, "rank": rank}
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """A loader for training that shuffles draws by difficulty, where the configuration says
-        so.
+        """Let a shuffling training loader draw by difficulty if so configured. Raises ConfigError
+        for a callback that changes the accumulation.
         """
         this: Any = self
         engine, trainer = self.engine, this.lightning_module.trainer
@@ -273,7 +266,7 @@ class StrategyMethods:
                 "equally many for each step; leave one of them out"
             )
         batches: Any = getattr(dataloader, "batch_sampler", None)
-        shuffles = getattr(dataloader.sampler, "shuffle", False)  # of a DistributedSampler
+        shuffles = getattr(dataloader.sampler, "shuffle", False)  # a DistributedSampler
         if type(batches) is BatchSampler and (
             shuffles or isinstance(dataloader.sampler, RandomSampler)
         ):
@@ -285,28 +278,24 @@ class StrategyMethods:
             dataloader = self._library("utilities.data")._update_dataloader(dataloader, shares)
         return super().process_dataloader(dataloader)  # type: ignore[misc]
 
-    # ---- steps ----
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         this: Any = self
         if this.lightning_module.automatic_optimization:
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
-        # Backwards and steps happen inside: this is no forward of the engine, the calls of modules
-        # in it are.
+        # Backwards and steps happen inside: the engine's forward must not wrap it, only the calls
+        # of modules inside are forwards.
         with this.precision_plugin.train_step_context():
             return this.lightning_module.training_step(*args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Backwards inside do not end an accumulation window."""
+        """Keep backwards inside from ending an accumulation window."""
         assert self.engine is not None
         self.engine.set_gradient_accumulation_boundary(False)
         try:
             yield
         finally:
             self.engine.set_gradient_accumulation_boundary(True)
-
-    # ---- checkpoints ----
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -317,7 +306,9 @@ class StrategyMethods:
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Empty: weights go from the shards into the checkpoint, and no rank holds them all."""
+        """Return an empty dict: checkpoints are written from the shards, and no rank holds all
+        weights.
+        """
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -326,8 +317,8 @@ class StrategyMethods:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """A folder with ``checkpoint/`` and ``latest``; with ``weights_only=True`` a file for
-        ``load_from_checkpoint``. Collective.
+        """Write a folder with ``checkpoint/`` and ``latest``, or with ``weights_only=True`` a file
+        for ``load_from_checkpoint``. Collective.
         """
         this: Any = self
         assert self.engine is not None
@@ -365,9 +356,9 @@ class StrategyMethods:
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Resume on any number of ranks and any stage.
+        """Resume on any number of ranks and at any stage; return the Trainer's state. Collective.
 
-        A file of whole weights can be evaluated, not resumed.
+        Raises CheckpointError for a file of whole weights in a fit: it can only be evaluated.
         """
         this: Any = self
         assert self.engine is not None
@@ -390,18 +381,18 @@ class StrategyMethods:
         return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if "state_dict" in checkpoint:  # of a file; a folder has been read into the shards
+        if "state_dict" in checkpoint:  # from a file; a folder was read into the shards already
             super().load_model_state_dict(checkpoint, strict)  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Does nothing: ``load_checkpoint`` has read the state into the shards."""
+        """No-op: ``load_checkpoint`` has read the state into the shards."""
 
 
 def register(registry: Any, strategy: Any) -> None:
-    """Put ``zero_stage_0`` … ``zero_stage_3`` into Lightning's registry of strategies, and each of
-    them with ``_offload`` after it.
+    """Register ``zero_stage_0`` … ``zero_stage_3`` with Lightning's registry of strategies, and
+    ``…_offload`` of each.
 
-    Those keep the optimizer in the host's memory, and at stage 3 the parameters too.
+    These keep the optimizer in host memory, and at stage 3 the parameters too.
     """
     for stage in STAGES:
         said, name = f"hf-zero, ZeRO stage {stage}", f"zero_stage_{stage}"

@@ -1,4 +1,4 @@
-"""The wrappers of Lightning: names and precision of ZeroStrategy, checkpoints, and Lightning's own
+"""Wrappers of Lightning: names and precision of ZeroStrategy, checkpoints, and Lightning's own
 DeepSpeedStrategy on hf-zero's engine.
 """
 
@@ -32,9 +32,7 @@ from hf_zero.integrations.lightning.strategy import (
 )
 from hf_zero.logging import log_rank0
 
-HPC = (
-    "hpc_ckpt_"  # what a job under SLURM saves when it is asked to end, and resumes from by itself
-)
+HPC = "hpc_ckpt_"  # saved by a SLURM job that is asked to end, which resumes from it automatically
 
 
 def register_stages(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,8 +50,7 @@ def register_stages(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make(package: str, **arguments: Any) -> Any:
-    # Imported when it is asked for: the library is in the middle of its own import when the names
-    # are registered.
+    # Imported on use: the names are registered while the library is still being imported.
     home = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch_lightning"}[package]
     return importlib.import_module(f"hf_zero.integrations.{home}").ZeroStrategy(**arguments)
 
@@ -78,7 +75,7 @@ def choose_precision(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_engines_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``DDPStrategy.teardown``: leaves the memory of an engine on its device at the end of a
+    """Wraps ``DDPStrategy.teardown``: keeps the memory of an engine on its device at the end of a
     fit.
     """
 
@@ -93,12 +90,12 @@ def keep_engines_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def go_on_with_an_engine(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Evaluate with the engine that has trained, train a model that was evaluated
-    (``DeepSpeedStrategy.init_deepspeed``).
+    """Wraps ``DeepSpeedStrategy.init_deepspeed``: evaluates with the engine that has trained, and
+    trains a model that was evaluated.
 
-    DeepSpeed carries a window that an epoch leaves open into the next one, where Lightning zeroes
-    gradients first; so ``zero_grad`` does nothing there, and the engine forgets gradients after its
-    steps.
+    DeepSpeed carries an accumulation window left open by an epoch into the next, while Lightning
+    zeroes gradients first; so ``zero_grad`` does nothing here, and the engine clears gradients
+    after its steps.
     """
 
     def init_deepspeed(self: Any) -> None:
@@ -109,7 +106,7 @@ def go_on_with_an_engine(original: Callable[..., Any]) -> Callable[..., Any]:
         if engine is not None:
             destroy_and_restore(engine)
         original(self)
-        if isinstance(self.model, Engine):  # and not the engine of a real DeepSpeed
+        if isinstance(self.model, Engine):  # rather than an engine of the real DeepSpeed
             for optimizer in self.optimizers:
                 optimizer.zero_grad = _nothing
 
@@ -117,11 +114,11 @@ def go_on_with_an_engine(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def find_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``ckpt_path="last"`` is a whole one: torn folders are skipped and named
-    (``ModelCheckpoint._find_last_checkpoints``).
+    """Wraps ``ModelCheckpoint._find_last_checkpoints``: ``ckpt_path="last"`` finds a complete
+    folder; incomplete ones are skipped with a warning.
 
-    Where none called last is whole it is the newest checkpoint of the callback that is. Raises
-    CheckpointError if there is none: a run that was to go on would start anew, and save over what
+    If none named last is complete, the newest complete checkpoint of the callback is used. Raises
+    CheckpointError if there is none: the run would otherwise start from scratch, and overwrite what
     is left.
     """
 
@@ -151,12 +148,12 @@ def find_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_torn_ones(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A folder that is to be loaded, by its name or as the best, is whole
-    (``_CheckpointConnector._parse_ckpt_path``).
+    """Wraps ``_CheckpointConnector._parse_ckpt_path``: a folder loaded by name, or as the best,
+    must be complete.
 
-    Raises CheckpointError with those beside it that are: another model than the best is nothing to
-    take without asking. Of those that a job saved when SLURM asked it to end the last whole one is
-    taken.
+    Raises CheckpointError that lists the complete ones beside it: a model other than the best must
+    not be loaded silently. Of the folders saved when SLURM asked a job to end, the last complete
+    one is loaded.
     """
 
     def _parse_ckpt_path(
@@ -172,7 +169,7 @@ def refuse_torn_ones(original: Callable[..., Any]) -> Callable[..., Any]:
                     numbered_folders(folder.parent, HPC, folder.suffix), engine_checkpoint_error
                 )
             )
-        # the engine says better what any other folder is
+        # for any other folder the engine's own error is more specific
         said = engine_checkpoint_error(folder) if has_engine_checkpoint(folder) else ""
         if said:
             others = [
@@ -201,7 +198,7 @@ def _under_zero(strategy: Any) -> bool:
 
 
 def _beside(parent: Path, extension: str) -> list[Path]:
-    """Folders in ``parent`` that Lightning may have saved, the newest first."""
+    """Return the folders in ``parent`` that Lightning may have saved, newest first."""
     found = (
         item
         for item in parent.glob(f"*{extension}")
@@ -218,14 +215,14 @@ def _skipped(folder: Path) -> bool:
 
 
 def _nothing(set_to_none: bool = True) -> None:
-    """``zero_grad`` of a window that DeepSpeedStrategy carries over the end of an epoch: does
-    nothing.
+    """Do nothing: ``zero_grad`` in a window that DeepSpeedStrategy carries over the end of an
+    epoch.
     """
 
 
 def remove_once_replaced(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``Strategy.remove_checkpoint``: removes an old folder once the new one is complete, by
-    renaming it first.
+    """Wraps ``Strategy.remove_checkpoint``: removes an old folder once the new one is complete,
+    after a rename.
     """
 
     def remove_checkpoint(self: Any, filepath: Any) -> None:
@@ -250,8 +247,8 @@ def end_with_whole_ones(original: Callable[[Any], None]) -> Callable[[Any], None
 
 
 def leave_weights_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``Strategy.lightning_module_state_dict``: returns nothing under DeepSpeedStrategy,
-    which drops the weights from what it saves.
+    """Wraps ``Strategy.lightning_module_state_dict``: returns an empty dict under
+    DeepSpeedStrategy, which drops the weights from its checkpoints anyway.
     """
 
     def lightning_module_state_dict(self: Any) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""What hf-zero puts into PEFT: adapters trained and saved under ZeRO."""
+"""Integration of PEFT: adapters trained and saved under ZeRO."""

@@ -1,5 +1,5 @@
-"""What the files of PEFT's adapters hold, found from the names of a model alone: for checkpoints,
-from which they are written later.
+"""Contents of PEFT's adapter files, determined from the names in a model alone, for checkpoints
+from which the files are written later.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hf_zero.logging import logger
 
 
 def described(model: Any, buffers: set[str]) -> dict[str, tuple[dict[str, Any], dict[str, str]]]:
-    """What ``save_pretrained`` would write of each adapter: its configuration, and by name in its
-    file the name in ``model``.
+    """Return, for each adapter, what ``save_pretrained`` would write: its configuration, and a map
+    from names in its file to names in ``model``.
 
-    ``buffers`` are the names of the persistent ones. No values are read and nothing is gathered. An
-    adapter whose file is computed (a prompt encoder with layers of its own, ranks that AdaLoRA has
-    pruned) is left out, and the log says so.
+    ``buffers`` are the names of the persistent buffers. No values are read and nothing is gathered.
+    An adapter whose file is computed (a prompt encoder with layers of its own, ranks pruned by
+    AdaLoRA) is left out, with a warning.
     """
     made = {}
     for adapter, config in model.peft_config.items():
@@ -32,8 +32,8 @@ def described(model: Any, buffers: set[str]) -> dict[str, tuple[dict[str, Any], 
                 _tensors(model, adapter, config, buffers),
             )
         except Exception as error:
-            # PEFT's own code for this kind of adapter, which may raise anything; the save goes on
-            # without
+            # PEFT's own code for this kind of adapter, which may raise anything; the save continues
+            # without the adapter
             logger.warning(
                 "adapter %r of kind %s is not described in the checkpoint (%s): convert-checkpoint "
                 "will write the wrapped model; "
@@ -65,21 +65,21 @@ def _tensors(model: Any, adapter: str, config: Any, buffers: set[str]) -> dict[s
     }
     by_shell = {id(shell): name for name, shell in shells.items()}
     with warnings.catch_warnings(), whole_copies(model, shells):
-        warnings.simplefilter("ignore")  # that embeddings are saved as well, on every save
+        warnings.simplefilter("ignore")  # PEFT warns on every save that embeddings are saved
         chosen = get_peft_model_state_dict(
             model, shells, adapter, save_embedding_layers=_with_embeddings(model, config)
         )
     if computed := [name for name, value in chosen.items() if id(value) not in by_shell]:
         raise ValueError(f"{computed[0]} is computed when it is written")
-    # A model of transformers with an adapter of its own names, in the file, the wrapper that it has
-    # not got.
+    # In the file of a transformers model with adapters, names have the prefix of a PEFT wrapper
+    # that the model lacks.
     prefix = "" if isinstance(model, PeftModel) else "base_model.model."
     return {prefix + name: by_shell[id(value)] for name, value in chosen.items()}
 
 
 def _configuration(model: Any, config: Any) -> dict[str, Any]:
-    """What ``PeftConfig.save_pretrained`` writes of ``config``, for inference, with the base
-    model's name.
+    """Return what ``PeftConfig.save_pretrained`` writes for ``config``, for inference, with the
+    base model's name.
     """
     content = {
         key: sorted(value) if isinstance(value, set) else value
@@ -100,8 +100,8 @@ def _configuration(model: Any, config: Any) -> dict[str, Any]:
 
 
 def _with_embeddings(model: Any, config: Any) -> bool:
-    """Whether PEFT's ``save_embedding_layers="auto"`` would write embeddings, found out without
-    asking the hub.
+    """Return whether PEFT's ``save_embedding_layers="auto"`` would write embeddings, determined
+    without a request to the hub.
     """
     from peft.utils.other import EMBEDDING_LAYER_NAMES
 
@@ -126,7 +126,7 @@ def _with_embeddings(model: Any, config: Any) -> bool:
 
 
 def _base_configuration(name: str | None) -> dict[str, Any]:
-    """The base model's config.json, from its folder or the hub's cache; empty if it is in
+    """Return the base model's config.json, from its folder or the hub's cache; {} if it is in
     neither.
     """
     from huggingface_hub import try_to_load_from_cache
@@ -137,7 +137,7 @@ def _base_configuration(name: str | None) -> dict[str, Any]:
     if not os.path.isfile(path):
         try:
             cached = try_to_load_from_cache(name, "config.json")
-        except ValueError:  # no name that the hub could have
+        except ValueError:  # not a valid name on the hub
             return {}
         if not isinstance(cached, str):
             return {}

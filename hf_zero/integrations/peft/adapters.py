@@ -1,10 +1,9 @@
-"""PEFT where its own code for ZeRO-3 knows GPUs alone, or gathers on one rank. Imported in the
-middle of ``import peft``.
+"""Wrappers of PEFT where its own code for ZeRO-3 supports only GPUs, or gathers on one rank.
+Imported while ``import peft`` runs.
 
-Rank 0 saves adapters from the consolidated state dict that it was given, often alone. But modules
-that are saved whole are asked for a state dict of their own, and prompt encoders are called: both
-would gather, and no other rank would join. So that code is given copies of these modules, which
-hold what the state dict has.
+Rank 0 saves adapters from the consolidated state dict it was given, often alone. But PEFT calls the
+state dict of modules that are saved whole, and calls prompt encoders: both would gather, without
+the other ranks. So that code gets copies of these modules, with the values of the state dict.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ def read_token_rows(original: Callable[..., torch.Tensor]) -> Callable[..., torc
 
 
 def read_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``get_peft_model_state_dict``: takes the adapter out of the given state dict without a
-    gather, and nothing out of the empty one of other ranks.
+    """Wraps ``get_peft_model_state_dict``: extracts the adapter from the given state dict without a
+    gather, and returns {} for the empty one of other ranks.
     """
 
     def get_peft_model_state_dict(
@@ -100,8 +99,8 @@ def leave_files_to_rank_0(original: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def whole_copies(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
-    """Modules that PEFT asks while it saves, and that other ranks hold shards or parts of, are
-    copies with values of ``state`` inside.
+    """Replace modules that PEFT reads while it saves, and of which other ranks hold shards or
+    parts, by copies with values of ``state``.
     """
     replaced: list[tuple[nn.ModuleDict, str, nn.Module]] = []
     try:
@@ -146,8 +145,8 @@ def _copy(module: nn.Module, path: str, state: Mapping[str, Any]) -> nn.Module:
 
 
 def keep_what_is_written(engine: Any) -> None:
-    """Let the state dict that the Trainer saves adapters from have all that PEFT may write,
-    although it is frozen.
+    """Make the state dict from which the Trainer saves adapters include everything that PEFT may
+    write, even if frozen.
     """
     model = engine.module
     if hasattr(model, "peft_config") and hasattr(model, "get_input_embeddings"):
@@ -155,9 +154,9 @@ def keep_what_is_written(engine: Any) -> None:
 
 
 def written(model: Any) -> set[str]:
-    """First names of the parameters that PEFT may write: every adapter, trained or not (a reference
-    beside the one in training), modules that are saved whole, and the embeddings, which are written
-    where they were resized or have adapters of their own.
+    """Return the first names of the parameters that PEFT may write: every adapter, trained or not
+    (a reference model's, say), modules that are saved whole, and the embeddings, which are written
+    if they were resized or have adapters.
     """
     whole = [model.get_input_embeddings(), model.get_output_embeddings()]
     whole += [
@@ -167,15 +166,13 @@ def written(model: Any) -> set[str]:
     ]
     chosen = {id(own) for module in whole if module is not None for own in module.parameters()}
     for adapter, config in model.peft_config.items():
-        if not config.is_prompt_learning:  # learned prompts are not taken from a state dict
+        if not config.is_prompt_learning:  # learned prompts do not come from a state dict
             chosen |= _parts_of(adapter, model)
     return {name for name, own in model.named_parameters() if id(own) in chosen}
 
 
 def _parts_of(adapter: str, model: Any) -> set[int]:
-    """Identities of the parameters of ``adapter``, found by calling PEFT with tensors without
-    values.
-    """
+    """Return the ids of the parameters of ``adapter``, found by calling PEFT with meta tensors."""
     from peft import get_peft_model_state_dict
 
     tensors = {

@@ -1,11 +1,11 @@
-"""Every symbol of Accelerate, Transformers, PEFT and Lightning that hf-zero wraps, in one table:
-what, why, and the signature relied on. Its rows lie by library in the files of this folder.
+"""Table of all symbols of Accelerate, Transformers, PEFT and Lightning that hf-zero wraps: the
+reason, and the signature relied on. The rows are in the files of this folder, by library.
 
 A seam names its target as ``module:attribute`` and its wrapper the same way. The wrapper is called
-once with the original and returns the replacement; the module that holds it is imported while the
-target's package is still being imported, so it may import nothing of Hugging Face at its top.
-``hooks.py`` calls ``apply`` when a target module has run. A test compares signatures and versions
-with what is installed: a new release of a library that changes one fails there.
+once with the original and returns the replacement; its module is imported while the target's
+package is still being imported, so it may import nothing of Hugging Face at its top. ``hooks.py``
+calls ``apply`` when a target module has run. A test compares signatures and versions with the
+installed libraries: a new release that changes one fails there.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ SEAMS: tuple[Seam, ...] = (
 
 @functools.cache
 def modules() -> frozenset[str]:
-    """Names of the modules that hold a seam."""
+    """Return the names of the modules that have a seam."""
     return frozenset(seam.module for seam in SEAMS)
 
 
 def apply(module: ModuleType) -> None:
-    """Put in every seam of ``module`` that is not in yet.
+    """Apply every seam of ``module`` that is not applied yet.
 
-    A symbol that has changed is named in a warning.
+    A changed or missing symbol is named in a warning.
     """
     for seam in SEAMS:
         if seam.module == module.__name__:
@@ -58,7 +58,7 @@ def _apply(seam: Seam, module: ModuleType) -> None:
             seam.versions,
         )
         return
-    function = getattr(original, "__func__", original)  # out of a staticmethod or classmethod
+    function = getattr(original, "__func__", original)  # of a staticmethod or classmethod
     if getattr(function, MARK, None) == seam.target:
         return
     if (found := describe(function)) != seam.signature:

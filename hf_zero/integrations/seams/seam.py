@@ -1,4 +1,4 @@
-"""A row of the table of seams, and how signatures are written in it."""
+"""Row of the table of seams, and the notation of its signatures."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Seam:
         return self.module.partition(".")[0]
 
     def locate(self, module: ModuleType) -> tuple[Any, str, Any]:
-        """``(holder, name, original)`` in the executed module; AttributeError if it is not
-        there.
+        """Return ``(holder, name, original)`` in the executed module. Raises AttributeError if the
+        symbol is missing.
         """
         *path, name = self.target.partition(":")[2].split(".")
         holder: Any = module
@@ -46,7 +46,7 @@ class Seam:
 
 
 def describe(function: Any) -> str:
-    """The signature of ``function`` without annotations."""
+    """Return the signature of ``function`` without annotations."""
     signature = inspect.signature(getattr(function, "__func__", function))
     bare = [
         parameter.replace(annotation=inspect.Parameter.empty)

@@ -1,7 +1,7 @@
-"""Transformers under ZeRO: hf-zero's own names for the Trainer, and what is put into Transformers.
+"""Transformers under ZeRO: hf-zero's own classes for the Trainer, and wrappers of Transformers.
 
-The names are imported when they are first used: modules of this package run in the middle of
-``import transformers``.
+The classes are imported on first use: modules of this package are imported while ``import
+transformers`` runs.
 """
 
 from __future__ import annotations

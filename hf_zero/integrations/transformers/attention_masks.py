@@ -1,10 +1,10 @@
-"""Whether an attention mask pads anything, read on the host before the batch is copied to the
-device.
+"""Detection on the host, before a batch is copied to the device, whether an attention mask pads
+anything.
 
-Transformers decides in each forward whether it needs a mask at all, and reads ``mask.all()`` back
-from the device for that: the host waits until everything launched so far has run. Accelerate's data
-loaders have the same mask in host memory. The answer is kept on the copy, with the version of its
-values, and answers the forward.
+In each forward Transformers decides whether it needs a mask at all, and reads ``mask.all()`` back
+from the device: the host waits for all kernels launched so far. Accelerate's data loaders have the
+same mask in host memory. The answer is attached to the copy, with the version of its values, and
+used in the forward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from hf_zero.integrations import finder
 from hf_zero.parallel.sequence import documents
 
-KNOWN = "_hf_zero_pads"  # on a mask: (whether it masks anything out, its _version then)
+KNOWN = "_hf_zero_pads"  # attribute of a mask: (whether it masks anything, its _version then)
 
 
 def note_padding(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,8 +40,8 @@ def note_padding(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def drop_whole_masks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``transformers.masking_utils._preprocess_mask_arguments``: a mask that is known to mask
-    nothing becomes None. Notes whether it was given positions.
+    """Wraps ``transformers.masking_utils._preprocess_mask_arguments``: a mask known to mask nothing
+    becomes None. Records whether positions were given.
     """
 
     def _preprocess_mask_arguments(
@@ -62,9 +62,9 @@ def drop_whole_masks(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         if pads is not None and not early and mask is not None:
             if pads:
-                _note(mask, pads)  # a copy of it with another dtype
+                _note(mask, pads)  # the original has made a copy in another dtype
             elif mask.shape[-1] == kv_length:
-                # else it also says which part of a static cache is filled
+                # otherwise it also marks the filled part of a static cache
                 mask = None
         return early, mask, packed, q_length, kv_length, q_offset, kv_offset
 
@@ -115,13 +115,13 @@ def keep_bidirectional_mask(original: Callable[..., bool]) -> Callable[..., bool
 
 
 def known_padding(mask: Any) -> bool | None:
-    """Whether ``mask`` masks anything out; None where that is not known, or its values have
-    changed since.
+    """Return whether ``mask`` masks anything; None if that is unknown, or its values have changed
+    since.
     """
     if torch.compiler.is_compiling():
         return None
     known = getattr(mask, KNOWN, None)
-    # GPT-2 takes a view of it
+    # GPT-2 passes a view of the mask
     whole = mask._base if known is None and isinstance(mask, torch.Tensor) else None
     if whole is not None and whole.shape == mask.shape:
         known = getattr(whole, KNOWN, None)
@@ -129,12 +129,12 @@ def known_padding(mask: Any) -> bool | None:
 
 
 def _note(mask: Any, pads: bool) -> None:
-    if isinstance(mask, torch.Tensor) and not mask.is_inference():  # which counts no versions
+    if isinstance(mask, torch.Tensor) and not mask.is_inference():  # those have no version counter
         setattr(mask, KNOWN, (pads, mask._version))
 
 
 def _masks(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The two-dimensional masks of a batch that are in host memory."""
+    """Yield the two-dimensional masks of a batch that are in host memory."""
     for name, value in batch.items() if hasattr(batch, "items") else ():
         named = isinstance(name, str) and name.endswith("attention_mask")
         if (

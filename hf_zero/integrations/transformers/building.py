@@ -1,4 +1,6 @@
-"""How models come from a configuration under ZeRO-3: straight into shards, as inside zero.Init."""
+"""Construction of models from a configuration under ZeRO-3: directly into shards, as in
+zero.Init.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from hf_zero.loading import Building, record_in
 
 
 def build_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A large model from a configuration comes back sharded (``PreTrainedModel._from_config``)."""
-    # it keeps copies of torch's functions, which a model's own rule calls
+    """Wraps ``PreTrainedModel._from_config``: a large model is constructed sharded."""
+    # it holds references to torch's init functions, which a model's _init_weights calls
     if "transformers.initialization" in sys.modules:
         record_in(sys.modules["transformers.initialization"].TORCH_INIT_FUNCTIONS)
 

@@ -1,12 +1,12 @@
-"""Generation on several ranks: how often a sharded model is gathered for it, and which ranks keep
-together.
+"""Generation on several ranks: the number of gathers of a sharded model, and the ranks that stay in
+step.
 
-Every token is a forward, and every forward at stage 3 gathers each unit once. Where the whole model
-fits next to what is there already, ``generate`` gathers it once for all tokens; ranks then end when
-their own sequences do. Else they keep together (``synced_gpus``), whatever configuration is alive
-in transformers. At every stage, ranks that hold parts of the layers or other experts keep together:
-each forward of one needs the others. Those that hold parts of the layers must generate the same
-tokens, too, so they draw them from one stream.
+Every token is a forward, and at stage 3 every forward gathers each unit once. If the whole model
+fits in free memory, ``generate`` gathers it once for all tokens, and each rank ends with its own
+sequences. Otherwise the ranks stay in step (``synced_gpus``), whichever configuration is active in
+transformers. At every stage, tensor-parallel and expert-parallel ranks stay in step: each forward
+of one needs the others. Tensor-parallel ranks must generate the same tokens, too, so they draw from
+one random stream.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from hf_zero.zero.access.full import summon_full_params
 from hf_zero.zero.layout.cut_parameters import dims_of_parts
 from hf_zero.zero.layout.parameter import owner_of
 
-# of the free memory that the gathered model may take: caches and activations need the rest
+# share of the free memory for the gathered model: caches and activations need the rest
 FREE_SHARE = 0.5
 
 
 def gather_for_generate(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``GenerationMixin.generate``: gather the model once where memory allows, else keep the
-    ranks in step until the last has ended; do so as well with those that the forwards meet.
-    Ranks that share layers draw alike.
+    """Wraps ``GenerationMixin.generate``: gathers the model once if memory allows, else keeps the
+    ranks in step until the last has ended; also keeps ranks in step that take part in each other's
+    forwards. Tensor-parallel ranks draw the same tokens.
     """
     signature = inspect.signature(original)
 
@@ -64,9 +64,7 @@ def gather_for_generate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _kept_together(model: Any, dims: Sequence[MeshDim]) -> Iterator[None]:
-    """Let ``synced_gpus`` in ``model.generate`` keep the ranks along ``dims`` together, and no
-    others.
-    """
+    """Restrict ``synced_gpus`` in ``model.generate`` to the ranks along ``dims``."""
 
     def has_unfinished_sequences(
         this_peer_finished: bool, synced_gpus: bool, device: torch.device
@@ -88,8 +86,8 @@ def _kept_together(model: Any, dims: Sequence[MeshDim]) -> Iterator[None]:
 
 
 def _sharding_engine(model: nn.Module) -> Engine | None:
-    """The engine at a stage that shards parameters that has those of ``model``, between two passes
-    of it.
+    """Return the engine that shards the parameters of ``model`` if it is between two passes, else
+    None.
     """
     for parameter in model.parameters():
         flat = owner_of(parameter)
@@ -100,9 +98,9 @@ def _sharding_engine(model: nn.Module) -> Engine | None:
 
 
 def _fits(model: nn.Module, engine: Engine) -> bool:
-    """Whether every rank has room for the whole of ``model``, or has it already.
+    """Return whether every rank has room for the whole of ``model``, or has it already.
 
-    All ranks ask together and get one answer.
+    Collective: all ranks get the same answer.
     """
     units = {
         flat.unit for flat in map(owner_of, model.parameters()) if flat is not None and flat.sharded

@@ -1,8 +1,8 @@
-"""How checkpoints are loaded under ZeRO-3.
+"""Loading of checkpoints under ZeRO-3.
 
 ``from_pretrained`` runs transformers' own loader (renames, conversions, dtypes, reports of missing
-keys) on lazy tensors; then each rank reads its own elements. So no rank ever holds the model.
-Models that are built: see building.py.
+keys) on lazy tensors; then each rank reads its own elements. So no rank ever holds the model. For
+models built from a configuration see building.py.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from hf_zero.zero.layout.sharding import sharding_of
 
 
 def load_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Under ZeRO-3 the model that comes back is sharded, or on one rank has whole parameters with
-    the facts of sharded ones (``PreTrainedModel.from_pretrained``).
+    """Wraps ``PreTrainedModel.from_pretrained``: under ZeRO-3 returns a sharded model, or on one
+    rank a model with whole parameters that have the attributes of sharded ones.
     """
 
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -76,8 +76,8 @@ def load_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def name_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A checkpoint of ours has no config.json where an ``Auto`` class looks for it
-    (``AutoConfig.from_pretrained``).
+    """Wraps ``AutoConfig.from_pretrained``: raises NoModelFolderError for one of our checkpoints,
+    which has no config.json where an ``Auto`` class looks for it.
     """
 
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ def name_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_trained(weight: nn.Parameter) -> bool:
-    """Whether an engine trains ``weight``, and does not merely hold its shards until
+    """Return whether an engine trains ``weight``, rather than merely holding its shards until
     ``initialize``.
     """
     flat = owner_of(weight)
@@ -100,7 +100,7 @@ def _is_trained(weight: nn.Parameter) -> bool:
 
 
 def _why_fixed(weights: Sequence[nn.Parameter]) -> str:
-    """Why embeddings of ``weights`` keep their size; "" where they need not."""
+    """Return the reason why embeddings of ``weights`` cannot be resized, or ""."""
     cut = next((p for p in weights if "tensor" in sharding_of(p).axes), None)
     if any(map(_is_trained, weights)):
         return (
@@ -116,8 +116,8 @@ def _why_fixed(weights: Sequence[nn.Parameter]) -> str:
 
 
 def refuse_resize(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Embeddings that an engine trains, or of which ranks have parts, keep their size
-    (``PreTrainedModel.resize_token_embeddings``).
+    """Wraps ``PreTrainedModel.resize_token_embeddings``: raises PartitionError for embeddings that
+    an engine trains or that are cut among ranks.
     """
 
     def resize_token_embeddings(
@@ -144,8 +144,8 @@ def refuse_resize(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise NoModelFolderError if what is to be loaded is a folder of sharded checkpoints and no
-    model folder.
+    """Raise NoModelFolderError if the argument of a load is a folder of sharded checkpoints rather
+    than a model folder.
     """
     path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
     if not isinstance(path, (str, os.PathLike)) or not os.path.isdir(path):
@@ -176,8 +176,8 @@ def refuse_sharded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def open_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Transformers' own loader on tensors that have not been read yet
-    (``PreTrainedModel._load_pretrained_model``).
+    """Wraps ``PreTrainedModel._load_pretrained_model``: runs transformers' own loader on lazy
+    tensors.
     """
 
     def _load_pretrained_model(
@@ -190,8 +190,8 @@ def open_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
         loading = current_loading.get()
         if loading is not None and expected_keys is None and not load_config.is_quantized:
             log_zero3()
-        # A state dict is here already. Quantised weights are packed by their own code. Adapters,
-        # which come with the keys they expect, are small and are not finalised.
+        # Not lazily: a given state dict is in memory already; quantized weights are packed by their
+        # own code; adapters, recognised by their expected keys, are small and not finalized.
         lazily = (
             loading is not None
             and loading.shards
@@ -209,8 +209,8 @@ def open_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def finish_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Buffers are read before anything is initialised from them; what stayed without values is
-    an error.
+    """Wraps ``PreTrainedModel._finalize_model_loading``: reads buffers before weights are
+    initialized from them. Raises ConfigError for weights left without values.
     """
 
     def _finalize_model_loading(model: Any, load_config: Any, loading_info: Any) -> Any:
@@ -242,8 +242,8 @@ def finish_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mark_missing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Missing weights become NaN until the model's rule initialises them
-    (``_move_missing_keys_from_meta_to_device``).
+    """Wraps ``PreTrainedModel._move_missing_keys_from_meta_to_device``: fills missing weights with
+    NaN until the model's ``_init_weights`` initializes them.
     """
 
     def _move_missing_keys_from_meta_to_device(
@@ -262,8 +262,8 @@ def mark_missing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def take_the_ordinary_path(original: Callable[[], bool]) -> Callable[[], bool]:
-    """While a model is made, transformers sees no ZeRO-3
-    (``transformers.modeling_utils.is_deepspeed_zero3_enabled``).
+    """Wraps ``transformers.modeling_utils.is_deepspeed_zero3_enabled``: False while a model is
+    made.
     """
 
     def is_deepspeed_zero3_enabled() -> bool:
@@ -273,12 +273,12 @@ def take_the_ordinary_path(original: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def from_pretrained(cls: Any, path: Any, config: Any, /, **kwargs: Any) -> Any:
-    """``cls.from_pretrained(path, **kwargs)``, sharded as ``config`` (a ZeroConfig, dict, path or
-    preset) says. Collective.
+    """Return ``cls.from_pretrained(path, **kwargs)``, sharded according to ``config`` (a
+    ZeroConfig, dict, path or preset). Collective.
 
     At stage 3 each rank reads its own elements of the checkpoint and no rank holds the model;
     below, it is loaded whole. ``kwargs`` are transformers' own; a ``config=`` among them is the
-    model's.
+    model's. Raises ConfigError for a device_map at stage 3.
     """
     settings = ZeroConfig.coerce(config, allow_auto=True)
     shards = settings.stage == 3
@@ -293,13 +293,11 @@ def from_pretrained(cls: Any, path: Any, config: Any, /, **kwargs: Any) -> Any:
 
 @contextmanager
 def made_under(config: ZeroConfig) -> Iterator[None]:
-    """Transformers' models that are made inside come into being as ``config`` says: at stage 3,
-    in shards.
-    """
-    finder.choose()  # the seams, also where the start of Python has not put them in
+    """Make models of transformers under ``config``: at stage 3, in shards."""
+    finder.choose()  # installs the seams, if the start of Python has not
     token = forced_config.set(config)
     try:
-        # Another default device would make transformers put the whole model there.
+        # With another default device transformers would put the whole model there.
         with torch.device("cpu") if config.stage == 3 else nullcontext():
             yield
     finally:
@@ -308,9 +306,9 @@ def made_under(config: ZeroConfig) -> Iterator[None]:
 
 @contextmanager
 def read_later() -> Iterator[Building]:
-    """Models of transformers that are made inside, from files or in the context that this gives
-    from a configuration, have lazy parameters: those that are left are to be read inside, too. From
-    a configuration those of less than a megabyte are made at once.
+    """Make models of transformers with lazy parameters, from files or, inside the yielded context,
+    from a configuration. Parameters still needed must be read before the exit. Models of less than
+    a megabyte from a configuration are made at once.
     """
     finder.choose()
     loading = Loading(shards=True)

@@ -1,5 +1,5 @@
-"""A transformers model without memory: its architecture built on the meta device from nothing
-but its configuration.
+"""Transformers models without memory: an architecture built on the meta device from its
+configuration alone.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hf_zero.errors import ConfigError
 
 
 def build_on_meta(model: Any) -> nn.Module:
-    """The model that ``model`` describes: a configuration, a dict of one, a model folder, a
-    config.json, a name on the hub.
+    """Build the model described by ``model``: a configuration, a dict of one, a model folder, a
+    config.json, or a name on the hub.
 
-    The class is the one the configuration names in ``architectures``, else the bare model of its
-    type. Raises ConfigError.
+    The class is the one that the configuration names in ``architectures``, else the bare model of
+    its type. Raises ConfigError if there is no such model.
     """
     config = _configuration(model)
     named = [getattr(transformers, name, None) for name in config.architectures or ()]

@@ -1,12 +1,13 @@
 """``hf_zero.pipeline_stages``: a causal model of transformers as the stages of a pipeline.
 
 [Note: the model's own forward]
-A rank keeps the model with the blocks of its stages; all others are replaced by modules that give
-back what they are given. A stage calls the forward of the decoder, on ``inputs_embeds`` after the
-first: masks, positions, rotary tables and the kind of attention of each block are made there as in
-the whole model, and names of parameters stay those of the whole model. Masks and positions that a
-batch has travel with the hidden states, so that stages in between need no data. There is no cache:
-positions that begin anew separate packed sequences, as in the model with ``use_cache=False``.
+A rank keeps the model with the blocks of its stages; all other blocks are replaced by modules that
+return their first argument. A stage calls the forward of the decoder, with ``inputs_embeds`` from
+the second stage on: masks, positions, rotary tables and the kind of attention of each block are
+computed there as in the whole model, and parameters keep their names in the whole model. Masks and
+positions of a batch travel with the hidden states, so stages in between need no data. There is no
+cache: positions that begin anew separate packed sequences, as in the model with
+``use_cache=False``.
 """
 
 from __future__ import annotations
@@ -32,10 +33,9 @@ from hf_zero.zero.layout.parameter import owner_of
 
 @dataclass(frozen=True)
 class Family:
-    """Where the parts of a causal model lie: ``base`` and ``head`` in the model, the others in the
-    base.
+    """Names of a causal model's parts: ``base`` and ``head`` in the model, the others in the base.
 
-    added: embeddings that the base adds to ``inputs_embeds``. between: what it applies to the sum.
+    added: embeddings that the base adds to ``inputs_embeds``. between: a module applied to the sum.
     """
 
     base: str = "model"
@@ -64,17 +64,17 @@ INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
 class _Elsewhere(nn.Module):
-    """In the place of what another stage holds: gives its first argument back."""
+    """Placeholder for a module of another stage: returns its first argument."""
 
     def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         return hidden
 
 
 class _AddsNothing(nn.Module):
-    """In the place of embeddings that the first stage has added."""
+    """Placeholder for embeddings that the first stage has added: returns 0."""
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        # made where it is added: the host waits for the device to copy it there
+        # allocated on the device: the host would wait for a copy
         return torch.zeros((), device=positions.device)
 
 
@@ -89,8 +89,8 @@ def _family_of(model: nn.Module) -> Family:
 
 
 def _parts(model: nn.Module, family: Family, count: int, method: str) -> list[int]:
-    """Where each of ``count`` stages begins, and the end, in the list of the embeddings, the
-    blocks, and the head with the norm before it.
+    """Return the bounds of ``count`` stages in the list of the embeddings, the blocks, and the head
+    with its norm: the start of each stage, and the end.
     """
     base, head = model.get_submodule(family.base), model.get_submodule(family.head)
     blocks: Any = base.get_submodule(family.blocks)
@@ -101,7 +101,9 @@ def _parts(model: nn.Module, family: Family, count: int, method: str) -> list[in
 
 
 def _blocks_of(parts: list[int]) -> list[range]:
-    """The blocks of each stage: item 0 of the list is the embeddings, the last one the head."""
+    """Return the blocks of each stage: item 0 of the list is the embeddings, the last one the
+    head.
+    """
     return [
         range(max(0, start - 1), min(parts[-1] - 2, stop - 1)) for start, stop in pairwise(parts)
     ]
@@ -110,8 +112,8 @@ def _blocks_of(parts: list[int]) -> list[range]:
 def _elsewhere(
     model: nn.Module, family: Family, parts: list[int], stages: Sequence[int]
 ) -> dict[str, nn.Module]:
-    """What a rank with ``stages`` does not hold: the paths of these modules, and what takes their
-    places. Where the embeddings are tied to the head, the last stage has them, too.
+    """Return the placeholders of a rank with ``stages``, by the paths of the modules they replace.
+    If the embeddings are tied to the head, the last stage keeps them, too.
     """
     base = model.get_submodule(family.base)
     head, embeddings = model.get_submodule(family.head), base.get_submodule(family.embeddings)
@@ -137,8 +139,8 @@ def _elsewhere(
 
 
 def names_of_stages(model: nn.Module, count: int) -> list[frozenset[str]]:
-    """The parameters that each of ``count`` stages of ``model`` would hold, which stays as it is.
-    Raises ConfigError as :func:`pipeline_stages`.
+    """Return the parameter names of each of ``count`` stages of ``model``, which is not changed.
+    Raises ConfigError like :func:`pipeline_stages`.
     """
     family = _family_of(model)
     parts = _parts(model, family, count, "parameters")
@@ -151,7 +153,7 @@ def names_of_stages(model: nn.Module, count: int) -> list[frozenset[str]]:
 
 
 class CausalLMStages(StagedModule):
-    """See :func:`pipeline_stages`. ``hf_model`` is the model that was cut."""
+    """Result of :func:`pipeline_stages`. ``hf_model`` is the model that was cut."""
 
     def __init__(
         self,
@@ -171,9 +173,9 @@ class CausalLMStages(StagedModule):
             model.set_submodule(path, instead)
         for name, child in model.named_children():
             self.add_module(name, child)
-        self.__dict__["hf_model"] = model  # no child: its children are
+        self.__dict__["hf_model"] = model  # not as a child: its children are ours already
         if self.num_stages > 1:
-            model.register_forward_pre_hook(_refuse_forward)  # generate() comes by it, too
+            model.register_forward_pre_hook(_refuse_forward)  # generate() calls forward, too
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -218,11 +220,11 @@ class CausalLMStages(StagedModule):
         return hidden if mask is None and positions is None else (hidden, mask, positions)
 
     def _base(self, stage: int) -> Any:
-        """The decoder with the blocks of ``stage`` alone."""
+        """Return the decoder with only the blocks of ``stage``."""
         family, base = self._family, getattr(self.hf_model, self._family.base)
         if self.stages_per_rank == 1:
             return base
-        # the same modules, with others in the places of those that are not this stage's
+        # the same modules, with placeholders for those of other stages
         chosen, own = copy.copy(base), self._blocks[stage]
         chosen._modules = dict(base._modules)
         chosen._modules[family.blocks] = nn.ModuleList(
@@ -266,24 +268,24 @@ def pipeline_stages(
     stages_per_rank: int = 1,
     partition_method: str = "parameters",
 ) -> CausalLMStages:
-    """``model``, a causal model of transformers, as this rank's stages of a pipeline: what
-    ``hf_zero.initialize`` takes, to train by ``engine.train_batch``. Collective over all ranks.
+    """Cut ``model``, a causal model of transformers, into this rank's stages of a pipeline, for
+    ``hf_zero.initialize`` and ``engine.train_batch``. Collective over all ranks.
 
-    A batch is a mapping with input_ids, labels and, if wanted, attention_mask and position_ids. The
-    loss is the model's own. ``model`` is cut: it keeps this rank's layers alone, under its own
-    names, and tied embeddings on the first and on the last stage.
+    A batch is a mapping with input_ids, labels and, optionally, attention_mask and position_ids.
+    The loss is the model's own. ``model`` is modified: it keeps only this rank's layers, under
+    their names, and tied embeddings on the first and the last stage.
 
     Args:
-        model: or a function that makes it, by from_pretrained or from_config: then each rank reads
-            or initialises its own layers alone, and never holds the model.
-        num_stages: ranks that a sample passes; or ``topology``, with an axis "pipe".
+        model: the model, or a function that makes it by from_pretrained or from_config: then each
+            rank reads or initializes only its own layers, and never holds the model.
+        num_stages: number of ranks that a sample passes; or ``topology``, with an axis "pipe".
         stages_per_rank: more than 1 for an interleaved schedule.
         partition_method: "parameters", "uniform" or "type:regex" over the embeddings, the blocks
             and the head.
 
     Raises:
-        ConfigError: a model of another family, one without values or that an engine holds, or
-            sizes that the ranks or the layers do not have.
+        ConfigError: a model of an unknown family, without values or held by an engine, or sizes
+            that do not match the ranks or the layers.
     """
     how = topology, stages_per_rank, partition_method
     if isinstance(model, nn.Module):

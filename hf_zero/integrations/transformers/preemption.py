@@ -1,9 +1,9 @@
-"""``TrainingArguments(enable_jit_checkpoint=True)``: a Trainer that gets SIGTERM saves and ends,
-with all its ranks.
+"""``TrainingArguments(enable_jit_checkpoint=True)``: a Trainer that receives SIGTERM saves and
+ends, on all ranks together.
 
-The stock callback looks at a flag of its own process, at four places of a step: ranks would save at
-different ones, or some not at all, and wait for each other. Where it saves before ``global_step``
-is counted, the engine has stepped already. Under ZeRO the ranks agree on the end of one step.
+The stock callback checks a flag of its own process at four points of a step: ranks would save at
+different points, or some not at all, and wait for each other. If it saves before ``global_step`` is
+incremented, the engine has stepped already. Under ZeRO the ranks agree on the end of one step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def agree_to_stop(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], 
         if not (under_zero(trainer) and trainer.args.enable_jit_checkpoint):
             original(self, trainer)
             return
-        self.trainer = trainer  # and no manager: the stock events find nothing to do
+        self.trainer = trainer  # without a manager: the stock events then do nothing
         agreed = AgreedStop(trainer)
         self.on_train_begin, self.on_train_end = agreed.on_train_begin, agreed.on_train_end
         self.on_step_end, self.on_save = agreed.on_step_end, agreed.on_save
@@ -37,11 +37,11 @@ def agree_to_stop(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], 
 
 
 class AgreedStop:
-    """The events of a callback that has one checkpoint saved when the job is asked to end, and
-    stops training.
+    """Events of a callback that saves one checkpoint when the job is asked to end, and stops
+    training.
 
-    The Trainer itself saves, so that the losses of the step are in what it saves. An evaluation
-    that is due then is left out: the time until a job is killed is short.
+    The Trainer itself saves, so that the checkpoint includes the losses of the step. An evaluation
+    due at that step is skipped: little time is left before the job is killed.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -70,7 +70,7 @@ class AgreedStop:
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._sentinel:
-            world_group.barrier()  # every rank has written what it writes
+            world_group.barrier()  # every rank has written its files
             if state.is_world_process_zero:
                 os.remove(self._sentinel)
             self._sentinel = ""

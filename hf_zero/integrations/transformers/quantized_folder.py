@@ -1,5 +1,5 @@
-"""A model folder in the numbers that quantization-aware training trained for, as transformers
-loads it: ``quantization_config`` in its config.json, weights of torchao.
+"""Quantized model folders after quantization-aware training, as transformers loads them:
+``quantization_config`` in config.json, weights of torchao.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
 def quantize_folder(source: str | Path, folder: str | Path, name: str, group_size: int = 32) -> Any:
-    """Write the model of ``source``, a folder of ``save_pretrained``, into ``folder`` quantized as
-    ``quantization_aware_training.config`` = ``name`` says; its tokenizer and other files go along.
-    The model is held in memory whole. Returns it.
+    """Quantize the model of ``source``, a folder of ``save_pretrained``, as configured by
+    ``quantization_aware_training.config`` = ``name``, and write it to ``folder`` with the tokenizer
+    and other files. Holds the whole model in memory. Returns it.
 
-    Raises ConfigError for another name, a folder whose config.json names no class of transformers,
-    and without torchao.
+    Raises ConfigError for an unknown name, a folder whose config.json names no class of
+    transformers, and without torchao.
     """
     import transformers
 

@@ -1,16 +1,16 @@
-"""The wrappers of ``transformers.trainer``: routing, the guard against training unsharded,
-evaluation before training.
+"""Wrappers of ``transformers.trainer``: routing, the guard against unsharded training, evaluation
+before training.
 
-Every wrapper is inert for a Trainer without ZeRO, and where ``import deepspeed`` gives another
-library than hf-zero. Imported in the middle of ``import transformers``: anything of Transformers is
-imported inside the functions.
+Every wrapper is inert for a Trainer without ZeRO, and if ``import deepspeed`` is a library other
+than hf-zero. Imported while ``import transformers`` runs: everything of Transformers is imported
+inside the functions.
 
 [Note: evaluation before training]
-For an evaluation that comes first the stock Trainer prepares an engine without an optimizer: stages
+For an evaluation before training the stock Trainer prepares an engine without an optimizer: stages
 0 to 2 raise, and stage 3 deletes the optimizer from the live config, fills the schedule for zero
-steps and cannot train afterwards. There is nothing to prepare: until the engine is made the model
-is an ordinary one, and afterwards its hooks serve the raw model too. So the evaluation loop runs as
-if ZeRO were off, and training finds everything as it was.
+steps and cannot train afterwards. No preparation is needed: until the engine is made the model is
+an ordinary one, and afterwards its hooks serve the raw model too. So the evaluation loop runs as if
+ZeRO were off, and training finds everything unchanged.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def find_zero_callback(original: Callable[..., None]) -> Callable[..., None]:
             return
         setattr(self, CALLBACK, callback)
         original(self, *args, **kwargs)
-        # In front of the reporters, so that what it adds to the logs reaches them.
+        # First, before the reporters, so that its additions to the logs reach them.
         callbacks = self.callback_handler.callbacks
         callbacks.remove(callback)
         callbacks.insert(0, callback)
@@ -58,8 +58,8 @@ def find_zero_callback(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def route_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wraps ``Trainer.create_accelerator_and_postprocess``: makes the Accelerator with ZeRO where
-    it was asked for, and checks that it is on.
+    """Wraps ``Trainer.create_accelerator_and_postprocess``: makes the Accelerator with ZeRO if
+    requested, and checks that it is on.
     """
 
     def create_accelerator_and_postprocess(self: Any) -> None:
@@ -73,8 +73,8 @@ def route_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _refuse_shared_completions(trainer: Any) -> None:
-    """Raise ConfigError for a trainer that compares several completions of a prompt, which TRL
-    shares out among all ranks, under tensor parallelism.
+    """Raise ConfigError under tensor parallelism for a trainer that compares several completions of
+    a prompt, which TRL distributes among all ranks.
     """
     size = tensor_ranks(trainer.accelerator.state)
     if size > 1 and hasattr(trainer.args, "num_generations"):
@@ -119,8 +119,8 @@ def train_anew(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def prepare_engine(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``Trainer._prepare_for_training``: raises ConfigError if the model that trains is
-    wrapped in anything but the engine.
+    """Wraps ``Trainer._prepare_for_training``: raises ConfigError if the trained model is wrapped
+    in anything but the engine.
     """
 
     def _prepare_for_training(
@@ -165,8 +165,8 @@ def leave_norm_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def know_the_tensor_ranks(original: Callable[[Any], int]) -> Callable[[Any], int]:
-    """Wraps ``Trainer.get_tp_size``: the size in the configuration, by whichever route it came; at
-    least 1.
+    """Wraps ``Trainer.get_tp_size``: returns the tensor parallel size of the configuration, from
+    any route; at least 1.
     """
 
     def get_tp_size(self: Any) -> int:
@@ -178,7 +178,9 @@ def know_the_tensor_ranks(original: Callable[[Any], int]) -> Callable[[Any], int
 
 
 def count_tokens_once(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Wraps ``Trainer._track_num_input_tokens``: of ranks that share layers one's tokens count."""
+    """Wraps ``Trainer._track_num_input_tokens``: counts the tokens of one of the tensor-parallel
+    ranks.
+    """
 
     def _track_num_input_tokens(self: Any, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen
@@ -193,7 +195,7 @@ def count_tokens_once(original: Callable[[Any, Any], None]) -> Callable[[Any, An
 def _keep_given_optimizer(trainer: Any) -> None:
     import torch
 
-    # What accelerate has wrapped is not the user's but that of an earlier train().
+    # An optimizer wrapped by Accelerate is not the user's, but that of an earlier train().
     if isinstance(trainer.optimizer, torch.optim.Optimizer) and not hasattr(
         trainer.optimizer, "step_was_skipped"
     ):
@@ -202,7 +204,7 @@ def _keep_given_optimizer(trainer: Any) -> None:
 
 def keep_what_was_given(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``deepspeed_init``: keeps ``Trainer(optimizers=…)`` and the level of hf-zero's logger
-    as the user set them.
+    as set by the user.
     """
 
     def deepspeed_init(trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
@@ -221,8 +223,8 @@ def keep_what_was_given(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _given_optimizer(trainer: Any) -> Iterator[Any]:
-    """Where the stock code asks for an optimizer, return the one that was given to the Trainer;
-    yields the scheduler that came with it.
+    """Make the stock code use the optimizer given to the Trainer; yield the scheduler given with
+    it. Raises ConfigError if the configuration has an optimizer, too.
     """
     optimizer, scheduler = getattr(trainer, GIVEN, (None, None))
     if optimizer is None:
@@ -264,8 +266,8 @@ def evaluate_raw(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def save_untrained(original: Callable[..., None]) -> Callable[..., None]:
     """Wraps ``Trainer.save_model``: saves a model that was never trained, and returns when the
-    files of a running save are complete. Checkpoints of the Trainer hold whole weights as
-    stage3_gather_16bit_weights_on_model_save says.
+    files of a running save are complete. Checkpoints of the Trainer include whole weights according
+    to stage3_gather_16bit_weights_on_model_save.
     """
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -290,7 +292,7 @@ def save_untrained(original: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def _as_if_plain(trainer: Any) -> Iterator[None]:
-    """Let the stock code treat the raw model as it treats a model without ZeRO."""
+    """Make the stock code treat the raw model like a model without ZeRO."""
     trainer.is_deepspeed_enabled = False
     try:
         yield
@@ -300,8 +302,8 @@ def _as_if_plain(trainer: Any) -> Iterator[None]:
 
 @contextmanager
 def _answering_zero3(trainer: Any) -> Iterator[None]:
-    """``is_deepspeed_zero3_enabled()`` answers for this Trainer: ``generate`` asks it whether
-    ranks must stay together.
+    """Make ``is_deepspeed_zero3_enabled()`` answer for this Trainer: ``generate`` uses it to decide
+    whether ranks must stay in step.
     """
     from transformers.integrations import deepspeed as theirs
 

@@ -1,9 +1,8 @@
-"""The wrappers around the Trainer's checkpoints: a run resumes from, ends with and keeps those that
-are whole.
+"""Wrappers of the Trainer's checkpoints: a run resumes from, ends with and keeps complete ones.
 
 The Trainer writes ``checkpoint-N`` in pieces (weights, our folder, schedule, random states,
-``trainer_state.json``) and knows a folder by its name alone. Imported in the middle of ``import
-transformers``: anything of it is imported inside the functions.
+``trainer_state.json``) and recognizes a folder only by its name. Imported while ``import
+transformers`` runs: everything of it is imported inside the functions.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ ASIDE = "_hf-zero-dropped-"  # a name that the Trainer does not push to the hub
 
 
 def whole_to_resume(trainer: Any, wanted: Any) -> Any:
-    """The checkpoint that ``Trainer.train(resume_from_checkpoint=wanted)`` resumes from: for True,
-    the last complete one. Collective.
+    """Return the checkpoint that ``Trainer.train(resume_from_checkpoint=wanted)`` resumes from: for
+    True, the last complete one. Collective.
 
-    Raises CheckpointError for an incomplete checkpoint, naming the last complete one, and where no
+    Raises CheckpointError for an incomplete checkpoint, naming the last complete one, and if no
     checkpoint is complete.
     """
     if wanted is None or wanted is False:
@@ -55,7 +54,7 @@ def whole_to_resume(trainer: Any, wanted: Any) -> Any:
         folder = Path(wanted)
         decide_on_rank_0(lambda: _refuse_torn(folder, output))
     if folder is None:
-        return wanted  # the Trainer says that there is none
+        return wanted  # the Trainer raises that there is none
     if folder.is_dir() and has_engine_checkpoint(folder):
         rank, ranks = trainer.args.process_index, trainer.args.world_size
         name = f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth"
@@ -72,7 +71,7 @@ def _refuse_torn(folder: Path, output: Path) -> None:
             "path of one, or True for the last"
         )
     if not (folder.is_dir() and (has_engine_checkpoint(folder) or (folder / STATE).is_file())):
-        return  # the Trainer says better what a folder is that it has not written
+        return  # not written by the Trainer: its own error is more specific
     said = trainer_folder_error(folder)
     if said:
         whole = next(
@@ -90,10 +89,10 @@ def _refuse_torn(folder: Path, output: Path) -> None:
 
 
 def end_with_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``Trainer._finalize_training``: waits until the last checkpoint is complete, and takes
-    the best among the complete ones.
+    """Wraps ``Trainer._finalize_training``: waits until the last checkpoint is complete, and
+    selects the best among the complete ones.
 
-    A damaged best checkpoint neither fails a training that has ended nor makes the limit delete all
+    A damaged best checkpoint then neither fails a finished training nor makes the limit delete all
     others.
     """
 
@@ -129,7 +128,9 @@ def push_whole_ones(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _best_whole(trainer: Any) -> tuple[str | None, float | None]:
-    """The best complete checkpoint and its metric; None where there is none."""
+    """Return the best complete checkpoint and its metric; (None, the current metric) if there is
+    none.
+    """
     state, args = trainer.state, trainer.args
     best = Path(state.best_model_checkpoint)
     said = engine_checkpoint_error(best)
@@ -162,8 +163,8 @@ def _step(folder: Path) -> int:
 
 
 def keep_whole_ones(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps ``rotate_checkpoints``: ``save_total_limit`` counts complete checkpoints, and removes a
-    folder by renaming it first.
+    """Wraps ``rotate_checkpoints``: ``save_total_limit`` counts complete checkpoints, and a folder
+    is renamed before it is removed.
     """
 
     def rotate_checkpoints(
@@ -201,7 +202,7 @@ def _keep(newest_first: list[Path], keep: int, protected: set[Path]) -> None:
     newest = newest_first[0]
     for left in newest.parent.glob(f"{ASIDE}*"):
         shutil.rmtree(left, ignore_errors=True)
-    # Other ranks may still be writing their random states into the newest.
+    # Complete without random states: other ranks may still be writing theirs into the newest.
     remove(
         excess(
             newest_first,

@@ -1,11 +1,10 @@
-"""The ZeRO config of a Trainer: how it is read, and how what it leaves out comes from the training
-arguments.
+"""ZeRO config of a Trainer: its reading, and its completion from the training arguments.
 
-Transformers fills a value from its arguments only where the config says "auto". A config that
-leaves ``gradient_clipping`` out would thus silence ``max_grad_norm``, one without batch sizes would
-leave the engine without any, and one that leaves the precision out would cast the inputs to another
-dtype than the model's. Left out means "as the arguments say", on every route that leads a Trainer
-here; both values are shown where the two contradict each other.
+Transformers fills a value from its arguments only if the config says "auto". A config without
+``gradient_clipping`` would thus disable ``max_grad_norm``, one without batch sizes would leave the
+engine without any, and one without a precision would cast the inputs to a dtype other than the
+model's. Here a missing key means "as in the arguments", on every route from a Trainer;
+contradictions are reported with both values.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ FROM_ARGUMENTS = (
     "gradient_clipping",
 )
 
-# Hyper-parameters that the arguments know, by optimizer and by schedule; others keep the defaults
+# Hyper-parameters filled from the arguments, by optimizer and by schedule; others keep the defaults
 # of their class.
 ADAM = ("lr", "betas", "eps", "weight_decay")
 OPTIMIZER_PARAMS = {"adam": ADAM, "adamw": ADAM}
@@ -46,16 +45,16 @@ SCHEDULE_PARAMS = {
 
 
 def read(value: ZeroConfigLike) -> dict[str, Any]:
-    """The config in DeepSpeed's dialect, holding what was written and nothing else.
+    """Return the config in DeepSpeed's dialect, with only the written values.
 
-    Raises ConfigError for what cannot be used.
+    Raises ConfigError for an invalid config.
     """
     return ZeroConfig.coerce(value, allow_auto=True, foreign=True).to_dict()
 
 
 def open_left_out(config: dict[str, Any]) -> list[str]:
-    """Write "auto" for what ``config`` leaves to the training arguments, in place; gives the
-    paths.
+    """Write "auto", in place, for keys that ``config`` leaves to the training arguments; return
+    their paths.
     """
     opened = []
 
@@ -69,7 +68,7 @@ def open_left_out(config: dict[str, Any]) -> list[str]:
         open_key(config, key)
     for precision, other in (("bf16", "fp16"), ("fp16", "bf16")):
         config[precision] = dict(config.get(precision) or {})
-        # the precision that was chosen leaves nothing to choose
+        # if the other precision is enabled, this one is off rather than "auto"
         chosen = (config.get(other) or {}).get("enabled") is True
         open_key(config[precision], f"{precision}.enabled", False if chosen else AUTO)
     for name, known in (("optimizer", _optimizer_params), ("scheduler", _schedule_params)):
@@ -80,8 +79,8 @@ def open_left_out(config: dict[str, Any]) -> list[str]:
                 open_key(params, f"{name}.params.{key}")
     zero = config.get("zero_optimization")
     if isinstance(zero, dict) and zero.get("stage") == 3:
-        # checkpoints of a Trainer hold weights that from_pretrained loads; with false they hold
-        # the shards alone
+        # Checkpoints of a Trainer then hold weights that from_pretrained loads; with false they
+        # hold only the shards.
         open_key(zero, f"zero_optimization.{SAVE_WEIGHTS}", True)
     return opened
 
@@ -95,8 +94,8 @@ def _schedule_params(kind: Any) -> tuple[str, ...]:
 
 
 def fill_from_arguments(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps ``HfTrainerDeepSpeedConfig.trainer_config_process``: keys that are left out come from
-    the training arguments.
+    """Wraps ``HfTrainerDeepSpeedConfig.trainer_config_process``: fills missing keys from the
+    training arguments.
     """
 
     def trainer_config_process(self: Any, args: Any, auto_find_batch_size: bool = False) -> None:
@@ -110,7 +109,7 @@ def fill_from_arguments(original: Callable[..., None]) -> Callable[..., None]:
         original(self, args, auto_find_batch_size)
         if not any((args.fp16, args.bf16, args.fp16_full_eval, args.bf16_full_eval)):
             # The flags are off unless given, and --bf16 is refused on a CPU: a precision in the
-            # config alone is no contradiction.
+            # config alone is not a contradiction.
             self.mismatches = [
                 line
                 for line in self.mismatches
@@ -126,8 +125,8 @@ def fill_from_arguments(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def refuse_full_eval(config: Mapping[str, Any], args: Any) -> None:
-    """Raise ConfigError for an evaluation in another precision than training, since Transformers
-    would train in it too.
+    """Raise ConfigError for an evaluation in a precision other than that of training, because
+    Transformers would train in it too.
     """
     for kind in ("bf16", "fp16"):
         if (
@@ -144,8 +143,8 @@ def refuse_full_eval(config: Mapping[str, Any], args: Any) -> None:
 
 
 def refuse_contradictions(live: Any) -> None:
-    """Raise ConfigError for the contradictions that Transformers found while it filled ``live``,
-    before training starts.
+    """Raise ConfigError, before training starts, for contradictions that Transformers found while
+    filling ``live``.
     """
     if live.mismatches:
         listed = "\n".join(

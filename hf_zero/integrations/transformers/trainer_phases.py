@@ -1,13 +1,14 @@
-"""The wrappers of ``transformers.trainer`` for training techniques: batches that they change, and
-accumulation windows that grow.
+"""Wrappers of ``transformers.trainer`` for training techniques: batches that they change, and
+growing accumulation windows.
 
 [Note: windows that grow]
 The Trainer counts epochs, steps and the data that a resumed run skips in accumulation windows of
-one size. Where ``training_phases`` change the batch, an item of its inner loop is a whole window:
-``get_batch_samples`` takes as many batches as the phase asks for, and hands them on as one, whose
-``training_step`` trains on each in turn. An epoch ends with a window of what is left, as ever.
+one size. If ``training_phases`` change the batch, an item of its inner loop is a whole window:
+``get_batch_samples`` takes as many batches as the phase requires and returns them as one item,
+whose batches ``training_step`` trains on one by one. An epoch ends with a window of the remaining
+batches, as usual.
 
-Imported in the middle of ``import transformers``.
+Imported while ``import transformers`` runs.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Window(dict[str, Any]):
 
 
 def windows_of(trainer: Any) -> Callable[[int], int] | None:
-    """The micro-batches of each optimizer step, counted from 1, on one rank; None where the batch
-    does not change.
+    """Return the number of micro-batches of each optimizer step, counted from 1, on one rank; None
+    if the batch size is constant. Raises ConfigError if the arguments accumulate, too.
     """
     if not under_zero(trainer):
         return None
@@ -59,8 +60,8 @@ def windows_of(trainer: Any) -> Callable[[int], int] | None:
 
 
 def epochs(windows: Callable[[int], int], length: int) -> Iterator[tuple[int, int]]:
-    """After each optimizer step: the epochs that have ended, and the batches of the one that goes
-    on; an epoch has ``length`` batches.
+    """Yield after each optimizer step: the number of ended epochs, and of batches used in the
+    current one; an epoch has ``length`` batches.
     """
     ended, used = 0, 0
     for step in count(1):
@@ -75,8 +76,8 @@ def _after(steps: int, windows: Callable[[int], int], length: int) -> tuple[int,
 
 
 def take_prepared_batches(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``Trainer.get_batch_samples``: the batches of an accumulation window are changed by
-    training techniques before their labels are counted.
+    """Wraps ``Trainer.get_batch_samples``: training techniques change the batches of an
+    accumulation window before their labels are counted.
     """
 
     def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
@@ -94,8 +95,8 @@ def take_prepared_batches(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def train_on_windows(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``Trainer.training_step``: trains on each batch of a window, and ends it with the
-    last.
+    """Wraps ``Trainer.training_step``: trains on each batch of a window, and ends the window with
+    the last one.
     """
 
     def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
@@ -115,8 +116,8 @@ def train_on_windows(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def counting_whole_batches(trainer: Any, inputs: Any) -> Iterator[None]:
-    """Let TRL's ``num_tokens`` count the tokens of whole batches where a rank has a part, without
-    an attention mask: it takes one row of that.
+    """Make TRL's ``num_tokens`` count the tokens of whole batches if a rank has a part of the
+    sequences, without an attention mask: TRL counts one row of the part.
     """
     from hf_zero.parallel.sequence.batches import tokens_of
 
@@ -126,13 +127,15 @@ def counting_whole_batches(trainer: Any, inputs: Any) -> Iterator[None]:
     yield
     if tokens is not None:
         own = torch.as_tensor(tokens, device=trainer.accelerator.device)
-        ranks = trainer.get_tp_size() * trainer.get_sp_size()  # that share the batch
+        ranks = trainer.get_tp_size() * trainer.get_sp_size()  # ranks that share the batch
         trainer._total_train_tokens = counted + int(trainer.accelerator.gather(own).sum()) // ranks
         trainer._metrics["train"]["num_tokens"] = [trainer._total_train_tokens]
 
 
 def count_windows(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``Trainer.set_initial_training_values``: epochs and steps of windows that grow."""
+    """Wraps ``Trainer.set_initial_training_values``: computes epochs and steps for growing
+    windows.
+    """
 
     def set_initial_training_values(self: Any, args: Any, dataloader: Any) -> Any:
         with _lengths_as_they_are(self, args, dataloader):
@@ -153,8 +156,8 @@ def count_windows(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _lengths_as_they_are(trainer: Any, args: Any, dataloader: Any) -> Iterator[None]:
-    """Let the Trainer take the length of a loader that is shared out among groups of ranks that
-    share sequences for what it is: it multiplies by their number.
+    """Make the Trainer use the length of a loader that is distributed among sequence-parallel
+    groups unchanged: it would multiply the length by the group size.
     """
     from hf_zero.parallel.sequence.batches import share_among_groups
 
@@ -170,7 +173,9 @@ def _lengths_as_they_are(trainer: Any, args: Any, dataloader: Any) -> Iterator[N
 
 
 def resume_windows(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``Trainer._init_training_state``: what a resumed run has trained on."""
+    """Wraps ``Trainer._init_training_state``: computes the epochs and batches that a resumed run
+    has trained on.
+    """
 
     def _init_training_state(
         self: Any,
@@ -191,7 +196,7 @@ def resume_windows(original: Callable[..., Any]) -> Callable[..., Any]:
         windows, steps = windows_of(self), self.state.global_step
         if windows is None or not steps:
             return trained
-        # one batch a window is what the Trainer takes for its steps
+        # here the Trainer's steps are batches: its windows have one batch
         ended, used = _after(steps, windows, num_update_steps_per_epoch)
         return ended, 0 if self.args.ignore_data_skip else used
 

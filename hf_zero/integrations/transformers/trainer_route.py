@@ -1,11 +1,11 @@
-"""How one Trainer comes to ZeRO, and the proof that it did.
+"""Routing of a single Trainer to ZeRO, with a check that it succeeded.
 
 [Note: routing a stock Trainer]
-A callback never receives the Trainer, and by its first event the Accelerator exists. So
-``Trainer.__init__`` is wrapped: it looks for a :class:`ZeroCallback` among its arguments, and while
-the Accelerator is made the arguments carry a DeepSpeed plugin and the environment says
-``ACCELERATE_USE_DEEPSPEED``. Both are taken back at once, for the environment and the arguments may
-serve another Trainer that is to be plain.
+A callback never receives the Trainer, and the Accelerator exists before its first event. So the
+wrapper of ``Trainer.__init__`` looks for a :class:`ZeroCallback` among the arguments, and while the
+Accelerator is made the training arguments carry a DeepSpeed plugin and the environment has
+``ACCELERATE_USE_DEEPSPEED``. Both are reverted immediately, because the environment and the
+arguments may serve another, plain Trainer.
 """
 
 from __future__ import annotations
@@ -30,22 +30,24 @@ BORROWED = "_hf_zero_callback_plugin"
 
 
 def under_zero(trainer: Any) -> bool:
-    """Whether this Trainer trains through hf-zero."""
+    """Return whether this Trainer trains through hf-zero."""
     return bool(getattr(trainer, "is_deepspeed_enabled", False)) and finder.chosen()
 
 
 def find_callback(
     constructor: Callable[..., None], trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The :class:`ZeroCallback` among the arguments of ``Trainer.__init__``, or None."""
+    """Return the :class:`ZeroCallback` among the arguments of ``Trainer.__init__``, or None. Raises
+    ConfigError for several.
+    """
     try:
         callbacks = (
             inspect.signature(constructor).bind(trainer, *args, **kwargs).arguments.get("callbacks")
             or ()
         )
     except TypeError:
-        return None  # the constructor itself says better what is wrong with its arguments
-    # not imported: then there is no ZeroCallback
+        return None  # the constructor itself raises a more specific error
+    # if the module is not imported, there is no ZeroCallback
     ours = sys.modules.get("hf_zero.integrations.transformers.zero_callback")
     found = [
         callback
@@ -59,9 +61,9 @@ def find_callback(
 
 @contextmanager
 def environment(**changes: str) -> Iterator[None]:
-    """Set variables for a while.
+    """Set environment variables inside the context.
 
-    What is set inside does not leak: Accelerate leaves its switch on, and a later, plain Trainer
+    Changes made inside do not leak: Accelerate leaves its switch on, and a later, plain Trainer
     would obey it.
     """
     before = {name: os.environ.get(name) for name in (SWITCH, ON_CPU)}
@@ -77,16 +79,16 @@ def environment(**changes: str) -> Iterator[None]:
 
 
 def engine_environment(args: Any) -> dict[str, str]:
-    """The variables that make the engine compute where Accelerate puts the data: on the CPU,
-    although a GPU may be visible.
+    """Return the variables that make the engine compute on the device of Accelerate's batches: on
+    the CPU, even if a GPU is visible.
     """
     return {ON_CPU: "true"} if args.device.type == "cpu" else {}
 
 
 @contextmanager
 def route(trainer: Any) -> Iterator[bool]:
-    """Add to the Trainer's arguments, for a while, what makes its Accelerator use ZeRO. Yields
-    whether ZeRO was asked for.
+    """Add the plugin and variables that make the Trainer's Accelerator use ZeRO, inside the
+    context. Yields whether ZeRO was requested.
     """
     args, callback = trainer.args, getattr(trainer, CALLBACK, None)
     config = callback.config if callback is not None else None
@@ -117,13 +119,13 @@ def route(trainer: Any) -> Iterator[bool]:
     finally:
         args.deepspeed_plugin = None
         del args.hf_deepspeed_config
-        # What from_pretrained loads from now on is whole again: another model in this process may
-        # be for a plain Trainer.
+        # from_pretrained must load whole models again: another model in this process may be for a
+        # plain Trainer.
         unset_hf_deepspeed_config()
 
 
 def agree(config: dict[str, Any], args: Any) -> None:
-    """Raise ConfigError for a callback whose config differs from that of the arguments."""
+    """Raise ConfigError if the callback's config differs from that of the arguments."""
     theirs = args.deepspeed_plugin.hf_ds_config.config
     differing = [
         f"{path}: {given!r} in ZeroCallback, {other!r} in the arguments"
@@ -139,7 +141,7 @@ def agree(config: dict[str, Any], args: Any) -> None:
 
 
 def flattened(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """``(dotted path, value)`` of every leaf."""
+    """Yield ``(dotted path, value)`` of every leaf."""
     for key, value in config.items():
         if isinstance(value, dict):
             yield from flattened(value, f"{prefix}{key}.")
@@ -154,14 +156,16 @@ def _left_by_callback() -> bool:
 
 
 def renew_devices(args: Any) -> None:
-    """Make the arguments read ranks and devices again: they were made for another Trainer."""
+    """Make the arguments read ranks and devices again: their cached values are of another Trainer's
+    state.
+    """
     args.__dict__.pop("_setup_devices", None)
     _ = args._setup_devices
 
 
 def verify(trainer: Any) -> None:
-    """Raise unless this Trainer's Accelerator is a ZeRO one: nothing may train unsharded in
-    silence. Accelerate's state counts the ranks.
+    """Raise ConfigError unless this Trainer's Accelerator is a ZeRO one: nothing may train
+    unsharded silently. Accelerate's state checks the number of ranks.
     """
     finder.choose()
     if not trainer.is_deepspeed_enabled:
@@ -175,12 +179,16 @@ def verify(trainer: Any) -> None:
 
 
 def state_kind(trainer: Any) -> Any:
-    """The distributed type that Accelerate's one state has by now; None while there is no state."""
+    """Return the current distributed type of Accelerate's shared state; None if there is no
+    state.
+    """
     return getattr(trainer.accelerator.state, "distributed_type", None)
 
 
 def verify_state(trainer: Any) -> None:
-    """Raise if another Trainer has replaced the state that this one was made with."""
+    """Raise ConfigError if another Trainer has replaced the shared state since this one was
+    made.
+    """
     from accelerate.utils import DistributedType
 
     if trainer.is_deepspeed_enabled != (state_kind(trainer) == DistributedType.DEEPSPEED):
@@ -193,7 +201,7 @@ def verify_state(trainer: Any) -> None:
 
 
 def _one_device(args: Any) -> None:
-    # nn.DataParallel would take all visible GPUs, unsharded.
+    # nn.DataParallel would use all visible GPUs, unsharded.
     if args.n_gpu > 1:
         logger.warning(
             "%d GPUs are visible to one process; under ZeRO it uses %s. For all of them: "

@@ -1,6 +1,4 @@
-"""``hf_zero.TrainingArguments(..., zero_config=…)``: the Trainer's arguments with a ZeRO config
-among them.
-"""
+"""``hf_zero.TrainingArguments(..., zero_config=…)``: the Trainer's arguments with a ZeRO config."""
 
 from __future__ import annotations
 
@@ -19,21 +17,21 @@ from hf_zero.integrations.transformers.trainer_config import read, refuse_contra
 
 @dataclass(repr=False)
 class TrainingArguments(transformers.TrainingArguments):
-    """``transformers.TrainingArguments`` and ``zero_config``.
+    """``transformers.TrainingArguments`` with an additional field ``zero_config``.
 
     ``zero_config`` is a ``ZeroConfig``, a dict (DeepSpeed's dialect or our own keywords), the path
-    of a JSON or YAML file, a JSON string, or a preset ("zero0" … "zero3"). What it leaves out of
-    batch sizes, accumulation, clipping, precision, learning rate and schedule comes from the other
-    arguments. It becomes ``deepspeed``, so that everything of Transformers and Accelerate that asks
-    for ZeRO sees it. None leaves the stock class.
+    of a JSON or YAML file, a JSON string, or a preset ("zero0" … "zero3"). Missing batch sizes,
+    accumulation, clipping, precision, learning rate and schedule come from the other arguments. It
+    is stored as ``deepspeed``, where all code of Transformers and Accelerate looks for ZeRO. None
+    leaves the stock class unchanged.
 
-    Raises ConfigError for a config that cannot be used, and where it contradicts another argument,
-    with both values.
+    Raises ConfigError for an invalid config, and for one that contradicts another argument, with
+    both values.
     """
 
     zero_config: dict | str | os.PathLike | ZeroConfig | None = field(
         default=None,
-        # compared through `deepspeed`, which it becomes
+        # compared as `deepspeed`, where it is stored
         compare=False,
         metadata={
             "help": "Train with hf-zero: the path of a ZeRO config (JSON or YAML), a JSON string, "
@@ -56,7 +54,7 @@ class TrainingArguments(transformers.TrainingArguments):
             )
         _refuse_other_stage(config.stage)
         if not isinstance(self.zero_config, str):
-            # text or a dict goes into JSON and comes back; other objects would not
+            # a string or a dict survives serialization to JSON; other objects do not
             self.zero_config = (
                 os.fspath(self.zero_config)
                 if isinstance(self.zero_config, os.PathLike)
@@ -69,8 +67,8 @@ class TrainingArguments(transformers.TrainingArguments):
 
 
 def _refuse_other_stage(stage: int) -> None:
-    """The config of the arguments takes the place of the launcher's; that must not change the
-    stage unseen.
+    """Raise ConfigError if the launcher's config names another stage: the config of the arguments
+    replaces it, which must not change the stage unnoticed.
     """
     if not zero_asked_for():
         return
@@ -97,8 +95,8 @@ def _refuse_other_stage(stage: int) -> None:
 
 
 def require_answering_imports() -> None:
-    """Raise if Transformers was imported while nothing answered for ``deepspeed``: its classes
-    are then hollow.
+    """Raise ConfigError if Transformers was imported while ``deepspeed`` was not available: its
+    DeepSpeed classes then derive from object alone.
     """
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 

@@ -1,7 +1,7 @@
-"""``callbacks=[ZeroCallback(zero_config)]``: a stock Trainer with stock arguments trains sharded,
-and reports how.
+"""``callbacks=[ZeroCallback(zero_config)]``: sharded training in a stock Trainer with stock
+arguments, with reports.
 
-The routing itself is in ``trainer_route.py``; the callback carries the config, insists that the
+The routing itself is in ``trainer_route.py``; the callback holds the config, checks that the
 routing happened, and adds memory, throughput and the gradient norm to the Trainer's training logs.
 """
 
@@ -24,18 +24,18 @@ MEBIBYTE = 2**20
 
 
 class ZeroCallback(TrainerCallback):
-    """Route the Trainer it is given to through hf-zero.
+    """Route the Trainer that receives this callback through hf-zero.
 
-    ``zero_config`` is what ``hf_zero.TrainingArguments(zero_config=…)`` takes. None routes nothing
-    and only reports: for a Trainer that is under ZeRO already. The model is made before the
-    Trainer, so this route always loads it whole on every rank, then shards.
+    ``zero_config`` is as for ``hf_zero.TrainingArguments(zero_config=…)``. None routes nothing and
+    only reports, for a Trainer that is under ZeRO already. The model is made before the Trainer, so
+    this route always loads it whole on every rank, then shards it.
 
     Added to every training log: ``memory_mib`` and ``peak_memory_mib`` (this rank's allocated GPU
     memory, or resident memory on a CPU), ``samples_per_second`` and ``tokens_per_second`` (all
-    ranks; evaluation and saving not counted; tokens where the model's main input is [rows, tokens]
+    ranks; without evaluation and saving; tokens if the model's main input is [rows, tokens]
     integers, this rank's count times the ranks), ``grad_norm``.
 
-    Raises ConfigError where the Trainer it is in cannot be, or was not, routed.
+    Raises ConfigError if its Trainer cannot be, or was not, routed.
     """
 
     def __init__(self, zero_config: ZeroConfigLike | None = None) -> None:
@@ -88,7 +88,7 @@ class ZeroCallback(TrainerCallback):
             return
         added = {**memory(args.device), **self.throughput.rates()}
         logs.update(added)
-        # The Trainer copied the logs into its history before this event.
+        # The Trainer has copied the logs into its history before this event.
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(added)
 
@@ -115,7 +115,7 @@ def _sharding() -> bool:
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """``memory_mib`` and ``peak_memory_mib`` of this rank."""
+    """Return ``memory_mib`` and ``peak_memory_mib`` of this rank."""
     if not kinds.is_host(device):
         now, peak = usage.allocated(device), usage.most_allocated(device)
     else:
@@ -134,14 +134,14 @@ def _peak_resident() -> int:
     try:
         import resource
     except ImportError:
-        # Windows keeps no such figure under this name; the present one is then the peak known
+        # Windows has no such figure: the current one is then the known peak
         return 0
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class Throughput:
-    """Samples and tokens a second between two logs, over the time spent in steps."""
+    """Samples and tokens per second between two logs, over the time spent in steps."""
 
     def __init__(self) -> None:
         self._hook: Any = None
@@ -154,7 +154,7 @@ class Throughput:
         self._steps = self._tokens = 0
 
     def start(self, args: Any, state: Any, model: Any) -> None:
-        """``model`` None: samples alone, no hook on the model."""
+        """Start to measure; ``model`` None counts samples only, without a hook on the model."""
         self.stop()
         self._clear()
         self._ranks = args.world_size
@@ -189,7 +189,7 @@ class Throughput:
         self._steps += 1
 
     def rates(self) -> dict[str, float]:
-        """What happened since the last call."""
+        """Return the rates since the last call."""
         found = {}
         if self._seconds > 0:
             found["samples_per_second"] = round(
