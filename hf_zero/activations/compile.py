@@ -47,8 +47,8 @@ from hf_zero.zero.layout.tree import transformed
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.layout.wrap import find_units
 
-# recompilations of one forward before torch gives up; its default of 8 is soon exceeded by a class
-# with several kinds of blocks
+# limit on recompilations of one forward; torch's default of 8 is too low for a class with several
+# kinds of blocks
 GRAPHS = 64
 _PLAIN = (str, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 

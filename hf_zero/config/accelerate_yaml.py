@@ -112,10 +112,8 @@ def is_accelerate(mapping: Mapping[str, Any]) -> bool:
 
 
 def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
-    """Read an Accelerate configuration whose distributed_type is DEEPSPEED.
-
-    ``label`` names the file in messages. Errors are collected in the returned reading's
-    ``mistakes``.
+    """Read an Accelerate configuration whose distributed_type is DEEPSPEED; ``label`` names it in
+    messages. Errors are collected in the returned reading's ``mistakes``.
     """
     reading = ConfigReading()
     mistakes = reading.mistakes
@@ -142,7 +140,7 @@ def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
     for name, size in parallel.items():
         if isinstance(size, int) and size > 1 and name != _SEQUENCE:
             if name.endswith(("dp_shard_size", "dp_replicate_size")) and sequence > 1:
-                continue  # Accelerate derives both from the number of ranks; they are recomputed
+                continue  # the values that Accelerate derives from them are recomputed
             said = (
                 f"{label}: parallelism_config.{name} = {size} asks for a parallelism that "
                 f"hf-zero does not provide; {_INSTEAD.get(name, 'write 1 or remove it')}"

@@ -1,10 +1,8 @@
-"""Batch sizes from the section ``elasticity``: one train batch size that divides evenly among as
-many world sizes as possible, so that a run continues with the same batches on another number of
-ranks.
+"""Batch sizes from the section ``elasticity``: one train batch size that divides among as many
+world sizes as possible, so that a run continues with the same batches on another number of ranks.
 
-Each micro-batch size, and their least common multiple, is multiplied by the largest highly
-composite number that keeps the product within ``max_train_batch_size``; the products are the
-candidates.
+Candidates are each micro-batch size, and their least common multiple, times the largest highly
+composite number that keeps the product within ``max_train_batch_size``.
 """
 
 from __future__ import annotations

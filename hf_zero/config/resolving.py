@@ -74,10 +74,8 @@ def _ranks_with_batches(reading: ConfigReading, ranks: int) -> int:
 
 
 def _correct_total(reading: ConfigReading, ranks: int, batches: int) -> None:
-    """Discard the train batch size that Accelerate or the Trainer filled in if it counts every
-    rank.
-
-    Ranks that share the batches of another must not count; the equation yields the right number.
+    """Discard a train batch size that Accelerate or the Trainer filled in by counting every rank,
+    also ranks that share the batches of another: the equation yields the right number.
     """
     total, micro, accumulation = (reading.values.get(key) for key in (TOTAL, MICRO, ACCUMULATION))
     if batches < ranks and micro and total == micro * (accumulation or 1) * ranks:

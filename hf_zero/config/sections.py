@@ -266,8 +266,8 @@ class SchedulerConfig:
 @dataclass(frozen=True)
 class CheckpointSection:
     """Writing and reading of checkpoints. ``async_save`` writes from a copy in host memory while
-    training continues; ``keep`` is the number of checkpoints with engine-made tags that stay in a
-    folder, None for all.
+    training continues; ``keep`` is the number of checkpoints with automatic tags that stay in a folder,
+    None for all.
     """
 
     use_node_local_storage: bool = key(
@@ -372,7 +372,7 @@ class CompileSection:
         False,
         "compile each block's forward with torch.compile; compile: blocks is short for it",
     )
-    # CUDA graphs fix the addresses of weights; gathers at stage 3 and checkpointing change them.
+    # CUDA graphs fix the addresses of weights; gathers at stage 3 and checkpoints do not.
     mode: str = key(
         choice("default", "max-autotune-no-cudagraphs"),
         "default",

@@ -74,7 +74,7 @@ def register_engines(accelerator: Any, limited_by_script: Iterable[Engine] = ())
         for model in accelerator._models
         if isinstance(model, Engine) and model.bound is not None
     ]
-    if len(here) == 1:  # engines prepared before it may not step, such as a teacher's
+    if len(here) == 1:  # an engine prepared before it, such as a teacher's, cannot step
         if (
             here[0] in _training
             and getattr(accelerator.deepspeed_engine_wrapped, "engine", None) is here[0]

@@ -26,7 +26,7 @@ class ParameterCoordinator:
 
 
 class ParameterOffload:
-    """``engine.optimizer.parameter_offload``."""
+    """The object at ``engine.optimizer.parameter_offload``."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -59,7 +59,7 @@ def biased_gelu(linear: nn.Module, x: torch.Tensor, activation: object) -> torch
 
 @functools.cache
 def gated_mlp(packed: bool) -> Forward:
-    """Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma2, Gemma3."""
+    """Forward of the MLPs of Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma2, Gemma3."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         if not takes(x):
@@ -70,7 +70,7 @@ def gated_mlp(packed: bool) -> Forward:
 
 
 def packed_gate_up(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Phi3: gate and up in one parameter."""
+    """Forward of Phi3's MLP: gate and up are one parameter."""
     if not takes(hidden_states):
         return type(self).forward(self, hidden_states)
     return self.down_proj(activations.swiglu_packed(self.gate_up_proj(hidden_states)))
@@ -95,14 +95,14 @@ def t5_plain(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def bert_intermediate(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """BERT, RoBERTa, ELECTRA, DeBERTa-v2."""
+    """Forward of the intermediate layers of BERT, RoBERTa, ELECTRA, DeBERTa-v2."""
     if not takes(hidden_states):
         return type(self).forward(self, hidden_states)
     return biased_gelu(self.dense, hidden_states, self.intermediate_act_fn)
 
 
 def two_layers(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Phi, ViT."""
+    """Forward of the MLPs of Phi and ViT."""
     if not takes(hidden_states):
         return type(self).forward(self, hidden_states)
     return self.fc2(biased_gelu(self.fc1, hidden_states, self.activation_fn))

@@ -46,7 +46,7 @@ def added(x: torch.Tensor, residual: torch.Tensor, dropout: nn.Module) -> torch.
 
 
 def bert_output(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
-    """BertSelfOutput and BertOutput, and those of RoBERTa, ELECTRA, DeBERTa-v2:
+    """Forward of BertSelfOutput and BertOutput, and of those of RoBERTa, ELECTRA, DeBERTa-v2:
     norm(dropout(dense(x)) + input).
     """
     x, norm, dropout = self.dense(hidden_states), self.LayerNorm, self.dropout
@@ -77,7 +77,9 @@ def llama_layer(
     position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Llama, Mistral, Qwen2, Qwen3, Gemma: the first residual and the norm after it."""
+    """Forward of Llama, Mistral, Qwen2, Qwen3, Gemma layers: fuses the first residual and the
+    following norm.
+    """
     attended, _ = self.self_attn(
         hidden_states=self.input_layernorm(hidden_states),
         attention_mask=attention_mask,
@@ -101,7 +103,7 @@ def phi3_layer(
     position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Forward of :func:`llama_layer` with dropout of the summands."""
+    """Forward of Phi3 layers: as :func:`llama_layer`, with dropout of the summands."""
     attended, _ = self.self_attn(
         hidden_states=self.input_layernorm(hidden_states),
         attention_mask=attention_mask,

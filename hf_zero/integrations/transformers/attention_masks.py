@@ -98,7 +98,7 @@ def keep_causal_mask(original: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def keep_bidirectional_mask(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Wraps ``transformers.masking_utils._ignore_bidirectional_mask_sdpa``: as
+    """Wraps ``transformers.masking_utils._ignore_bidirectional_mask_sdpa``, as
     :func:`keep_causal_mask`.
     """
 

@@ -37,8 +37,8 @@ class Window(dict[str, Any]):
 
 
 def windows_of(trainer: Any) -> Callable[[int], int] | None:
-    """Return the number of micro-batches of each optimizer step, counted from 1, on one rank; None
-    if the batch size is constant. Raises ConfigError if the arguments accumulate, too.
+    """Return a function from the optimizer step, counted from 1, to its micro-batches on one rank;
+    None if the batch size is constant. Raises ConfigError if the arguments accumulate, too.
     """
     if not under_zero(trainer):
         return None
