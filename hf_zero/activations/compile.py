@@ -8,7 +8,7 @@ traced with them, and the compiled backward recomputes. Dynamo caches graphs by 
 graph. The graph saves the parameters themselves, or views of them, for the backward: the engine
 gathers into the same storage again, so they hold their values when they are read.
 
-[Note: what runs uncompiled]
+[Note: uncompiled calls]
 Evaluation and generation (no gradient is recorded and the block does not train): each step of a
 decoder has different shapes, and each block has a cache object of its own, so every block would be
 compiled separately, again and again. For the same reason, a training forward with an argument of a

@@ -266,8 +266,8 @@ class SchedulerConfig:
 @dataclass(frozen=True)
 class CheckpointSection:
     """Writing and reading of checkpoints. ``async_save`` writes from a copy in host memory while
-    training continues; ``keep`` is the number of checkpoints with automatic tags that stay in a folder,
-    None for all.
+    training continues; ``keep`` is the number of checkpoints with automatic tags that stay in a
+    folder, None for all.
     """
 
     use_node_local_storage: bool = key(
