@@ -211,7 +211,7 @@ def required_torch_version(
 
 
 def _pair(version: str) -> tuple[int, int]:
-    major, minor = version.split("+")[0].split(".")[:2]
+    major, minor, *_ = [*version.split("+")[0].split("."), "0"]
     return int(major), int(minor)
 
 

@@ -147,8 +147,9 @@ def _one_writer(folder: Path) -> Iterator[bool]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield not any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors"))
-            return
+            if not path.exists():  # the writer before has deleted it, as it was done
+                yield False
+                return
         yield True
         os.unlink(path)  # waiting processes hold it open
     finally:

@@ -44,7 +44,8 @@ def sequence_tiled_compute(
         for start in range(0, seqlen, step)
     ]
     parts = [_recomputed(fn, **stretch, **kwargs_to_pass) for stretch in stretches]
-    whole = torch.stack(parts) if output_unshard_dimension == 0 else torch.cat(parts, dim=1)
+    dim = output_unshard_dimension
+    whole = torch.stack(parts) if dim == 0 else torch.cat(parts, dim=dim)
     return whole if output_reduction is None else _reduced(whole, output_reduction)
 
 

@@ -33,6 +33,13 @@ _FACTORIES: dict[Any, Callable[[tuple[Any, ...]], Callable[[torch.Tensor], Any] 
 }
 
 
+def _default_dtype(func: Any, args: tuple[Any, ...]) -> torch.dtype:
+    """Return the dtype of a tensor made without one: ``full`` takes that of its value."""
+    if func is aten.full.default and not isinstance(args[1], float):
+        return torch.tensor(args[1]).dtype
+    return torch.get_default_dtype()
+
+
 class _WithoutMemory(TorchDispatchMode):
     """Dispatch mode that makes large floating-point CPU tensors lazy once ``whole_bytes`` of them
     are in memory, except while ``pauses()`` is true.
@@ -46,7 +53,7 @@ class _WithoutMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _FACTORIES and not self._pauses():
-            dtype = kwargs.get("dtype") or torch.get_default_dtype()
+            dtype = kwargs.get("dtype") or _default_dtype(func, args)
             nbytes = math.prod(args[0]) * dtype.itemsize
             plain = torch.device(kwargs.get("device") or "cpu").type == "cpu" and kwargs.get(
                 "layout"

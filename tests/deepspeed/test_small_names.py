@@ -334,7 +334,7 @@ def test_small_helpers(tmp_path: Path) -> None:
     u.set_random_seed(3)
     assert torch.equal(first, torch.rand(1))
     version = deepspeed.utils.torch.required_torch_version
-    assert version(min_version=2.0) and not version(max_version=1.13)
+    assert version(min_version=2.0) and version(min_version=2) and not version(max_version=1.13)
     with pytest.raises(ConfigError, match="needs min_version"):
         version()
     model = nn.Sequential(nn.Sequential(nn.ReLU()))

@@ -121,6 +121,10 @@ def test_means_of_tiles_and_scalars() -> None:
         lambda x, add: (x + add).sum(), 6, 3, ["x"], ["add"], "x", None, 0, "sum", x, 1.0
     )
     assert same == x.sum() + 12
+    joined = ulysses.sequence_tiled_compute(
+        lambda x: x.mT, 6, 3, {"x": x[..., None]}, {}, "x", None, 2, None
+    )
+    assert torch.equal(joined, x[:, None])
     with pytest.raises(ValueError, match="write 'mean' or 'sum'"):
         ulysses.TiledFusedLogitsLoss.apply(
             lambda m, x, y: x.sum(), None, x, x, None, 2, None, "none"

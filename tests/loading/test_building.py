@@ -106,6 +106,9 @@ def test_random_numbers_are_the_same_at_every_reading_and_leave_the_generator_al
     "make",
     [
         lambda: torch.zeros(64, dtype=torch.int64),
+        lambda: torch.full((512, 1024), 1),
+        lambda: torch.full((512, 1024), True),
+        lambda: torch.full((512, 1024), 1j),
         lambda: torch.empty(64, device="meta"),
         lambda: torch.zeros(4, 4).to_sparse(),
         lambda: torch.eye(8),

@@ -107,17 +107,17 @@ def test_the_report_of_a_checkout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(script, "live_frames", lambda checkout: f"as in {checkout.name}")
-    core = tmp_path / "hf_zero" / "core"
-    core.mkdir(parents=True)
-    (core.parent / "__init__.py").write_text("")
-    (core / "a.py").write_text("from hf_zero.core import b\n" + WIDE)
-    (core / "b.py").write_text("def f():\n    from hf_zero.core import a\n")
+    zero = tmp_path / "hf_zero" / "zero"
+    zero.mkdir(parents=True)
+    (zero.parent / "__init__.py").write_text("")
+    (zero / "a.py").write_text("from hf_zero.zero import b\n" + WIDE)
+    (zero / "b.py").write_text("def f():\n    from hf_zero.zero import a\n")
     script.report(tmp_path)
     printed = capsys.readouterr().out
-    assert "core.a <-> core.b" in printed and "load time: 0" in printed
-    assert "imports inside core: 1" in printed
-    assert "widest classes: core.a.Wide 5" in printed
-    assert "longest functions: core.a.__init__ 4" in printed
+    assert "zero.a <-> zero.b" in printed and "load time: 0" in printed
+    assert "imports inside zero: 1" in printed
+    assert "widest classes: zero.a.Wide 5" in printed
+    assert "longest functions: zero.a.__init__ 4" in printed
     assert f"frames of a planned gather: as in {tmp_path.name}" in printed
 
 

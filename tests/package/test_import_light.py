@@ -57,10 +57,15 @@ def test_importing_loads_neither_hugging_face_nor_triton_nor_cuda() -> None:
 def test_the_converter_needs_no_engine() -> None:
     seen = in_fresh_process(
         "import sys, json; from hf_zero.checkpoint import convert_checkpoint\n"
-        "print(json.dumps([m for m in sys.modules if m.startswith(('hf_zero.zero',"
+        "print(json.dumps([m for m in sys.modules if m.startswith(('hf_zero.zero.',"
         " 'hf_zero.config'))]))"
     )
-    assert seen == []
+    arithmetic = {
+        "hf_zero.zero.layout",
+        "hf_zero.zero.layout.box",
+        "hf_zero.zero.layout.flat_layout",
+    }
+    assert {*seen} <= arithmetic
 
 
 def test_import_without_torch_stays_without_torch() -> None:

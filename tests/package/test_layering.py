@@ -249,7 +249,7 @@ def test_every_layer_is_of_something_that_is_there() -> None:
         ),
         ("def f():\n    from hf_zero import cli", "hf_zero.zero.training_engine", "hf_zero.cli"),
         (
-            "from ..integrations import accelerate",
+            "from ...integrations import accelerate",
             "hf_zero.zero.gather.hooks",
             "hf_zero.integrations",
         ),

@@ -15,6 +15,8 @@ import torch
 from transformers import TrainerCallback
 
 from hf_zero.device import kinds, usage
+from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.transformers.trainer_config import ZeroConfigLike, read
@@ -157,9 +159,11 @@ class Throughput:
         """Start to measure; ``model`` None counts samples only, without a hook on the model."""
         self.stop()
         self._clear()
-        self._ranks = args.world_size
+        groups = get_parallel()
+        shared = groups.dims if groups is not None else ParallelDims(data=args.world_size)
+        self._ranks = shared.batches
         rows = state.train_batch_size or args.per_device_train_batch_size
-        self._samples_a_step = rows * args.gradient_accumulation_steps * args.world_size
+        self._samples_a_step = rows * args.gradient_accumulation_steps * shared.data
         if model is not None:
             name = getattr(model, "main_input_name", "input_ids")
             self._hook = model.register_forward_pre_hook(

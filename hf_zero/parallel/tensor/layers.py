@@ -93,7 +93,7 @@ class ReadsWhole(Sharded):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         part = self._part
         assert part.inputs is not None
-        x, gradients = part.inputs.copy(x, part.member, part.axis)
+        x, gradients = part.inputs.copy(x, self, part.member, part.axis)
         if gradients is not None and gradients.holds(part.member, self):
             return gradients.product(part.member, self, x)
         return super().forward(x, *args, **kwargs)  # type: ignore[misc]

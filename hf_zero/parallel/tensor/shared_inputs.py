@@ -4,14 +4,19 @@ up.
 
 from __future__ import annotations
 
-import copy
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_zero.parallel.tensor.axis import TensorAxis, copy_to
 from hf_zero.parallel.tensor.weight_gradients import WeightGradients, of_one_unit
+
+
+def _unknown() -> None:
+    """Stand for a reference to a layer that has not run yet."""
 
 
 class SharedInputs:
@@ -24,30 +29,29 @@ class SharedInputs:
 
     def __init__(self, name: str):
         self.name = name
-        self._members: list[weakref.ref[Any]] = []
+        self._members: list[Callable[[], nn.Module | None]] = []
         self._ran: list[int] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor, WeightGradients | None]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedInputs:
         copied = memo[id(self)] = SharedInputs(self.name)
-        for each in self._members:
-            layer = each()
-            copied._members.append(
-                each if layer is None else weakref.ref(copy.deepcopy(layer, memo))
-            )
+        # Copies of layers make themselves known as they run: a copy may be of one layer alone.
+        copied._members = [_unknown] * len(self._members)
         return copied
 
-    def join(self, layer: Any) -> int:
+    def join(self, layer: nn.Module) -> int:
         """The number of one more ``layer``."""
         self._members.append(weakref.ref(layer))
         return len(self._members) - 1
 
     def copy(
-        self, x: torch.Tensor, member: int, axis: TensorAxis
+        self, x: torch.Tensor, layer: nn.Module, member: int, axis: TensorAxis
     ) -> tuple[torch.Tensor, WeightGradients | None]:
-        """``x`` for layer ``member``, and the gradients of weights that its sum is computed
-        beside.
+        """Return ``x`` for ``layer``, whose number is ``member``, and the gradients of weights
+        that its sum is computed beside.
         """
+        if self._members[member]() is not layer:
+            self._members[member] = weakref.ref(layer)
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x, None
         if member in self._ran:
