@@ -1,12 +1,12 @@
-"""Adafactor: a second moment kept as sums of rows and columns (Shazeer and Stern 2018,
-arXiv:1804.04235), with the settings and the arithmetic of transformers', and that of torch.optim's.
+"""Adafactor: a second moment factored into row and column sums (Shazeer and Stern 2018,
+arXiv:1804.04235), with the settings and the arithmetic of transformers' class, or of torch.optim's.
 
 [Note: sums of rows and columns over parts]
-A part of a tensor is a run of its elements: rectangles of its matrices, at most one row that is not
-whole at either end. Each rank adds up the squares of its rectangles by row and by column, one
-all-reduce makes them the sums of the tensors (with the squares of the weights), a second one adds
-up the squares of the updates, by which they are clipped. What is kept of them (rows + columns
-numbers a matrix, all elements of a vector) lies on every rank that has a part.
+A part of a tensor is a contiguous run of its elements: rectangles of its matrices, with at most one
+incomplete row at either end. Each rank sums the squares of its rectangles by row and by column. One
+all-reduce turns these into the sums of the tensors, together with the squares of the weights; a
+second one adds up the squares of the updates, which clipping needs. The factors (rows + columns
+numbers a matrix, all elements of a vector) are replicated on every rank that owns a part.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from hf_zero.optim.whole_tensor import FACTORS, Parts, TensorPlace, WholeTensorO
 
 
 class Rectangle(NamedTuple):
-    """Elements ``[offset, offset + rows * columns)`` of a part: of matrix ``matrix`` of its tensor,
-    from ``row`` and ``column`` on.
+    """Elements ``[offset, offset + rows * columns)`` of a part: a rectangle of matrix ``matrix`` of
+    its tensor that begins at ``row`` and ``column``.
     """
 
     offset: int
@@ -35,12 +35,12 @@ class Rectangle(NamedTuple):
     columns: int
 
     def of(self, values: Tensor) -> Tensor:
-        """Those of ``values`` [part]: [rows, columns]."""
+        """Return the rectangle as a view of ``values`` [part]: [rows, columns]."""
         numel = self.rows * self.columns
         return values[self.offset : self.offset + numel].view(self.rows, self.columns)
 
     def row_of(self, rows: Tensor) -> Tensor:
-        """Its part of ``rows`` [matrices, all rows]."""
+        """Return the rectangle's slice of ``rows`` [matrices, all rows]."""
         return rows[self.matrix, self.row : self.row + self.rows]
 
     def column_of(self, columns: Tensor) -> Tensor:
@@ -48,7 +48,9 @@ class Rectangle(NamedTuple):
 
 
 def rectangles(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Rectangle]:
-    """Elements ``[start, stop)`` of a tensor of ``shape``, of two dimensions or more."""
+    """Yield the rectangles of elements ``[start, stop)`` of a tensor with at least two
+    dimensions.
+    """
     rows, columns = shape[-2:]
     at = start
     while at < stop:
@@ -64,8 +66,8 @@ def rectangles(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Rectan
 
 
 def _sizes(shape: tuple[int, ...]) -> tuple[int, int]:
-    """How many sums there are of the rows and of the columns of a tensor; of a vector one for each
-    element.
+    """Return the number of row sums and of column sums of a tensor. A vector has one number for
+    each element and no column sums.
     """
     if len(shape) < 2:
         return prod(shape), 0
@@ -73,16 +75,16 @@ def _sizes(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _matrices(values: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """``values`` [rows + columns], as they are in ``_sizes``: [matrices, rows] and [matrices,
-    columns].
+    """Return views of ``values`` [rows + columns], sized by ``_sizes``: [matrices, rows] and
+    [matrices, columns].
     """
     rows, columns = values.split(_sizes(shape))
     return rows.view(-1, shape[-2]), columns.view(-1, shape[-1])
 
 
 class FactoredOptimizer(WholeTensorOptimizer):
-    """An optimizer that divides gradients by the roots of a second moment, which it keeps by rows
-    and columns, and clips each tensor's update by its root mean square.
+    """An optimizer that divides gradients by the root of a second moment, factored into rows and
+    columns, and clips each tensor's update by its root mean square.
     """
 
     ROUNDS = 2
@@ -91,12 +93,12 @@ class FactoredOptimizer(WholeTensorOptimizer):
 
     @classmethod
     def added_to_squares(cls, group: Mapping[str, Any]) -> float:
-        """Added to the square of each element of the gradient."""
+        """Return the number added to the square of each element of the gradient."""
         return 0.0
 
     @classmethod
     def decay(cls, group: Mapping[str, Any], step: int) -> float:
-        """By how much the second moment of the steps before ``step`` is multiplied."""
+        """Return the factor that ``step`` multiplies the previous second moment by."""
         raise NotImplementedError
 
     @classmethod
@@ -108,8 +110,9 @@ class FactoredOptimizer(WholeTensorOptimizer):
         columns: Tensor | None,
         out: Tensor,
     ) -> Tensor:
-        """``out`` with ``grad`` over the root of the second moment: ``rows``, over the mean of all
-        rows of the matrix, times ``columns``; of a vector that of each element.
+        """Return ``out``, filled with ``grad`` over the root of the second moment. The second
+        moment is ``rows`` (divided by the mean of all rows of the matrix) times ``columns``; of a
+        vector, ``rows`` has it for each element and ``columns`` is None.
         """
         raise NotImplementedError
 
@@ -122,8 +125,8 @@ class FactoredOptimizer(WholeTensorOptimizer):
         averages: Sequence[Tensor],
         size: tuple[Tensor, Tensor, int],
     ) -> None:
-        """Apply ``update``, not clipped yet. ``size``: the root mean squares of the weights and of
-        the update of the whole tensor, and the number of the step.
+        """Apply ``update``, which is not clipped yet. ``size``: the root mean squares of the
+        weights and of the update over the whole tensor, and the number of the step.
         """
         raise NotImplementedError
 
@@ -173,8 +176,8 @@ class FactoredOptimizer(WholeTensorOptimizer):
         grad: Tensor,
         place: TensorPlace,
     ) -> Tensor:
-        """What a part adds to the sums of its tensor: rows, columns, and the squares of its
-        weights.
+        """Return the contribution of a part to the sums of its tensor: rows, columns, and the
+        squares of its weights.
         """
         shape, start, stop = place
         sums = torch.zeros(sum(_sizes(shape)) + 1, dtype=torch.float64, device=weight.device)
@@ -192,7 +195,7 @@ class FactoredOptimizer(WholeTensorOptimizer):
 
     @classmethod
     def _keep(cls, group: Mapping[str, Any], parts: Parts) -> None:
-        """Put the sums of this step into what each part keeps."""
+        """Add the sums of this step to the factors of each part."""
         for weight, kept, shape, step, sums in zip(
             parts.weights, parts.factors, parts.shapes, parts.steps, parts.results[0]
         ):
@@ -215,8 +218,8 @@ class FactoredOptimizer(WholeTensorOptimizer):
     def _updates(
         cls, group: Mapping[str, Any], parts: Parts, grads: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """The update of each part before it is clipped: 1-D, without padding, in memory that the
-        next one takes.
+        """Yield the update of each part before clipping: 1-D, without padding, in memory that the
+        next one reuses.
         """
         by_rows, by_columns, of_vector = cls.FACTOR_NAMES
         memory: dict[Any, Tensor] = {}
@@ -240,12 +243,12 @@ class FactoredOptimizer(WholeTensorOptimizer):
 
     @classmethod
     def smallest_mean(cls, group: Mapping[str, Any]) -> float:
-        """What rows are divided by at least."""
+        """Return the lower bound of the mean that rows are divided by."""
         return 0.0
 
 
 class Adafactor(FactoredOptimizer):
-    """Adafactor, as transformers has it.
+    """Adafactor, as in transformers.
 
     Per tensor of two dimensions and more, with gradient ``g``, weights ``w`` and step ``t``::
 
@@ -262,15 +265,15 @@ class Adafactor(FactoredOptimizer):
     Args:
         params: parameters or parameter groups.
         lr: learning rate; None with ``relative_step``.
-        eps: added to squares; and the least scale of a parameter.
-        clip_threshold: the largest root mean square of an update.
-        decay_rate: of the coefficient ``b``.
-        beta1: of the moving average of updates; None: there is none.
+        eps: number added to squares, and the lower bound of a parameter's root mean square.
+        clip_threshold: upper bound of the root mean square of an update.
+        decay_rate: exponent in the coefficient ``b``.
+        beta1: coefficient of the moving average of updates; None: no average.
         weight_decay: decoupled, times ``lr_t``.
-        scale_parameter, relative_step, warmup_init: how ``lr_t`` is made.
+        scale_parameter, relative_step, warmup_init: options of ``lr_t``, see above.
 
     Raises:
-        ConfigError: settings that contradict each other, or lie outside their range (a ValueError).
+        ConfigError: settings that contradict each other or are out of range (a ValueError).
         UnsupportedOptimizerError: in ``step``, a gradient is sparse.
     """
 
@@ -379,7 +382,7 @@ class Adafactor(FactoredOptimizer):
 
 
 class TorchAdafactor(FactoredOptimizer):
-    """Adafactor, as torch.optim has it: what an object of that class becomes."""
+    """Adafactor, as in torch.optim. Objects of torch's class become objects of this one."""
 
     MOMENTS = ()
     FACTOR_NAMES = ("row_var", "col_var", "variance")
@@ -431,6 +434,6 @@ class TorchAdafactor(FactoredOptimizer):
 
 
 def _adopt_factors(state: dict[str, Any], names: tuple[str, ...]) -> None:
-    """Put what ``names`` say of a parameter's ``state`` together."""
+    """Move the entries ``names`` of a parameter's ``state`` into one entry ``FACTORS``."""
     if state:
         state[FACTORS] = {name: state.pop(name) for name in names if name in state}

@@ -1,4 +1,4 @@
-"""Adam and AdamW that may leave the correction of their moments' bias out."""
+"""Adam and AdamW with optional bias correction."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 
 class Adam(torch.optim.Adam):
-    """torch.optim.Adam, or AdamW by ``decoupled_weight_decay``, with one more setting of a group.
+    """torch.optim.Adam, or AdamW by ``decoupled_weight_decay``, with one more setting per group.
 
-    With ``bias_correction`` false the moments count as they are, from zero on (as BERT's AdamW has
-    it; Devlin et al. 2018, arXiv:1810.04805)::
+    With ``bias_correction`` false the moments, which start at zero, are used uncorrected, as in
+    BERT's AdamW (Devlin et al. 2018, arXiv:1810.04805)::
 
         w <- w - lr * m / (sqrt(v) + eps)
 
     Args:
         params: parameters or parameter groups.
-        bias_correction: as above.
-        settings: as torch.optim.Adam has them.
+        bias_correction: whether to correct the moments for their start at zero.
+        settings: the other arguments of torch.optim.Adam.
     """
 
     def __init__(self, params: Any, *args: Any, bias_correction: bool = True, **settings: Any):
@@ -30,8 +30,8 @@ class Adam(torch.optim.Adam):
             group.setdefault("bias_correction", bias_correction)
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
-        """torch's; without correction the update is given the step at infinity, where that is 1,
-        and the steps are counted here.
+        """Collect the lists as torch.optim.Adam does. Without bias correction, count the steps here
+        and replace them by infinity, where the correction factor is 1.
         """
         answer = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
         steps: list[Tensor] = lists[-1]

@@ -1,6 +1,4 @@
-"""An optimizer bound to the shards of one rank: the user's own object, stepping segments instead of
-parameters.
-"""
+"""The user's optimizer bound to the shards of one rank: it steps segments instead of parameters."""
 
 from __future__ import annotations
 
@@ -29,15 +27,15 @@ from hf_zero.zero.layout.flat_layout import Slot
 
 
 class BoundOptimizer:
-    """``optimizer`` over this rank's flats.
+    """``optimizer`` over this rank's flat buffers.
 
     The object, its group dicts and their number stay; ``group["params"]`` becomes the list of this
-    rank's segments, leaf tensors over the masters, or tensors that stand for them where they are
+    rank's segments: leaf tensors over the master weights, or placeholders where the state is
     offloaded. A group that owns nothing on this rank gets a stand-in of one zero, so that its step
-    counters run as on the other ranks.
+    counters advance as on the other ranks.
 
-    What is on the device is updated by :meth:`step`. What is offloaded follows: :meth:`begin` gives
-    its update, which is made sub-group by sub-group, on another thread as a rule.
+    :meth:`step` updates the state on the device. :meth:`begin` then returns the update of the
+    offloaded state, made sub-group by sub-group, usually on another thread.
 
     Where a group leaves both ``fused`` and ``foreach`` at None, torch has a fused kernel of the
     class for the device and the masters are fp32, ``fused`` is switched on: one pass over memory,
@@ -45,22 +43,23 @@ class BoundOptimizer:
     rounding. ``fused=False`` in the group keeps it off.
 
     Args:
-        optimizer: a torch.optim.Optimizer that flat shards can run (see
+        optimizer: a torch.optim.Optimizer that can step flat shards (see
             :func:`hf_zero.optim.elementwise.check`).
-        flats: the flats of this rank; only trainable ones are used.
-        group_of: parameter name -> index of its group. A trainable parameter that is in no group is
-            left alone.
-        parameters: parameter name -> the object the optimizer holds, to find state that exists
-            already. Such state (whole tensors) is cut to this rank's elements.
-        kernels: the configuration's: whether one kernel may update all segments (``fused.py``).
-        moments: how the states that a rule allows are kept where they are offloaded: ``"fp32"``,
+        flats: the flat buffers of this rank; only trainable ones are used.
+        group_of: parameter name -> index of its group. A trainable parameter without a group is not
+            updated.
+        parameters: parameter name -> the object the optimizer holds, to find existing state. Such
+            state (whole tensors) is cut to this rank's elements.
+        kernels: the configuration's ``kernels``: whether one kernel may update all segments
+            (``fused.py``).
+        moments: storage format of offloaded states that a host rule allows it for: ``"fp32"``,
             ``"bf16"`` or ``"int8"``.
-        ranks: those that share ``flats``; None: all of them are here.
+        ranks: the ranks that share ``flats``; None: this rank owns them whole.
 
     Raises:
         UnsupportedOptimizerError: state exists that cannot be carried over, or an optimizer that
-            the user vouches for counts its steps elsewhere than in its state, which is offloaded;
-            the optimizer is then unchanged.
+            the user vouches for counts its steps outside its state, which is offloaded; the
+            optimizer is then unchanged.
         ConfigError: ``moments`` in fewer bits for an optimizer whose states must be fp32.
     """
 
@@ -87,7 +86,7 @@ class BoundOptimizer:
         self._flats, self._ranks = [flat for flat in flats if flat.trainable], ranks or OneRank()
         if any(flat.offloaded for flat in self._flats):
             refuse_offload(optimizer)
-        self.sums: ShardedTensors | None = None  # for an update that needs them
+        self.sums: ShardedTensors | None = None  # set only for an update that needs whole tensors
         if isinstance(optimizer, WholeTensorOptimizer):
             table, flats = self._table, self._flats
             self.sums = ShardedTensors(
@@ -117,11 +116,13 @@ class BoundOptimizer:
     # ---- stepping ----
 
     def rest(self, names: frozenset[str]) -> None:
-        """From now on :meth:`step` only counts the steps of the parameters of ``names``."""
+        """Make :meth:`step` only count the steps of the parameters ``names``, which
+        others update.
+        """
         self._table.rest(names)
 
     def takes_shards(self) -> bool:
-        """Whether the next :meth:`step` can write the new values into the shards, too."""
+        """Whether the next :meth:`step` can also write the new values into the shards."""
         return self._fused.takes(self._table.stepped)
 
     def step(
@@ -130,11 +131,11 @@ class BoundOptimizer:
         found_inf: Tensor | None = None,
         shards: Mapping[str, Tensor] | None = None,
     ) -> set[str]:
-        """One update from the flats' gradients.
+        """Make one update from the gradients of the flat buffers.
 
-        Gradients that are fp32 are divided by ``grad_scale`` in place; 16-bit ones are cast first,
-        into memory that lives as long as the step. Parameters that are ``unused`` in their flat are
-        passed over: weight, state and step count stay.
+        fp32 gradients are divided by ``grad_scale`` in place; 16-bit ones are first cast into
+        memory that lives as long as the step. Parameters that are ``unused`` in their flat buffer
+        are skipped: weight, state and step count stay.
 
         Args:
             grad_scale: 0-dim tensor that the gradients are divided by (loss scale and clipping in
@@ -142,12 +143,12 @@ class BoundOptimizer:
             found_inf: 0-dim tensor; if it is not 0, nothing changes, neither weights nor state nor
                 step counters. Fused groups read it on the device. Others wait for its value on the
                 host.
-            shards: by key of a flat, where the new values of its ``owned`` elements should go as
-                well, rounded to its dtype.
+            shards: key of a flat buffer -> a tensor to write the new values of its ``owned``
+                elements to as well, rounded to its dtype.
 
         Returns:
-            The keys among ``shards`` whose new values are there; none where the optimizer's own
-            step has run.
+            The keys of ``shards`` that have been written; empty if the optimizer's own step has
+            run.
         """
         optimizer: Any = self.optimizer
         self._table.count_resting()
@@ -188,17 +189,17 @@ class BoundOptimizer:
                 for segment in segments
             ]
             self._steps.over(segments, gradients, grad_scale, found_inf, in_kernel, self._step)
-        # A scheduler made after binding has wrapped whatever stands at ``optimizer.step`` now, to
-        # notice this call.
+        # A scheduler made after binding wraps ``optimizer.step`` to set this flag; the step above
+        # does not call through that wrapper.
         optimizer._opt_called = True
-        # segments of a group that is parted get their first state in different steps
+        # segments of a split group get their first state in different steps
         self._table.device.stepped(together=False if self._table.parted else None)
         self._step_stand_ins_apart(found_inf)
         return set()
 
     def _step_stand_ins_apart(self, found_inf: Tensor | None) -> None:
-        """Step stand-ins that are not stepped with the others, with a gradient of zero that no
-        number of the device scales.
+        """Step the stand-ins that are not stepped with the other segments, with a zero gradient and
+        without a gradient scale on the device.
         """
         if not self._table.steps_stand_ins_apart or not self._table.stand_ins:
             return
@@ -216,11 +217,10 @@ class BoundOptimizer:
     # ---- the second half of a step: what is offloaded ----
 
     def begin(self, divisor: float, number: int) -> Update:
-        """The update of everything that is offloaded, by the groups as they are now; step counters
-        advance as flats are announced.
+        """Return the update of all offloaded state, with the group settings of this moment; step
+        counters advance as flat buffers are announced.
 
-        ``number`` is another one at each step, and the same on all ranks: stochastic rounding
-        depends on it.
+        ``number`` differs between steps and is equal on all ranks: it seeds stochastic rounding.
         """
         self._table.offloaded.start_momentum()
         rules = [self._table.offloaded.rule(index) for index in range(len(self.groups))]
@@ -228,12 +228,12 @@ class BoundOptimizer:
         return Update(self, rules, groups, divisor, number, self.sums)
 
     def offloaded_segments(self, flat: Flat) -> list[Segment]:
-        """The segments of ``flat``, whose state is offloaded."""
+        """Return the segments of ``flat``, whose state is offloaded."""
         return self._table.offloaded.segments(flat)
 
     def count(self, flat: Flat, rules: Sequence[Rule | None]) -> dict[Segment, Counted]:
-        """Advance the step counters of ``flat``, but for parameters that are unused: they are in
-        none of the segments returned.
+        """Advance the step counters of ``flat`` and return its segments with their counts. Segments
+        of unused parameters are left out of both.
         """
         left_out = (
             self._table.leave_out(self._table.offloaded.segments(flat), flat.unused)
@@ -255,17 +255,17 @@ class BoundOptimizer:
     def step_sub_group(
         self, segment: Segment, held: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool
     ) -> None:
-        """One update of ``segment`` by the optimizer itself, over the arrays in ``held``."""
+        """Make one update of ``segment`` by the optimizer itself, over the arrays in ``held``."""
         self._steps.sub_group(segment, held, grad, divisor, fresh)
 
     def bring_back(self, moved: Mapping[str, Callable[[], None]]) -> None:
-        """Keep the states of some flats on the device from now on: ``moved`` has, by key, what
-        gives a flat its masters there.
+        """Move the states of some flat buffers back to the device for good. ``moved``: key of a
+        flat buffer -> a function that moves its masters there.
         """
         flats = {flat.key: flat for flat in self._flats}
         scalars, apart, factors = self.scalars(), self.apart(), self.factors.held()
         fresh = self._table.offloaded.fresh_names()
-        # states that are on the device already are cut anew with those that come
+        # states already on the device are cut anew together with those that move there
         kept = {
             flat.key: self.tensors(flat)
             for flat in self._flats
@@ -285,8 +285,8 @@ class BoundOptimizer:
     # ---- state, per flat and per group ----
 
     def tensors(self, flat: Flat) -> dict[str, Tensor]:
-        """``"master"`` and each per-element state of ``flat``: 1-D over ``flat.owned``, views
-        that may be written; of what is offloaded maybe copies, to be changed with
+        """Return ``"master"`` and each per-element state of ``flat``, 1-D over ``flat.owned``. On
+        the device these are writable views; offloaded ones may be copies, to be changed with
         :meth:`load_tensor`.
         """
         if flat.offloaded:
@@ -294,19 +294,19 @@ class BoundOptimizer:
         return {"master": masters(flat), **self._table.device.tensors(flat)}
 
     def address(self, flat: Flat, name: str) -> int:
-        """Where state ``name`` of ``flat`` begins on the device; :meth:`tensors` may move it."""
+        """Return the device address of state ``name`` of ``flat``; :meth:`tensors` may move it."""
         return self._table.device.address(flat, name)
 
     def names(self, flat: Flat) -> list[str]:
-        """Arrays of a flat whose states are offloaded that hold something."""
+        """Return the names of the arrays that exist for a flat buffer with offloaded states."""
         return self._table.offloaded.names(flat)
 
     def load_tensor(self, flat: Flat, name: str, tensor: Tensor) -> None:
-        """Copy ``tensor`` (1-D over ``flat.owned``) into the masters or a state; state that does
-        not exist yet is created.
+        """Copy ``tensor`` (1-D over ``flat.owned``) into the masters or a state; create state that
+        does not exist yet.
 
         Elements whose group keeps no such state (SGD's momentum may be on in one group only) are
-        passed over.
+        skipped.
 
         Raises:
             UnsupportedOptimizerError: no group keeps a state of that name.
@@ -346,7 +346,7 @@ class BoundOptimizer:
             _copy(place, tensor[part.start : part.stop])
 
     def forget(self) -> None:
-        """Make all state what it was before the first step."""
+        """Reset all state to before the first step."""
         self.numbers.note_load([])
         self._table.offloaded.wait()
         dict.clear(self.optimizer.state)
@@ -354,14 +354,14 @@ class BoundOptimizer:
         self._table.offloaded.renew_all()
 
     def scalars(self) -> list[dict[str, float]]:
-        """Per group, the numbers its parameters share, such as ``{"step": 3.0}``; the same on
-        every rank, but for :meth:`apart`.
+        """Return per group the numbers that its parameters share, such as ``{"step": 3.0}``. Equal
+        on every rank; :meth:`apart` has the exceptions.
         """
         return self.numbers.scalars()
 
     def apart(self) -> list[dict[str, dict[str, float]]]:
-        """Per group whose parameters have not all made the same steps: the numbers of each with
-        elements on this rank; else nothing.
+        """Return per group, if its parameters have made different numbers of steps, the numbers of
+        each parameter with elements on this rank; otherwise an empty dict.
         """
         return self.numbers.apart()
 
@@ -370,8 +370,8 @@ class BoundOptimizer:
         scalars: Sequence[Mapping[str, float]],
         apart: Sequence[Mapping[str, Mapping[str, float]]] = (),
     ) -> None:
-        """Inverse of :meth:`scalars` and :meth:`apart`, whose parameters may be of any rank; state
-        that does not exist yet is created.
+        """Load the results of :meth:`scalars` and of :meth:`apart`, which may name parameters of
+        any rank; create state that does not exist yet.
 
         Raises:
             UnsupportedOptimizerError: another number of groups, or a number that a group does not
@@ -381,29 +381,30 @@ class BoundOptimizer:
         self.numbers.load(scalars, apart)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        """Per group, the settings a checkpoint keeps, as JSON-able values (see
+        """Return per group the settings that a checkpoint keeps, as JSON-able values (see
         :mod:`hf_zero.optim.hyperparameters`).
         """
         return [hyperparameters.plain(group) for group in self.groups]
 
     def load_hyperparameters(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Write ``saved`` into the live group dicts; a schedule goes on from there."""
+        """Write ``saved`` into the live group dicts, so that a schedule continues from there."""
         self._same_groups(saved, "hyperparameters")
         for group, values in zip(self.groups, saved):
             hyperparameters.load(group, values)
 
     def packed(self, packed: dict[str, Any]) -> dict[str, Any]:
-        """The optimizer's own state dict ``packed``, over the segments of this rank, with where
-        each of them lies and with what is offloaded, read into memory.
+        """Return the optimizer's own state dict ``packed``, over the segments of this rank,
+        extended by the position of each segment and by the offloaded state, read into memory.
         """
         packed = self._table.offloaded.packed(packed, snapshots.in_order(self._table.segments))
         table = self._table
         return snapshots.described(packed, table.segments, table.parted, self._flats)
 
     def fitted(self, packed: dict[str, Any]) -> dict[str, Any]:
-        """``packed``, a state dict of this model, for the optimizer's own ``load_state_dict``:
-        segments are cut where those of ``packed`` begin, and its entries where segments here do.
-        One that does not say where they lie is returned as it is. Collective for other flats.
+        """Return ``packed``, a state dict of this model, in the form that the optimizer's own
+        ``load_state_dict`` takes: segments are cut at the borders of its entries, and its entries
+        at the borders of segments. A state dict without positions is returned unchanged. Collective
+        if it was saved over other flat buffers.
 
         Raises:
             UnsupportedOptimizerError: other groups, or elements are missing.
@@ -425,13 +426,15 @@ class BoundOptimizer:
         return saved.over(self._table.segments)
 
     def unpacked(self) -> None:
-        """The optimizer's own ``load_state_dict`` has given its segments other state."""
+        """Update the bookkeeping after the optimizer's own ``load_state_dict`` has
+        replaced state.
+        """
         self.numbers.note_load(self.scalars(), self.apart())
         self._table.device.stepped(together=False)
         self._table.offloaded.unpacked()
 
     def keeps(self, name: str) -> bool:
-        """Whether a group of this optimizer keeps a state ``name``, as far as its class tells
+        """Whether a group of this optimizer keeps a state ``name``, as far as its class shows
         without a step.
         """
         return self._entries.some_group_keeps(name, torch.zeros(1))

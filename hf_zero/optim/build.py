@@ -1,8 +1,8 @@
 """Optimizers by name, from the ``optimizer`` section of a configuration.
 
-Names are read without regard to case. DeepSpeed's names mean what they mean there: ``Adam`` decays
-weights like AdamW unless ``adam_w_mode`` is false, and ``weight_decay`` is 0 unless it is given
-(also for ``AdamW``, where PyTorch's own default of 0.01 applies only with ``torch_adam: true``).
+Names are case-insensitive. DeepSpeed's names have DeepSpeed's meaning: ``Adam`` decays weights like
+AdamW unless ``adam_w_mode`` is false, and ``weight_decay`` defaults to 0 (also for ``AdamW``, where
+PyTorch's own default of 0.01 applies only with ``torch_adam: true``).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _SWITCHES = {
     "CPULion": ("set_grad_none", "fp32_optimizer_states"),
     "CPUAdagrad": ("fp32_optimizer_states",),
 }
-# of what the value is where the default is none
+# an example value of the expected type for keys whose default is None
 _LIKE = {
     "adjust_lr_fn": "match_rms_adamw",
     "lr": 1e-3,
@@ -104,12 +104,12 @@ _CHOOSES_MOMENTS = ("CPUAdam", "CPULion")
 def build_optimizer(
     cfg: OptimizerConfig, params: Any, model: torch.nn.Module | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer that ``cfg`` names.
+    """Build the optimizer that ``cfg`` names.
 
     Args:
         cfg: ``type`` and ``params`` of the configuration's ``optimizer`` section.
-        params: parameters or parameter groups, as torch.optim takes them. What a group sets stays.
-        model: whose hidden matrices Muon updates, where parameters are not tagged ``use_muon``.
+        params: as torch.optim takes them. Settings of a group take precedence.
+        model: Muon updates its hidden matrices, if parameters have no tag ``use_muon``.
 
     Raises:
         ConfigError: a type or parameter that does not exist, an ``"auto"`` left over, a value of
@@ -129,8 +129,8 @@ def build_optimizer(
 
 
 def canonical_name(kind: str) -> str:
-    """The name ``kind`` stands for, such as ``"Adam"`` for ``"deepspeedcpuadam"``; raises as
-    :func:`build_optimizer`.
+    """Return the class name for ``kind``, such as ``"CPUAdam"`` for ``"deepspeedcpuadam"``; raises
+    as :func:`build_optimizer`.
     """
     key = str(kind).lower()
     by_key = {name.lower(): name for name in _CLASSES} | {
@@ -157,8 +157,8 @@ def _resolve(name: str, given: Mapping[str, Any]) -> tuple[_Class, _Settings]:
         for key, p in inspect.signature(cls.__init__).parameters.items()
         if key not in ("self", "params")
     }
-    accepted.pop("decoupled_weight_decay", None)  # what adam_w_mode says in this dialect
-    accepted.pop("use_muon", None)  # each parameter's own
+    accepted.pop("decoupled_weight_decay", None)  # spelled adam_w_mode in DeepSpeed's dialect
+    accepted.pop("use_muon", None)  # set per parameter
     switches = _SWITCHES.get(name, ())
     numbers = _MUON_RATES if cls is Muon else ()
     words = ("ns_method",) if cls is Muon else ()
@@ -252,7 +252,7 @@ def _cpu_adam(
 
 
 def _lion(cls: _Class, given: Mapping[str, Any], settings: _Settings) -> tuple[_Class, _Settings]:
-    return cls, {"lr": 1e-3, **settings}  # DeepSpeed's default; ours is the paper's
+    return cls, {"lr": 1e-3, **settings}  # DeepSpeed's default; the class has the paper's
 
 
 _DIALECTS: dict[str, Callable[[_Class, Mapping[str, Any], _Settings], tuple[_Class, _Settings]]] = {

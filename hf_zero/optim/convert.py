@@ -1,8 +1,8 @@
-"""Optimizers of torch and transformers whose update needs whole tensors: an object of such a class
-becomes one of the class here that makes the same update over shards.
+"""Conversion of optimizers of torch and transformers whose update needs whole tensors into classes
+of this package that make the same update over shards.
 
-The object stays the same one, with its groups, its hooks and the schedulers that hold it, and
-remains an instance of its own class.
+The object keeps its identity, groups, hooks and schedulers, and remains an instance of its own
+class.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hf_zero.optim.adafactor import Adafactor, TorchAdafactor
 from hf_zero.optim.muon import Muon
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 
-# by module and name: transformers may not be installed
+# keyed by module and name: transformers may not be installed
 OURS: dict[str, type[WholeTensorOptimizer]] = {
     "torch.optim.Muon": Muon,
     "torch.optim.Adafactor": TorchAdafactor,
@@ -31,8 +31,8 @@ def _name(cls: type) -> str:
 
 
 def adopted_class(cls: Any) -> type[WholeTensorOptimizer] | None:
-    """The class that makes the update of ``cls`` over shards and is a subclass of it, or None:
-    ``cls`` is not known, or has an update of its own.
+    """Return the subclass of ``cls`` that makes its update over shards, or None if ``cls`` is
+    unknown or overrides the update.
     """
     known = next((base for base in cls.__mro__ if _name(base) in OURS), None)
     if known is None or issubclass(cls, WholeTensorOptimizer):
@@ -52,14 +52,14 @@ def adopted_class(cls: Any) -> type[WholeTensorOptimizer] | None:
 
 
 def adopt(optimizer: torch.optim.Optimizer) -> None:
-    """Make ``optimizer`` one that steps shards, where its class is known here; its groups get the
-    settings that its own class does not have.
+    """Convert ``optimizer`` in place to its sharded class if :func:`adopted_class` finds one. Its
+    groups get the settings that the original class does not have.
     """
     found, live = adopted_class(type(optimizer)), vars(optimizer)
     if found is None:
         return
     if getattr(live.get("step"), "_wrapped_by_lr_sched", False):
-        del live["step"]  # a scheduler's note of the call around the step of the former class
+        del live["step"]  # a scheduler's wrapper around the step of the former class
     optimizer.__class__ = found
     patch: Any = optimizer
     patch._patch_step_function()
@@ -71,11 +71,11 @@ def adopt(optimizer: torch.optim.Optimizer) -> None:
 
 
 def give_back(optimizer: torch.optim.Optimizer) -> None:
-    """Undo :func:`adopt`, once the optimizer has no state."""
+    """Undo :func:`adopt`. The optimizer's state must have been removed before."""
     former = getattr(type(optimizer), "ADOPTED", None)
     if former is not None:
         optimizer.__class__ = former
 
 
 def _none() -> None:
-    """Stands for a method that a class does not have."""
+    """A placeholder for a method that a class does not define."""

@@ -1,8 +1,8 @@
-"""Adam, Lion, Adagrad and SGD on the host kernels: one pass over CPU memory, the names and state of
-torch.optim.
+"""Adam, Lion, Adagrad and SGD on the host kernels: one pass over CPU memory, with the names and
+state of torch.optim.
 
-``moments`` says how Adam's and Lion's moments are kept: ``"fp32"`` (4 bytes each), ``"bf16"`` (2
-bytes, rounded stochastically) or ``"int8"`` (1 byte and a scale per 256, see
+``moments`` is the storage format of Adam's and Lion's moments: ``"fp32"`` (4 bytes each),
+``"bf16"`` (2 bytes, rounded stochastically) or ``"int8"`` (1 byte and a scale per 256, see
 :mod:`hf_zero.ops.blocks`).
 """
 
@@ -23,14 +23,14 @@ class CPUAdam(CPUOptimizer):
 
     Args:
         params: parameters in CPU memory, in fp32 or 16 bits, or groups of them.
-        lr, betas, eps, weight_decay, amsgrad, maximize: as torch.optim.AdamW has them, but for
-            ``weight_decay``, 0 by default.
-        adamw_mode: decay weights apart from the gradient.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.AdamW, except that
+            ``weight_decay`` defaults to 0.
+        adamw_mode: whether weight decay is decoupled from the gradient.
         moments: ``"fp32"``, ``"bf16"`` or ``"int8"``.
-        bias_correction: correct the moments for their start at zero.
+        bias_correction: whether to correct the moments for their start at zero.
 
     Raises:
-        ConfigError: a setting outside its range.
+        ConfigError: a setting out of range.
     """
 
     kept = {"exp_avg": True, "exp_avg_sq": False}
@@ -96,11 +96,11 @@ class CPULion(CPUOptimizer):
 
     Args:
         params: parameters in CPU memory, in fp32 or 16 bits, or groups of them.
-        lr, betas, weight_decay, maximize: as :class:`hf_zero.optim.Lion` has them.
+        lr, betas, weight_decay, maximize: as in :class:`hf_zero.optim.Lion`.
         moments: ``"fp32"``, ``"bf16"`` or ``"int8"``.
 
     Raises:
-        ConfigError: a setting outside its range.
+        ConfigError: a setting out of range.
     """
 
     kept = {"exp_avg": True}
@@ -142,7 +142,7 @@ class CPULion(CPUOptimizer):
     ) -> None:
         if "exp_avg" not in state:
             state["exp_avg"] = self.new_moment(group, "exp_avg", param)
-        # The update needs no count; rounding needs another number at each step.
+        # The update does not use the count; it seeds stochastic rounding.
         state["step"] = state.get("step", torch.tensor(0.0)) + 1
         step = int(state["step"])
         lion(
@@ -158,11 +158,11 @@ class CPUAdagrad(CPUOptimizer):
 
     Args:
         params: parameters in CPU memory, in fp32 or 16 bits, or groups of them.
-        lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as torch.optim.Adagrad
-            has them. Gradients may be sparse where there is no weight decay.
+        lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as in
+            torch.optim.Adagrad. Gradients may be sparse if there is no weight decay.
 
     Raises:
-        ConfigError: a setting outside its range.
+        ConfigError: a setting out of range.
     """
 
     def __init__(
@@ -211,11 +211,10 @@ class CPUSGD(CPUOptimizer):
 
     Args:
         params: parameters in CPU memory, in fp32 or 16 bits, or groups of them.
-        lr, momentum, dampening, weight_decay, nesterov, maximize: as torch.optim.SGD has them.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD.
 
     Raises:
-        ConfigError: a setting outside its range, or ``nesterov`` without momentum or with
-            dampening.
+        ConfigError: a setting out of range, or ``nesterov`` without momentum or with dampening.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""What optimizers over host kernels share: which parameters they take, how moments are kept,
-what a state dict holds.
+"""Base class of the optimizers over host kernels: accepted parameters, formats of moments, state
+dicts.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class CPUOptimizer(torch.optim.Optimizer):
-    """An optimizer of parameters in CPU memory, one parameter at a time, one pass over memory
-    each. Parameters in 16 bits get fp32 master weights of their own, the state ``master``.
+    """An optimizer of parameters in CPU memory: one parameter at a time, one pass over memory each.
+    Parameters in 16 bits get fp32 master weights of their own, the state ``master``.
 
-    A subclass says in ``kept`` which states a group's ``moments`` setting applies to, and whether
-    they have a sign. In memory they are fp32 tensors, bf16 tensors or
+    A subclass lists in ``kept`` the states that a group's ``moments`` setting applies to, and
+    whether they are signed. In memory they are fp32 tensors, bf16 tensors or
     :class:`~hf_zero.ops.blocks.Blocks`. A state dict holds plain tensors of the parameter's shape,
     as torch.optim's does: Blocks are decoded, and encode to the same codes when they are loaded. So
-    a state dict goes from any setting of ``moments`` into any other, and into the torch class of
-    the same update.
+    a state dict can be loaded under any setting of ``moments``, and into the torch class of the
+    same update.
     """
 
     kept: dict[str, bool] = {}
@@ -41,17 +41,17 @@ class CPUOptimizer(torch.optim.Optimizer):
         grad: Tensor,
         seed: int,
     ) -> None:
-        """One step.
+        """Make one step of one parameter.
 
-        ``master`` and ``grad`` are 1-D; ``state`` is that of ``param``, in whose shape new states
-        are made.
+        ``master`` and ``grad`` are 1-D; ``state`` is the state of ``param``, whose shape new states
+        get.
         """
         raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of every parameter that has a gradient; returns the closure's loss, if there
-        is a closure.
+        """Update every parameter that has a gradient; return the closure's loss, if there is a
+        closure.
 
         Raises:
             UnsupportedOptimizerError: a parameter that is not fp32, bf16 or fp16, or not in CPU
@@ -72,7 +72,7 @@ class CPUOptimizer(torch.optim.Optimizer):
     def update_parameter(
         self, group: dict[str, Any], state: dict[str, Any], param: Tensor, seed: int
     ) -> None:
-        """One update of ``param``, whose gradient is there, with the settings of ``group``."""
+        """Update ``param``, which has a gradient, with the settings of ``group``."""
         self._check(group, param)
         assert param.grad is not None
         flat = own_master(param, state)
@@ -82,7 +82,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         write_master(param, state, flat)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim's, with every moment as a tensor of its parameter's shape."""
+        """Return torch.optim's state dict, with moments as tensors of their parameter's shape."""
         packed = super().state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
         packed["state"] = {
@@ -95,8 +95,8 @@ class CPUOptimizer(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state dict of this class or of the torch class of the same update; ``moments``
-        stay what they are here.
+        """Load a state dict of this class or of the torch class of the same update; ``moments`` of
+        the groups stay unchanged.
         """
         settings = [group.get("moments") for group in self.param_groups]
         super().load_state_dict(state_dict)
@@ -111,7 +111,9 @@ class CPUOptimizer(torch.optim.Optimizer):
                         state[name] = packed_moment(group["moments"], state[name], signed)
 
     def _load_in_fp32(self, state_dict: dict[str, Any]) -> None:
-        """State of parameters in 16 bits as it was saved: torch has cast it to their dtype."""
+        """Restore the saved fp32 state of 16-bit parameters, which torch has cast to
+        their dtype.
+        """
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for index, param in zip(saved, params):
@@ -129,7 +131,7 @@ class CPUOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def arrays(state: dict[str, Any], master: Tensor) -> dict[str, Any]:
-        """What the kernels are given: the arrays of ``state``, 1-D, and ``master``."""
+        """Return the arrays that the kernels take: those of ``state``, 1-D, and ``master``."""
         kept = {
             name: flat_moment(value)
             for name, value in state.items()
@@ -138,7 +140,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         return {MASTER: master, **kept}
 
     def new_moment(self, group: dict[str, Any], name: str, param: Tensor) -> Any:
-        """A moment of zeros for ``param``."""
+        """Return a moment of zeros for ``param``."""
         if group["moments"] == "int8":
             return Blocks.zeros(param.numel(), self.kept[name])
         return torch.zeros(
@@ -146,8 +148,8 @@ class CPUOptimizer(torch.optim.Optimizer):
         )
 
     def leaves_zeros(self, group: dict[str, Any]) -> bool:
-        """Whether elements whose gradient is zero stay as they are: a sparse gradient is then the
-        dense one.
+        """Whether elements with a zero gradient stay unchanged: a sparse gradient then gives the
+        same update as the dense one.
         """
         return False
 
@@ -171,8 +173,9 @@ class CPUOptimizer(torch.optim.Optimizer):
 
 
 def own_master(param: Tensor, state: dict[str, Any]) -> Tensor:
-    """The fp32 values that an update of ``param`` writes, 1-D: its own memory where that is fp32
-    and contiguous. Where the script has written to a parameter in 16 bits, its values are taken.
+    """Return the fp32 values that an update of ``param`` writes, 1-D: a view of its memory if that
+    is fp32 and contiguous. Elements of a 16-bit parameter that the script has written replace the
+    master weights.
     """
     if param.dtype == torch.float32:
         return param.contiguous().view(-1)
@@ -183,7 +186,7 @@ def own_master(param: Tensor, state: dict[str, Any]) -> Tensor:
 
 
 def write_master(param: Tensor, state: dict[str, Any], flat: Tensor) -> None:
-    """Give ``param`` the values of ``flat``, which :func:`own_master` gave and were changed."""
+    """Write ``flat``, the updated result of :func:`own_master`, back to ``param``."""
     if param.dtype != torch.float32:
         state[MASTER] = flat.view(param.shape)
         param.copy_(state[MASTER])
@@ -192,7 +195,7 @@ def write_master(param: Tensor, state: dict[str, Any], flat: Tensor) -> None:
 
 
 def packed_moment(moments: str, values: Tensor, signed: bool) -> Any:
-    """``values`` (fp32) as ``moments`` says: a tensor of their shape, or Blocks."""
+    """Return ``values`` (fp32) in the format ``moments``: a tensor of their shape, or Blocks."""
     if moments == "int8":
         blocks = Blocks.zeros(values.numel(), signed)
         blocks.encode(values.float().contiguous().view(-1))
@@ -201,7 +204,7 @@ def packed_moment(moments: str, values: Tensor, signed: bool) -> Any:
 
 
 def flat_moment(value: Any) -> Any:
-    """``value`` as the kernels take it."""
+    """Return ``value`` in the form that the kernels take."""
     return value if isinstance(value, Blocks) else value.view(-1)
 
 
@@ -211,7 +214,7 @@ def check_moments(name: str, moments: str) -> None:
 
 
 def check_range(name: str, key: str, value: float, below: float | None = None) -> None:
-    """``value`` is at least 0, and below ``below``."""
+    """Raise ConfigError unless ``value`` is at least 0, and below ``below``."""
     if not float(value) >= 0.0 or (below is not None and not float(value) < below):
         wanted = "a number of at least 0" if below is None else f"a number in [0, {below:g})"
         raise ConfigError(f"{name}: {key} is {value}; give {wanted}")

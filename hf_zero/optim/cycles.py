@@ -10,7 +10,7 @@ from hf_zero.optim.schedule_base import LRSchedule, PerGroup
 
 
 class LRRangeTest(LRSchedule):
-    """A learning rate that only grows, to find where training breaks.
+    """A learning rate that only grows, to find the rate at which training diverges.
 
     Args:
         optimizer: the optimizer whose groups are written.
@@ -18,7 +18,7 @@ class LRRangeTest(LRSchedule):
         lr_range_test_step_size: optimizer steps of one interval.
         lr_range_test_step_rate: growth per interval, as a multiple of the start.
         lr_range_test_staircase: grow once an interval instead of every step.
-        last_batch_iteration: the iteration to go on from; -1 starts anew and writes the first
+        last_batch_iteration: the iteration to continue from; -1 starts anew and writes the first
             values.
 
     Raises:
@@ -51,8 +51,8 @@ class LRRangeTest(LRSchedule):
 
 
 class OneCycle(LRSchedule):
-    """Up from ``cycle_min_lr`` to ``cycle_max_lr``, down again, then a decay; momentum moves the
-    other way.
+    """A rise from ``cycle_min_lr`` to ``cycle_max_lr``, a fall back, then a decay; momentum moves
+    the other way.
 
     Momentum is the first of an optimizer's ``betas``; the second becomes 0.99 while momentum is
     cycled, as in DeepSpeed. For an optimizer without ``betas`` only the learning rate moves, with a
@@ -69,12 +69,12 @@ class OneCycle(LRSchedule):
         cycle_first_stair_count: levels of the rise, 0 for a line.
         cycle_second_stair_count: levels of the fall; None for as many.
         decay_step_size: optimizer steps of one interval of the decay; 0 for no decay.
-        cycle_momentum: move momentum too.
+        cycle_momentum: whether to cycle momentum too.
         cycle_min_mom: lower momentum, one number or one per group.
         cycle_max_mom: upper momentum, likewise.
         decay_mom_rate: after the cycle momentum is ``cycle_max_mom * (1 + decay_mom_rate *
             intervals)``.
-        last_batch_iteration: the iteration to go on from; -1 starts anew and writes the first
+        last_batch_iteration: the iteration to continue from; -1 starts anew and writes the first
             values.
 
     Raises:
@@ -143,7 +143,7 @@ class OneCycle(LRSchedule):
         ]
 
     def moms_at(self, iteration: int) -> list[float]:
-        """The momentum of each group at ``iteration``."""
+        """Return the momentum of each group at ``iteration``."""
         if iteration < 0:
             return list(self.min_moms)
         if iteration < self.total_size:
@@ -155,8 +155,8 @@ class OneCycle(LRSchedule):
         ]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The ``betas`` of the current iteration, or None where momentum is not cycled. Before the
-        first step those that the cycle begins with, the upper ones: as in DeepSpeed the groups
+        """Return the ``betas`` of the current iteration, or None if momentum is not cycled. Before
+        the first step these are the upper ones, the start of the cycle; as in DeepSpeed the groups
         hold the lower ones for that step.
         """
         if not self.cycle_momentum:
@@ -167,11 +167,11 @@ class OneCycle(LRSchedule):
 
     @property
     def step_ratio(self) -> float:
-        """The part of the cycle that is its rise."""
+        """The fraction of the cycle that is its rise."""
         return self.halves[0][0] / self.total_size
 
     def _height(self, iteration: int) -> float:
-        """How far up the cycle is, from 0 to 1."""
+        """Return the height in the cycle at ``iteration``, from 0 (lower) to 1 (upper)."""
         place = (iteration + 1) % self.total_size
         rising = place <= self.halves[0][0]
         size, stairs = self.halves[0] if rising else self.halves[1]

@@ -1,5 +1,5 @@
-"""Optimizer state of segments whose state is on the device: made by the optimizer, kept so that a
-flat's part of it is one view.
+"""Optimizer state of segments whose state is on the device: created by the optimizer, kept so that
+each state of a flat buffer is one view.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hf_zero.optim.table import Flat, MemoryRegion, Segment, cut
 
 
 class StateEntries:
-    """What ``optimizer.state`` has for segments."""
+    """Access to the entries of ``optimizer.state`` by segment."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -26,12 +26,12 @@ class StateEntries:
         return self.optimizer.param_groups
 
     def of(self, segment: Segment) -> dict[str, Any]:
-        """The state of ``segment`` by name; empty without one."""
+        """Return the state of ``segment`` by name; empty if it has none."""
         tensor = segment.tensor
         return state.kept(self.optimizer.state[tensor]) if tensor in self.optimizer.state else {}
 
     def elementwise(self, segment: Segment) -> dict[str, Tensor]:
-        """Its state with a number for each element."""
+        """Return the states of ``segment`` that have a number for each element."""
         shape = segment.tensor.shape
         return {
             name: value
@@ -40,7 +40,7 @@ class StateEntries:
         }
 
     def numbers(self, segment: Segment) -> dict[str, float]:
-        """Its state of one number for all elements."""
+        """Return the states of ``segment`` that are one number for all elements."""
         shape = segment.tensor.shape
         return {
             name: float(value)
@@ -49,11 +49,11 @@ class StateEntries:
         }
 
     def fresh(self, group: int, like: Tensor) -> dict[str, Any]:
-        """The state before the first step of a parameter ``like`` this in ``group``."""
+        """Return the state before the first step of a parameter like ``like`` in ``group``."""
         return state.fresh_state(self.optimizer, self.groups[group], like)
 
     def some_group_keeps(self, name: str, like: Tensor) -> bool:
-        """Whether a group has a state ``name`` for a parameter ``like`` this."""
+        """Whether a group keeps a state ``name`` for a parameter like ``like``."""
         return any(name in self.fresh(group, like) for group in range(len(self.groups)))
 
 
@@ -63,8 +63,8 @@ class DeviceState:
     def __init__(self, entries: StateEntries) -> None:
         self._entries = entries
         self.regions: list[MemoryRegion] = []
-        self._region_of: dict[str, tuple[MemoryRegion, int]] = {}  # with a flat's place in it
-        # each state of a region is in one piece of memory, as far as known
+        self._region_of: dict[str, tuple[MemoryRegion, int]] = {}  # and offset in it
+        # whether each state of a region is known to be in one piece of memory
         self._together = False
 
     def cut(self, flats: Sequence[Flat], group_of: Mapping[str, int]) -> None:
@@ -76,11 +76,11 @@ class DeviceState:
         }
 
     def bind(self, segment: Segment) -> None:
-        """Give ``segment``, which was cut out of another, its tensor."""
+        """Give ``segment``, cut out of another one, its tensor."""
         segment.bind()
 
     def create(self, segment: Segment) -> None:
-        """Give ``segment`` the state it would have before its first step, if it has none."""
+        """Create the state of ``segment`` as of before its first step, if it has none."""
         if self._entries.of(segment):
             return
         for name, value in self._entries.fresh(segment.group, segment.tensor).items():
@@ -89,20 +89,18 @@ class DeviceState:
             self._entries.optimizer.state[segment.tensor][name] = value
 
     def unstep(self, segment: Segment) -> None:
-        """Make ``segment`` one that was never stepped."""
+        """Remove the state of ``segment``, as if it had never been stepped."""
         self._entries.optimizer.state.pop(segment.tensor, None)
 
     def put(self, segment: Segment, name: str, at: int, values: Tensor) -> None:
-        """Write ``values`` into state ``name`` from element ``at`` of ``segment`` on."""
+        """Write ``values`` into state ``name`` of ``segment``, starting at element ``at``."""
         live = self._entries.optimizer.state[segment.tensor]
         if name not in live:
             live[name] = torch.zeros_like(segment.tensor)
         live[name][at : at + values.numel()].copy_(values)
 
     def tensors(self, flat: Flat) -> dict[str, Tensor]:
-        """Each per-element state of ``flat``: 1-D over ``flat.owned``, views that may be
-        written.
-        """
+        """Return each per-element state of ``flat`` as a writable view, 1-D over ``flat.owned``."""
         if flat.key not in self._region_of:
             return {}
         self.bring_together()
@@ -115,7 +113,7 @@ class DeviceState:
         return out
 
     def address(self, flat: Flat, name: str) -> int:
-        """Where the first number of state ``name`` of ``flat`` lies in memory; 0: nowhere."""
+        """Return the address of the first number of state ``name`` of ``flat``; 0 if missing."""
         for segment in self._region_of[flat.key][0].segments:
             for part in segment.parts:
                 if part.flat is flat and name in self._entries.of(segment):
@@ -124,9 +122,9 @@ class DeviceState:
         return 0
 
     def stepped(self, together: bool | None) -> None:
-        """The optimizer has stepped. ``together``: its states lie as :meth:`bring_together` leaves
-        them; False: segments may have got their first state, which is brought together where it is
-        asked for; None: they may have, and it is brought together now.
+        """Update the bookkeeping after a step of the optimizer. ``together``: True: its states are
+        placed as :meth:`bring_together` leaves them; False: segments may have got their first
+        state, which is moved together on demand; None: they may have, and it is moved together now.
         """
         if together is not None:
             self._together = together
@@ -134,10 +132,10 @@ class DeviceState:
             self.bring_together()
 
     def bring_together(self) -> None:
-        """Keep each state of a region of several segments in one piece of memory, so that flats
-        have views of it.
+        """Keep each state of a region of several segments in one piece of memory, so that flat
+        buffers have views of it.
 
-        torch makes state segment by segment, in the first step. The move costs one state of one
+        torch creates state segment by segment, in the first step. The move costs one state of one
         region at a time.
         """
         for region in self.regions:
@@ -169,8 +167,8 @@ class DeviceState:
                 state.refuse_unknown(self._entries.optimizer, name, value, what)
 
     def _homes(self, region: MemoryRegion, segment: Segment) -> dict[str, Tensor]:
-        """For each state of ``segment``, the tensor over the whole region that it is a part of
-        (after :meth:`bring_together`).
+        """Return for each state of ``segment`` the tensor over the whole region that it is a slice
+        of (after :meth:`bring_together`).
         """
         return {
             name: value.as_strided((region.numel,), (1,), value.storage_offset() - segment.start)
@@ -194,7 +192,7 @@ class DeviceState:
             return
         home = values[0].new_zeros(region.numel)
         for other in region.segments:
-            if other not in owners:  # not stepped yet: what its first step will begin with
+            if other not in owners:  # not stepped yet: the initial value of its state
                 first = entries.fresh(other.group, other.tensor).get(name)
                 if first is not None:
                     home[other.start : other.stop] = first
@@ -206,7 +204,7 @@ class DeviceState:
 def replace_segments(
     regions: Iterable[MemoryRegion], pieces: Mapping[Segment, Sequence[Segment]]
 ) -> None:
-    """Put the ``pieces`` of segments into their places in ``regions``."""
+    """Replace segments in ``regions`` by their ``pieces``."""
     for region in regions:
         region.segments = [
             piece for segment in region.segments for piece in pieces.get(segment, [segment])

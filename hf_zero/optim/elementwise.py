@@ -1,11 +1,10 @@
-"""Which optimizers may run on flat shards: those whose update treats every element alone, and those
-of two halves (``whole_tensor.py``).
+"""The list of optimizers that may run on flat shards: those with an element-wise update, and those
+that combine whole-tensor numbers in rounds (``whole_tensor.py``).
 
 A shard cuts parameters anywhere, so an update may use the element, its gradient, its own state and
-numbers of the group, and nothing that is computed over a whole tensor (a norm, a row mean, a matrix
-product), unless it says which sums ranks have to add up for it. The list is exact: a class not on
-it runs only where the user vouches for it by name, because a wrong one would train badly in
-silence.
+numbers of the group, but nothing computed over a whole tensor (a norm, a row mean, a matrix
+product), unless it declares the sums that ranks add up for it. The list is exact: a class not on it
+runs only if the user vouches for it by name, because a wrong one would train badly in silence.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     CPUSGD,
 )
 
-# Those whose update needs sums over whole tensors, which ranks add up, or whole matrices.
+# Classes whose update needs sums over whole tensors, which ranks add up, or whole matrices.
 WHOLE_TENSOR: tuple[type[WholeTensorOptimizer], ...] = (Adafactor, Lamb, LARS, Muon)
 
-# What a class computes over whole tensors; by name, because most of these live in libraries that
-# may not be installed.
+# The reason why a class needs whole tensors; keyed by name, because most of these are in libraries
+# that may not be installed.
 _WHOLE_TENSOR = {
     "LBFGS": "it takes dot products over all parameters and calls a closure several times a step",
     "SparseAdam": "it needs sparse gradients, and shards hold dense ones",
@@ -66,7 +65,7 @@ _UPDATE_METHODS = ("step", "_init_group", "update")
 
 
 def elementwise_base(cls: type) -> type[torch.optim.Optimizer] | None:
-    """The listed class whose update ``cls`` runs unchanged, or None.
+    """Return the listed class whose update ``cls`` runs unchanged, or None.
 
     ``cls`` may be a listed class or a subclass of one that overrides none of ``step``,
     ``_init_group`` and ``update``: new defaults in ``__init__`` are fine, a new update is not.
@@ -75,8 +74,8 @@ def elementwise_base(cls: type) -> type[torch.optim.Optimizer] | None:
     if listed is None:
         return None
     for name in _UPDATE_METHODS:
-        # torch leaves a profiling wrapper of the inherited ``step`` on every subclass: look through
-        # it.
+        # torch wraps the inherited ``step`` of every subclass for its profiler: compare the
+        # unwrapped functions.
         if inspect.unwrap(getattr(cls, name, _nothing)) is not inspect.unwrap(
             getattr(listed, name, _nothing)
         ):
@@ -85,12 +84,14 @@ def elementwise_base(cls: type) -> type[torch.optim.Optimizer] | None:
 
 
 def update_base(cls: type) -> type[torch.optim.Optimizer] | None:
-    """The class whose update ``cls`` runs unchanged, among those that flat shards can run."""
+    """Return the class, among those that flat shards can run, whose update ``cls`` runs
+    unchanged.
+    """
     return elementwise_base(cls) or whole_tensor_base(cls)
 
 
 def _nothing() -> None:
-    """Stands for a method that a class does not have."""
+    """A placeholder for a method that a class does not define."""
 
 
 def vouched_for(cls: type, allowed: Iterable[str]) -> bool:
@@ -99,7 +100,7 @@ def vouched_for(cls: type, allowed: Iterable[str]) -> bool:
 
 
 def check(optimizer: Any, allowed: Iterable[str] = ()) -> None:
-    """Accept ``optimizer`` for flat shards.
+    """Raise unless ``optimizer`` can run on flat shards.
 
     Args:
         optimizer: the user's optimizer object.

@@ -1,13 +1,13 @@
-"""One launch for the update of all segments: Adam, AdamW and Lion by the flat kernels, in place of
+"""The update of all segments in one launch: Adam, AdamW and Lion by the flat kernels, in place of
 the optimizer's own step.
 
-[Note: what stays as it was]
+[Note: state under a fused step]
 State stays in ``optimizer.state`` under torch's names, shapes and dtypes, so checkpoints and state
-dicts do not know who stepped. Its moments are views of one arena for each name, its counters views
-of one tensor with an entry a group; an entry a segment, from the first step on that leaves one out.
-Whatever puts other tensors there (``load_state_dict``, a checkpoint) is noticed by identity at the
-next step, and they are moved in. Before the optimizer's own step runs after all, its counters are
-parted: torch counts each by itself, and would count a shared one as often as it is shared.
+dicts do not depend on the kernel. Moments are views of one arena for each name; step counters are
+views of one tensor with an entry per group, or an entry per segment from the first step on that
+leaves a segment out. Replaced tensors (``load_state_dict``, a checkpoint) are detected by identity
+at the next step and moved into the arenas. Before the optimizer's own step runs, the shared
+counters are cloned: torch increments each entry, and would increment a shared one several times.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _MOMENTS = {"flat_adam": ("exp_avg", "exp_avg_sq"), "flat_lion": ("exp_avg",)}
 
 @dataclass(frozen=True)
 class _Launch:
-    """Parts whose masters, gradients and copies lie in the same storages; the first one shows in
-    which.
+    """Parts whose masters, gradients and copies share the same storages; ``segment`` and ``part``
+    are the first of them.
     """
 
     segment: Segment
@@ -49,7 +49,7 @@ class _Launch:
 
 
 class FusedStep:
-    """The update of ``optimizer``, whose class runs the update of ``base``, over segments of one
+    """The update of ``optimizer``, whose class has the update of ``base``, over segments of one
     device.
     """
 
@@ -68,11 +68,11 @@ class FusedStep:
         self.reset()
 
     def reset(self) -> None:
-        """Segments have been cut anew."""
+        """Drop all tables and arenas, because segments have been cut anew."""
         self._arenas: dict[str, Tensor] = {}
         self._homes: dict[Segment, dict[str, Tensor]] = {}
-        self._apart = False  # each segment is counted by itself, and not with its group
-        self._rows: dict[Segment, int] = {}  # of the tables, for each segment that is counted so
+        self._apart = False  # count steps per segment, not per group
+        self._rows: dict[Segment, int] = {}  # segment -> its row of the tables, if counted so
         self._steps: Tensor | None = None
         self._settings: Tensor | None = None
         self._numbers: list[list[float]] = []
@@ -81,17 +81,14 @@ class FusedStep:
         self._written: set[str] = set()
 
     def divide(self) -> None:
-        """Segments have been cut in parts, with their state, which are counted by themselves
-        from now on.
-        """
+        """Count steps per segment from now on: segments have been split, with their state."""
         self._apart, self._homes, self._rows, self._steps = True, {}, {}, None
 
     # ---- whether ----
 
     def takes(self, segments: Sequence[Segment]) -> bool:
-        """Whether the next step over ``segments`` is a launch.
-
-        If not, the optimizer can make it.
+        """Whether the next step over ``segments`` is a launch. If not, the optimizer's own step can
+        make it.
         """
         if (
             self._kernel is None
@@ -105,7 +102,7 @@ class FusedStep:
             or self._kernel.name in dispatch.broken()
         ):
             return False
-        # they may look at the gradient of each tensor
+        # pre-step hooks may read the gradient of each tensor
         if self._optimizer._optimizer_step_pre_hooks:
             return False
         groups = self._optimizer.param_groups
@@ -129,10 +126,10 @@ class FusedStep:
         found_inf: Tensor | None,
         shards: Mapping[str, Tensor],
     ) -> set[str]:
-        """One update of ``segments`` but for those ``left_out``, with the optimizer's hooks around
-        it.
+        """Update ``segments`` except those ``left_out``, with the optimizer's hooks around the
+        launch.
 
-        Returns the keys of the flats among ``shards`` whose new values were written there.
+        Return the keys of the flat buffers among ``shards`` whose new values were written there.
         """
         device = segments[0].tensor.device
         if left_out and not self._apart:
@@ -196,7 +193,7 @@ class FusedStep:
                 )
 
     def _advance(self, steps: Tensor, segments: Sequence[Segment], skip: Tensor | None) -> Tensor:
-        """Count the step of ``segments``; what each row is to be updated with."""
+        """Count the step of ``segments``; return the coefficients of each row for the kernel."""
         if not self._apart:
             used = {segment.group for segment in segments}
             groups = self._optimizer.param_groups
@@ -223,7 +220,7 @@ class FusedStep:
         return coefficients
 
     def _uploaded(self, rows: Sequence[RowSettings], device: torch.device) -> Tensor:
-        """The settings ``rows``, on the device; copied there if one of them has changed."""
+        """Return ``rows`` as a table on the device, copied there if one of them has changed."""
         numbers = [row.numbers() for row in rows]
         if (
             self._settings is None
@@ -253,7 +250,7 @@ class FusedStep:
     # ---- where things lie ----
 
     def _plan(self, segments: Sequence[Segment], shards: Mapping[str, Tensor]) -> None:
-        """Make tables of where everything lies, unless it lies where it did in the last step."""
+        """Rebuild the address tables of the launches if any address has changed."""
         key = tuple(
             (
                 _address(segment.tensor),
@@ -303,9 +300,7 @@ class FusedStep:
         )
 
     def _bring_home(self, regions: Sequence[MemoryRegion], segments: Sequence[Segment]) -> None:
-        """Move the state of ``segments`` into the arenas; state that does not exist yet is
-        created there.
-        """
+        """Move the state of ``segments`` into the arenas; create missing state there."""
         assert self._kernel is not None
         places, total = self._places(regions)
         device = segments[0].tensor.device
@@ -354,9 +349,9 @@ class FusedStep:
 
     @staticmethod
     def _places(regions: Sequence[MemoryRegion]) -> tuple[dict[Segment, int], int]:
-        """Where each segment begins in an arena, and how long that is.
+        """Return the offset of each segment in an arena, and the length of the arena.
 
-        A region lies there as its masters do, and at the same phase.
+        A region has the layout of its masters there, and the same alignment phase.
         """
         places: dict[Segment, int] = {}
         total = 0
@@ -370,8 +365,8 @@ class FusedStep:
         return places, total
 
     def part(self) -> None:
-        """Give each tensor its own counter: the optimizer's step is going to count them one by
-        one.
+        """Give each tensor its own step counter, because the optimizer's step increments them one
+        by one.
         """
         if self._kernel is ADAM:
             for segment, homes in self._homes.items():
@@ -382,8 +377,8 @@ class FusedStep:
 
 
 def _address(tensor: Tensor | None) -> tuple[int, int, torch.dtype] | None:
-    """Where ``tensor`` lies, and where in its storage: memory that was freed comes back at the
-    same place as part of another.
+    """Return the address of ``tensor``, its storage offset and dtype. The offset matters because
+    freed memory is reused at the same address as part of another storage.
     """
     return None if tensor is None else (tensor.data_ptr(), _begin(tensor), tensor.dtype)
 
@@ -393,7 +388,7 @@ def _begin(tensor: Tensor) -> int:
 
 
 def _storage_of(tensor: Tensor) -> Tensor:
-    """All of the memory that ``tensor`` is a view of, in its dtype: 1-D."""
+    """Return the whole storage of ``tensor`` as a 1-D tensor of its dtype."""
     return tensor.detach().as_strided(
         (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0
     )

@@ -1,4 +1,4 @@
-"""Which optimizers the flat kernels can step: by class, settings of the groups, and gradients."""
+"""Conditions for the flat kernels: optimizer class, settings of the groups, and gradients."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def reads_16_bits(optimizer: torch.optim.Optimizer, kernels: Any, device: torch.device) -> bool:
-    """Whether the update of ``optimizer`` on ``device`` is a launch that reads gradients in 16 bits
-    as they are. torch's own update has all of them cast to fp32 first, and so needs more memory at
-    its peak than fp32 gradients take.
+    """Whether the update of ``optimizer`` on ``device`` is a launch that reads 16-bit gradients
+    directly. torch's own update first casts all of them to fp32, so it needs more memory at its
+    peak than fp32 gradients take.
     """
     base = elementwise_base(type(optimizer))
     kernel = KERNELS.get(base) if base is not None else None
@@ -35,7 +35,7 @@ def reads_16_bits(optimizer: torch.optim.Optimizer, kernels: Any, device: torch.
         or kernel.name in dispatch.broken()
     ):
         return False
-    # torch's classes are told to be fused when they are bound, unless the group says otherwise.
+    # binding switches ``fused`` on for torch's classes unless the group says otherwise
     plain = [
         {**group, "fused": group.get("fused") is not False and group.get("foreach") is None}
         for group in optimizer.param_groups
@@ -44,8 +44,8 @@ def reads_16_bits(optimizer: torch.optim.Optimizer, kernels: Any, device: torch.
 
 
 def is_own(step: Any, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``step`` is the method of the class, at most with a scheduler's wrapper, which
-    notes the call, around it.
+    """Whether ``step`` is the method of the class, at most wrapped by a scheduler that counts
+    calls.
     """
     function = getattr(
         step, "__wrapped__" if getattr(step, "_wrapped_by_lr_sched", False) else "__func__", None
@@ -54,7 +54,7 @@ def is_own(step: Any, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_plain(group: Mapping[str, Any], base: type | None) -> bool:
-    """Whether the settings of ``group`` are those that the kernels know."""
+    """Whether the kernels support all settings of ``group``."""
     numbers = (*group["betas"], group["weight_decay"], group.get("eps", 0.0))
     known = all(isinstance(number, (int, float)) for number in numbers) and _is_number(group["lr"])
     if base is Lion:

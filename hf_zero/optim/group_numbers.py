@@ -1,4 +1,6 @@
-"""The numbers that the parameters of a group share, such as step counts, read and written."""
+"""Read and write access to the numbers that the parameters of a group share, such as
+step counts.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +15,30 @@ from hf_zero.optim.segment_table import SegmentTable
 
 
 class GroupNumbers:
-    """Those of the groups of one optimizer."""
+    """The shared numbers of the groups of one optimizer."""
 
     def __init__(self, entries: StateEntries, table: SegmentTable) -> None:
         self._entries = entries
         self._table = table
-        # of all state, from outside; the most steps of a parameter in the last
+        # number of loads of all state from outside; the most steps of a parameter in the last one
         self.loads, self.loaded_steps = 0, 0
-        self.writes = 0  # to state of elements, from outside
+        self.writes = 0  # number of writes to per-element state from outside
 
     def scalars(self) -> list[dict[str, float]]:
-        """Per group, the numbers its parameters share, such as ``{"step": 3.0}``; the same on
-        every rank, but for :meth:`apart`.
+        """Return per group the numbers that its parameters share, such as ``{"step": 3.0}``. Equal
+        on every rank; :meth:`apart` has the exceptions.
         """
         out: list[dict[str, float]] = [{} for _ in self._entries.groups]
-        # of the first in each group that has any: state on the device is made by the first step
+        # from the first segment of the group that has any: the first step creates state on the
+        # device
         for segment in self._table.segments:
             if not out[segment.group]:
                 out[segment.group] = self._entries.numbers(segment)
         return out
 
     def apart(self) -> list[dict[str, dict[str, float]]]:
-        """Per group whose parameters have not all made the same steps: the numbers of each with
-        elements on this rank; else nothing.
+        """Return per group, if its parameters have made different numbers of steps, the numbers of
+        each parameter with elements on this rank; otherwise an empty dict.
         """
         out: list[dict[str, dict[str, float]]] = [{} for _ in self._entries.groups]
         for segment in self._table.segments:
@@ -48,10 +51,12 @@ class GroupNumbers:
         scalars: Sequence[Mapping[str, float]],
         apart: Sequence[Mapping[str, Mapping[str, float]]] = (),
     ) -> None:
-        """State with these numbers, alike on all ranks, has taken the place of what there was."""
+        """Record that state with these numbers, equal on all ranks, has replaced the
+        current one.
+        """
         each = [*scalars, *(numbers for group in apart for numbers in group.values())]
         self.loads += 1
-        self._table.rest(frozenset())  # what rests has state, which what was loaded may lack
+        self._table.rest(frozenset())  # the loaded state may lack theirs
         self.loaded_steps = int(max((numbers.get("step", 0) for numbers in each), default=0))
 
     def load(
@@ -59,8 +64,8 @@ class GroupNumbers:
         scalars: Sequence[Mapping[str, float]],
         apart: Sequence[Mapping[str, Mapping[str, float]]],
     ) -> None:
-        """Inverse of :meth:`scalars` and :meth:`apart`, whose parameters may be of any rank; state
-        that does not exist yet is created.
+        """Load the results of :meth:`scalars` and of :meth:`apart`, which may name parameters of
+        any rank; create state that does not exist yet.
         """
         self.note_load(scalars, apart)
         own = {name: values for group in apart for name, values in group.items()}

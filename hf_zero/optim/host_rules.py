@@ -1,8 +1,9 @@
-"""Which updates the host kernels make in the place of an optimizer's own, and with which of its
-settings.
+"""Rules by which the host kernels make an update in place of an optimizer's own, and the settings
+that they support.
 
-A rule is chosen by the listed class that an optimizer is (see ``elementwise.py``). Its result is
-the class's own up to rounding; a setting that it does not know leaves the update to the class.
+A rule is chosen by the listed class of an optimizer (see ``elementwise.py``). Its result equals the
+class's own up to rounding; with a setting that the rule does not support, the class makes the
+update.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
 
 @dataclass(frozen=True)
 class Rule:
-    """``update(arrays by state name, gradient, values to write, call)``; ``compressible`` are
-    the states that may be kept in 16 or 8 bits.
+    """``update(arrays by state name, gradient, values to write, call)``; ``compressible`` are the
+    states that may be kept in 16 or 8 bits.
 
-    ``prepare(arrays, gradient, call, at)``, where there is one, comes before, for all that is
-    updated: what is combined in round ``at`` of an optimizer of whole tensors.
+    ``prepare(arrays, gradient, call, at)``, if any, runs before the update, for everything that is
+    updated: it returns the input that round ``at`` of a whole-tensor optimizer combines.
     """
 
     update: Callable[[Mapping[str, Moment], Tensor, Tensor | None, Call], None]
@@ -60,7 +61,7 @@ RULES: dict[type, Rule] = {
 
 
 def of_rounds(cls: type[WholeTensorOptimizer], group: Mapping[str, Any]) -> Rule:
-    """The rule of ``cls`` for ``group``: its own rounds and update."""
+    """Return the rule of ``cls`` for ``group``: its own rounds and update."""
     names = cls.moments_of(group)
 
     def parts(held: Mapping[str, Any], grad: Tensor, call: Call) -> Parts:
@@ -89,8 +90,8 @@ def of_rounds(cls: type[WholeTensorOptimizer], group: Mapping[str, Any]) -> Rule
 
 
 def rule_of(base: type | None, group: Mapping[str, Any]) -> Rule | None:
-    """The rule for a group of an optimizer whose update is that of the listed class ``base``;
-    None where there is none.
+    """Return the rule for a group of an optimizer with the update of the listed class ``base``, or
+    None.
     """
     if base is not None and issubclass(base, WholeTensorOptimizer):
         return of_rounds(base, group)

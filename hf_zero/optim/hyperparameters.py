@@ -1,9 +1,9 @@
-"""A parameter group's settings as a checkpoint keeps them: plain JSON values, without tensors and
-without switches.
+"""The settings of a parameter group in a checkpoint: plain JSON values, without tensors and without
+switches.
 
-``foreach``, ``fused``, ``capturable`` and ``differentiable`` say how the running process computes,
-not what, so they are neither saved nor restored. A value that JSON cannot hold (a function, say)
-stays with the running object.
+``foreach``, ``fused``, ``capturable`` and ``differentiable`` choose the implementation in the
+running process, not the result, so they are neither saved nor restored. A value that JSON cannot
+hold (a function, say) stays with the running object.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 
 _NOT_KEPT = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 _MISSING = object()
-# what steps in one bit note in groups: of which step the variances are, and the ratio of norms
+# notes of the one-bit steps in groups: the step that variances were frozen at, the ratio of norms
 FROZEN_AT, ALL_FROZEN_AT, NORM_RATIO = NOTES = ("frozen_at", "all_frozen_at", "norm_ratio")
 
 
 def current(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of ``group`` as they are now, for an update on another thread: a scheduler
+    """Return a snapshot of the settings of ``group`` for an update on another thread: a scheduler
     writes a rate that is a tensor in place.
     """
     return {
@@ -33,8 +33,8 @@ def current(group: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def scaled_rates(groups: Sequence[MutableMapping[str, Any]], factor: float) -> Iterator[None]:
-    """Within it the learning rate of each group is ``factor`` times its own. Schedules, which
-    compute rates from those they find, never see it.
+    """Multiply the learning rate of each group by ``factor`` inside this context. Schedules, which
+    compute rates from the current ones, never see the product.
     """
     rates = [] if factor == 1.0 else [group["lr"] for group in groups]
     kept = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
@@ -48,23 +48,23 @@ def scaled_rates(groups: Sequence[MutableMapping[str, Any]], factor: float) -> I
 
 
 def plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of ``group`` as JSON-able values; tuples become lists, one-element tensors
-    numbers.
+    """Return the settings of ``group`` as JSON-able values; tuples become lists, one-element
+    tensors numbers.
     """
     values = {name: _plain_value(value) for name, value in group.items() if name not in _NOT_KEPT}
     return {name: value for name, value in values.items() if value is not _MISSING}
 
 
 def load(group: MutableMapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Make the settings of ``group`` those of a checkpoint; what was noted of other state goes."""
+    """Replace the settings of ``group`` by those of a checkpoint; drop :data:`NOTES`."""
     for name in NOTES:
         group.pop(name, None)
     restore(group, saved)
 
 
 def restore(group: MutableMapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Write ``saved`` into ``group``, each value in the form the group holds now (tensor filled
-    in place, tuple, number).
+    """Write ``saved`` into ``group``, each value in the form the group holds now (tensor filled in
+    place, tuple, number).
     """
     for name, value in saved.items():
         if name in _NOT_KEPT:

@@ -1,5 +1,5 @@
-"""The host kernels of optimizers, called with a parameter group's settings: by the CPU classes
-and for what is offloaded.
+"""The host kernels of optimizers, called with a parameter group's settings: by the CPU classes and
+for offloaded state.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ MASTER = "master"
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What a kernel is given beside the arrays: the optimizer's ``group`` as it was when the
-    step began, and the step's number from 1 on.
+    """The arguments of a kernel other than its arrays: the optimizer's ``group`` as it was when the
+    step began, and the number of the step, from 1 on.
     """
 
     group: Mapping[str, Any]
@@ -31,7 +31,7 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class WholeTensorCall:
-    """What an update is given that needs more of a tensor than one element: see
+    """The arguments of an update that needs whole tensors: see
     :class:`hf_zero.optim.whole_tensor.Parts`.
     """
 
@@ -41,7 +41,7 @@ class WholeTensorCall:
 
 
 def _shared(out: Tensor | None, call: Call) -> dict[str, Any]:
-    """The arguments that all kernels take."""
+    """Return the arguments that all kernels take."""
     group = call.group
     return {
         "lr": float(group["lr"]),
@@ -58,7 +58,7 @@ def _betas(call: Call) -> dict[str, Any]:
 
 
 def adam(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
-    """One step of Adam, AdamW."""
+    """Make one step of Adam or AdamW."""
     host.adam(
         held[MASTER],
         grad,
@@ -76,14 +76,14 @@ def adam(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) 
 
 
 def lion(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
-    """One step of Lion."""
+    """Make one step of Lion."""
     host.lion(
         held[MASTER], grad, held["exp_avg"], seed=call.seed, **_betas(call), **_shared(out, call)
     )
 
 
 def adagrad(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
-    """One step of Adagrad."""
+    """Make one step of Adagrad."""
     host.adagrad(
         held[MASTER],
         grad,
@@ -96,7 +96,7 @@ def adagrad(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Cal
 
 
 def sgd(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
-    """One step of SGD."""
+    """Make one step of SGD."""
     host.sgd(
         held[MASTER],
         grad,

@@ -1,5 +1,5 @@
 """LAMB: Adam's update of each tensor, scaled by the ratio of the norms of the tensor and of its
-update (You et al. 2019, arXiv:1904.00962), with the settings and the arithmetic of DeepSpeed's.
+update (You et al. 2019, arXiv:1904.00962), with the settings and the arithmetic of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Lamb(TensorSumOptimizer):
         w <- w - lr * c * r * u;             c = sqrt(1 - beta2^t) / (1 - beta1^t), or 1 without
                                              bias_correction
 
-    The correction of the bias is no part of ``u``, as in DeepSpeed and unlike the paper's
-    algorithm; the paper's authors leave it out as well where the learning rate is warmed up.
+    The bias correction is not part of ``u``, as in DeepSpeed and unlike the paper's algorithm; the
+    paper's authors also leave it out if the learning rate is warmed up.
 
     Args:
         params: parameters or parameter groups.
@@ -37,12 +37,12 @@ class Lamb(TensorSumOptimizer):
         eps: added to the denominator.
         weight_decay: times the weights, added to the update before its norm is taken.
         bias_correction: correct the moments for their start at zero.
-        max_coeff: the largest ratio ``r``.
-        min_coeff: the smallest.
+        max_coeff: upper bound of the ratio ``r``.
+        min_coeff: its lower bound.
         eps_inside_sqrt: add ``eps`` under the root.
 
     Raises:
-        ConfigError: a hyperparameter lies outside its range (a ValueError).
+        ConfigError: a hyperparameter is out of range (a ValueError).
         UnsupportedOptimizerError: in ``step``, a gradient is sparse.
     """
 
@@ -88,8 +88,8 @@ class Lamb(TensorSumOptimizer):
         super().__init__(params, defaults)
 
     def get_lamb_coeffs(self) -> list[float]:
-        """The ratio ``r`` of each tensor in the last step, in the order of the groups; [] before
-        the first.
+        """Return the ratio ``r`` of each tensor in the last step, in the order of the groups; []
+        before the first step.
         """
         return [
             ratio
@@ -120,8 +120,8 @@ class Lamb(TensorSumOptimizer):
 
 
 def step_size(group: Mapping[str, Any], step: int, variance: int | None = None) -> float:
-    """What step number ``step`` multiplies an update and its trust ratio by; ``variance`` is the
-    step that the variance is of, if another.
+    """Return the factor of an update and its trust ratio in step ``step``: the learning rate with
+    bias correction. ``variance``: the step that the variance dates from, if another.
     """
     (beta1, beta2), of = group["betas"], step if variance is None else variance
     corrected = (1 - beta2**of) ** 0.5 / (1 - beta1**step) if group["bias_correction"] else 1.0
@@ -135,8 +135,8 @@ def _settings(group: Mapping[str, Any]) -> LambSettings:
 
 
 def ratios(group: Mapping[str, Any], norms: Tensor) -> Tensor:
-    """The trust ratio of each tensor: [tensors], of ``norms`` [tensors, 2] of its weights and its
-    update.
+    """Return the trust ratio of each tensor, [tensors], from the norms of its weights and of its
+    update, ``norms`` [tensors, 2].
     """
     weights, updates = norms.unbind(1)
     ratio = (weights / updates).clamp(group["min_coeff"], group["max_coeff"])

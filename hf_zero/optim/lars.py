@@ -1,4 +1,4 @@
-"""LARS: SGD with momentum, whose learning rate each tensor scales by the ratio of the norms of the
+"""LARS: SGD with momentum and a learning rate per tensor, scaled by the ratio of the norms of the
 tensor and of its gradient (You et al. 2017, arXiv:1708.03888).
 """
 
@@ -23,7 +23,7 @@ class LARS(TensorSumOptimizer):
         r = trust_coefficient * |w| / (|g| + weight_decay * |w| + eps), or 1 where |w| or |g| is 0
         b <- momentum * b + lr * r * (g + weight_decay * w);    w <- w - b
 
-    ``r`` is 1 for biases and norms, as the paper's authors have it.
+    ``r`` is 1 for biases and norms, as in the implementation of the paper's authors.
 
     Args:
         params: parameters or parameter groups.
@@ -35,7 +35,7 @@ class LARS(TensorSumOptimizer):
         nesterov: step by ``lr * r * (g + weight_decay * w) + momentum * b`` instead of ``b``.
 
     Raises:
-        ConfigError: a hyperparameter lies outside its range (a ValueError).
+        ConfigError: a hyperparameter is out of range (a ValueError).
         UnsupportedOptimizerError: in ``step``, a gradient is sparse.
     """
 

@@ -1,8 +1,7 @@
 """Lion: the sign of an interpolated momentum, with decoupled weight decay (Chen et al. 2023,
 arXiv:2302.06675).
 
-One state tensor (``exp_avg``) instead of Adam's two. The update of an element uses that element
-alone.
+It keeps one state tensor (``exp_avg``) instead of Adam's two. The update is element-wise.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ class Lion(torch.optim.Optimizer):
         betas: coefficients of the update and of the momentum, each in [0, 1).
         weight_decay: decoupled weight decay; the paper takes 3 to 10 times more than for AdamW.
         maximize: ascend instead of descend.
-        foreach: run over lists of tensors (None: wherever all tensors of a group are alike in
-            device and dtype).
+        foreach: run over lists of tensors (None: if all tensors of a group have the same device and
+            dtype).
 
     Raises:
-        ConfigError: a hyperparameter lies outside its range (a ValueError).
+        ConfigError: a hyperparameter is out of range (a ValueError).
         UnsupportedOptimizerError: in ``step``, a gradient is sparse.
     """
 
@@ -71,8 +70,8 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of every parameter that has a gradient; returns the closure's loss, if
-        there is a closure.
+        """Update every parameter that has a gradient; return the closure's loss, if there is a
+        closure.
         """
         loss = None
         if closure is not None:
@@ -152,7 +151,7 @@ def _reference_update(
     beta2: float,
     weight_decay: float,
 ) -> None:
-    """The slow path: one tensor at a time, a line per line of the paper's algorithm 2."""
+    """Update one tensor at a time, line by line as in the paper's algorithm 2 (the slow path)."""
     for param, grad, moment in zip(params, grads, moments):
         direction = (moment * beta1).add_(grad, alpha=1 - beta1).sign_()
         if weight_decay != 0:

@@ -1,6 +1,6 @@
-"""Muon: SGD with momentum whose update of each matrix is orthogonalised (Jordan et al. 2024,
-https://kellerjordan.github.io/posts/muon), with the settings and the arithmetic of torch.optim's;
-what is no hidden matrix is updated by AdamW.
+"""Muon: SGD with momentum and an orthogonalised update of each matrix (Jordan et al. 2024,
+https://kellerjordan.github.io/posts/muon), with the settings and the arithmetic of torch.optim;
+AdamW updates all parameters other than hidden matrices.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ class Muon(WholeTensorOptimizer):
         u = momentum * b + (1 - momentum) * g   (without nesterov: b)
         w <- w * (1 - lr * weight_decay) - lr * a * NS(u)
 
-    ``NS`` is ``ns_steps`` iterations of Newton and Schulz with ``ns_coefficients``, in bf16, over
-    the whole matrix; ``a`` is sqrt(max(1, rows / columns)), or 0.2 * sqrt(max(rows, columns)) with
-    ``adjust_lr_fn="match_rms_adamw"``. Sharded matrices travel in bf16 to the rank that computes
-    theirs, and back.
+    ``NS`` is ``ns_steps`` Newton-Schulz iterations with ``ns_coefficients``, in bf16, over the
+    whole matrix; ``a`` is sqrt(max(1, rows / columns)), or 0.2 * sqrt(max(rows, columns)) with
+    ``adjust_lr_fn="match_rms_adamw"``. Shards of a matrix are sent in bf16 to the one rank that
+    computes its update, which sends them the result.
 
     Args:
-        params: parameters or parameter groups; those of a group with ``"use_muon": False`` go by
-            AdamW with the group's ``lr``, ``weight_decay``, ``betas`` and ``adam_eps``.
+        params: parameters or parameter groups; AdamW updates those of a group with ``"use_muon":
+            False``, with the group's ``lr``, ``weight_decay``, ``betas`` and ``adam_eps``.
         lr: learning rate.
-        weight_decay: decoupled, in both.
+        weight_decay: decoupled, in both updates.
         momentum, nesterov, ns_coefficients, ns_steps, eps, adjust_lr_fn: as in torch.optim.Muon.
-        betas, adam_eps: AdamW's.
-        use_muon: of groups that do not say.
+        betas, adam_eps: settings of AdamW.
+        use_muon: default for groups that do not set it.
 
     Raises:
-        ConfigError: a hyperparameter lies outside its range, or a parameter of a group with
-            ``use_muon`` is no matrix (a ValueError).
+        ConfigError: a hyperparameter is out of range, or a parameter of a group with ``use_muon``
+            is no matrix (a ValueError).
         UnsupportedOptimizerError: in ``step``, a gradient is sparse.
     """
 
@@ -119,7 +119,7 @@ class Muon(WholeTensorOptimizer):
 
     @classmethod
     def adopt_state(cls, state: dict[str, Any]) -> None:
-        if state:  # torch's does not count: nothing depends on the number
+        if state:  # torch's Muon keeps no step count: nothing depends on it
             state.setdefault("step", torch.tensor(0.0))
 
     @classmethod
@@ -153,7 +153,7 @@ class Muon(WholeTensorOptimizer):
         lr = float(group["lr"])
         for weight, update, shape in zip(parts.weights, parts.results[0], parts.shapes):
             weight.mul_(1 - lr * group["weight_decay"])
-            if len(shape) == 2:  # no stand-in
+            if len(shape) == 2:  # not a stand-in
                 adjusted = _muon._adjust_lr(lr, group["adjust_lr_fn"], torch.Size(shape))
                 weight.add_(update, alpha=-adjusted)
 
@@ -168,7 +168,7 @@ def _orthogonal(group: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
 
 
 def _direction(group: Mapping[str, Any], grad: Tensor, buffer: Tensor) -> Tensor:
-    """In bf16, as what orthogonalises it takes it."""
+    """Update the momentum ``buffer``; return the direction in bf16, the dtype of the iteration."""
     momentum = group["momentum"]
     buffer.lerp_(grad, 1 - momentum)
     return (grad.lerp(buffer, momentum) if group["nesterov"] else buffer).bfloat16()
@@ -200,14 +200,14 @@ def muon_groups(
     muon_lr: float | None = None,
     adam_lr: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Groups for :class:`Muon` of parameters or parameter groups: each parted into what Muon
-    updates and what AdamW does.
+    """Split parameters or parameter groups into groups for :class:`Muon`, each updated either by
+    Muon or by AdamW.
 
     Args:
-        model: its hidden matrices go by Muon: the weights of its linear layers but the output
-            embeddings', and none that an embedding shares. A parameter with an attribute
-            ``use_muon`` goes as that says; without a model all have one.
-        muon_lr, adam_lr: of the two, where a group has no ``lr``; None: the optimizer's.
+        model: Muon updates its :func:`hidden_matrices`. An attribute ``use_muon`` of a parameter
+            takes precedence; without a model every parameter must have one, else ConfigError.
+        muon_lr, adam_lr: learning rates of the two for groups without ``lr``; None: the
+            optimizer's.
     """
     hidden = hidden_matrices(model) if model is not None else set()
     listed = list(params)
@@ -231,7 +231,9 @@ def muon_groups(
 
 
 def hidden_matrices(model: torch.nn.Module) -> set[Tensor]:
-    """The matrices of ``model`` between its embeddings and its output embeddings."""
+    """Return the matrices of ``model`` other than embeddings, output embeddings and
+    tied weights.
+    """
     modules = list(model.modules())
     embeddings: list[torch.nn.Module] = [
         module for module in modules if isinstance(module, torch.nn.Embedding)

@@ -1,5 +1,5 @@
-"""Optimizer state of segments whose state is offloaded: a segment for each sub-group of a flat's
-storage, with entries in ``optimizer.state`` that stand for its arrays.
+"""Optimizer state of segments whose state is offloaded: one segment for each sub-group of a flat
+buffer's storage, with placeholders for its arrays in ``optimizer.state``.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hf_zero.optim.table import Flat, MemoryRegion, Segment, apart
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 from hf_zero.storage.base import StorageFormat, moment_format
 
-# in their first step the gradient itself is the momentum
+# classes whose first step sets the momentum to the gradient
 BEGIN_WITH_GRADIENT = (torch.optim.SGD, CPUSGD)
 
 
 def refuse_offload(optimizer: torch.optim.Optimizer) -> None:
     """Raise UnsupportedOptimizerError for an optimizer that the user vouches for and that counts
-    its steps elsewhere than in its state.
+    its steps outside the state of its parameters.
     """
     if update_base(type(optimizer)) is not None:
         return
@@ -47,24 +47,24 @@ def refuse_offload(optimizer: torch.optim.Optimizer) -> None:
 
 
 class OffloadedState:
-    """The state of segments that is offloaded.
+    """The state of the segments whose state is offloaded.
 
-    ``moments``: how the states that a rule allows are kept there: ``"fp32"``, ``"bf16"`` or
-    ``"int8"``. ``base`` is the optimizer's class among those whose update is element-wise.
+    ``moments``: the storage format, ``"fp32"``, ``"bf16"`` or ``"int8"``, of the states that a rule
+    allows it for. ``base``: the optimizer's class among those with a known update.
     """
 
     def __init__(self, entries: StateEntries, base: Any, moments: str) -> None:
         self._entries = entries
         self._base = base
         self._moments = moments
-        self._region_of: dict[str, MemoryRegion] = {}  # by flat
+        self._region_of: dict[str, MemoryRegion] = {}  # by key of the flat buffer
         self._fresh: set[Segment] = set()  # not stepped yet
-        # arrays, by flat and name, that did not exist when segments were cut
+        # (flat buffer, state name) of the arrays that did not exist when segments were cut
         self._made: set[tuple[str, str]] = set()
 
     @property
     def regions(self) -> list[MemoryRegion]:
-        """One for each flat."""
+        """The region of each flat buffer."""
         return list(self._region_of.values())
 
     def cut(self, flats: Sequence[Flat], group_of: Mapping[str, int]) -> None:
@@ -80,11 +80,13 @@ class OffloadedState:
         return [segment for region in self._region_of.values() for segment in region.segments]
 
     def segments(self, flat: Flat) -> list[Segment]:
-        """Those of ``flat``."""
+        """Return the segments of ``flat``."""
         return self._region_of[flat.key].segments
 
     def replace(self, pieces: Mapping[Segment, Sequence[Segment]]) -> None:
-        """Segments were cut into ``pieces``."""
+        """Carry the "not stepped yet" marks of segments over to the ``pieces`` they
+        were cut into.
+        """
         for segment, found in pieces.items():
             if segment in self._fresh:
                 self._fresh.discard(segment)
@@ -95,41 +97,41 @@ class OffloadedState:
         return segment.parts[0].flat.storage.entry(name)[segment.start : segment.stop]
 
     def bind(self, segment: Segment) -> None:
-        """Give ``segment`` a tensor that stands for its master weights."""
+        """Give ``segment`` a tensor as a placeholder of its master weights."""
         segment.tensor = torch.nn.Parameter(self._entry(segment, MASTER), requires_grad=False)
 
     def wait(self) -> None:
-        """Return when no update is under way."""
+        """Wait until no update is running."""
         for region in self._region_of.values():
             region.flats[0][0].wait_for_update()
 
     # ---- first steps ----
 
     def take_fresh(self, segment: Segment) -> bool:
-        """Whether ``segment``, which is stepped now, was not before."""
+        """Whether ``segment`` is stepped for the first time now. Clears its mark."""
         fresh = segment in self._fresh
         self._fresh.discard(segment)
         return fresh
 
     def fresh_names(self) -> frozenset[str]:
-        """Parameters with elements that were not stepped yet."""
+        """Return the parameters with elements that were not stepped yet."""
         return frozenset[str]().union(*(segment.names for segment in self._fresh))
 
     def keep_fresh(self, names: frozenset[str]) -> None:
-        """Of the segments, none was stepped of those that hold parameters of ``names``."""
+        """Mark exactly the fresh segments that hold parameters of ``names`` as not stepped yet."""
         self._fresh = {segment for segment in self._fresh if not names.isdisjoint(segment.names)}
 
     # ---- how it is kept ----
 
     def rule(self, group: int) -> Rule | None:
-        """The host kernel that updates ``group``; None where the optimizer does it itself."""
+        """Return the host kernel that updates ``group``; None if the optimizer itself does."""
         groups = self._entries.groups
         if isinstance(self._entries.optimizer, WholeTensorOptimizer):
             return rule_of(self._base, groups[group])
         mine = [segment for segment in self._all if segment.group == group]
         if any(segment.tensor.dtype != torch.float32 for segment in mine):
             return None
-        # Without the native core torch's own update is faster than the reference, but knows fp32
+        # Without the native core torch's own update is faster than the reference, but supports fp32
         # only.
         compressed = self._moments != "fp32" or groups[group].get("moments", "fp32") != "fp32"
         return rule_of(self._base, groups[group]) if native.available() or compressed else None
@@ -150,12 +152,12 @@ class OffloadedState:
         return moment_format(moments, dtype, rule.compressible[name])
 
     def create_all(self) -> None:
-        """As :meth:`create`, for each segment."""
+        """Create the state of every segment, see :meth:`create`."""
         for segment in self._all:
             self.create(segment)
 
     def create(self, segment: Segment) -> None:
-        """Give ``segment`` the state it would have before its first step, if it has none."""
+        """Create the state of ``segment`` as of before its first step, if it has none."""
         if self._entries.of(segment):
             return
         storage = segment.parts[0].flat.storage
@@ -165,25 +167,25 @@ class OffloadedState:
                 if name not in storage.names():
                     storage.add(name, self._format(name, value.dtype, segment.group))
                     self._made.add(key)
-                if key in self._made and bool(value):  # each group may begin with another number
+                if key in self._made and bool(value):  # initial values may differ between groups
                     storage.store(name, segment.start, value.expand(segment.stop - segment.start))
                 value = self._entry(segment, name)
             self._entries.optimizer.state[segment.tensor][name] = value
         self._fresh.add(segment)
 
     def _fresh_state(self, segment: Segment) -> dict[str, Any]:
-        """Its state before the first step, in numbers however it is going to be kept."""
+        """Return the state before the first step, in plain numbers whatever its storage format."""
         group = state.in_numbers(self._entries.groups[segment.group])
         like = torch.zeros(1, dtype=segment.tensor.dtype)
         return state.fresh_state(self._entries.optimizer, group, like)
 
     def unstep(self, segment: Segment) -> None:
-        """Make ``segment`` one that was never stepped."""
+        """Reset ``segment`` as if it had never been stepped."""
         self._entries.optimizer.state.pop(segment.tensor, None)
         self.create(segment)
 
     def renew_all(self) -> None:
-        """Make all segments, whose entries are gone, what they were before the first step."""
+        """Reset all segments, whose entries are gone, to before the first step."""
         for segment in self._all:
             self._renew(segment)
 
@@ -195,7 +197,9 @@ class OffloadedState:
         self.create(segment)
 
     def start_momentum(self) -> None:
-        """Make what torch's SGD makes in the step after a momentum was set."""
+        """Create momenta as torch's SGD does in the step after a group's momentum was
+        switched on.
+        """
         new = [
             segment
             for segment in self._all
@@ -209,15 +213,15 @@ class OffloadedState:
     # ---- read and written ----
 
     def names(self, flat: Flat) -> list[str]:
-        """Arrays of ``flat`` that hold something: a momentum that the first step is to begin does
-        not yet.
+        """Return the names of the arrays of ``flat`` that hold values: a momentum that the first
+        step will set holds none yet.
         """
         begins = self._base in BEGIN_WITH_GRADIENT and self._fresh.issuperset(self.segments(flat))
         return [MASTER] if begins else flat.storage.names()
 
     def tensors(self, flat: Flat) -> dict[str, Tensor]:
-        """Master weights and each per-element state of ``flat``: 1-D over ``flat.owned``, maybe
-        copies.
+        """Return the master weights and each per-element state of ``flat``, 1-D over
+        ``flat.owned``; they may be copies.
         """
         flat.wait_for_update()
         return {name: flat.storage.fetch(name) for name in self.names(flat)}
@@ -230,7 +234,7 @@ class OffloadedState:
             self._fresh.difference_update(self.segments(flat))
 
     def put(self, segment: Segment, name: str, at: int, values: Tensor) -> None:
-        """Write ``values`` into state ``name`` from element ``at`` of ``segment`` on."""
+        """Write ``values`` into state ``name`` of ``segment``, starting at element ``at``."""
         storage = segment.parts[0].flat.storage
         if name not in storage.names():
             storage.add(name, StorageFormat(values.dtype))
@@ -239,9 +243,9 @@ class OffloadedState:
         self._fresh.discard(segment)
 
     def packed(self, packed: Mapping[str, Any], segments: Iterable[Segment]) -> dict[str, Any]:
-        """The optimizer's own state dict ``packed`` over ``segments``, in the order of its groups,
-        with the arrays in place of what stands for them. What is in files is read into memory, all
-        of it.
+        """Return the optimizer's own state dict ``packed`` over ``segments``, in the order of its
+        groups, with arrays in place of their placeholders. All arrays that are in files are read
+        into memory.
         """
         places = {segment: place for place, segment in enumerate(segments)}
         entries = dict(packed["state"])
@@ -261,8 +265,8 @@ class OffloadedState:
         return {**packed, "state": {place: entry for place, entry in entries.items() if entry}}
 
     def unpacked(self) -> None:
-        """The optimizer's own ``load_state_dict`` has given segments other entries: their arrays
-        take the values.
+        """Move the entries that the optimizer's own ``load_state_dict`` has set into the arrays of
+        the segments.
         """
         live = self._entries.optimizer.state
         for segment in self._all:

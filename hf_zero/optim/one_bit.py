@@ -1,8 +1,8 @@
-"""Optimizers whose momentum travels in one bit after a warm-up: 1-bit Adam (Tang et al. 2021,
-arXiv:2102.02888) and 0/1 Adam (Lu et al. 2022, arXiv:2202.06009), by DeepSpeed's settings.
+"""Optimizers with a momentum sent in one bit after a warm-up: 1-bit Adam (Tang et al. 2021,
+arXiv:2102.02888) and 0/1 Adam (Lu et al. 2022, arXiv:2202.06009), with DeepSpeed's settings.
 
-What is here is AdamW and when to compress; the engine compresses (hf_zero/one_bit), at stage 1. A
-step that is not compressed is AdamW's own.
+This module has AdamW and the decision when to compress; the engine compresses (hf_zero/one_bit), at
+stage 1. A step that is not compressed is AdamW's own.
 """
 
 from __future__ import annotations
@@ -35,14 +35,18 @@ _IDLE = {
 
 
 class SendsMomentum:
-    """An optimizer with some steps in which the engine sends the momentum in one bit."""
+    """An optimizer that has steps in which the engine sends the momentum in one bit."""
 
     def is_dense(self, step: int) -> bool:
-        """Whether step number ``step``, the first being 1, is the optimizer's own."""
+        """Whether step number ``step``, counted from 1, is the optimizer's own,
+        uncompressed step.
+        """
         raise NotImplementedError
 
     def interval(self, step: int) -> int:
-        """Ranks synchronise in step number ``step`` if this divides it."""
+        """Return the interval of synchronisation: ranks synchronise in step ``step`` if it is a
+        multiple.
+        """
         return 1
 
 
@@ -65,7 +69,7 @@ class _OneBitAdamW(SendsMomentum, torch.optim.AdamW):
 
 
 def say_what_is_idle(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
-    """Log which settings that DeepSpeed has are read without effect."""
+    """Log the settings of DeepSpeed that are accepted without effect."""
     masked = any("exp_avg_mask" in group for group in optimizer.param_groups)
     for key, why in _IDLE.items():
         if given.get(key) is not None or (masked and key == "exp_avg_mask"):
@@ -73,18 +77,18 @@ def say_what_is_idle(optimizer: torch.optim.Optimizer, given: Mapping[str, Any])
 
 
 class OneBitAdam(_OneBitAdamW):
-    """AdamW for ``freeze_step`` steps; then its variance stays as it is, and its momentum travels
-    in one bit with error feedback.
+    """AdamW for ``freeze_step`` steps; then the variance is frozen, and the momentum is sent in one
+    bit with error feedback.
 
     Args:
         params: parameters or parameter groups.
-        lr, betas, eps, weight_decay: AdamW's; the decay is decoupled.
+        lr, betas, eps, weight_decay: as in AdamW; the decay is decoupled.
         freeze_step: the last dense step: 15 to 25 % of all, well after the learning rate has warmed
             up and not before 1 / (1 - betas[1]).
-        cuda_aware, comm_backend_name: read, without effect.
+        cuda_aware, comm_backend_name: accepted, without effect.
 
     Raises:
-        ConfigError: a hyperparameter lies outside its range (a ValueError).
+        ConfigError: a hyperparameter is out of range (a ValueError).
     """
 
     def __init__(
@@ -115,25 +119,25 @@ class OneBitAdam(_OneBitAdamW):
 
 
 class ZeroOneAdam(_OneBitAdamW):
-    """0/1 Adam: AdamW in ever rarer steps, which renew the variance; in all others the momentum
-    travels in one bit with error feedback, later not in every step.
+    """0/1 Adam: AdamW in ever rarer steps, which update the variance; in all others the momentum is
+    sent in one bit with error feedback, later not in every step.
 
     Until ``var_freeze_step`` the interval between dense steps begins with 1 and doubles after each
     ``var_update_scaler`` of them; after it no step is dense. From there on the interval between
     steps that synchronise the ranks begins with 1 and doubles after each ``local_step_scaler``
-    steps, up to ``local_step_clipper``. Between them each rank goes on with its own momentum.
+    steps, up to ``local_step_clipper``. In the steps between them each rank uses its own momentum.
 
     Args:
         params: parameters or parameter groups.
-        lr, betas, eps, weight_decay: AdamW's; the decay is decoupled.
-        var_freeze_step: the last step that may renew the variance.
-        var_update_scaler: renewals after which their interval doubles.
+        lr, betas, eps, weight_decay: as in AdamW; the decay is decoupled.
+        var_freeze_step: the last step that may update the variance.
+        var_update_scaler: updates of the variance after which their interval doubles.
         local_step_scaler: steps after which the interval between synchronisations doubles.
-        local_step_clipper: the longest such interval; 1: every step synchronises.
-        cuda_aware, comm_backend_name: read, without effect.
+        local_step_clipper: upper bound of that interval; 1: every step synchronises.
+        cuda_aware, comm_backend_name: accepted, without effect.
 
     Raises:
-        ConfigError: a hyperparameter lies outside its range (a ValueError).
+        ConfigError: a hyperparameter is out of range (a ValueError).
     """
 
     def __init__(
@@ -167,10 +171,10 @@ class ZeroOneAdam(_OneBitAdamW):
 
     @cached_property
     def _phases(self) -> list[tuple[int, int]]:
-        """(last step, interval of dense steps) until the variance is frozen."""
+        """(last step, interval of dense steps) of each phase until the variance is frozen."""
         found, interval, last = list[tuple[int, int]](), 1, 0
         while last < self.var_freeze_step:
-            # multiples of the interval among the steps that follow
+            # the last of the next ``var_update_scaler`` multiples of the interval
             last = (last // interval + self.var_update_scaler) * interval
             found.append((min(last, self.var_freeze_step), interval))
             interval *= 2
@@ -182,12 +186,12 @@ class ZeroOneAdam(_OneBitAdamW):
 
     def interval(self, step: int) -> int:
         doubled = max(0, step - self.var_freeze_step - 1) // self.local_step_scaler
-        # enough of them, whatever the clipper
+        # bounded, so that the shift stays small; the clipper's bit length is always enough
         return min(self.local_step_clipper, 1 << min(doubled, self.local_step_clipper.bit_length()))
 
 
 def plain_name(name: str) -> str:
-    """The class of optimizers whose state the class ``name`` keeps."""
+    """Return the name of the optimizer class whose state format the class ``name`` has."""
     return "AdamW" if name in (OneBitAdam.__name__, ZeroOneAdam.__name__) else name
 
 
@@ -210,23 +214,24 @@ def _always(step: int) -> int:
 
 @dataclass(frozen=True)
 class OneBit:
-    """That the momentum of an optimizer travels in one bit: in which steps not, and the elements
-    that share a scale.
+    """The settings of a momentum that is sent in one bit: the dense steps, and the number of
+    elements that share a scale.
     """
 
     is_dense: Callable[[int], bool]
     block: int = _BLOCK
     lamb: bool = False  # the update is LAMB's
-    renews: bool = False  # the variance, in dense steps after the first in one bit
-    local: bool = False  # there will be steps that synchronise nothing
+    renews: bool = False  # dense steps after the first one in one bit update the variance
+    local: bool = False  # some steps synchronise nothing
     interval: Callable[[int], int] = _always
 
 
 def one_bit_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> OneBit | None:
-    """What ``optimizer``, or ``compressed_communication`` for any Adam, asks for; None: nothing.
+    """Return the one-bit settings of ``optimizer``, or those of ``compressed_communication`` for
+    any Adam; None if the momentum is not sent in one bit.
 
     Raises:
-        ConfigError: what else ``config`` says does not go with it.
+        ConfigError: other settings of ``config`` are incompatible with it.
     """
     both = config.compressed_communication
     ours = isinstance(optimizer, SendsMomentum)
@@ -311,8 +316,8 @@ def _check(config: ZeroConfig, optimizer: torch.optim.Optimizer, what: str) -> N
 
 
 def as_sent(config: ZeroConfig, one_bit: OneBit | None) -> ZeroConfig:
-    """``config`` as momenta in ``one_bit`` need it: 1 bit, and stage 1. At stage 0 no rank owns a
-    part of them, at stage 2 gradients do not wait on their ranks.
+    """Return ``config`` with 1 bit and stage 1, which ``one_bit`` requires. At stage 0 no rank owns
+    a shard of the momenta; at stage 2 gradients are reduced before the step.
     """
     if one_bit is None or (config.stage == 1 and config.compressed_communication.bits == 1):
         return config

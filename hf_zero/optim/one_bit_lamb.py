@@ -1,5 +1,5 @@
-"""1-bit LAMB (Li et al. 2021, arXiv:2104.06069), by DeepSpeed's settings: LAMB, and after its
-freeze what scales its updates. The engine sends the momentum (hf_zero/one_bit).
+"""1-bit LAMB (Li et al. 2021, arXiv:2104.06069), with DeepSpeed's settings: LAMB, and the scale of
+its updates after the freeze. The engine sends the momentum (hf_zero/one_bit).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from hf_zero.optim.lamb import Lamb, ratios
 from hf_zero.optim.one_bit import SendsMomentum, check_momentum, say_what_is_idle, steps_of
 from hf_zero.optim.whole_tensor import Parts
 
-FRESH = "exp_avg_sq_fresh"  # the variance that goes on after the freeze
-RATIO, FACTOR = "ratio", "factor"  # of each tensor
+FRESH = "exp_avg_sq_fresh"  # the variance that is updated after the freeze
+RATIO, FACTOR = "ratio", "factor"  # per tensor
 FACTOR_SETTINGS = ("factor_min", "factor_max", "factor_threshold")
 
 
 class OneBitLamb(SendsMomentum, Lamb):
-    """LAMB for ``freeze_step`` steps; then its variance v stays as it is, and its momentum m
-    travels in one bit with error feedback.
+    """LAMB for ``freeze_step`` steps; then the variance v is frozen, and the momentum m is sent in
+    one bit with error feedback.
 
-    Per tensor, c is the moving average of LAMB's trust ratio until the freeze, v' the variance
-    that goes on from there of the gradient as the messages tell it, and::
+    Per tensor, c is the moving average of LAMB's trust ratio until the freeze, v' a variance that
+    starts as v and is then updated with the gradient reconstructed from the messages, and::
 
         u = m / (sqrt(v) + eps) + weight_decay * w
         f = max over elements of (sqrt(v) + eps) / (sqrt(v') + eps)
@@ -35,15 +35,16 @@ class OneBitLamb(SendsMomentum, Lamb):
 
     Args:
         params, lr, betas, eps, weight_decay, bias_correction, max_coeff, min_coeff,
-            eps_inside_sqrt: as of :class:`hf_zero.optim.Lamb`.
+            eps_inside_sqrt: as in :class:`hf_zero.optim.Lamb`.
         freeze_step: the last dense step.
-        coeff_beta: of the moving average of the trust ratio, which begins with the first.
+        coeff_beta: coefficient of the moving average of the trust ratio, which starts as the first
+            ratio.
         factor_max, factor_min: bounds of f.
-        factor_threshold: its largest relative change in a step.
-        cuda_aware, comm_backend_name: read, without effect.
+        factor_threshold: upper bound of the relative change of f in a step.
+        cuda_aware, comm_backend_name: accepted, without effect.
 
     Raises:
-        ConfigError: a hyperparameter lies outside its range (a ValueError).
+        ConfigError: a hyperparameter is out of range (a ValueError).
         UnsupportedOptimizerError: in ``step``, a gradient is sparse.
     """
 
@@ -115,9 +116,9 @@ class OneBitLamb(SendsMomentum, Lamb):
 def next_factor(
     settings: Tensor, largest: Tensor, without: Tensor, whole: Tensor, last: Tensor
 ) -> Tensor:
-    """f of each tensor, of its ``settings`` [FACTOR_SETTINGS, tensors], the largest quotient of its
-    denominators, the norms of its update without and with weight decay, and the last f: [tensors]
-    each.
+    """Return f of each tensor from its ``settings`` [FACTOR_SETTINGS, tensors], the largest
+    quotient of its denominators, the norms of its update without and with weight decay, and the
+    last f: [tensors] each.
     """
     least, most, change = settings
     share = torch.where(whole > 0, without / whole, torch.ones_like(whole)).clamp(max=1.0)

@@ -1,5 +1,5 @@
-"""What DeepSpeed's learning-rate schedules have in common: they count optimizer steps and write
-the groups' values.
+"""Base class of DeepSpeed's learning-rate schedules: it counts optimizer steps and writes the
+groups' values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PerGroup = float | Sequence[float]
 
 
 class LRSchedule(LRScheduler, ABC):
-    """A schedule whose values follow from the number of steps alone.
+    """A schedule whose values depend on the number of steps alone.
 
     Constructing it writes the values before the first step; ``step()`` after the n-th optimizer
     step writes those of iteration n - 1, as in DeepSpeed. It is a torch ``LRScheduler`` for
@@ -35,8 +35,8 @@ class LRSchedule(LRScheduler, ABC):
         self._last_lr: list[Any] = list(self.base_lrs)
 
     def _start(self, last_batch_iteration: int) -> None:
-        """What a constructor ends with: -1 starts anew, any other iteration is gone on from at
-        the next step.
+        """Finish a constructor: -1 starts anew and writes the first values; from any other
+        iteration the next step continues.
         """
         self.last_batch_iteration = last_batch_iteration
         if last_batch_iteration == -1:
@@ -44,25 +44,25 @@ class LRSchedule(LRScheduler, ABC):
 
     @abstractmethod
     def lrs_at(self, iteration: int) -> list[float]:
-        """The learning rate of each group at ``iteration``; iterations count from 0, and -1 is
-        before the first step.
+        """Return the learning rate of each group at ``iteration``; iterations count from 0, and -1
+        is before the first step.
         """
 
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
-        """The iteration under the name that torch's schedulers give it."""
+        """The iteration, under the name that torch's schedulers use."""
         return self.last_batch_iteration
 
     def get_lr(self) -> list[float]:  # type: ignore[override]
-        """The learning rates of the current iteration, computed anew."""
+        """Return the learning rates of the current iteration, computed anew."""
         return self.lrs_at(self.last_batch_iteration)
 
     def get_last_lr(self) -> list[float]:  # type: ignore[override]
-        """The learning rates that were written last, as numbers."""
+        """Return the learning rates that were written last, as numbers."""
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:  # type: ignore[override]
-        """Go to the next iteration, or to ``last_batch_iteration``, and write its values into
+        """Advance to the next iteration, or to ``last_batch_iteration``, and write its values into
         the optimizer's groups.
         """
         self.last_batch_iteration = (
@@ -74,7 +74,7 @@ class LRSchedule(LRScheduler, ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to the saved iteration and write its values into the optimizer's groups."""
+        """Set the iteration to the saved one and write its values into the optimizer's groups."""
         self.last_batch_iteration = int(state_dict["last_batch_iteration"])
         self._write()
 

@@ -54,7 +54,7 @@ _OBJECTS_ONLY = {
 
 
 def build_scheduler(cfg: SchedulerConfig, optimizer: Any) -> torch_schedules.LRScheduler:
-    """The schedule that ``cfg`` names, over ``optimizer``. Names are read without regard to case.
+    """Build the schedule that ``cfg`` names, over ``optimizer``. Names are case-insensitive.
 
     Args:
         cfg: ``type`` and ``params`` of the configuration's ``scheduler`` section.

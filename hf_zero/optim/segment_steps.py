@@ -15,7 +15,7 @@ from hf_zero.optim.table import Segment
 
 
 class SegmentSteps:
-    """Steps of ``optimizer``; ``base`` is its class among those whose update is element-wise."""
+    """Steps of ``optimizer``; ``base`` is its class among those with a known update."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, base: Any) -> None:
         self._optimizer = optimizer
@@ -30,7 +30,9 @@ class SegmentSteps:
         in_kernel: bool,
         step: Callable[[], Any],
     ) -> None:
-        """``step`` with ``gradients``; the optimizer passes over segments that have none."""
+        """Run ``step`` with ``gradients``, one for each of ``segments``; the optimizer skips all
+        others.
+        """
         optimizer: Any = self._optimizer
         if grad_scale is not None and not in_kernel and gradients:
             torch._foreach_div_(
@@ -38,7 +40,7 @@ class SegmentSteps:
             )
         try:
             if in_kernel:
-                # The kernels skip on exactly 1.0 and take fp32.
+                # The kernels skip only if the flag is exactly 1.0, and take fp32.
                 optimizer.grad_scale = (
                     None
                     if grad_scale is None
@@ -60,14 +62,14 @@ class SegmentSteps:
         return torch_fused.takes_scale(self._optimizer, self._base, None)
 
     def bare(self) -> None:
-        """The class's own step without hooks, which run once for the whole step."""
+        """Run the class's own step without hooks, which run once for the whole step."""
         own = type(self._optimizer).step
         getattr(own, "__wrapped__", own)(self._optimizer)
 
     def sub_group(
         self, segment: Segment, held: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool
     ) -> None:
-        """One update of ``segment`` by the optimizer itself, over the arrays in ``held``."""
+        """Make one update of ``segment`` by the optimizer itself, over the arrays in ``held``."""
         entries: Any = self._optimizer.state[segment.tensor]
         waiting = segment.tensor.data
         between = {name: entries[name] for name in held if name in entries}

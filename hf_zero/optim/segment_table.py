@@ -1,5 +1,5 @@
-"""Which segments an optimizer steps: cut from the flats, put into its groups, and cut again where
-parameters part.
+"""The table of the segments that an optimizer steps: cut from the flat buffers, assigned to its
+groups, and split where the step counts of parameters diverge.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ class SegmentTable:
         self._optimizer = entries.optimizer
         self._base = base
         self._fused = fused
-        # a step adds sums up over the ranks: no segment is stepped apart
+        # A step sums over the ranks, so no segment can be stepped apart from the others.
         self._adds_up = isinstance(entries.optimizer, WholeTensorOptimizer)
         self.device = DeviceState(entries)
         self.offloaded = OffloadedState(entries, base, moments)
         self.segments: list[Segment] = []
-        self.stepped: list[Segment] = []  # at once, by the optimizer's step
-        # of one zero, for groups that own nothing on this rank
+        self.stepped: list[Segment] = []  # all at once, by the optimizer's step
+        # one zero each, for groups that own nothing on this rank
         self.stand_ins: list[Segment] = []
         self.resting_names: frozenset[str] = frozenset()
-        self.resting: list[Segment] = []  # segments of these, which others update
-        # groups whose parameters have not all made the same steps, as far as this rank has them
+        self.resting: list[Segment] = []  # their segments, which other code updates
+        # groups whose parameters, as far as this rank has them, have made different numbers of
+        # steps
         self.parted: set[int] = set()
 
     def bind(self, flats: Sequence[Flat], group_of: Mapping[str, int], groups: set[int]) -> None:
-        """Cut ``flats`` into segments and put them into the optimizer's groups, with no state; each
-        of ``groups`` gets one.
+        """Cut ``flats`` into segments without state and assign them to the optimizer's groups; each
+        of ``groups`` gets at least a stand-in.
         """
         self._fused.reset()
         here = [flat for flat in flats if not flat.offloaded]
@@ -57,16 +58,16 @@ class SegmentTable:
             self.stand_ins.append(stand_in)
         self.segments = segments + self.stand_ins
         self.parted = set()
-        dict.clear(self._optimizer.state)  # not that of a script, which forgets state
+        dict.clear(self._optimizer.state)  # bypasses an override by the script
         self._list()
-        if self._adds_up:  # each is a part of one tensor
+        if self._adds_up:  # each segment must be a part of one tensor
             self.divide(segments, lambda name: name)
         for live in self._optimizer.param_groups:
             torch_fused.choose(self._base, live)
         self.offloaded.create_all()
 
     def carry(self, carried: state.Carried, group_of: Mapping[str, int]) -> None:
-        """Give segments their elements of state that parameters had before they were cut."""
+        """Give segments their elements of the state that parameters had before they were cut."""
         with_state = {group_of[name] for name in carried.tensors}
         for segment in self.segments:
             scalars = carried.scalars.get(segment.group, {})
@@ -82,7 +83,7 @@ class SegmentTable:
                         self.state_of(segment).put(segment, name, at, whole[start:stop])
 
     def _list(self) -> None:
-        """Let the optimizer's groups know of the segments there are now."""
+        """Write the current segments into the optimizer's groups and rebuild the lists by kind."""
         self.stepped = [segment for segment in self.segments if not segment.offloaded]
         if self.steps_stand_ins_apart:
             self.stepped = [segment for segment in self.stepped if segment.parts]
@@ -97,27 +98,27 @@ class SegmentTable:
 
     @property
     def steps_stand_ins_apart(self) -> bool:
-        """Whether stand-ins are in host memory, whatever others of their group are: they count by
-        themselves.
+        """Whether stand-ins are in host memory, whatever device the others of their group are on:
+        they are then stepped separately.
         """
         return bool(self.offloaded.regions) and not self._adds_up
 
     def state_of(self, segment: Segment) -> DeviceState | OffloadedState:
-        """The row that keeps the state of ``segment``."""
+        """Return the store that keeps the state of ``segment``."""
         return self.offloaded if segment.offloaded else self.device
 
     def divide(
         self, segments: Iterable[Segment], kind_of: Callable[[str], Hashable]
     ) -> dict[Segment, list[tuple[Hashable, Segment]]]:
-        """Cut ``segments``, with their state, wherever a parameter of another kind begins; what
-        each became, with its kind.
+        """Split ``segments``, with their state, wherever a parameter of another kind begins; return
+        the pieces of each, with their kinds.
         """
         divided = {segment: table.divide(segment, kind_of) for segment in segments}
         self.replace({segment: [piece for _, piece in found] for segment, found in divided.items()})
         return divided
 
     def replace(self, pieces: Mapping[Segment, list[Segment]]) -> None:
-        """Put the pieces that segments were cut into in their places, with their state."""
+        """Replace segments by the pieces they were cut into, with their state."""
         changed = {segment: found for segment, found in pieces.items() if len(found) > 1}
         for segment, found in changed.items():
             entries: Mapping[str, Any] = self._optimizer.state.pop(segment.tensor, {})
@@ -138,15 +139,15 @@ class SegmentTable:
             self.offloaded.replace(changed)
 
     def rest(self, names: frozenset[str]) -> None:
-        """From now on leave the parameters of ``names`` to others, but for counting their steps;
-        their state is there, as before the first step where there was none.
+        """Leave the parameters ``names`` to other code (hf_zero/one_bit): from now on only their
+        steps are counted here. Create missing state, as of before the first step.
         """
         if names == self.resting_names:
             return
         self.resting_names = names
         self.divide([s for s in self.segments if s.parts], names.__contains__)
         self._list()
-        # each counts by itself from now on
+        # each needs a counter of its own from now on
         for segment in self.resting:
             self.state_of(segment).create(segment)
             entries = self._optimizer.state[segment.tensor]
@@ -155,13 +156,13 @@ class SegmentTable:
         self._fused.divide()
 
     def count_resting(self) -> None:
-        """Count a step of what others update."""
+        """Count a step of the parameters that other code updates."""
         for segment in self.resting:
             self._optimizer.state[segment.tensor]["step"] += 1
 
     def leave_out(self, segments: Iterable[Segment], unused: frozenset[str]) -> set[Segment]:
-        """The segments of ``unused`` parameters among ``segments``, which are cut so that they
-        hold no others.
+        """Return the segments of ``unused`` parameters among ``segments``, split so that they hold
+        no others.
         """
         concerned = [segment for segment in segments if not unused.isdisjoint(segment.names)]
         left_out = {segment for segment in concerned if unused.issuperset(segment.names)}

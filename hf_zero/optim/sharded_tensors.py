@@ -1,9 +1,9 @@
-"""Whole tensors whose parts lie on several ranks: sums over them, and updates of whole matrices.
+"""Whole tensors whose parts are on several ranks: sums over them, and updates of whole matrices.
 
-[Note: which rank computes which matrix]
-One of the ranks that hold a part of it, so that a part travels to one rank and its update back: in
-one all-to-all each. The matrices are given out once, the costliest first, each to the one of its
-ranks that has the least to compute so far; every rank works this out alike.
+[Note: assignment of matrices to ranks]
+A matrix is computed by one of the ranks that hold a part of it, so that parts are sent to one rank
+and the update back: one all-to-all each way. The matrices are assigned once, the costliest first,
+each to that one of its ranks with the least work so far; every rank computes the same assignment.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from hf_zero.optim.whole_tensor import TensorPlace, Tensors, WholeTensorOptimize
 
 
 class ShardRanks(Protocol):
-    """The ranks that share the flats, one shard each."""
+    """The ranks that share the flat buffers, one shard each."""
 
     @property
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
     def add_up(self, sums: Tensor) -> Tensor:
-        """``sums`` added up over the ranks (collective)."""
+        """Return ``sums`` added up over the ranks (collective)."""
 
     def exchange(
         self, sent: Tensor, sizes: Sequence[int], counts: Sequence[int]
     ) -> Sequence[Tensor]:
-        """``sizes[rank]`` elements of ``sent`` to each rank, ``counts[rank]`` from each
-        (collective).
+        """Send ``sizes[rank]`` elements of ``sent`` to each rank, receive ``counts[rank]`` from
+        each (collective).
         """
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """``value`` of each rank (collective over all ranks)."""
+        """Return ``value`` of each rank (collective over all ranks)."""
 
 
 class OneRank:
-    """All of the flats are here."""
+    """The ranks of flat buffers that one rank owns whole."""
 
     rank, size = 0, 1
 
@@ -60,10 +60,9 @@ class OneRank:
 
 
 class ShardedTensors(Tensors):
-    """The tensors that ``optimizer`` steps: those of ``flats``, of which each segment is a part of
-    one.
+    """The tensors that ``optimizer`` steps: those of ``flats``; each segment is a part of one.
 
-    ``segments`` gives those there are now; ``kernels`` is the configuration's.
+    ``segments`` returns the current segments; ``kernels`` is the configuration's.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class ShardedTensors(Tensors):
         self._rows = {name: row for row, name in enumerate(names)}
         self._sizes_of: dict[str, list[int]] = {}
         self._sums: int = getattr(optimizer, "SUMS", 0)
-        # of each tensor, in the last step that has updated it; and a row for stand-ins
+        # the sums of each tensor in the last step that updated it, and a row for stand-ins
         self._last = torch.zeros(len(names) + 1, self._sums, dtype=torch.float64)
         optimizer.tensors = self
 
@@ -99,7 +98,7 @@ class ShardedTensors(Tensors):
         return [[own.get(part, TensorPlace((1,), 0, 1)) for part in of] for of in parts]
 
     def place_of(self, segment: Segment) -> TensorPlace:
-        """Where ``segment`` lies in the tensor that it is a part of."""
+        """Return the place of ``segment`` in its tensor."""
         return TensorPlace(self._shapes[min(segment.names)], *extent_of(segment))
 
     def totals(
@@ -138,8 +137,8 @@ class ShardedTensors(Tensors):
         transform: Callable[[Tensor], Tensor],
     ) -> list[Tensor]:
         places = {part: place for place, part in enumerate(parts)}
-        # (name, first element, place in the segment, elements, which of the values); padding, which
-        # is of no tensor, may follow
+        # (name, first element, place in the segment, elements, index into the values); padding,
+        # which belongs to no tensor, may follow
         pieces = sorted(
             (name, start, at, stop - start, places[segment.tensor])
             for segment in self._segments()
@@ -175,14 +174,16 @@ class ShardedTensors(Tensors):
     def _exchange(
         self, rows: Sequence[Sequence[Tensor]], counts: Sequence[int]
     ) -> Sequence[Tensor]:
-        """``rows[rank]``, bf16, end to end, to each rank; ``counts[rank]`` elements from each."""
+        """Send ``rows[rank]``, bf16, concatenated, to each rank; receive ``counts[rank]`` elements
+        from each.
+        """
         pieces = [piece for of in rows for piece in of]
         none = torch.zeros(0, dtype=torch.bfloat16, device=device_of(pieces))
         sizes = [sum(map(torch.numel, of)) for of in rows]
         return self._ranks.exchange(torch.cat([none, *pieces]), sizes, counts)
 
     def _held(self, name: str) -> list[int]:
-        """Elements of a tensor that each rank holds."""
+        """Return the number of elements of a tensor that each rank holds."""
         if name not in self._sizes_of:
             layout, slot = self._places[name]
             ranges = [layout.rank_range(rank) for rank in range(self._ranks.size)]
@@ -195,7 +196,7 @@ class ShardedTensors(Tensors):
 
     @cached_property
     def _owners(self) -> dict[str, int]:
-        """The rank that computes each matrix (the note)."""
+        """The rank that computes each matrix (see the note)."""
         load = [0.0] * self._ranks.size
         owners: dict[str, int] = {}
         costs = {
@@ -218,7 +219,7 @@ class ShardedTensors(Tensors):
         )
 
     def _row(self, name: str | None) -> int:
-        """The row of a tensor; the last one is that of stand-ins."""
+        """Return the row of a tensor; the last row is for stand-ins."""
         return len(self._rows) if name is None else self._rows[name]
 
     def _total(self, rows: Sequence[int], sums: Tensor) -> Tensor:
@@ -231,12 +232,12 @@ class ShardedTensors(Tensors):
 
 
 def extent_of(segment: Segment) -> tuple[int, int]:
-    """The elements of its tensor that ``segment``, a part of one, has; none in padding."""
+    """Return the range of elements of its tensor that ``segment`` has; empty for padding."""
     pieces = [piece for part in segment.parts for piece in part.pieces()]
     starts, stops = [start for _, start, *_ in pieces], [stop for _, _, stop, _ in pieces]
     return min(starts, default=0), max(stops, default=0)
 
 
 def device_of(tensors: Sequence[Tensor]) -> torch.device:
-    """That of the first of ``tensors``; the host's without any."""
+    """Return the device of the first of ``tensors``, or the host if there is none."""
     return tensors[0].device if tensors else torch.device("cpu")

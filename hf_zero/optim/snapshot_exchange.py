@@ -1,8 +1,8 @@
-"""A state dict over segments of other flats, made one of these: ranks exchange what they keep of
-each parameter.
+"""Conversion of a state dict over segments of other flat buffers into one of these: ranks exchange
+the state of each parameter.
 
-Which flats there are depends on the units, and on which parameters stay whole between steps; with
-others a rank keeps other elements.
+The set of flat buffers depends on the units and on the parameters that stay whole between steps;
+with others, a rank owns other elements.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PADDING = ""
 
 
 class _Held(NamedTuple):
-    """Elements ``[start, stop)`` of a parameter that ``rank`` has at ``offset`` of ``entry``."""
+    """Elements ``[start, stop)`` of a parameter, stored by ``rank`` at ``offset`` of ``entry``."""
 
     start: int
     stop: int
@@ -34,7 +34,9 @@ class _Held(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """Elements ``[start, stop)`` of a parameter, or padding, from ``place`` on in a flat."""
+    """Elements ``[start, stop)`` of a parameter, or padding, placed at ``place`` in a
+    flat buffer.
+    """
 
     name: str
     start: int
@@ -45,7 +47,7 @@ class _Wanted(NamedTuple):
 
 @dataclass(frozen=True)
 class _Entry:
-    """What one entry of a state dict has: its numbers, and its tensors' dtypes."""
+    """The description of one entry of a state dict: its numbers, and its tensors' dtypes."""
 
     group: int
     numbers: dict[str, Any]
@@ -61,7 +63,7 @@ class _Entry:
 @dataclass
 class _Made:
     """An entry of the new state dict: runs of ``(rank, entry, offset, length)``, rank -1 for
-    padding, and where they lie in the flats.
+    padding, and their places in the flat buffers.
     """
 
     like: _Entry
@@ -81,11 +83,11 @@ def over_flats(
     ranks: ShardRanks,
     kind: str,
 ) -> dict[str, Any]:
-    """``packed``, a state dict of an optimizer of class ``kind``, for ``segments`` of ``flats``: as
-    it is where it is of the same flats, or does not say of which; else made so (collective: each of
-    ``ranks`` has its own of the same save).
+    """Return ``packed``, a state dict of an optimizer of class ``kind``, converted for ``segments``
+    of ``flats``: unchanged if it has the same flat buffers or does not name any. The conversion is
+    collective: each of ``ranks`` passes its own dict of the same save.
 
-    Raises UnsupportedOptimizerError on all ranks where the dicts do not have every element, or have
+    Raises UnsupportedOptimizerError on all ranks if the dicts do not have every element, or have
     state of whole tensors.
     """
     saved = packed.get(KEY, {}).get("layout")
@@ -116,7 +118,9 @@ def over_flats(
 def _read(
     packed: Mapping[str, Any], rank: int, kind: str
 ) -> tuple[list[_Entry] | str, dict[str, list[_Held]]]:
-    """What this rank's dict has; in place of its entries why they cannot be exchanged."""
+    """Return the entries of this rank's dict and the elements they hold; instead of entries the
+    reason why they cannot be exchanged.
+    """
     told = packed[KEY]
     groups = [index for index, group in enumerate(packed["param_groups"]) for _ in group["params"]]
     entries: list[_Entry] = []
@@ -150,7 +154,7 @@ def _read(
 
 
 def _wanted(segment: Segment) -> list[_Wanted]:
-    """The elements of ``segment``, parameter by parameter, with the padding between."""
+    """Return the elements of ``segment``, parameter by parameter, with the padding between."""
     found = []
     for part in segment.parts:
         key, first = part.flat.key, part.flat.owned[0]
@@ -173,7 +177,7 @@ def _entries(
     rank: int,
     kind: str,
 ) -> list[_Made]:
-    """New entries for the elements of one segment of ``group``: as few as their numbers allow."""
+    """Return the new entries for one segment of ``group``: as few as their step counts allow."""
     made: list[_Made] = []
     waiting: list[_Wanted] = []  # padding before the first element
     for each in wanted:
@@ -202,7 +206,7 @@ def _entries(
             offset = piece.offset + at - piece.start
             made[-1].add((piece.rank, piece.entry, offset), each, at, stop)
             at = stop
-    if waiting:  # a segment of padding alone
+    if waiting:  # a segment of nothing but padding
         some = (entry for entries in described for entry in entries if entry.group == group)
         made.append(_Made(next(some)))
         for gap in waiting:
@@ -216,7 +220,9 @@ def _exchanged(
     made: Sequence[list[_Made]],
     ranks: ShardRanks,
 ) -> dict[str, list[Tensor]]:
-    """By state: what each rank sends to this one, in the order in which it is wanted."""
+    """Return by state the elements that each rank sends to this one, in the order of the new
+    entries.
+    """
     names = {
         name: dtype
         for entries in described
@@ -250,7 +256,7 @@ def _packed(
     received: Mapping[str, list[Tensor]],
     described: Sequence[list[_Entry]],
 ) -> dict[str, Any]:
-    """The new state dict, with an entry of no elements for each group, for stand-ins."""
+    """Return the new state dict, with an entry of no elements for each group, for stand-ins."""
     known = [entry for entries in described for entry in entries]
     for group in range(len(packed["param_groups"])):
         like = next((entry for entry in known if entry.group == group), None)

@@ -1,9 +1,9 @@
-"""State dicts of an optimizer over segments: where the elements of each entry lie, and entries for
+"""State dicts of an optimizer over segments: the position of each entry's elements, and entries for
 segments that are cut elsewhere.
 
-Segments are cut in the course of a run (see gradients/usage.py), so a state dict may be of fewer or
-of more of them than there are when it is loaded. Elements are counted in the whole flat, as all
-ranks count them.
+Segments are split in the course of a run (see gradients/usage.py), so a state dict may have fewer
+or more of them than exist when it is loaded. Elements are counted in the whole flat buffer, equally
+on all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Layout = dict[str, list[list[Any]]]
 
 
 def layout_of(flats: Iterable[Flat]) -> Layout:
-    """[name, offset, elements] of each parameter, by flat: the same on every rank."""
+    """Return [name, offset, elements] of each parameter, by flat buffer. Equal on every rank."""
     return {
         flat.key: [[slot.name, slot.offset, slot.numel] for slot in flat.layout.slots]
         for flat in flats
@@ -30,7 +30,7 @@ def layout_of(flats: Iterable[Flat]) -> Layout:
 
 
 def in_order(segments: Sequence[Segment]) -> list[Segment]:
-    """As a state dict numbers them: group by group."""
+    """Return ``segments`` in the order of a state dict's entries: group by group."""
     return sorted(segments, key=lambda segment: segment.group)
 
 
@@ -40,8 +40,8 @@ def described(
     parted: Iterable[int],
     flats: Iterable[Flat],
 ) -> dict[str, Any]:
-    """``packed``, a state dict over ``segments`` of ``flats``, with where they lie; ``parted``:
-    the groups whose parameters have not all made the same steps.
+    """Return ``packed``, a state dict over ``segments`` of ``flats``, with their positions added;
+    ``parted``: the groups whose parameters have made different numbers of steps.
     """
     places = [
         [
@@ -56,7 +56,7 @@ def described(
 
 @dataclass(frozen=True)
 class Extent:
-    """Elements ``[start, stop)`` of a flat, which stand at ``offset`` of entry ``entry``."""
+    """Elements ``[start, stop)`` of a flat buffer, stored at ``offset`` of entry ``entry``."""
 
     start: int
     stop: int
@@ -66,13 +66,13 @@ class Extent:
 
 @dataclass(frozen=True)
 class Saved:
-    """A state dict that says where its segments lie.
+    """A state dict with the positions of its segments.
 
-    ``extents`` are ascending, by flat; ``groups`` and ``numels`` are those of each entry, 0
+    ``extents`` are ascending, by flat buffer; ``groups`` and ``numels`` are those of each entry, 0
     elements for a stand-in.
     """
 
-    kind: str  # of optimizer
+    kind: str  # class name of the optimizer
     packed: Mapping[str, Any]
     parted: frozenset[int]
     extents: Mapping[str, list[Extent]]
@@ -80,11 +80,13 @@ class Saved:
     numels: list[int]
 
     def borders(self, segment: Segment) -> list[int]:
-        """Places of ``segment``, counted from its first element, where another entry begins."""
+        """Return the places in ``segment``, counted from its first element, where another entry
+        begins.
+        """
         return [place for place, _, _ in self._entries(segment)][1:]
 
     def over(self, segments: Sequence[Segment]) -> dict[str, Any]:
-        """The state dict for ``segments``, each of which lies in one entry."""
+        """Return the state dict for ``segments``, each of which must be within one entry."""
         ordered = in_order(segments)
         entries = {}
         for number, segment in enumerate(ordered):
@@ -106,7 +108,7 @@ class Saved:
         return state.narrowed(entry, (numel,), start, stop)
 
     def _stand_in(self, group: int) -> dict[str, Any]:
-        """What a group keeps for a rank that has none of its elements."""
+        """Return the state of a stand-in, for a rank that owns no element of ``group``."""
         own = [number for number, each in enumerate(self.groups) if each == group]
         for number in sorted(own, key=self.numels.__getitem__):
             entry = self.packed["state"].get(number, {})
@@ -121,7 +123,9 @@ class Saved:
         return {}
 
     def _entries(self, segment: Segment) -> list[tuple[int, int, int]]:
-        """(place in the segment, entry, place in the entry) of each stretch of one entry."""
+        """Return (place in the segment, entry, place in the entry) of each run that is in one
+        entry.
+        """
         found: list[tuple[int, int, int]] = []
         for part in segment.parts:
             first = part.flat.owned[0] + part.start
@@ -133,7 +137,7 @@ class Saved:
         return found
 
     def _overlapping(self, group: int, part: SegmentPart) -> Iterator[tuple[Extent, int]]:
-        """The extents that hold the elements of ``part``, with its first element in each."""
+        """Yield the extents that hold the elements of ``part``, with its first element in each."""
         key, first = part.flat.key, part.flat.owned[0]
         start, stop = first + part.start, first + part.stop
         extents = self.extents.get(key, [])
@@ -158,8 +162,8 @@ class Saved:
 
 
 def read(packed: Mapping[str, Any], kind: str) -> Saved | None:
-    """``packed``, of an optimizer of class ``kind``; None where it does not say where its segments
-    lie.
+    """Parse ``packed``, of an optimizer of class ``kind``; None if it has no positions of its
+    segments.
     """
     described = packed.get(KEY)
     if described is None:

@@ -1,5 +1,5 @@
-"""What an optimizer keeps between steps: per-element tensors and per-group numbers, distinguished,
-created, carried over.
+"""Optimizer state between steps: per-element tensors and per-group numbers, distinguished, created,
+carried over.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.zero.layout.flat_layout import Slot
 
-# The numbers torch.optim keeps beside the tensors, at the value they have before the first step.
+# Numbers that torch.optim keeps beside the tensors, with their values before the first step.
 _SCALARS: dict[str, float] = {"step": 0.0, "mu_product": 1.0, "mu": 1.0, "eta": 0.0}
 
 
@@ -39,8 +39,8 @@ def is_elementwise(name: str, value: Any, shape: Sequence[int]) -> bool:
 
 
 def kept(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of one parameter's state that hold something (SGD may keep ``momentum_buffer:
-    None``).
+    """Return the entries of one parameter's state that hold a value (SGD may keep
+    ``momentum_buffer: None``).
     """
     return {name: value for name, value in state.items() if value is not None}
 
@@ -61,18 +61,16 @@ def refuse_unknown(optimizer: torch.optim.Optimizer, name: str, value: Any, wher
 def fresh_state(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: Tensor
 ) -> dict[str, Any]:
-    """The state ``optimizer`` gives a new one-element parameter of ``group``, before its first
-    step.
+    """Return the state of a new one-element parameter of ``group`` before its first step.
 
-    The class itself is asked, by one step over a throw-away parameter on a throw-away twin of the
-    optimizer, so that names, dtypes and the devices of counters are its own. What stands on the
-    user's object in place of ``step`` (the engine's own, a scheduler's wrapper) and its hooks are
-    left out of it.
+    It is found by one step over a throw-away parameter on a throw-away twin of the optimizer, so
+    that names, dtypes and the devices of counters are the class's own. The twin has neither the
+    ``step`` attribute of the user's object (the engine's own, a scheduler's wrapper) nor its hooks.
     """
     twin, probe = _stepped_twin(optimizer, group, like)
     state = kept(twin.state[probe])
     for name, value in [*state.items()]:
-        if isinstance(value, Mapping):  # of the whole tensor: its first step makes it
+        if isinstance(value, Mapping):  # of the whole tensor: created by the first step
             del state[name]
         elif is_scalar(name, value, probe.shape):
             start = float(group["lr"]) if name == "eta" else _SCALARS.get(name, float(value))
@@ -83,7 +81,9 @@ def fresh_state(
 
 
 def numbers_kept(optimizer: torch.optim.Optimizer) -> int:
-    """Numbers that ``optimizer`` keeps for each element, in the group that keeps most."""
+    """Return how many numbers ``optimizer`` keeps for each element, in the group that
+    keeps most.
+    """
     kept = [
         fresh_state(optimizer, in_numbers(group), torch.zeros(1))
         for group in optimizer.param_groups
@@ -95,8 +95,8 @@ def numbers_kept(optimizer: torch.optim.Optimizer) -> int:
 
 
 def counted_elsewhere(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[str]:
-    """Names of the numbers that a step changes in ``group`` or on the optimizer itself, and not
-    in the state of a parameter.
+    """Return the names of the numbers that a step changes in ``group`` or on the optimizer itself,
+    rather than in the state of a parameter.
     """
     twin, _ = _stepped_twin(optimizer, group, torch.zeros(1))
     changed = [
@@ -115,7 +115,7 @@ def _is_other(now: Any, before: Any) -> bool:
 def _stepped_twin(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: Tensor
 ) -> tuple[torch.optim.Optimizer, Tensor]:
-    """A throw-away twin of ``optimizer`` after one step over a throw-away parameter of one
+    """Return a throw-away twin of ``optimizer`` after one step over a throw-away parameter of one
     element, with a gradient of zero.
     """
     probe = torch.nn.Parameter(
@@ -124,7 +124,7 @@ def _stepped_twin(
     probe.grad = torch.zeros_like(probe)
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(vars(optimizer))
-    for name in ("step", "tensors"):  # nor are other ranks asked for what they hold
+    for name in ("step", "tensors"):  # without ``tensors``, no collective runs
         twin.__dict__.pop(name, None)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         twin.__dict__[hooks] = OrderedDict()
@@ -140,13 +140,13 @@ def _stepped_twin(
 
 
 def in_numbers(group: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``group`` with moments of plain numbers, however it wants them kept."""
+    """Return ``group`` with moments of plain numbers, whatever their storage format."""
     return {**group, "moments": "fp32"} if "moments" in group else group
 
 
 def scalar_like(value: Any, number: float) -> Any:
-    """``number`` in the form of ``value``: a tensor of its dtype, shape and device, or a Python
-    number of its type.
+    """Return ``number`` in the form of ``value``: a tensor of its dtype, shape and device, or a
+    Python number of its type.
     """
     if isinstance(value, Tensor):
         return torch.full_like(value, number)
@@ -156,8 +156,8 @@ def scalar_like(value: Any, number: float) -> Any:
 def narrowed(
     entries: Mapping[str, Any], shape: Sequence[int], start: int, stop: int
 ) -> dict[str, Any]:
-    """The state of elements ``[start, stop)`` of a parameter of ``shape`` that has ``entries``:
-    views, and numbers of its own.
+    """Return the state of elements ``[start, stop)`` of a parameter of ``shape`` with ``entries``:
+    views of tensors, copies of numbers.
     """
     return {
         name: value[start:stop] if is_elementwise(name, value, shape) else copied(value)
@@ -166,7 +166,7 @@ def narrowed(
 
 
 def copied(value: Any) -> Any:
-    """``value``, a number or what is of a whole tensor, in memory of its own."""
+    """Return a copy of ``value``, a number or the factors of a whole tensor."""
     if isinstance(value, Mapping):
         return {name: copied(each) for name, each in value.items()}
     return value.clone() if isinstance(value, Tensor) else value
@@ -174,8 +174,8 @@ def copied(value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Carried:
-    """Existing state of an optimizer: ``scalars[group][state name]``,
-    ``tensors[parameter][state name]`` (1-D), and ``factors[parameter]``, of whole tensors.
+    """Existing state of an optimizer: ``scalars[group][state name]``, ``tensors[parameter][state
+    name]`` (1-D), and ``factors[parameter]``, of whole tensors.
     """
 
     scalars: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -210,8 +210,8 @@ def collect(
     )
     name_of = {id(parameter): name for name, parameter in parameters.items()}
     for owner, held in optimizer.state.items():
-        # A frozen parameter is not stepped, so what is kept for it (Adagrad does so from the start)
-        # has no use.
+        # A frozen parameter is not stepped, so its state (Adagrad creates it at once) is not
+        # needed.
         if not (
             isinstance(owner, Tensor)
             and (id(owner) in name_of or not owner.requires_grad or not kept(held))

@@ -1,5 +1,5 @@
-"""One step of state that is offloaded: flats in any order, sub-group by sub-group, also on another
-thread than the one that trains.
+"""One step of offloaded state: flat buffers in any order, sub-group by sub-group, also on another
+thread than the training one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hf_zero.optim.kernel_calls import MASTER, Call, WholeTensorCall
 from hf_zero.optim.sharded_tensors import ShardedTensors
 from hf_zero.optim.table import Flat, Segment
 
-AHEAD = 8  # sub-groups that are announced; buffers may be fewer
-# memory for the new values of elements [start, stop), in the dtype of the parameters
+AHEAD = 8  # announced sub-groups to prefetch; there may be fewer buffers
+# returns memory for the new values of elements [start, stop), in the dtype of the parameters
 Place = Callable[[int, int], Tensor | None]
 Placed = Callable[[int, int, Tensor | None], None]
 
@@ -28,7 +28,7 @@ Placed = Callable[[int, int, Tensor | None], None]
 @dataclass(frozen=True, eq=False)
 class Counted:
     """The number of a segment's step, from 1 on (0: its optimizer counts by itself), whether it is
-    the first, and what it keeps of its whole tensor.
+    the first, and the factors of its whole tensor.
     """
 
     step: int = 0
@@ -37,24 +37,24 @@ class Counted:
 
 
 class SubGroupOptimizer(Protocol):
-    """What a step needs of the optimizer that is bound to the flats."""
+    """The interface of the bound optimizer that a step needs."""
 
     def offloaded_segments(self, flat: Flat) -> Sequence[Segment]:
-        """The segments of ``flat``, whose state is offloaded."""
+        """Return the segments of ``flat``, whose state is offloaded."""
 
     def count(self, flat: Flat, rules: Sequence[Rule | None]) -> Mapping[Segment, Counted]:
-        """Advance the step counters of ``flat``, but for parameters that are unused: they are in
-        none of the segments returned.
+        """Advance the step counters of ``flat`` and return its segments with their counts. Segments
+        of unused parameters are left out of both.
         """
 
     def step_sub_group(
         self, segment: Segment, held: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool
     ) -> None:
-        """One update of ``segment`` by the optimizer itself, over the arrays in ``held``."""
+        """Make one update of ``segment`` by the optimizer itself, over the arrays in ``held``."""
 
 
 class Update:
-    """One step of what is offloaded. Each flat is to be run once."""
+    """One step of the offloaded state. Each flat buffer is to be run once."""
 
     def __init__(
         self,
@@ -69,27 +69,29 @@ class Update:
         self._rules, self._groups, self._divisor = rules, groups, divisor
         self._counted: dict[Segment, Counted] = {}
         self._tensors = sums
-        self._prepared: dict[Segment, Tensor] = {}  # in the round under way
-        self._results: dict[Segment, tuple[Tensor, ...]] = {}  # of rounds that are over
-        # sub-groups that are still to be acquired, in the order in which they were announced
+        self._prepared: dict[Segment, Tensor] = {}  # in the current round
+        self._results: dict[Segment, tuple[Tensor, ...]] = {}  # of finished rounds
+        # sub-groups still to be acquired, in the order of their announcement
         self._line: dict[tuple[Any, int], None] = {}
         self._lock = threading.Lock()
 
     @property
     def touches_optimizer(self) -> bool:
-        """Whether the optimizer's own step is called: not while its groups may be changed."""
+        """Whether the optimizer's own step is called; its groups must not change meanwhile."""
         return any(rule is None for rule in self._rules)
 
     @property
     def rounds(self) -> int:
-        """How often each flat that is announced is to be prepared before any is run."""
+        """The number of rounds in which every announced flat buffer must be prepared before any is
+        run.
+        """
         return self._tensors.optimizer.ROUNDS if self._tensors is not None else 0
 
     def announce(self, flat: Flat) -> None:
-        """Say that ``flat`` is to be run, after those that were announced before as a rule. Its
-        step counters advance now.
+        """Announce that ``flat`` is to be run, usually after those announced before. Its step
+        counters advance now.
 
-        No update of the flat is under way.
+        No update of the flat buffer may be running.
         """
         counted = self._bound.count(flat, self._rules)
         with self._lock:
@@ -99,7 +101,7 @@ class Update:
             )
 
     def _sub_groups(self, flat: Flat) -> list[tuple[int, list[Segment]]]:
-        """The sub-groups of ``flat`` with their segments; none where all of its parameters are
+        """Return the sub-groups of ``flat`` with their segments; none if all of its parameters are
         unused.
         """
         segments = self._bound.offloaded_segments(flat)
@@ -111,8 +113,8 @@ class Update:
         ]
 
     def run(self, flat: Flat, place: Place, placed: Placed) -> None:
-        """Update ``flat``, which was announced, sub-group by sub-group: its new values go to
-        ``place(start, stop)``; ``placed`` is called with the place and them.
+        """Update ``flat``, which was announced, sub-group by sub-group: write the new values to
+        ``place(start, stop)``, then call ``placed`` with the range and them.
         """
         storage, grad = flat.storage, flat.grad
         assert grad is not None
@@ -128,7 +130,7 @@ class Update:
             placed(start, stop, out)
 
     def prepare(self, flat: Flat, at: int) -> None:
-        """Round ``at`` before the update of ``flat``, which was announced."""
+        """Run round ``at`` before the update of ``flat``, which was announced."""
         storage, grad = flat.storage, flat.grad
         assert grad is not None
         for sub_group, segments in self._sub_groups(flat):
@@ -136,7 +138,7 @@ class Update:
             if not chosen:
                 continue
             held = self._acquire(storage, sub_group)
-            with self._lock:  # it comes again after all the others
+            with self._lock:  # it is acquired again after all the others
                 self._line[storage, sub_group] = None
             for segment in chosen:
                 rule = self._rules[segment.group]
@@ -153,7 +155,9 @@ class Update:
         return rule is not None and rule.prepare is not None
 
     def combine(self, at: int) -> None:
-        """All flats have been prepared for round ``at`` on all ranks (collective)."""
+        """Combine round ``at``, after all flat buffers have been prepared for it on all ranks
+        (collective).
+        """
         assert self._tensors is not None
         segments = list[list[Segment]]([] for _ in self._groups)
         for segment in self._prepared:
@@ -178,8 +182,8 @@ class Update:
     def _apply_parts(
         self, segments: Sequence[Segment], held: Mapping[str, Any], grad: Tensor, out: Tensor | None
     ) -> None:
-        """Update the parts of a sub-group, some of which are unused or have made another number of
-        steps.
+        """Update the parts of a sub-group if some are unused or have made another
+        number of steps.
         """
         first = segments[0].start
         whole = {

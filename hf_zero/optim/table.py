@@ -1,10 +1,11 @@
-"""The segment table: which runs of this rank's chunks belong to which optimizer group. Arithmetic
+"""The segment table: the runs of this rank's shards that belong to each optimizer group. Arithmetic
 and views only.
 
-The owned range of every flat is cut into runs of one group. Runs that touch in memory and share a
-group become one *segment*, the tensor the optimizer sees. Flats that a segment connects form a
-*region*, a stretch of memory in which places are counted from its first element; state tensors of a
-region are kept together, so that a flat's part of them is one view.
+The owned range of every flat buffer is cut into runs of one group. Runs that are adjacent in memory
+and share a group become one *segment*, the tensor that the optimizer sees. Flat buffers that share
+a segment form a *region*, a contiguous stretch of memory with places counted from its first
+element; state tensors of a region are kept together, so that a flat buffer's slice of them is one
+view.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hf_zero.zero.layout.flat_layout import FlatLayout
 
 
 class Flat(Protocol):
-    """What the optimizer needs to know of a flat; ``master`` and ``grad`` are 1-D over
+    """The interface of a flat buffer that the optimizer needs; ``master`` and ``grad`` are 1-D over
     ``owned``.
     """
 
@@ -41,7 +42,7 @@ class Flat(Protocol):
     def grad(self) -> Tensor | None: ...
     @property
     def offloaded(self) -> bool:
-        """Whether master weights and moments live elsewhere than on the device."""
+        """Whether master weights and moments are stored elsewhere than on the device."""
 
     @property
     def storage(self) -> Any:
@@ -51,18 +52,18 @@ class Flat(Protocol):
 
     @property
     def unused(self) -> frozenset[str]:
-        """Parameters for which no rank has a gradient: the next step leaves them and their state
-        as they are.
+        """The parameters without a gradient on any rank: the next step changes neither them nor
+        their state.
         """
 
     def wait_for_update(self) -> None:
-        """Return when no update of the flat is under way."""
+        """Wait until no update of the flat buffer is running."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Elements ``[start, stop)`` of an owned range, counted from its first element; group None
-    is not optimized.
+    """Elements ``[start, stop)`` of an owned range, counted from its first element; a run of group
+    None is not optimized.
     """
 
     group: int | None
@@ -72,9 +73,7 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class SegmentPart:
-    """Elements ``[start, stop)`` of the owned range of ``flat``; they stand at ``offset`` of
-    their segment.
-    """
+    """Elements ``[start, stop)`` of the owned range of ``flat``, at ``offset`` of their segment."""
 
     flat: Flat
     start: int
@@ -82,8 +81,8 @@ class SegmentPart:
     offset: int
 
     def pieces(self) -> Iterator[tuple[str, int, int, int]]:
-        """(parameter, first element, last element + 1, place in the segment) of each parameter
-        in this part.
+        """Yield (parameter, first element, last element + 1, place in the segment) of each
+        parameter in this part.
         """
         first = self.flat.owned[0]
         for piece in self.flat.layout.pieces(first + self.start, first + self.stop):
@@ -103,17 +102,17 @@ class Segment:
     start: int
     stop: int
     parts: list[SegmentPart]
-    sub_group: int = 0  # of the flat whose states are offloaded
+    sub_group: int = 0  # of a flat buffer with offloaded states
     tensor: Tensor = field(init=False)
 
     @property
     def offloaded(self) -> bool:
-        """Whether its state lives elsewhere than on the device: it is one sub-group there."""
+        """Whether its state is offloaded: the segment is then one sub-group."""
         return bool(self.parts) and self.parts[0].flat.offloaded
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The parameters with elements in this segment; for one of nothing but padding, the last
+        """The parameters with elements in this segment; for a segment of padding only, the last
         parameter before it.
         """
         names = frozenset(name for part in self.parts for name, *_ in part.pieces())
@@ -124,8 +123,8 @@ class Segment:
         self.stop += stop - start
 
     def bind(self) -> None:
-        """Make the leaf tensor over the masters of the parts; they touch, so one view covers
-        them all.
+        """Create the leaf tensor over the masters of the parts, one view because the parts are
+        adjacent.
         """
         first = masters(self.parts[0].flat)
         view = first.as_strided(
@@ -134,11 +133,11 @@ class Segment:
         self.tensor = torch.nn.Parameter(view, requires_grad=False)
 
     def gradient(self) -> Tensor:
-        """The gradient of the segment in its own dtype: a view where the flats' gradients allow it,
-        else a copy.
+        """Return the gradient of the segment in its own dtype: a view if the gradients of the flat
+        buffers are adjacent, else a copy.
 
-        A flat that has no gradient counts as zero; parameters that are unused are in segments that
-        are not stepped.
+        A flat buffer without a gradient counts as zero; unused parameters are in segments that are
+        not stepped.
         """
         parts = self.parts
         first = parts[0].flat.grad
@@ -162,7 +161,7 @@ class Segment:
 
 @dataclass(eq=False)
 class MemoryRegion:
-    """Flats connected by segments, with the place of each flat's first owned element."""
+    """Flat buffers connected by segments, each with the place of its first owned element."""
 
     flats: list[tuple[Flat, int]]
     segments: list[Segment]
@@ -193,8 +192,8 @@ def group_runs(
 ) -> list[Run]:
     """Cut an owned range into runs of one group.
 
-    Padding joins the run before it; a range of nothing but padding joins the group of the layout's
-    last parameter.
+    Padding joins the run before it; a range of padding only joins the group of the layout's last
+    parameter.
     """
     start, stop = owned
     runs: list[Run] = []
@@ -216,12 +215,12 @@ def group_runs(
 
 
 def divide(segment: Segment, kind_of: Callable[[str], Hashable]) -> list[tuple[Hashable, Segment]]:
-    """``segment`` cut wherever a parameter of another kind begins: (kind, segment) in order, not
-    bound yet.
+    """Split ``segment`` wherever a parameter of another kind begins; return (kind, segment) in
+    order, not bound yet.
 
-    Padding stays with what stands before it. A segment of one kind is returned itself.
+    Padding joins the piece before it. A segment of one kind is returned itself.
     """
-    runs: list[tuple[Hashable, int]] = []  # with the place where each begins
+    runs: list[tuple[Hashable, int]] = []  # with the place of its first element
     for part in segment.parts:
         for name, _, _, place in part.pieces():
             kind = kind_of(name)
@@ -236,9 +235,9 @@ def divide(segment: Segment, kind_of: Callable[[str], Hashable]) -> list[tuple[H
 
 
 def split(segment: Segment, places: Sequence[int]) -> list[Segment]:
-    """``segment`` cut at ``places``, ascending and counted from its first element; not bound yet.
+    """Split ``segment`` at ``places``, ascending and counted from its first element; not bound yet.
 
-    Without places it is returned itself.
+    Without places, return the segment itself.
     """
     if not places:
         return [segment]
@@ -261,7 +260,7 @@ def split(segment: Segment, places: Sequence[int]) -> list[Segment]:
 def sub_groups(
     layout: FlatLayout, owned: tuple[int, int], group_of: Mapping[str, int], limit: int
 ) -> list[tuple[int, int]]:
-    """The runs of :func:`group_runs` as ranges of at most ``limit`` elements."""
+    """Return the runs of :func:`group_runs` as ranges of at most ``limit`` elements."""
     found = []
     for run in group_runs(layout, owned, group_of):
         found += [
@@ -271,8 +270,8 @@ def sub_groups(
 
 
 def apart(flat: Flat, group_of: Mapping[str, int]) -> MemoryRegion:
-    """The region of a flat whose states are offloaded: each of their sub-groups is a segment, bound
-    by the storage.
+    """Return the region of a flat buffer with offloaded states: each of their sub-groups is a
+    segment, bound by the storage.
     """
     region = MemoryRegion([(flat, 0)], [], flat.owned[1] - flat.owned[0])
     for run in group_runs(flat.layout, flat.owned, group_of):
@@ -285,8 +284,8 @@ def apart(flat: Flat, group_of: Mapping[str, int]) -> MemoryRegion:
 
 
 def cut(flats: Sequence[Flat], group_of: Mapping[str, int]) -> list[MemoryRegion]:
-    """The regions of ``flats`` on this rank, in the order of memory, with their segments bound
-    to the masters.
+    """Return the regions of ``flats`` on this rank, in the order of memory, with their segments
+    bound to the masters.
     """
     storages: dict[int, int] = {}
     for flat in flats:

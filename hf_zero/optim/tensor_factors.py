@@ -1,5 +1,5 @@
-"""State of whole tensors (the factors of Adafactor's second moment): each segment of a tensor keeps
-all of it, on every rank that has a part of the tensor, and it is the same in all of them.
+"""State of whole tensors (the factors of Adafactor's second moment), replicated: every segment of a
+tensor, on every rank that has a part of it, keeps all factors with equal values.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from hf_zero.optim.sharded_tensors import extent_of
 from hf_zero.optim.table import Segment
 from hf_zero.optim.whole_tensor import FACTORS, WholeTensorOptimizer
 
-# by parameter and name
+# by parameter and state name
 Factors = Mapping[str, Mapping[str, Tensor]]
 
 
 class TensorFactors:
-    """Those of the parameters of one optimizer."""
+    """The factors of the parameters of one optimizer."""
 
     def __init__(self, entries: StateEntries, table: SegmentTable) -> None:
         self._entries = entries
         self._table = table
         optimizer = entries.optimizer
-        # names that a parameter may have
+        # possible names of factors
         self.known = optimizer.FACTOR_NAMES if isinstance(optimizer, WholeTensorOptimizer) else ()
 
     def of(self, segment: Segment) -> dict[str, Tensor]:
-        """What ``segment``, which has been stepped or is stepped now, keeps; {} before."""
+        """Return the factors of ``segment``, which is or has been stepped; {} before its first
+        step.
+        """
         if not self.known:
             return {}
         live = self._entries.optimizer.state[segment.tensor]
@@ -38,7 +40,9 @@ class TensorFactors:
         return factors
 
     def held(self, firsts: bool = False) -> dict[str, dict[str, Tensor]]:
-        """Those of the parameters of which this rank has elements; ``firsts``: the first one."""
+        """Return the factors by parameter, if this rank has elements of it; ``firsts``: its first
+        one.
+        """
         found = {}
         for segment in self._table.segments if self.known else ():
             start, stop = extent_of(segment) if segment.parts else (0, 0)
@@ -49,8 +53,8 @@ class TensorFactors:
         return found
 
     def load(self, saved: Factors) -> None:
-        """Inverse of :meth:`held`, for parameters of any rank; those that are not in it begin
-        anew.
+        """Load the result of :meth:`held`, which may have parameters of any rank; factors of all
+        others are reset.
         """
         for segment in self._table.segments if self.known else ():
             entries = self._entries.of(segment)
@@ -64,7 +68,7 @@ class TensorFactors:
 
     @property
     def names(self) -> list[str]:
-        """Parameters of which this rank has elements and that may have factors."""
+        """The parameters with elements on this rank that may have factors."""
         return sorted(
             {
                 min(segment.names)

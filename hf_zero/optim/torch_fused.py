@@ -1,5 +1,5 @@
-"""torch's own fused kernels: which groups run them, when they take the gradient scale
-themselves, and what they get wrong.
+"""torch's own fused kernels: the groups that run them, the condition for passing them the gradient
+scale, and workarounds for their errors.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from torch import Tensor
 from hf_zero.optim import state
 from hf_zero.optim.adam import Adam
 
-# Classes whose fused step reads ``optimizer.grad_scale`` and ``optimizer.found_inf``, with the op
-# behind it.
+# Classes whose fused step reads ``optimizer.grad_scale`` and ``optimizer.found_inf``, with its op.
 _OPS: dict[type, str] = {
     Adam: "aten::_fused_adam_",
     torch.optim.Adam: "aten::_fused_adam_",
@@ -32,8 +31,8 @@ def _has_kernel(op: str, device_type: str) -> bool:
 
 
 def choose(base: type | None, group: dict[str, Any]) -> None:
-    """Switch ``fused`` on in a group of an optimizer of class ``base`` that leaves it open,
-    where there is a kernel for its tensors.
+    """Switch ``fused`` on in a group of an optimizer of class ``base`` that leaves it open, if
+    there is a kernel for its tensors.
     """
     op = _OPS.get(base) if base is not None else None
     if (
@@ -58,8 +57,8 @@ def takes_scale(
         return False
     if base is torch.optim.SGD and found_inf is not None:
         # torch's fused SGD leaves a new momentum buffer uninitialised when its first step
-        # overflows. Zeros give the same first step unless there is dampening; then the host
-        # decides.
+        # overflows. Zeros give the same first step unless there is dampening; then the host checks
+        # the flag.
         fresh = [
             (group, p)
             for group in groups
@@ -77,10 +76,10 @@ def takes_scale(
 def beginning_apart(
     optimizer: torch.optim.Optimizer, base: type | None, stepped: Sequence[Sequence[Tensor]]
 ) -> Iterator[None]:
-    """Around a step over ``stepped``, by group, some of which may make their first step and others
-    not.
+    """Make a step over ``stepped``, by group, safe if some tensors make their first step and others
+    do not.
 
-    torch's fused SGD raises then: it begins the momentum of all tensors of a group or of none.
+    torch's fused SGD raises then: it initialises the momentum of all tensors of a group or of none.
     """
     unfused = []
     for group, tensors in zip(optimizer.param_groups, stepped):

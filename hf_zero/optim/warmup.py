@@ -1,4 +1,4 @@
-"""Schedules that rise from a small learning rate and then stay, fall in a line or fall along a
+"""Schedules that rise from a small learning rate and then stay, fall linearly or fall along a
 cosine.
 """
 
@@ -14,7 +14,7 @@ from hf_zero.optim.schedule_base import LRSchedule, PerGroup
 
 
 class _Warmup(LRSchedule):
-    """The rise that the three share: from 0 to 1 over ``warmup_num_steps`` steps."""
+    """Base class of the three schedules: the rise from 0 to 1 over ``warmup_num_steps`` steps."""
 
     def _rise(self, steps: Any, kind: Any) -> None:
         # At least 2: log(1) is 0, and 0 is what the Trainer fills in for no warm-up.
@@ -42,15 +42,16 @@ class _Warmup(LRSchedule):
 
 
 class WarmupLR(_Warmup):
-    """From ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps`` steps, then constant.
+    """A rise from ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps`` steps, then
+    constant.
 
     Args:
         optimizer: the optimizer whose groups are written.
         warmup_min_lr: learning rate at the start, one number or one per group.
-        warmup_max_lr: learning rate after the warm-up, likewise; None for what the groups have now.
+        warmup_max_lr: learning rate after the warm-up, likewise; None: the groups' current rates.
         warmup_num_steps: length of the warm-up in optimizer steps (0 and 1 count as 2).
         warmup_type: ``"log"`` (steep at first) or ``"linear"``.
-        last_batch_iteration: the iteration to go on from; -1 starts anew and writes the first
+        last_batch_iteration: the iteration to continue from; -1 starts anew and writes the first
             values.
 
     Raises:
@@ -85,7 +86,7 @@ class WarmupLR(_Warmup):
 
 
 class WarmupDecayLR(WarmupLR):
-    """As :class:`WarmupLR`, then back to ``warmup_min_lr`` in a line that ends at
+    """A rise as in :class:`WarmupLR`, then a linear fall to ``warmup_min_lr`` that ends at
     ``total_num_steps`` optimizer steps.
     """
 
@@ -125,15 +126,15 @@ class WarmupCosineLR(_Warmup):
     ``cos_min_ratio``.
 
     Args:
-        optimizer: the optimizer whose groups are written; the learning rates they have now are
+        optimizer: the optimizer whose groups are written; its current learning rates are
             multiplied.
         total_num_steps: optimizer steps in all.
         warmup_min_ratio: ratio at the start of the warm-up (before the first step the learning rate
             is 0).
         warmup_num_steps: length of the warm-up in optimizer steps (0 and 1 count as 2).
-        cos_min_ratio: ratio at the end and ever after.
+        cos_min_ratio: ratio at the end and after it.
         warmup_type: ``"log"`` (steep at first) or ``"linear"``.
-        last_batch_iteration: the iteration to go on from; -1 starts anew and writes the first
+        last_batch_iteration: the iteration to continue from; -1 starts anew and writes the first
             values.
 
     Raises:
@@ -163,7 +164,7 @@ class WarmupCosineLR(_Warmup):
         return [lr * ratio for lr in self.base_lrs]
 
     def get_lr_ratio(self) -> float:
-        """The ratio of the current iteration; 0.0 before the first step."""
+        """Return the ratio of the current iteration; 0.0 before the first step."""
         return self._ratio(self.last_batch_iteration)
 
     def _ratio(self, iteration: int) -> float:

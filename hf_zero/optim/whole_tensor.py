@@ -1,11 +1,11 @@
-"""Optimizers whose update needs more of a tensor than one element: sums over the whole tensor
-(norms, sums of rows and columns), or the whole matrix.
+"""Optimizers whose update needs sums over a whole tensor (norms, sums of rows and columns), or the
+whole matrix.
 
-A step is made in rounds. In each, every part of a tensor prepares something (the first one updates
-its moments as well), and the ranks that hold parts of the tensor combine it; the update of a part
-then treats each element alone but for what was combined, so that it runs over any part of a tensor,
-also over one that is read from elsewhere. Where nothing is sharded the parts are the tensors, and
-:meth:`WholeTensorOptimizer.step` is the optimizer as its paper has it.
+A step is made in rounds. In each, every part of a tensor prepares an input (in the first round it
+also updates its moments), and the ranks that hold parts of the tensor combine the inputs. Given the
+results, the update is element-wise, so it runs over any part of a tensor, also over one read from
+storage. If nothing is sharded the parts are the tensors, and :meth:`WholeTensorOptimizer.step` is
+the optimizer of the paper.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ one number: tensors by name, kept by each part."""
 
 
 class TensorPlace(NamedTuple):
-    """Elements ``[start, stop)`` of a tensor of ``shape``; what a part has beyond is padding."""
+    """Elements ``[start, stop)`` of a tensor of ``shape``; the rest of a part is padding."""
 
     shape: tuple[int, ...]
     start: int
@@ -39,14 +39,14 @@ class TensorPlace(NamedTuple):
 class Parts:
     """Parts of tensors, all of one group, that are stepped together.
 
-    weights, grads: 1-D where tensors are sharded; the gradients in any float type, to be divided by
-        ``divisor``.
+    weights, grads: 1-D if tensors are sharded; the gradients in any float type, to be divided by
+    ``divisor``.
     moments: a list for each of the optimizer's ``MOMENTS``.
     steps: the number of each part's step, from 1 on.
-    factors: what each part keeps of its whole tensor, by name; empty before the first step.
-    places: where each part lies in its tensor.
-    kernels: the configuration's.
-    results: what each round has combined, for each part.
+    factors: the factors of each part's whole tensor, by name; empty before the first step.
+    places: the place of each part in its tensor.
+    kernels: the configuration's ``kernels``.
+    results: the combined result of each round, for each part.
     """
 
     weights: list[Tensor]
@@ -63,38 +63,39 @@ class Parts:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of the tensors that they are parts of."""
+        """The shapes of the tensors that the parts belong to."""
         return [place.shape for place in self.places]
 
     @property
     def norms(self) -> Tensor:
-        """[parts, SUMS], where the first round has combined sums: their roots."""
+        """The roots of the sums of the first round, [parts, SUMS], if it has combined sums."""
         found: Tensor = self.results[0]
         return found
 
     def gradients(self) -> list[Tensor]:
-        """The gradients divided, in the types of the weights."""
+        """Return the gradients divided by the divisor, in the dtypes of the weights."""
         return divided(self.grads, self.weights, self.divisor)
 
 
 class Tensors:
-    """What an optimizer asks of the tensors whose parts it steps: here each part is whole.
+    """The interface of an optimizer to the tensors whose parts it steps; in this class each part is
+    whole.
 
-    kernels: the configuration's.
+    kernels: the configuration's ``kernels``.
     """
 
     kernels: Any = "auto"
 
     def places(self, parts: Sequence[Sequence[Tensor]]) -> list[list[TensorPlace]]:
-        """Where the parts of each group lie in their tensors."""
+        """Return the places of the parts of each group in their tensors."""
         return [[TensorPlace(tuple(part.shape), 0, part.numel()) for part in of] for of in parts]
 
     def totals(
         self, parts: Sequence[Sequence[Tensor]], sums: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """``sums`` [parts, k], a row for each of ``parts`` in the order of the groups, added up
-        over all parts of each tensor: [parts, k], and the same for each tensor of each group
-        (collective where parts are on several ranks).
+        """Add ``sums`` [parts, k], a row for each of ``parts`` in the order of the groups, over all
+        parts of each tensor. Return the totals by part, [parts, k], and by tensor for each group.
+        Collective if parts are on several ranks.
         """
         return sums, list(sums.split([len(of) for of in parts]))
 
@@ -104,8 +105,8 @@ class Tensors:
         sums: Sequence[Tensor],
         length: Callable[[tuple[int, ...]], int],
     ) -> list[Tensor]:
-        """As :meth:`totals`, for ``sums`` [k] in 64 bits, where k is ``length`` of the shape of
-        the tensor that a part is of.
+        """Add up as :meth:`totals`, for ``sums`` [k] in 64 bits, where k is ``length`` of the shape
+        of the part's tensor.
         """
         return list(sums)
 
@@ -115,9 +116,9 @@ class Tensors:
         values: Sequence[Tensor],
         transform: Callable[[Tensor], Tensor],
     ) -> list[Tensor]:
-        """For ``values``, bf16, one for each element of ``parts``: those parts of ``transform`` of
-        the whole matrices of them (collective where parts are on several ranks). Zeros for what is
-        of no matrix.
+        """Apply ``transform`` to whole matrices assembled from ``values``, bf16, one for each
+        element of ``parts``; return the parts of the results, zeros for parts of no matrix.
+        Collective if parts are on several ranks.
         """
         return [
             transform(value) if value.ndim == 2 else torch.zeros_like(value) for value in values
@@ -125,8 +126,8 @@ class Tensors:
 
 
 class WholeTensorOptimizer(torch.optim.Optimizer):
-    """An optimizer whose update needs more of a tensor than one element; ``tensors`` says of which
-    tensors its parameters are parts.
+    """An optimizer whose update needs whole tensors; ``tensors`` maps its parameters to the tensors
+    that they are parts of.
     """
 
     MOMENTS: tuple[str, ...]
@@ -144,13 +145,13 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     @classmethod
     def moments_of(cls, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Those of :attr:`MOMENTS` that ``group`` has."""
+        """Return those of :attr:`MOMENTS` that ``group`` has."""
         return cls.MOMENTS
 
     @classmethod
     def adopt_state(cls, state: dict[str, Any]) -> None:
-        """Make the ``state`` of a parameter, as a class of the same update elsewhere keeps it, one
-        of this class.
+        """Convert the ``state`` of a parameter in place from the format of the original class
+        (torch's, transformers') to the format of this class.
         """
 
     @classmethod
@@ -161,7 +162,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     @classmethod
     @abstractmethod
     def prepare(cls, group: Mapping[str, Any], parts: Parts, at: int) -> Sequence[Tensor]:
-        """Round ``at``, with the results of those before: what is to be combined, for each part."""
+        """Return the input of round ``at`` for each part, given the results of earlier rounds."""
 
     @abstractmethod
     def combine(
@@ -171,18 +172,20 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         parts: Sequence[Sequence[Tensor]],
         prepared: Sequence[Sequence[Tensor]],
     ) -> Sequence[Sequence[Tensor]]:
-        """What round ``at`` has ``prepared`` for the parts of each of ``groups``, combined over the
-        parts of each tensor (collective where they are on several ranks). Nothing for groups that
-        do not take part.
+        """Combine the inputs ``prepared`` for round ``at`` by the parts of each of ``groups`` over
+        the parts of each tensor; empty for groups that take no part. Collective if parts are on
+        several ranks.
         """
 
     @staticmethod
     @abstractmethod
     def apply(group: Mapping[str, Any], parts: Parts) -> None:
-        """The update, with the results of all rounds."""
+        """Update the parts, given the results of all rounds."""
 
     def update(self, found: Sequence[Parts]) -> None:
-        """One update of the parts of each group that have a gradient, whose steps are counted."""
+        """Make one update of the parts of each group, which have a gradient and whose step is
+        counted.
+        """
         weights = [parts.weights for parts in found]
         for parts, places in zip(found, self.tensors.places(weights)):
             parts.places = places
@@ -200,8 +203,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of every parameter that has a gradient; returns the closure's loss, if there
-        is a closure. Collective where parameters are parts of tensors on several ranks.
+        """Update every parameter that has a gradient; return the closure's loss, if there is a
+        closure. Collective if parameters are parts of tensors on several ranks.
         """
         loss = None
         if closure is not None:
@@ -246,7 +249,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
 
 class TensorSumOptimizer(WholeTensorOptimizer):
-    """An optimizer of two halves, between which sums over whole tensors are made."""
+    """An optimizer whose step has two halves, with sums over whole tensors between them."""
 
     SUMS: int
     """How many numbers the first half adds up for each tensor."""
@@ -254,8 +257,8 @@ class TensorSumOptimizer(WholeTensorOptimizer):
     @staticmethod
     @abstractmethod
     def measure(group: Mapping[str, Any], parts: Parts) -> Tensor:
-        """The first half of a step of ``group``: updates what it does of the moments and returns
-        the sums [parts, SUMS], in 64 bits, that are added up over whole tensors.
+        """Run the first half of a step of ``group``: update its moments and return the sums [parts,
+        SUMS], in 64 bits, that are added up over whole tensors.
         """
 
     @classmethod
@@ -282,8 +285,8 @@ class TensorSumOptimizer(WholeTensorOptimizer):
 
 
 def moments_by_group(optimizer: torch.optim.Optimizer | None) -> list[tuple[str, ...]]:
-    """The moments that the parameters of each group have; none where that is not the class's to
-    say.
+    """Return the moments that the parameters of each group have; [] if ``optimizer`` is no
+    WholeTensorOptimizer.
     """
     if not isinstance(optimizer, WholeTensorOptimizer):
         return []
@@ -291,7 +294,7 @@ def moments_by_group(optimizer: torch.optim.Optimizer | None) -> list[tuple[str,
 
 
 def whole_tensor_base(cls: type) -> type[WholeTensorOptimizer] | None:
-    """The class here whose update ``cls`` runs unchanged, or None."""
+    """Return the class of this package whose update ``cls`` runs unchanged, or None."""
     own = (WholeTensorOptimizer.step, WholeTensorOptimizer._with_gradients)
     if not issubclass(cls, WholeTensorOptimizer):
         return None
