@@ -1,4 +1,4 @@
-"""What the engine does outside torch: kernels over CPU tensors, files, host memory; native where
+"""The engine's operations outside torch: kernels over CPU tensors, files, host memory; in C++ if
 the native core is built, else in Python.
 """
 

@@ -1,9 +1,9 @@
 """Activations of a transformer's MLP in one pass each way: bias + GELU, SwiGLU, GeGLU.
 
-Only the inputs are kept for the backward, which computes the activation again. Formulas: GELU
+Only the inputs are saved for the backward, which recomputes the activation. Formulas: GELU
 (Hendrycks and Gimpel, arXiv:1606.08415), exact as ``x Φ(x)`` or with tanh; SwiGLU and GeGLU
-(Shazeer, arXiv:2002.05202) as ``act(gate) * up``. All is computed in fp32 and rounded once, where
-torch rounds after each operation.
+(Shazeer, arXiv:2002.05202) as ``act(gate) * up``. Everything is computed in fp32 and rounded once,
+where torch rounds after each operation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "none") -> Tensor:
-    """``gelu(x + bias)``, of x's shape and dtype.
+    """Return ``gelu(x + bias)``, of x's shape and dtype.
 
     Args:
         x: [..., width], fp32, bf16 or fp16.
@@ -39,8 +39,8 @@ def gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "none") ->
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``: both [..., width], of one dtype. Halves of one packed tensor are taken
-    where they lie.
+    """Return ``silu(gate) * up``: both [..., width], of one dtype. Halves of one packed tensor are
+    read in place.
 
     Raises:
         KernelError: a dtype, device or shape does not fit.
@@ -49,13 +49,13 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def geglu(gate: Tensor, up: Tensor, *, approximate: str = "tanh") -> Tensor:
-    """``gelu(gate) * up``, as :func:`swiglu`; ``approximate`` as in :func:`gelu`."""
+    """Return ``gelu(gate) * up``, as :func:`swiglu`; ``approximate`` as in :func:`gelu`."""
     return _checked_gated("geglu", gate, up, _gelu("geglu", approximate))
 
 
 def swiglu_packed(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of [..., 2 width], the gate first: [..., width]. Its gradient is one
-    tensor too, so nothing is put together.
+    """Return ``silu(gate) * up`` of [..., 2 width], the gate first: [..., width]. Its gradient is
+    one tensor too, so nothing is concatenated.
 
     Raises:
         KernelError: a dtype does not fit, or the width is odd.
@@ -64,7 +64,7 @@ def swiglu_packed(gate_up: Tensor) -> Tensor:
 
 
 def geglu_packed(gate_up: Tensor, *, approximate: str = "tanh") -> Tensor:
-    """``gelu(gate) * up``, as :func:`swiglu_packed`; ``approximate`` as in :func:`gelu`."""
+    """Return ``gelu(gate) * up``, as :func:`swiglu_packed`; ``approximate`` as in :func:`gelu`."""
     return _checked_packed("geglu_packed", gate_up, _gelu("geglu_packed", approximate))
 
 
@@ -145,7 +145,7 @@ def _bias_act(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
 def _bias_act_backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, act: str, bias_trains: bool
 ) -> tuple[Tensor, Tensor]:
-    """dx and dbias; the latter is empty where it is not wanted."""
+    """Return dx and dbias; dbias is empty if the bias needs no gradient."""
     dx, dbias = _like(x), _bias_gradient(x, bias, bias_trains)
     if x.numel():
         row, drow = bias if bias is None else bias.contiguous(), dbias if bias_trains else None

@@ -1,6 +1,6 @@
 """The activation kernels in plain torch: computed in fp32, rounded once.
 
-They write into what they are given, as the kernels do.
+They write into their output arguments, as the kernels do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _CUBIC = 0.044715
 
 
 def activate(x: Tensor, act: str) -> Tensor:
-    """``act`` of fp32 ``x``."""
+    """Return ``act`` of fp32 ``x``."""
     if act == "silu":
         return x * torch.sigmoid(x)
     if act == "gelu_tanh":
@@ -24,7 +24,7 @@ def activate(x: Tensor, act: str) -> Tensor:
 
 
 def derivative(x: Tensor, act: str) -> Tensor:
-    """The derivative of ``act`` at fp32 ``x``."""
+    """Return the derivative of ``act`` at fp32 ``x``."""
     if act == "silu":
         sigmoid = torch.sigmoid(x)
         return sigmoid * (1 + x * (1 - sigmoid))
@@ -37,14 +37,14 @@ def derivative(x: Tensor, act: str) -> Tensor:
 
 
 def bias_act(x: Tensor, bias: Tensor | None, act: str, out: Tensor) -> None:
-    """``out = act(x + bias)``; x, out [rows, width], bias [width]."""
+    """Compute ``out = act(x + bias)``; x, out [rows, width], bias [width]."""
     out.copy_(activate(_sum(x, bias), act))
 
 
 def bias_act_backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, act: str, dx: Tensor, dbias: Tensor | None
 ) -> None:
-    """``dx = dy * act'(x + bias)`` and ``dbias``, its sum over the rows."""
+    """Compute ``dx = dy * act'(x + bias)`` and ``dbias``, its sum over the rows."""
     grad = dy.float() * derivative(_sum(x, bias), act)
     dx.copy_(grad)
     if dbias is not None:
@@ -52,14 +52,14 @@ def bias_act_backward(
 
 
 def gated(gate: Tensor, up: Tensor, act: str, out: Tensor) -> None:
-    """``out = act(gate) * up``; all [rows, width]."""
+    """Compute ``out = act(gate) * up``; all [rows, width]."""
     out.copy_(activate(gate.float(), act) * up.float())
 
 
 def gated_backward(
     dy: Tensor, gate: Tensor, up: Tensor, act: str, dgate: Tensor, dup: Tensor
 ) -> None:
-    """``dgate = dy * up * act'(gate)`` and ``dup = dy * act(gate)``."""
+    """Compute ``dgate = dy * up * act'(gate)`` and ``dup = dy * act(gate)``."""
     wide, grad = gate.float(), dy.float()
     dgate.copy_(grad * up.float() * derivative(wide, act))
     dup.copy_(grad * activate(wide, act))

@@ -6,8 +6,8 @@ eight to an octave, the highest of them 1: with a sign (first moments) down to 1
 (second moments) down to 1.25 * 2^-32, and 0. Without a sign no element but 0 becomes 0. Decoding
 and encoding again gives the same codes, so state saved in fp32 loses nothing.
 
-A block with a value that is not finite decodes to NaN throughout; one whose largest magnitude is
-below 2^-90 is zero.
+A block with a value that is not finite decodes to NaN throughout; a block whose largest magnitude
+is below 2^-90 is zero.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Blocks:
 
     @classmethod
     def zeros(cls, numel: int, signed: bool) -> Blocks:
-        """``numel`` zeros."""
+        """Return ``numel`` zeros."""
         return cls(torch.zeros(numel, dtype=torch.uint8), torch.zeros(-(-numel // BLOCK)), signed)
 
     @property
@@ -57,11 +57,11 @@ class Blocks:
 
     @property
     def kind(self) -> int:
-        """As in kernels/cpu/kernels.h."""
+        """The kind of the arrays in kernels/cpu/kernels.h."""
         return SIGNED_BLOCKS if self.signed else UNSIGNED_BLOCKS
 
     def encode(self, source: Tensor) -> None:
-        """Take the values of ``source`` (fp32 [n]), each to the nearest code."""
+        """Encode the values of ``source`` (fp32 [n]), each as the nearest code."""
         flat("Blocks.encode", "source", source, FP32, self.numel)
         core = native.core()
         if core is None:
@@ -78,7 +78,7 @@ class Blocks:
             )
 
     def decode(self) -> Tensor:
-        """The values, fp32 [n], in new memory."""
+        """Return the values, fp32 [n], in new memory."""
         core = native.core()
         if core is None:
             return reference.decode(self.codes, self.scales, self.signed)
@@ -89,11 +89,11 @@ class Blocks:
         return out
 
     def narrow(self, start: int, length: int) -> Blocks:
-        """A view of elements [start, start + length), which begin at a block and end at one or at
-        the end.
+        """Return a view of elements [start, start + length), which must begin at a block and end at
+        one or at the end.
 
         Raises:
-            KernelError: they do not, or lie outside.
+            KernelError: they do not, or are out of range.
         """
         stop = start + length
         if (

@@ -1,4 +1,4 @@
-"""What a kernel on raw pointers must know of its tensors first."""
+"""Checks of tensors before a kernel gets raw pointers to them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_zero.errors import KernelError
 
-# As in kernels/cpu/kernels.h.
+# the constants of kernels/cpu/kernels.h
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SIGNED_BLOCKS, UNSIGNED_BLOCKS = 3, 4
 FLOATS = tuple(KINDS)
@@ -21,11 +21,11 @@ def flat(
     dtypes: tuple[torch.dtype, ...] | None,
     numel: int | None = None,
 ) -> Tensor:
-    """``tensor``, which is 1-D, contiguous, on the CPU, of one of ``dtypes`` (None: any) and of
-    ``numel`` elements.
+    """Return ``tensor`` if it is 1-D, contiguous, on the CPU, of one of ``dtypes`` (None: any) and
+    of ``numel`` elements.
 
     Raises:
-        KernelError: it is not; the message says what to do.
+        KernelError: it is not; the message has the remedy.
     """
     if tensor.device.type != "cpu":
         raise KernelError(
@@ -50,8 +50,8 @@ def flat(
 
 
 def rows_of_bytes(op: str, messages: Tensor, nbytes: int, said: str) -> None:
-    """Raise KernelError unless ``messages`` is contiguous, uint8 [rows, nbytes]: what ``said``
-    describes.
+    """Raise KernelError unless ``messages`` is contiguous, uint8 [rows, nbytes]; ``said`` names the
+    messages in the error.
     """
     if (
         messages.dtype != torch.uint8

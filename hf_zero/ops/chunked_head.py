@@ -1,11 +1,11 @@
-"""A head's logits, chunk by chunk of tokens: made by one GEMM into a buffer, turned into their own
-gradient there, used by two GEMMs.
+"""A head's logits, chunk by chunk of tokens: one GEMM writes them into a buffer, the loss turns
+them into their own gradient in place, two GEMMs consume it.
 
-[Note: what is rounded, and when]
+[Note: rounding of gradients]
 Gradients are those of the *sum* of the losses: in 16 bits a division by the number of tokens would
-underflow, and it is not known here. They are summed over chunks in fp32, by GEMMs that write fp32
-where torch has them (CUDA), and stay fp32 until backward, which multiplies by what comes from above
-and rounds once. The logits are rounded to the compute dtype, as everywhere else.
+underflow, and the number is not known here. They are summed over chunks in fp32, by GEMMs that
+write fp32 where torch has them (CUDA), and stay fp32 until backward, which multiplies by the
+incoming gradient and rounds once. The logits are rounded to the compute dtype, as everywhere else.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from hf_zero.ops import dispatch
 from hf_zero.ops import linear_cross_entropy_reference as reference
 from hf_zero.ops.dispatch import Kernel
 
-# of a chunk's logits: 5,120 rows of 128,256 in bf16, enough for every GEMM to fill a large GPU
+# bytes of a chunk's logits: 5,120 rows of 128,256 in bf16, enough for every GEMM to fill a large
+# GPU
 DEVICE_BYTES = 5 << 28
-# 166 rows of 50,257 in fp32: the products are as fast as with 512, and the rest of the memory is
-# saved
+# 166 rows of 50,257 in fp32: the products are as fast as with 512 rows, and memory is saved
 HOST_BYTES = 32 << 20
 ALIGNED = 64  # columns: 128 bytes in 16 bits
 
@@ -40,7 +40,7 @@ CROSS_ENTROPY = Kernel(
     refuses=_in_double,
     example=lambda device: (
         torch.randn(4, 100, device=device),
-        100,  # no padding, in which the kernel leaves anything
+        100,  # no padding, whose content the kernel leaves undefined
         torch.arange(4, device=device),
         torch.ones(1, device=device),
         None,
@@ -55,7 +55,7 @@ CROSS_ENTROPY = Kernel(
 
 @dataclass(frozen=True)
 class Terms:
-    """What of a cross-entropy is a plain number; the meaning is in the reference."""
+    """The plain numbers among a cross-entropy's arguments; the reference documents them."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -73,7 +73,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The gradients that will be asked for."""
+    """The gradients that the backward will need."""
 
     hidden: bool
     weight: bool
@@ -89,9 +89,11 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def rows_of_a_chunk(tokens: int, vocabulary: int, itemsize: int, device: torch.device) -> int:
-    """Even chunks whose logits take at most about what the device does well with."""
+    """Return the rows of a chunk, so that chunks are even and their logits fit the limit of the
+    device.
+    """
     limit = HOST_BYTES if device.type == "cpu" else DEVICE_BYTES
-    # Above: 1,024 rows, which the GEMMs of a GPU need whatever the vocabulary; 128 on a CPU.
+    # lower bound: 1,024 rows, which the GEMMs of a GPU need whatever the vocabulary; 128 on a CPU
     most = max(limit // (vocabulary * itemsize), 128 if device.type == "cpu" else 1024)
     chunks = max(1, math.ceil(tokens / most))
     return max(1, -(-math.ceil(tokens / chunks) // 16) * 16)
@@ -99,7 +101,7 @@ def rows_of_a_chunk(tokens: int, vocabulary: int, itemsize: int, device: torch.d
 
 class Gradients:
     """Sums of the head's gradients: hidden [tokens, width], weight [vocabulary, width], bias
-    [vocabulary]; empty where not wanted.
+    [vocabulary]; empty if not wanted.
     """
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, wanted: Wanted):
@@ -107,8 +109,8 @@ class Gradients:
         self.hidden = hidden.new_zeros(hidden.shape if wanted.hidden else 0, dtype=dtype)
         self.weight = hidden.new_empty(weight.shape if wanted.weight else 0, dtype=dtype)
         self.bias = hidden.new_zeros(weight.shape[0] if wanted.bias else 0, dtype=dtype)
-        # Where no GEMM takes 16 bits and gives 32, all of it is done in 32: a product rounded to 16
-        # is no better for being added in 32.
+        # Without a GEMM from 16 to 32 bits everything is computed in 32: a product rounded to 16 is
+        # no better for being added in 32.
         self._widens = dtype != hidden.dtype and not kinds.gemm_widens(hidden.device)
         self._wanted, self._head, self._begun = (
             wanted,
@@ -117,7 +119,7 @@ class Gradients:
         )
 
     def add(self, grad: torch.Tensor, hidden: torch.Tensor, rows: slice | torch.Tensor) -> None:
-        """The share of ``hidden`` [n, width], which are ``rows`` of all, from the gradient of
+        """Add the contribution of ``hidden`` [n, width], the tokens ``rows``, given the gradient of
         its logits [n, vocabulary].
         """
         if self._widens:
@@ -140,7 +142,7 @@ class Gradients:
 
 
 def _product(into: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add: bool) -> None:
-    """``into`` = or += left @ right, where ``into`` may be wider than they are."""
+    """Compute ``into`` = or += left @ right; ``into`` may be wider than its operands."""
     if into.dtype == left.dtype:
         torch.addmm(into, left, right, beta=1 if add else 0, out=into)
     else:
@@ -171,7 +173,7 @@ def losses_and_gradients(
     wanted: Wanted,
     rows: int,
 ) -> tuple[torch.Tensor, Gradients]:
-    """The sum of the losses (a scalar) and its gradients."""
+    """Return the sum of the losses (a scalar) and its gradients."""
     grads = Gradients(hidden, weight, wanted)
     if dispatch.runs_on(hidden.device) or hidden.device.type != "cpu":
         return _by_kernel(
@@ -181,7 +183,7 @@ def losses_and_gradients(
 
 
 def _buffer(hidden: torch.Tensor, rows: int, vocabulary: int) -> torch.Tensor:
-    """Room for a chunk's logits.
+    """Allocate the buffer of a chunk's logits.
 
     Its rows are a multiple of 16 bytes apart: GEMMs and wide accesses need that, whatever the
     vocabulary.
@@ -222,8 +224,8 @@ def _on_host(
     grads: Gradients | None,
     rows: int,
 ) -> torch.Tensor:
-    """On a CPU nothing is lost by asking which rows count; the softmax is taken in place by
-    torch's own vectorised kernels.
+    """Compute the losses on a CPU, of the rows that count alone (finding them costs no
+    synchronisation); torch's own vectorised kernels take the softmax in place.
     """
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     total = hidden.new_zeros((), dtype=accumulator_dtype(hidden.dtype))
@@ -244,7 +246,7 @@ def _on_host(
 def _softmax_(
     logits: torch.Tensor, labels: torch.Tensor, terms: Terms, gradient: bool
 ) -> torch.Tensor:
-    """The sum of the rows' losses; with ``gradient`` its gradient over ``logits``."""
+    """Return the sum of the rows' losses; with ``gradient`` write its gradient over ``logits``."""
     if not terms.plain:
         one = torch.ones(1) if gradient else None
         return reference.cross_entropy_(
@@ -277,7 +279,9 @@ def log_probabilities(
     terms: Terms,
     rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probability of each label, logsumexp), both [tokens]; 0 where the label is ignored."""
+    """Return (log-probability of each label, logsumexp), both [tokens]; 0 where the label is
+    ignored.
+    """
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     found = hidden.new_empty(tokens, dtype=accumulator_dtype(hidden.dtype))
     lse = torch.empty_like(found)
@@ -303,7 +307,7 @@ def log_probabilities_backward(
     wanted: Wanted,
     rows: int,
 ) -> Gradients:
-    """Gradients of sum(grad · log-probability), from logits made again."""
+    """Return the gradients of sum(grad · log-probability), from recomputed logits."""
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     grads = Gradients(hidden, weight, wanted)
     factors = -grad

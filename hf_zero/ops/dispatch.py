@@ -1,18 +1,18 @@
-"""Which body of an operation runs: its Triton kernel on a GPU, the same kernel in Triton's
-interpreter, or its slow reference.
+"""Dispatch of an operation to its Triton kernel on a GPU, to the same kernel in Triton's
+interpreter, or to its slow reference.
 
 An operation is declared once, with both bodies and one signature::
 
     RMS_NORM = Kernel("rms_norm", "norms:rms_norm", references.rms_norm, example=lambda device: (…))
     out, rstd = RMS_NORM(x, weight, eps)
 
-A CUDA tensor goes to the kernel. With ``TRITON_INTERPRET=1`` in the environment before triton is
-imported a CPU tensor goes to the interpreter (tests). Everything else goes to the reference, and so
-does everything with ``HF_ZERO_TRITON=0``. Triton is imported at the first launch, never by
-importing hf_zero. A kernel that cannot be compiled is said to be so once, at warning level, with
-the compiler's last line; from then on its reference runs. ``broken()`` lists those, and ``hf-zero
-doctor`` tries them all. Where Triton finds no driver for a device that torch drives (containers
-without libcuda, no C compiler), that is said once, and all references run.
+The kernel runs for CUDA tensors. With ``TRITON_INTERPRET=1`` in the environment before triton is
+imported the interpreter runs for CPU tensors (tests). In all other cases, and always with
+``HF_ZERO_TRITON=0``, the reference runs. Triton is imported at the first launch, never by importing
+hf_zero. A kernel that cannot be compiled is reported once, at warning level, with the compiler's
+last line; from then on its reference runs. ``broken()`` lists those, and ``hf-zero doctor`` tries
+them all. If Triton finds no driver for a device that torch drives (containers without libcuda, no C
+compiler), that is reported once, and all references run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hf_zero.logging import logger
 
 KERNELS: dict[str, Kernel] = {}
 _BROKEN: dict[str, str] = {}
-# it keeps the program under way in a global, and ranks may be threads
+# the interpreter keeps the running program in a global, and ranks may be threads
 _INTERPRETER = threading.RLock()
 
 
@@ -48,8 +48,8 @@ class Kernel:
     """An operation with two bodies of one signature: ``launch`` is "module:function" of
     hf_zero.ops.triton_kernels.
 
-    ``refuses`` says why the kernel cannot take its arguments though the reference can, or "".
-    ``example`` gives small arguments on a device; the doctor runs them.
+    ``refuses`` returns the reason why the kernel cannot take its arguments though the reference
+    can, or "". ``example`` returns small arguments on a device; the doctor runs them.
     """
 
     name: str
@@ -91,12 +91,12 @@ class Kernel:
         return self.reference(*args, **kwargs)
 
     def launcher(self) -> Callable[..., Any]:
-        """The function that launches the Triton kernel; imports triton."""
+        """Return the function that launches the Triton kernel; imports triton."""
         return _load(self.launch)
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether tensors of ``device`` go to Triton kernels."""
+    """Whether Triton kernels run for tensors of ``device``."""
     if os.environ.get("HF_ZERO_TRITON") == "0" or not installed():
         return False
     if interpreted():
@@ -105,7 +105,7 @@ def runs_on(device: torch.device) -> bool:
 
 
 def kind_for_auto(device: torch.device | str) -> str:
-    """The key of ``hf_zero.config.kernels.AUTO`` for ``device``."""
+    """Return the key of ``hf_zero.config.kernels.AUTO`` for ``device``."""
     device = torch.device(device)
     return (
         f"{device.type} without Triton"
@@ -115,8 +115,8 @@ def kind_for_auto(device: torch.device | str) -> str:
 
 
 def wanted(name: str, kernels: Any, device: torch.device) -> bool:
-    """Whether the configuration's ``kernels`` asks for those called ``name``, and they run on
-    ``device``; "auto" does on a GPU.
+    """Whether the configuration's ``kernels`` asks for the kernels ``name`` and they run on
+    ``device``; "auto" asks for them on a GPU.
     """
     if kernels in (None, "off") or not runs_on(device):
         return False
@@ -134,7 +134,7 @@ def installed() -> bool:
 
 @functools.cache
 def missing_driver() -> str:
-    """Why Triton cannot launch anything in this process, or "".
+    """Return the reason why Triton cannot launch anything in this process, or "".
 
     Imports triton, which builds its launcher with a C compiler.
     """
@@ -143,7 +143,7 @@ def missing_driver() -> str:
 
         driver.active.get_current_device()
     except Exception as error:
-        # an assertion, a failed build, no driver or several: each release has its own
+        # an assertion, a failed build, no driver or several: each release raises something else
         return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
     return ""
 
@@ -168,7 +168,9 @@ def interpreted() -> bool:
 
 
 def broken() -> dict[str, str]:
-    """Kernels that could not be compiled in this process, with the compiler's last line."""
+    """Return the kernels that could not be compiled in this process, with the
+    compiler's last line.
+    """
     return dict(_BROKEN)
 
 
@@ -182,7 +184,7 @@ def _load(launch: str) -> Callable[..., Any]:
 
 
 def _device(args: Iterable[Any]) -> torch.device:
-    """The device of the first tensor among ``args``, lists of tensors looked into."""
+    """Return the device of the first tensor among ``args`` or in a list among them."""
     for value in args:
         if isinstance(value, torch.Tensor):
             return value.device
@@ -192,8 +194,8 @@ def _device(args: Iterable[Any]) -> torch.device:
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes ``device`` the current one: Triton launches there, and on its stream, wherever the
-    tensors lie.
+    """Make ``device`` the current one: Triton launches on the current device and its stream,
+    whatever the device of the tensors.
     """
     if not kinds.runs_triton(device) or device.index == kinds.current_index(device):
         return nullcontext()
@@ -201,8 +203,8 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _cannot_compile(error: Exception) -> bool:
-    """Triton's compiler, ptxas, or the C compiler of its launchers gave up or is missing;
-    nothing was launched.
+    """Whether Triton's compiler, ptxas, or the C compiler of its launchers failed or is missing;
+    nothing was launched then.
     """
     from triton import CompilationError
     from triton.runtime.errors import TritonError

@@ -1,4 +1,4 @@
-"""Symmetric blocks whose error is fed back, as the codec of a reduction (LoCo, Xie et al. 2024,
+"""Symmetric blocks with error feedback, as the codec of a reduction (LoCo, Xie et al. 2024,
 arXiv:2407.04480).
 """
 
@@ -15,9 +15,9 @@ class ErrorCodec:
     """``codec`` for one flat buffer, with an error buffer in int8 blocks. Per message, of values
     ``g``::
 
-        z = g + e;    q = what the message says of z;    e <- beta * e + (1 - beta) * (z - q)
+        z = g + e;    q = decoded message of z;    e <- beta * e + (1 - beta) * (z - q)
 
-    What was lost is so in later messages: the sum of (g - q) over them is e / (1 - beta).
+    Later messages recover the loss: the sum of (g - q) over them is e / (1 - beta).
     """
 
     differences = False
@@ -25,7 +25,7 @@ class ErrorCodec:
     def __init__(self, codec: BlockCodec, beta: float) -> None:
         self._codec, self._beta = codec, beta
         self._blocks = SymmetricBlocks(8, codec.blocks.block)
-        self._numel = 0  # of a part
+        self._numel = 0  # per row
         self._error: Tensor | None = None
 
     def __str__(self) -> str:
@@ -37,12 +37,14 @@ class ErrorCodec:
         return self._error
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of a message of ``numel`` elements."""
+        """Return the bytes of a message of ``numel`` elements."""
         return self._codec.nbytes(numel)
 
     @torch.no_grad()
     def encode(self, values: Tensor, rows: int = 1, there: Tensor | None = None) -> Tensor:
-        """See :class:`hf_zero.distributed.codec.Codec`. Takes 8 bytes an element meanwhile."""
+        """Encode, see :class:`hf_zero.distributed.codec.Codec`. Uses 8 temporary bytes
+        an element.
+        """
         wanted = values.to(torch.float32, copy=True)
         if self._error is not None:
             self._blocks.dequantise(self._error, wanted, add=True)
@@ -56,20 +58,20 @@ class ErrorCodec:
         return messages
 
     def decode(self, messages: Tensor, full: Tensor) -> None:
-        """See :class:`hf_zero.distributed.codec.Codec`."""
+        """Decode, see :class:`hf_zero.distributed.codec.Codec`."""
         self._codec.decode(messages, full)
 
     def decode_sum(self, messages: Tensor, out: Tensor) -> None:
-        """See :class:`hf_zero.distributed.codec.Codec`."""
+        """Decode and sum, see :class:`hf_zero.distributed.codec.Codec`."""
         self._codec.decode_sum(messages, out)
 
     def clear(self) -> None:
-        """Let the error be zero."""
+        """Reset the error to zero."""
         self._error = None
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
-        """Values carry another scale from now on, ``factor`` times the one before."""
+        """Multiply the error by ``factor``, because values are scaled by it from now on."""
         if self._error is not None:
             start = self._blocks.scales_at(self._numel)
             stop = start + 2 * self._blocks.scales(self._numel)

@@ -1,13 +1,13 @@
 """Tensors to and from files, asynchronously: a queue of bounded depth, priorities, O_DIRECT where
-the file system takes it.
+the file system supports it.
 
-The native core does it on io_uring, or on threads where the kernel refuses that. Without the native
-core the same queue runs in Python (``files_reference``). ``HF_ZERO_IO`` chooses: ``io_uring``,
-``threads``, ``python``; unset, the first that works.
+The native core uses io_uring, or threads if the kernel refuses that. Without the native core the
+same queue runs in Python (``files_reference``). ``HF_ZERO_IO`` chooses: ``io_uring``, ``threads``,
+``python``; unset, the first that works.
 
 ``HF_ZERO_IO_FAULT`` injects faults, for tests: ``write:3:ENOSPC`` fails the third block written,
-``read:2+:short`` gives less than asked from the second read on, ``read:1:slow=50`` delays it by 50
-ms. Several are separated by commas.
+``read:2+:short`` returns less than requested from the second read on, ``read:1:slow=50`` delays it
+by 50 ms. Several are separated by commas.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from hf_zero.device.spans import span
 from hf_zero.errors import ConfigError, OffloadError
 from hf_zero.logging import logger
 
-ALIGNMENT = 4096  # bytes: offsets, lengths and addresses of what goes past the page cache
+ALIGNMENT = 4096  # bytes: offsets, lengths and addresses of O_DIRECT transfers
 BACKENDS = ("io_uring", "threads", "python")
 
 
 class Priority(enum.IntEnum):
-    """What goes first: what a thread waits for, what is read soon, what no thread waits for."""
+    """The order of transfers: a thread waits for it, it will be needed soon, no thread waits for
+    it.
+    """
 
     NEEDED = 0
     AHEAD = 1
@@ -41,7 +43,7 @@ class Priority(enum.IntEnum):
 
 
 class Fault(NamedTuple):
-    """What befalls the ``first``-th to ``last``-th attempt (from 1) to write or to read a block."""
+    """A fault of the ``first``-th to ``last``-th attempt (from 1) to write or to read a block."""
 
     write: bool
     first: int
@@ -55,7 +57,7 @@ _FAULT = re.compile(r"(read|write):(\d+)(\+?):(?:(short)|slow=(\d+)|(E[A-Z0-9]+)
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """The faults that ``HF_ZERO_IO_FAULT`` describes; ConfigError for what it cannot mean."""
+    """Parse the faults of ``HF_ZERO_IO_FAULT``. Raises ConfigError for other text."""
     faults = []
     for item in filter(None, text.split(",")):
         match = _FAULT.fullmatch(item.strip())
@@ -88,11 +90,10 @@ def _native() -> Any | None:
 
 
 class OpenFile:
-    """A file open for reading and writing, past the page cache too where its file system allows
-    that.
+    """A file open for reading and writing, also with O_DIRECT if its file system supports that.
 
-    ``descriptor`` is taken over: it is closed when this object and the last transfer that uses it
-    are gone. ``direct`` is a second one of the same file with O_DIRECT, or -1.
+    It owns ``descriptor``, which is closed when this object and the last transfer that uses it are
+    gone. ``direct`` is a second descriptor of the same file with O_DIRECT, or -1.
     """
 
     def __init__(self, path: str, descriptor: int, direct: int = -1):
@@ -104,7 +105,9 @@ class OpenFile:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], create: bool = False) -> OpenFile:
-        """The file at ``path``, made (and never truncated) if ``create``. Raises OSError."""
+        """Open the file at ``path``, created (and never truncated) if ``create``.
+        Raises OSError.
+        """
         name = os.fspath(path)
         descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
         try:
@@ -114,7 +117,9 @@ class OpenFile:
             raise
 
     def handle(self, file_class: type) -> Any:
-        """This file as queues of one kind know it; they then own the descriptors."""
+        """Return the backend's object for this file, of ``file_class``; it then owns the
+        descriptors. Raises OffloadError if the file is open in a queue of another kind.
+        """
         if self._made is None:
             self._close.detach()
             self._made = file_class(self.path, self.descriptor, self._direct)
@@ -126,7 +131,7 @@ class OpenFile:
 
     @property
     def direct(self) -> bool:
-        """Whether transfers go past the page cache."""
+        """Whether transfers bypass the page cache."""
         return bool(self._made.direct) if self._made is not None else self._direct >= 0
 
 
@@ -137,8 +142,8 @@ def _close_both(descriptor: int, direct: int) -> None:
 
 
 def open_direct(path: str) -> int:
-    """A descriptor of ``path`` with O_DIRECT, or -1 where its file system (or this system) has
-    none.
+    """Return a descriptor of ``path`` with O_DIRECT, or -1 if its file system (or the operating
+    system) does not support it.
     """
     try:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
@@ -151,7 +156,7 @@ def open_direct(path: str) -> int:
 
 
 class TransferPart(NamedTuple):
-    """``bytes`` bytes of ``file`` from ``offset``, and where in the tensor's memory they stand."""
+    """``bytes`` bytes of ``file`` from ``offset``, at byte ``at`` of the tensor's memory."""
 
     file: OpenFile
     offset: int
@@ -160,7 +165,7 @@ class TransferPart(NamedTuple):
 
 
 class Ticket:
-    """A transfer under way.
+    """A transfer in progress.
 
     The tensor's memory stays alive until it is done, also if the ticket is dropped.
     """
@@ -174,15 +179,15 @@ class Ticket:
         self._name = name
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the transfer has ended, successfully or not."""
         return bool(self._transfer.finished)
 
     def failed(self) -> bool:
-        """Whether it has ended, and not well; ``wait`` raises what happened."""
+        """Whether the transfer has failed; ``wait`` raises the error."""
         return bool(self._transfer.finished and self._transfer.failed)
 
     def wait(self) -> None:
-        """Return when the transfer is done; it goes before all that no thread waits for.
+        """Wait until the transfer is done; it gets the highest priority.
 
         Raises OSError with errno and path if it failed.
         """
@@ -198,7 +203,7 @@ class Ticket:
             )
 
     def promote(self, priority: Priority) -> None:
-        """Let it go before what is less urgent than ``priority``; never later than it would."""
+        """Raise the transfer's priority to ``priority``; never lower it."""
         self._queue.check_process()
         self._queue.backend.promote(self._transfer, int(priority))
 
@@ -211,8 +216,8 @@ class FileQueue:
     threads, not from a forked child.
 
     block_size: bytes, a multiple of 4096.
-    queue_depth: blocks under way at once.
-    threads: where threads do the work; at most ``queue_depth`` of them are used.
+    queue_depth: blocks in flight at once.
+    threads: number of threads of that backend; at most ``queue_depth`` of them are used.
     backend: one of BACKENDS; None takes HF_ZERO_IO, else the first that works.
     """
 
@@ -252,7 +257,7 @@ class FileQueue:
         self._file_class = core.File
         try:
             self.backend: Any = core.FileQueue(block_size, queue_depth, chosen or "auto", threads)
-        except RuntimeError as error:  # io_uring asked for by name
+        except RuntimeError as error:  # io_uring, asked for by name
             raise ConfigError(
                 f"HF_ZERO_IO={chosen}: the kernel refuses ({error}); leave it unset, "
                 "and threads do the work"
@@ -266,16 +271,16 @@ class FileQueue:
             self.inject(parse_faults(os.environ["HF_ZERO_IO_FAULT"]))
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._alive: dict[int, tuple[Any, torch.Tensor]] = {}  # memory of transfers under way
+        self._alive: dict[int, tuple[Any, torch.Tensor]] = {}  # memory of transfers in progress
         self._cancel = weakref.finalize(self, self.backend.close, True)
 
     @property
     def kind(self) -> str:
-        """Which backend does the work."""
+        """The name of the backend in use."""
         return str(self.backend.engine)
 
     def inject(self, faults: Iterable[Fault]) -> None:
-        """From now on these faults happen, for tests; counting begins anew."""
+        """Inject these faults from now on, for tests; counting restarts."""
         self.backend.inject([tuple(fault) for fault in faults])
 
     def read(
@@ -302,8 +307,8 @@ class FileQueue:
         context: str = "",
         name: str = "",
     ) -> Ticket:
-        """``pieces`` of ``tensor`` as one transfer, begun when those of ``after`` are done; it
-        fails if one of them fails.
+        """Submit ``pieces`` of ``tensor`` as one transfer, begun when those of ``after`` are done;
+        it fails if one of them fails.
 
         ``context`` ends the message of an error, ``name`` names the transfer in a profile.
         """
@@ -331,8 +336,8 @@ class FileQueue:
         return Ticket(self, transfer, context, name)
 
     def settle(self, transfer: Any) -> tuple[int, str, int, int, bool] | None:
-        """Wait for a transfer of the backend: None, or errno, path, offset and bytes of what
-        failed, and whether the file ended there.
+        """Wait for a transfer of the backend. Return None, or errno, path, offset and bytes of the
+        failed part, and whether the file ended there.
         """
         self.check_process()
         failure: tuple[int, str, int, int, bool] | None = self.backend.wait(transfer)
@@ -341,9 +346,7 @@ class FileQueue:
         return failure
 
     def check_process(self) -> None:
-        """Raise OffloadError in a forked child: the threads that work here exist in the parent
-        only.
-        """
+        """Raise OffloadError in a forked child: the queue's threads exist in the parent only."""
         if os.getpid() != self._process:
             raise OffloadError(
                 f"files of process {self._process} were asked for in its forked child "
@@ -352,7 +355,8 @@ class FileQueue:
             )
 
     def close(self, cancel: bool = False) -> None:
-        """Return when all is done; with ``cancel`` what has not begun fails with ECANCELED.
+        """Wait until all transfers are done; with ``cancel`` those that have not begun fail with
+        ECANCELED.
 
         May be called again, and from a forked child, where it does nothing.
         """

@@ -1,5 +1,5 @@
-"""The queue of ``kernels/cpu/files.cpp`` in plain Python: what runs where the native core was
-not built, and what it is compared with.
+"""The queue of ``kernels/cpu/files.cpp`` in plain Python: the fallback without a native core, and
+the reference of its tests.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class File:
 
 @dataclass(eq=False)
 class Transfer:
-    """What one call asked for."""
+    """The transfer of one call."""
 
     write: bool
     pieces: list[tuple[File, int, int, int]]
@@ -53,7 +53,7 @@ class Transfer:
 
 @dataclass
 class Block:
-    """One block of a transfer under way."""
+    """One block of a transfer in progress."""
 
     transfer: Transfer
     file: File
@@ -183,7 +183,7 @@ class FileQueue:
         direct = file.direct and offset % ALIGNMENT == 0 and left >= ALIGNMENT
         if direct:
             nbytes = min(left - left % ALIGNMENT, self._block_size)
-        elif file.direct:  # what fills no aligned block goes through the page cache
+        elif file.direct:  # the rest of an unaligned block goes through the page cache
             nbytes = min(left, ALIGNMENT - offset % ALIGNMENT)
         else:
             nbytes = min(left, self._block_size)

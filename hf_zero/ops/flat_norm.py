@@ -1,9 +1,9 @@
 """Sums of squares of many tensors in one pass: fp32 in runs of :data:`RUN` elements, runs added in
-fp64, in an order that is always the same.
+fp64, in a fixed order.
 
-The result of a tensor depends on its elements alone, not on its neighbours. A run whose fp32
-sum overflows, or is so small that squares may have vanished, is summed again in fp64; so a sum is
-not finite exactly if an element is not.
+The result of a tensor depends on its elements alone, not on its neighbours. A run whose fp32 sum
+overflows, or is so small that squares may have vanished, is summed again in fp64; so a sum is not
+finite exactly if an element is not.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ RUNS = Kernel("flat_squares", "flat_norm:squares", reference.squares, example=_e
 
 
 def squared_norm(tensors: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """(sum of squares, 0-dim fp64; whether an element is not finite, 0-dim fp32: 1 or 0) of all
-    elements, without waiting for the device.
+    """Return (sum of squares, 0-dim fp64; whether an element is not finite, 0-dim fp32: 1 or 0) of
+    all elements, without waiting for the device.
 
     Args and errors as in :func:`squared_norms`.
     """
@@ -45,14 +45,14 @@ def squared_norm(tensors: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of squares of each of ``tensors``: [tensors] fp64, on their device.
+    """Return the sum of squares of each of ``tensors``: [tensors] fp64, on their device.
 
     Args:
         tensors: contiguous, fp32, bf16 or fp16, on one device. Those of one dtype in one storage
             take one launch.
 
     Raises:
-        KernelError: there is none, or one that is not like that.
+        KernelError: no tensors, or a tensor of another kind.
     """
     if not tensors:
         raise KernelError(
@@ -109,8 +109,8 @@ def _(tensors: Sequence[Tensor]) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def run_tables(places: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """For ranges (first element, length) of one buffer: their runs [runs, RUN_COLUMNS] and where
-    those of each range begin [ranges + 1].
+    """Return the runs [runs, RUN_COLUMNS] of ranges (first element, length) of one buffer, and the
+    index of the first run of each range [ranges + 1].
     """
     tables, bounds = [torch.empty(0, RUN_COLUMNS, dtype=torch.int64)], [0]
     for offset, length in places:

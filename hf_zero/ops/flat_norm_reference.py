@@ -12,8 +12,8 @@ from torch import Tensor
 
 
 def squares(base: Tensor, runs: Tensor, bounds: Tensor) -> Tensor:
-    """[ranges] fp64: the sums of squares of ranges of ``base``, whose runs are ``runs[bounds[i]
-    : bounds[i + 1]]``.
+    """Return the sums of squares, [ranges] fp64, of ranges of ``base``, whose runs are
+    ``runs[bounds[i] : bounds[i + 1]]``.
     """
     table, at = runs.tolist(), bounds.tolist()
     sums = torch.zeros(len(at) - 1, dtype=torch.float64, device=base.device)

@@ -1,19 +1,19 @@
 """Adam, AdamW and Lion over all segments of flat buffers in one launch, whatever their number.
 
-A segment is a run of elements with settings of its own (a parameter group). Where segments lie is
-given by a table that is made once (:class:`~hf_zero.ops.flat_tiles.Tiles`); what each row of
-settings is now, by another that is uploaded when one of them has changed. A step is two launches:
-:func:`advance_` counts it and works out bias corrections and step sizes for each row in fp64, on
-the device; :func:`adam_` or :func:`lion_` then reads gradient, master and moments once and writes
-master, moments and, if there is one, the 16-bit copy::
+A segment is a run of elements with settings of its own (a parameter group). Their positions are in
+a table that is made once (:class:`~hf_zero.ops.flat_tiles.Tiles`); the current settings of each row
+are in another one, uploaded when one of them has changed. A step is two launches: :func:`advance_`
+counts it and computes bias corrections and step sizes for each row in fp64, on the device;
+:func:`adam_` or :func:`lion_` then reads gradient, master and moments once and writes master,
+moments and, if there is one, the 16-bit copy::
 
     tiles = Tiles.cut([FlatRun(length=…, row=0, master=0, grad=0, moment=0), …], device)
     coefficients = advance_(steps, settings_table([RowSettings(lr=1e-3)], device))
     adam_(master, grad, exp_avg, exp_avg_sq, tiles, coefficients, divisor=divisor, out=copy)
 
 Nothing waits for the device: the loss scale and the clipping factor (``divisor``), the overflow
-flag (``found_inf``) and the counters are tensors on it. All raise
-:class:`~hf_zero.errors.KernelError` for tensors that do not fit together, named.
+flag (``found_inf``) and the counters are tensors on it. All functions raise
+:class:`~hf_zero.errors.KernelError`, naming the tensor, if tensors do not fit together.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ LION = Kernel("flat_lion", "flat_optimizers:lion_", reference.lion_, example=_up
 
 @dataclass(frozen=True, eq=False)
 class RowSettings:
-    """Of one row: Adam's (Kingma & Ba 2014, arXiv:1412.6980), AdamW's (Loshchilov & Hutter 2017,
-    arXiv:1711.05101) where ``decoupled``.
+    """The settings of one row: those of Adam (Kingma & Ba 2014, arXiv:1412.6980), or of AdamW
+    (Loshchilov & Hutter 2017, arXiv:1711.05101) if ``decoupled``.
 
-    ``lr`` may be a tensor of one element, which is read on its device. ``corrected`` False leaves
-    the bias of the moments as it is: Lion has no correction.
+    ``lr`` may be a tensor of one element, which is read on its device. ``corrected`` False disables
+    the bias correction of the moments: Lion has none.
     """
 
     lr: float | Tensor
@@ -95,7 +95,7 @@ class RowSettings:
     corrected: bool = True
 
     def numbers(self) -> list[float]:
-        """As a row of the table; a rate on a device counts as 0 here."""
+        """Return the settings as a row of the table; a rate on a device counts as 0 here."""
         away = isinstance(self.lr, Tensor) and self.lr.device.type != "cpu"
         logs = [_log(self.beta1), _log(self.beta2)] if self.corrected else [-math.inf, -math.inf]
         sign = -1.0 if self.maximize else 1.0
@@ -116,7 +116,7 @@ def _log(beta: float) -> float:
 
 
 def settings_table(rows: Sequence[RowSettings], device: torch.device | str) -> Tensor:
-    """``rows`` as [rows, SETTINGS] fp64 on ``device``, copied there without waiting."""
+    """Return ``rows`` as [rows, SETTINGS] fp64 on ``device``, copied there without waiting."""
     table = upload(
         torch.tensor([row.numbers() for row in rows], dtype=torch.float64).view(
             len(rows), SETTINGS
@@ -130,8 +130,7 @@ def settings_table(rows: Sequence[RowSettings], device: torch.device | str) -> T
 
 
 def advance_(steps: Tensor, settings: Tensor, found_inf: Tensor | None = None) -> Tensor:
-    """Count a step and say what each element of a row is to be updated with: [rows, COEFFICIENTS]
-    fp32.
+    """Count a step and return the coefficients of each row's update: [rows, COEFFICIENTS] fp32.
 
     Args:
         steps: [rows] fp32, steps made so far; one more afterwards, unless the step is skipped.
@@ -160,18 +159,18 @@ def adam_(
     found_inf: Tensor | None = None,
     out: Tensor | None = None,
 ) -> None:
-    """One step of Adam or AdamW over ``tiles``, in place::
+    """Make one step of Adam or AdamW over ``tiles``, in place::
 
-        g = sign * grad / divisor + weight_decay * w   (the decay where it is not decoupled)
+        g = sign * grad / divisor + weight_decay * w                (decay: if not decoupled)
         m <- beta1 * m + (1 - beta1) * g
         v <- beta2 * v + (1 - beta2) * g^2
-        w <- w * (1 - lr * weight_decay) - lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 -
-        beta2^step) + eps)   (where it is)
+        w <- w * (1 - lr * weight_decay)                            (decay: if decoupled)
+               - lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)
 
     Args:
         master, exp_avg, exp_avg_sq: 1-D, contiguous, fp32. The moments have the same places.
         grad: 1-D, contiguous, fp32, bf16 or fp16; not written.
-        tiles: where segments lie; elements in none of them stay as they are.
+        tiles: the positions of segments; elements outside all of them stay unchanged.
         coefficients: from :func:`advance_`.
         divisor: one fp32, which every gradient is divided by.
         found_inf: one fp32; if it is not 0, nothing is written.
@@ -213,12 +212,12 @@ def lion_(
     found_inf: Tensor | None = None,
     out: Tensor | None = None,
 ) -> None:
-    """One step of Lion (Chen et al. 2023, arXiv:2302.06675) over ``tiles``, in place; arguments as
-    in :func:`adam_`::
+    """Make one step of Lion (Chen et al. 2023, arXiv:2302.06675) over ``tiles``, in place;
+    arguments as in :func:`adam_`::
 
-    g = sign * grad / divisor
-    w <- w * (1 - lr * weight_decay) - lr * sign(beta1 * m + (1 - beta1) * g)
-    m <- beta2 * m + (1 - beta2) * g
+        g = sign * grad / divisor
+        w <- w * (1 - lr * weight_decay) - lr * sign(beta1 * m + (1 - beta1) * g)
+        m <- beta2 * m + (1 - beta2) * g
     """
     _check(
         "lion_", master, grad, {"exp_avg": exp_avg}, tiles, coefficients, divisor, found_inf, out

@@ -86,8 +86,8 @@ def lion_(
 def _tiles(
     table: Tensor, coefficients: Tensor, found_inf: Tensor | None
 ) -> Iterator[tuple[list[slice], list[float]]]:
-    """For each tile its place in the master, the gradient, the moments and the copy, and its ten
-    coefficients; none if all is skipped.
+    """Yield for each tile its slices of the master, the gradient, the moments and the copy, and its
+    ten coefficients; nothing if the step is skipped.
     """
     if found_inf is not None and bool(found_inf != 0):
         return

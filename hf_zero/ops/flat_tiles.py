@@ -1,10 +1,10 @@
-"""Where the elements of an update lie: segments of flat buffers cut into tiles, and the tables that
-a kernel reads of them.
+"""The positions of an update's elements: segments of flat buffers cut into tiles, and the tables of
+them that a kernel reads.
 
 A table has one row of :data:`COLUMNS` int64 for each tile: the places of its first element in the
 master, the gradient, the moments and the copy, its length, the row of its settings, and whether it
-is whole: all ``tile`` elements are there and start at a multiple of :data:`PHASE` in each buffer,
-so that they go in 16-byte accesses without masks. Tiles never cross the end of a segment.
+is whole: it has ``tile`` elements and starts at a multiple of :data:`PHASE` in each buffer, so that
+16-byte accesses need no masks. Tiles never cross the end of a segment.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ PHASE = 8  # elements: 16 bytes of the narrowest dtype
 COLUMNS = 8
 # lr, weight decay, beta1, beta2, eps, log(beta1), log(beta2), sign of the gradient, decoupled
 SETTINGS = 9
-# sign, keep, l2, beta1, 1 - beta1, beta2, 1 - beta2, step size, 1 / sqrt(1 - beta2^step), eps; the
-# rest is 0
+# sign, keep, l2, beta1, 1 - beta1, beta2, 1 - beta2, step size, 1 / sqrt(1 - beta2^step), eps; then
+# zeros
 COEFFICIENTS = 16
 TILE = 4096
 
 
 @dataclass(frozen=True)
 class FlatRun:
-    """``length`` elements of one segment: where they begin in each buffer, in elements, and the row
-    of their settings.
+    """``length`` elements of one segment: the index of the first one in each buffer, and the row of
+    their settings.
 
     ``out`` None: there is no copy.
     """
@@ -44,34 +44,32 @@ class FlatRun:
     out: int | None = None
 
     def joins(self, other: FlatRun) -> bool:
-        """Whether ``other`` goes on where this one ends, in every buffer."""
+        """Whether ``other`` continues this run in every buffer."""
         return self.row == other.row and all(
             there == here + self.length for here, there in zip(self.places, other.places)
         )
 
     @property
     def places(self) -> tuple[int, int, int, int]:
-        """In the master, the gradient, the moments and the copy; without one, that of the master
-        stands for it.
+        """The places in the master, the gradient, the moments and the copy; without a copy, the
+        place in the master is repeated.
         """
         return self.master, self.grad, self.moment, self.master if self.out is None else self.out
 
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """The table of an update, [tiles, COLUMNS] int64 on its device, and what must be there for
-    it.
-    """
+    """The table of an update, [tiles, COLUMNS] int64 on its device, and the sizes that it needs."""
 
     table: Tensor
     tile: int
     rows: int
-    extents: tuple[int, int, int, int]  # elements that master, gradient, moments and copy must have
+    extents: tuple[int, int, int, int]  # least elements of master, gradient, moments and copy
 
     @classmethod
     def cut(cls, pieces: Iterable[FlatRun], device: torch.device | str, tile: int = TILE) -> Tiles:
-        """Cut ``pieces``, which share no element, into tiles. Those that go on in every buffer are
-        joined first.
+        """Cut ``pieces``, which share no element, into tiles. Pieces that continue each other in
+        every buffer are joined first.
 
         Raises KernelError for a tile that is no power of two of at least 16, or a piece that begins
         before its buffer.
@@ -100,7 +98,7 @@ class Tiles:
 
     @property
     def numel(self) -> int:
-        """Elements in all tiles; waits for the device."""
+        """The number of elements in all tiles; waits for the device."""
         return int(self.table[:, 4].sum())
 
 

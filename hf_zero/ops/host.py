@@ -1,18 +1,18 @@
-"""The kernels on CPU tensors: checked, then run by the native core or, where there is none, by the
-torch reference.
+"""The kernels on CPU tensors: arguments are checked, then the native core or, without one, the
+torch reference runs.
 
 Tensors are 1-D, contiguous and on the CPU. An update reads the gradient in fp32, bf16 or fp16,
 divides it by ``divisor`` (loss scale and clipping in one number), updates the fp32 master and its
-moments in place and, where ``out`` is given, writes the new master there too, in the dtype of
-``out``: one pass over memory. ``out`` may be ``grad`` itself.
+moments in place and, if ``out`` is given, writes the new master there too, in the dtype of ``out``:
+one pass over memory. ``out`` may be ``grad`` itself.
 
-Element-wise results are the same bits on every instruction set, with any number of threads, and
+Element-wise results are bitwise equal on every instruction set, with any number of threads, and
 however a range is cut into calls, as long as ``first`` (the index of element 0 in the whole) and
-``seed`` are those of the whole. Moments that are not fp32 are rounded stochastically: for lion give
-another ``seed`` at each step; adam takes ``step`` into account itself.
+``seed`` are those of the whole. Moments that are not fp32 are rounded stochastically: lion needs
+another ``seed`` at each step; adam mixes ``step`` in itself.
 
-All raise :class:`~hf_zero.errors.KernelError` for a tensor of the wrong device, layout, dtype or
-size, named.
+All functions raise :class:`~hf_zero.errors.KernelError`, naming the tensor, for a wrong device,
+layout, dtype or size.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def adam(
     seed: int = 0,
     first: int = 0,
 ) -> None:
-    """Adam (Kingma & Ba 2014, arXiv:1412.6980), or AdamW (Loshchilov & Hutter 2017,
-    arXiv:1711.05101) where ``decoupled``.
+    """Make one step of Adam (Kingma & Ba 2014, arXiv:1412.6980), or of AdamW (Loshchilov & Hutter
+    2017, arXiv:1711.05101) if ``decoupled``.
 
     Args:
         master: fp32 [n].
@@ -74,7 +74,7 @@ def adam(
     _moment("adam", "exp_avg_sq", exp_avg_sq, master, first, signed=False)
     if max_exp_avg_sq is not None:
         flat("adam", "max_exp_avg_sq", max_exp_avg_sq, FP32, master.numel())
-    past = step if corrected else math.inf  # where the corrections are 1
+    past = step if corrected else math.inf  # the step at which the corrections are 1
     numbers = {
         "keep": 1 - lr * weight_decay if decoupled else 1.0,
         "l2": 0.0 if decoupled else weight_decay,
@@ -111,7 +111,7 @@ def lion(
     seed: int = 0,
     first: int = 0,
 ) -> None:
-    """Lion (Chen et al. 2023, arXiv:2302.06675).
+    """Make one step of Lion (Chen et al. 2023, arXiv:2302.06675).
 
     ``exp_avg``: fp32 or bf16 [n], or signed Blocks; the rest as in :func:`adam`.
     """
@@ -139,7 +139,7 @@ def adagrad(
     divisor: float = 1.0,
     out: Tensor | None = None,
 ) -> None:
-    """Adagrad (Duchi et al. 2011).
+    """Make one step of Adagrad (Duchi et al. 2011).
 
     ``total``: fp32 [n], the sum of squared gradients; ``step`` counts from 1.
     """
@@ -170,7 +170,7 @@ def sgd(
     divisor: float = 1.0,
     out: Tensor | None = None,
 ) -> None:
-    """SGD as torch.optim.SGD has it.
+    """Make one step of SGD as in torch.optim.SGD.
 
     ``momentum_buffer``: fp32 [n], set to the gradient in the ``first_step``; None without momentum.
     """
@@ -208,12 +208,12 @@ def lamb_measure(
     divisor: float = 1.0,
     **settings: Any,
 ) -> tuple[float, float]:
-    """The first pass of LAMB (You et al. 2019, arXiv:1904.00962): the moments, fp32 [n], step; the
-    weights stay. Returns the sums of squares, in float64, of the weights and of the update::
+    """Run the first pass of LAMB (You et al. 2019, arXiv:1904.00962): update the moments, fp32 [n];
+    the weights stay. Return the sums of squares, in float64, of the weights and of the update::
 
         u = exp_avg / (sqrt(exp_avg_sq) + eps) + decay * master
 
-    (``eps_inside``: exp_avg / sqrt(exp_avg_sq + eps)). The same for any number of threads.
+    (``eps_inside``: exp_avg / sqrt(exp_avg_sq + eps)). Equal for any number of threads.
 
     Args:
         settings: beta1, beta2, eps, decay, eps_inside.
@@ -238,8 +238,8 @@ def lamb_apply(
     out: Tensor | None = None,
     **settings: Any,
 ) -> None:
-    """The second pass: ``master -= step_size * u``, with ``settings`` and ``u`` as in
-    :func:`lamb_measure`; the trust ratio is in ``step_size``.
+    """Run the second pass: ``master -= step_size * u``, with ``settings`` and ``u`` as in
+    :func:`lamb_measure`; ``step_size`` includes the trust ratio.
     """
     shared = _shared("lamb_apply", master, master, 1.0, False, out, 0, 0)
     for name, moment in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
@@ -254,9 +254,9 @@ def lamb_apply(
 
 
 def squared_norm(tensor: Tensor) -> float:
-    """Sum of squares in float64; not finite where an element is not.
+    """Return the sum of squares in float64; not finite if an element is not.
 
-    The same for any number of threads.
+    Equal for any number of threads.
     """
     flat("squared_norm", "tensor", tensor, FLOATS)
     core = native.core()
@@ -279,7 +279,7 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def cast(out: Tensor, source: Tensor, scale: float = 1.0) -> None:
-    """``out = source * scale``, between any two of fp32, bf16 and fp16; multiplied in fp32,
+    """Compute ``out = source * scale``, between any two of fp32, bf16 and fp16; multiplied in fp32,
     rounded to nearest even.
     """
     flat("cast", "source", source, FLOATS)
@@ -292,7 +292,7 @@ def cast(out: Tensor, source: Tensor, scale: float = 1.0) -> None:
 
 
 def accumulate(out: Tensor, source: Tensor, scale: float = 1.0) -> None:
-    """``out += source * scale``; ``out`` is fp32, ``source`` fp32, bf16 or fp16."""
+    """Compute ``out += source * scale``; ``out`` is fp32, ``source`` fp32, bf16 or fp16."""
     flat("accumulate", "source", source, FLOATS)
     flat("accumulate", "out", out, FP32, source.numel())
     core = native.core()
@@ -303,8 +303,8 @@ def accumulate(out: Tensor, source: Tensor, scale: float = 1.0) -> None:
 
 
 def gather(out: Tensor, source: Tensor, runs: Sequence[tuple[int, int]]) -> None:
-    """Copy the ``runs`` (offset, length) of ``source``, one after the other, into ``out``; any
-    dtype, the same for both.
+    """Copy the ``runs`` (offset, length) of ``source``, concatenated, into ``out``; any dtype, the
+    same for both.
     """
     total = _check_runs("gather", out, source, source.numel(), runs)
     flat("gather", "out", out, None, total)
@@ -316,8 +316,8 @@ def gather(out: Tensor, source: Tensor, runs: Sequence[tuple[int, int]]) -> None
 
 
 def scatter(out: Tensor, source: Tensor, runs: Sequence[tuple[int, int]]) -> None:
-    """The inverse of :func:`gather`: ``source``, piece by piece, to the ``runs`` of ``out``,
-    which do not overlap.
+    """Copy ``source``, piece by piece, to the ``runs`` of ``out``, which do not overlap: the
+    inverse of :func:`gather`.
     """
     total = _check_runs("scatter", out, source, out.numel(), runs)
     flat("scatter", "source", source, None, total)
@@ -329,11 +329,11 @@ def scatter(out: Tensor, source: Tensor, runs: Sequence[tuple[int, int]]) -> Non
 
 
 def checksum(tensor: Tensor) -> int:
-    """64 bits of the tensor's bytes and their number, the same on every machine and for any number
-    of threads.
+    """Return a 64-bit hash of the tensor's bytes and their number, equal on every machine and for
+    any number of threads.
 
-    A hash of this project (XXH64's rounds over runs of 64 KiB, see kernels/cpu/sweeps.h), made to
-    notice damage. It is not XXH64 and not cryptographic.
+    The hash is this project's own (XXH64's rounds over runs of 64 KiB, see kernels/cpu/sweeps.h),
+    made to detect corruption. It is neither XXH64 nor cryptographic.
     """
     flat("checksum", "tensor", tensor, None)
     core = native.core()

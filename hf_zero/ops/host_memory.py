@@ -1,14 +1,14 @@
-"""Host memory for offloaded state: exact to a page, there from the start, pinned where a device
-copies from it.
+"""Host memory for offloaded state: exact to a page, populated at once, pinned if a device copies
+from it.
 
 torch's own pinned allocator rounds up to a power of two and zeroes on one thread. Here memory is
-mapped, advised for huge pages, put on the device's NUMA node, brought in by all threads and then
-registered with the device's runtime; where that cannot register memory, torch's pinned allocator
-has to do. It goes back when the last tensor on it dies.
+mapped, advised for huge pages, bound to the device's NUMA node, populated by all threads and then
+registered with the device's runtime; if the runtime cannot register memory, torch's pinned
+allocator is used. It is unmapped when the last tensor on it dies.
 
 Forked children do not get it (MADV_DONTFORK): with it, each page that the parent writes while a
-data loader's worker lives would be kept twice, and a page under a transfer could move from under
-it.
+data loader's worker lives would be kept twice, and a page under a transfer could be replaced by a
+copy.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _LIBC.mmap.argtypes = (
 _LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MAP_FAILED = ctypes.c_void_p(-1).value
-_POPULATE_WRITE = 23  # of madvise, since Linux 5.14
+_POPULATE_WRITE = 23  # for madvise, since Linux 5.14
 _MBIND = {"x86_64": 237, "aarch64": 235}  # the number of the system call
-_PREFERRED = 1  # of mbind: another node where this one is full
-_CHUNK = 64 << 20  # bytes that a thread brings in at a time; a multiple of the huge page
+_PREFERRED = 1  # for mbind: falls back to another node when this one is full
+_CHUNK = 64 << 20  # bytes that a thread populates at a time; a multiple of the huge page
 _PCI = Path("/sys/bus/pci/devices")
 
 
 def numa_node(device: torch.device) -> int | None:
-    """The NUMA node that a device hangs on; None where there is only one, or neither driver nor
-    system says.
+    """Return the NUMA node of a device; None if there is only one, or if neither driver nor system
+    reports it.
     """
     properties = kinds.properties(device)
     try:
@@ -65,7 +65,7 @@ def numa_node(device: torch.device) -> int | None:
 
 
 def _prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Let the pages come from ``node``; False where the system forbids (as containers do)."""
+    """Prefer ``node`` for the pages; return False if the system forbids it (as in containers)."""
     number = _MBIND.get(os.uname().machine)
     if number is None:
         return False
@@ -81,7 +81,7 @@ def _prefer_node(address: int, nbytes: int, node: int) -> bool:
 
 
 def _bring_in(address: int, nbytes: int) -> int:
-    """Have every page there, on all cores of this rank; an errno, or 0."""
+    """Populate every page, on all cores of this rank; return an errno, or 0."""
 
     def populate(start: int) -> int:
         length = min(_CHUNK, nbytes - start)
@@ -105,7 +105,7 @@ def _bring_in(address: int, nbytes: int) -> int:
 
 def _release(address: int, nbytes: int, process: int, unregister: Any) -> None:
     if os.getpid() != process:
-        return  # a forked child: it never had the pages, and may have put something else there
+        return  # a forked child never had the pages, and may have mapped other memory there
     if unregister is not None:
         unregister(address)
     _LIBC.munmap(address, nbytes)
@@ -114,10 +114,10 @@ def _release(address: int, nbytes: int, process: int, unregister: Any) -> None:
 class HostArena:
     """Tensors on host memory of a rank.
 
-    pin: make copies to and from ``device`` asynchronous and fast. Where the device is the host it
-    does nothing: memory is not locked
-        then. Where the runtime refuses, one warning is given and memory stays pageable.
-    device: what copies from here; memory is put on its NUMA node.
+    pin: pin the memory, so that copies to and from ``device`` are asynchronous and fast. Without
+    effect if the device is the host. If the runtime refuses, one warning is logged and memory stays
+    pageable.
+    device: the device that copies from the memory, which is bound to its NUMA node.
 
     A tensor must outlive the copies that read or fill it: its memory is unregistered and unmapped
     when the last tensor on it dies.
@@ -131,18 +131,17 @@ class HostArena:
 
     @property
     def pinned(self) -> bool:
-        """Whether what is taken next will be pinned."""
+        """Whether the next memory taken will be pinned."""
         return self._pins
 
     @property
     def nbytes(self) -> int:
-        """Bytes mapped for tensors that are alive: what was asked for, each tensor rounded up to
-        a page.
-        """
+        """Bytes mapped for live tensors: each tensor's size, rounded up to a page."""
         return sum(self._mapped.values())
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """``numel`` zeros of ``dtype``: [numel], on an address that is a multiple of the page.
+        """Return ``numel`` zeros of ``dtype``: [numel], at an address that is a multiple of the
+        page.
 
         Raises HostMemoryError.
         """
@@ -170,7 +169,7 @@ class HostArena:
                 f"{free / 1e9:.2f} GB are free",
             )
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            # a kernel without huge pages refuses the first, and small ones do
+            # a kernel without huge pages refuses the first; small pages work too
             if hasattr(mmap, advice):
                 _LIBC.madvise(address, nbytes, getattr(mmap, advice))
         if self._node is not None and not _prefer_node(address, nbytes, self._node):
@@ -193,21 +192,21 @@ class HostArena:
         return torch.frombuffer(memory, dtype=dtype, count=numel)
 
     def _held(self, address: int, nbytes: int) -> Any:
-        """The bytes at ``address``, counted as long as a tensor on them lives."""
+        """Return the bytes at ``address``, counted as long as a tensor on them lives."""
         memory = (ctypes.c_char * nbytes).from_address(address)
         self._mapped[address] = nbytes
         weakref.finalize(memory, self._mapped.pop, address, None).atexit = False
         return memory
 
     def _allocate(self, asked: int, nbytes: int) -> torch.Tensor:
-        """Zeros from torch's pinned allocator, on a page: [nbytes], uint8."""
+        """Return zeros from torch's pinned allocator, page-aligned: [nbytes], uint8."""
         try:
             block = pinned.empty(nbytes + mmap.PAGESIZE, torch.uint8)
         except RuntimeError as error:
             raise self._refused(asked, f"torch says: {str(error).splitlines()[0]}") from error
         at = -block.data_ptr() % mmap.PAGESIZE
         memory = self._held(block.data_ptr() + at, nbytes)
-        # which keeps the block as long
+        # keeps the block alive as long as the memory
         weakref.finalize(memory, block.untyped_storage).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
@@ -219,7 +218,7 @@ class HostArena:
         )
 
     def _register(self, address: int, nbytes: int) -> Any:
-        """Pin the pages; the function that undoes it, or None."""
+        """Pin the pages; return the function that undoes it, or None."""
         if self._device is None or not self._pins:
             return None
         error, unregister = pinned.register(self._device, address, nbytes)

@@ -6,7 +6,7 @@ Per tensor, with the gradient ``g``, moments ``m`` and ``v`` and weights ``w``::
     m <- beta1 * m + (1 - beta1) * g;    v <- beta2 * v + (1 - beta2) * g * g
     u = m / (sqrt(v) + eps) + decay * w          (eps_inside: m / sqrt(v + eps))
 
-The first pass adds up the squares of ``w`` and ``u``, the second subtracts ``u`` times a number.
+The first pass sums the squares of ``w`` and ``u``, the second subtracts ``u`` times a number.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hf_zero.ops.dispatch import Kernel, wanted
 
 @dataclass(frozen=True)
 class LambSettings:
-    """Of the tensors of one call."""
+    """The settings that the tensors of one call share."""
 
     beta1: float
     beta2: float
@@ -70,12 +70,12 @@ def measure_(
     divisor: float = 1.0,
     kernels: Any = "auto",
 ) -> Tensor:
-    """The first pass, in place; the sums of squares [tensors, 2] of the weights and of the update,
-    in fp64 on their device.
+    """Run the first pass, in place; return the sums of squares [tensors, 2] of the weights and of
+    the update, in fp64 on their device.
 
     Args:
         grads: in any float type; divided by ``divisor``.
-        kernels: the configuration's.
+        kernels: the configuration's ``kernels``.
     """
     arrays = [list(of) for of in (weights, grads, means, squares)]
     if _on_the_host(weights, *arrays[2:]) and all(g.is_cpu and g.is_contiguous() for g in grads):
@@ -99,8 +99,8 @@ def apply_(
     *,
     kernels: Any = "auto",
 ) -> None:
-    """The second pass: each of ``weights`` minus its number of ``step_sizes`` [tensors] times its
-    update.
+    """Run the second pass: subtract from each of ``weights`` its update times its number of
+    ``step_sizes`` [tensors].
     """
     arrays = [list(of) for of in (weights, means, squares)]
     numbers = asdict(settings)

@@ -1,4 +1,4 @@
-"""Where the tensors of a LAMB step lie, as its kernels read it: a table of tiles with addresses."""
+"""The positions of the tensors of a LAMB step for its kernels: a table of tiles with addresses."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ALIGNED = 16
 
 
 def tile_table(*arrays: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The tiles [tiles, COLUMNS] int64 of lists of fp32 tensors, and the bounds [2 * parts + 1] of
-    what is summed over each part: one number a tile, then another one.
+    """Return the tiles [tiles, COLUMNS] int64 of lists of fp32 tensors, and the bounds [2 * parts +
+    1] of the sums over each part: first one number a tile, then the other one.
     """
     places = tuple(zip(*(tuple(each.data_ptr() for each in of) for of in arrays)))
     lengths = tuple(each.numel() for each in arrays[0])

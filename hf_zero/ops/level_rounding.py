@@ -1,10 +1,10 @@
-"""Weights rounded to the levels of few bits, in place: the extremes of each part, and one pass over
-the elements.
+"""Weights rounded to the levels of few bits, in place: the extremes of each part, then one pass
+over the elements.
 
-A tensor has equal parts, end to end, each with levels of its own. With Q = 2^bits levels a part g
-becomes, symmetric: clamp(r(g s), -Q/2, Q/2 - 1) / s with s = Q / (2 max|g|), asymmetric:
+A tensor is the concatenation of equal parts, each with levels of its own. With Q = 2^bits levels a
+part g becomes, symmetric: clamp(r(g s), -Q/2, Q/2 - 1) / s with s = Q / (2 max|g|), asymmetric:
 clamp(r((g - min g) / d), 0, Q - 1) d + min g with d = (max g - min g) / Q. r rounds to the nearest
-integer, or stochastic: down after a number between 0 and 1 was added, so that the mean is kept.
+integer, or stochastically: down after a number between 0 and 1 was added, so that the mean is kept.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def round_reference(
     noise: Tensor | None,
     share: float,
 ) -> None:
-    """As the kernel, in torch: the parts of ``values`` lie between ``lowest`` and ``highest``,
-    [parts]; of symmetric levels ``highest`` has the largest magnitudes.
+    """Round as the kernel does, in torch: the parts of ``values`` are between ``lowest`` and
+    ``highest``, [parts]; for symmetric levels ``highest`` has the largest magnitudes.
     """
     parts, levels = values.float().view(highest.numel(), -1), 2.0**bits
     low, high = lowest.float()[:, None], highest.float()[:, None]
@@ -38,7 +38,7 @@ def round_reference(
     else:
         span, least, most = high - low, 0.0, levels - 1
     step = span / levels
-    step = torch.where(step > 0, step, torch.ones_like(step))  # all values are one
+    step = torch.where(step > 0, step, torch.ones_like(step))  # all values are equal
     scaled = (parts - low) / step
     level = scaled.round() if noise is None else (scaled + noise.view_as(parts)).floor()
     rounded = level.clamp(least, most) * step + low
@@ -64,12 +64,12 @@ def round_to_levels(
     """Round ``values`` in place, and return them.
 
     Args:
-        values: contiguous numbers in floating point; ``parts`` divides how many they are.
-        noise: fp32 in [0, 1), as many, for a stochastic rounding.
-        share: of the values as they were, in what is stored.
+        values: contiguous numbers in floating point; ``parts`` divides their number.
+        noise: fp32 in [0, 1), of the size of ``values``, for stochastic rounding.
+        share: weight of the original values in the result.
 
     Raises:
-        KernelError: values that are not like that.
+        KernelError: values that do not fulfil this.
     """
     numel = values.numel()
     if not values.is_floating_point() or not values.is_contiguous() or numel % parts:

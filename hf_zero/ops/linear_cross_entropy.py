@@ -1,12 +1,12 @@
-"""The linear head and cross-entropy as one operation, whose logits [tokens, vocabulary] never exist
-as a whole.
+"""The linear head and cross-entropy as one operation that never holds the logits [tokens,
+vocabulary] as a whole.
 
-Gradients are computed in the forward, while a chunk's logits are there, and handed out in the
+Gradients are computed in the forward, while the logits of a chunk exist, and returned in the
 backward: three GEMMs instead of four, at the price of a gradient of the weight that lives from
-forward to backward. :func:`linear_log_probs`, whose gradient depends on what follows, makes the
-logits again instead. z-loss is that of PaLM (Chowdhery et al. 2022, section 5), soft-capping that
-of Gemma 2 (2024, section 2), label smoothing that of Szegedy et al. 2016 (section 7), as
-torch.nn.functional.cross_entropy has it.
+forward to backward. :func:`linear_log_probs`, whose gradient depends on later operations,
+recomputes the logits instead. z-loss is that of PaLM (Chowdhery et al. 2022, section 5),
+soft-capping that of Gemma 2 (2024, section 2), label smoothing that of Szegedy et al. 2016 (section
+7), as in torch.nn.functional.cross_entropy.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def linear_cross_entropy(
     num_items: int | torch.Tensor | None = None,
     chunk: int | None = None,
 ) -> torch.Tensor:
-    """Cross-entropy of ``softcap · tanh(scale · (hidden @ weight.T + bias) / softcap)`` with
-    ``labels``: a scalar in fp32.
+    """Return the cross-entropy of ``softcap · tanh(scale · (hidden @ weight.T + bias) / softcap)``
+    with ``labels``: a scalar in fp32.
 
     ``hidden`` [..., width], ``weight`` [vocabulary, width], ``bias`` [vocabulary], ``labels`` [...]
     of integers; tokens labelled ``ignore_index`` do not count. ``reduction`` "mean" divides by
     ``num_items`` (a number or a tensor: the tokens of the whole step, under gradient accumulation)
-    or, without it, by the labels that count; where none does the loss is NaN and the gradients are
-    0, as torch has it. ``z_loss`` adds z_loss · logsumexp² to each token's loss. ``chunk`` is the
-    number of tokens whose logits exist at a time.
+    or, without it, by the number of labels that count; if there is none the loss is NaN and the
+    gradients are 0, as in torch. ``z_loss`` adds z_loss · logsumexp² to each token's loss.
+    ``chunk`` is the number of tokens whose logits exist at a time.
 
     Under autocast the operands are cast as a linear layer's are. Raises KernelError for shapes,
     dtypes or devices that do not fit together, and for a label outside the vocabulary on a CPU; on
@@ -79,7 +79,7 @@ def linear_cross_entropy(
     if not isinstance(count, torch.Tensor):
         count = total.new_full((), count)
     inverse = count.to(total.device, total.dtype, non_blocking=True).reciprocal()
-    # Nothing over nothing is NaN, but zero gradients stay zero.
+    # 0 / 0 is NaN, as in torch, but zero gradients stay zero.
     return total * inverse.nan_to_num(posinf=0.0) + inverse * 0.0
 
 
@@ -94,8 +94,8 @@ def linear_log_probs(
     scale: float = 1.0,
     chunk: int | None = None,
 ) -> torch.Tensor:
-    """The log-probability of each label, in fp32 and of ``labels``' shape; 0, without a gradient,
-    where the label is ``ignore_index``.
+    """Return the log-probability of each label, in fp32 and of ``labels``' shape; 0, without a
+    gradient, where the label is ``ignore_index``.
 
     For losses over sequences, such as DPO's (Rafailov et al. 2023). Arguments and errors as in
     :func:`linear_cross_entropy`.
@@ -116,7 +116,9 @@ def _prepared(
     labels: torch.Tensor,
     ignore_index: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """The arguments checked, flat and in the dtype that autocast would give a linear layer."""
+    """Check the arguments; return them flat and in the dtype that autocast would use for a linear
+    layer.
+    """
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise KernelError(
             f"hidden {tuple(hidden.shape)} with weight {tuple(weight.shape)}: give [..., width] "
@@ -196,8 +198,8 @@ def _forward(
     for_weight: bool,
     for_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sum of the losses, and its gradients for hidden, weight and bias in accumulation
-    precision; empty where not asked for.
+    """Return the sum of the losses, and its gradients for hidden, weight and bias in accumulation
+    precision; empty if not asked for.
     """
     terms = Terms(ignore_index, label_smoothing, z_loss, softcap, scale)
     wanted = Wanted(for_hidden, for_weight, for_bias)
@@ -237,7 +239,7 @@ def _(
 def _backward(
     grad: torch.Tensor, sums: list[torch.Tensor], dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Gradients from those of the sum: each times ``grad``, rounded to ``dtype`` once."""
+    """Return gradients from those of the sum: each times ``grad``, rounded to ``dtype`` once."""
     return [_scaled(each, grad, dtype) for each in sums]
 
 
@@ -269,7 +271,8 @@ def _hand_out(ctx: Any, grad: torch.Tensor | None, *unused: Any) -> tuple[Any, .
             and sums[0].dtype == ctx.dtype
             and not torch._C._autograd._get_current_graph_task_keep_graph()
         ):
-            # no further backward follows, so no second copy of the weight's gradient
+            # no further backward follows: scale in place, without a second copy of the weight's
+            # gradient
             scaled = [each.mul_(grad) for each in sums]
         else:
             scaled = torch.ops.hf_zero.linear_cross_entropy_backward(grad, sums, ctx.dtype)
@@ -292,7 +295,7 @@ def _log_probs(
     scale: float,
     rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of the labels and logsumexps, [tokens] each."""
+    """Return the log-probabilities of the labels and the logsumexps, [tokens] each."""
     terms = Terms(ignore_index, softcap=softcap, scale=scale)
     with torch.autocast(hidden.device.type, enabled=False):
         return chunked_head.log_probabilities(
@@ -322,7 +325,7 @@ def _log_probs_backward(
     for_weight: bool,
     for_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients for hidden, weight and bias in their dtype; empty where not asked for."""
+    """Return the gradients for hidden, weight and bias in their dtype; empty if not asked for."""
     terms = Terms(ignore_index, softcap=softcap, scale=scale)
     wanted = Wanted(for_hidden, for_weight, for_bias)
     with torch.autocast(hidden.device.type, enabled=False):

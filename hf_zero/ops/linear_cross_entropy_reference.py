@@ -1,5 +1,5 @@
-"""Cross-entropy over rows of logits, and over all of them at once, in plain torch: what the
-kernel and the chunks are compared with.
+"""Cross-entropy over rows of logits, and over all of them at once, in plain torch: the reference of
+the kernel and of the chunks.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ def cross_entropy_(
     softcap: float,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses and logsumexps of rows of raw logits, and the losses' gradient over the logits
-    themselves.
+    """Return losses and logsumexps of rows of raw logits; write the losses' gradient over the
+    logits.
 
     ``logits`` [rows, width ≥ vocabulary]: columns from ``vocabulary`` on are padding and never
-    read. With ``factors`` ([1] or [rows], fp32) the gradient of each row's loss times its factor is
-    written over the logits; without, they stay. ``lse`` given means that it is known already. With
-    y = softcap · tanh(scale · x / softcap), or scale · x where softcap is 0, V the vocabulary, l
-    the label::
+    read. With ``factors`` ([1] or [rows], fp32) the gradient of each row's loss times its factor
+    replaces the logits; without, they stay. ``lse`` is the logsumexp if already known. With y =
+    softcap · tanh(scale · x / softcap), or scale · x if softcap is 0, V the vocabulary, l the
+    label::
 
-        loss = lse − (1 − ε) y_l − ε/V Σ y + z lse²          dloss/dy = softmax(y) (1 + 2 z lse) −
-        (1 − ε) [l] − ε/V
+        loss = lse − (1 − ε) y_l − ε/V Σ y + z lse²
+        dloss/dy = softmax(y) (1 + 2 z lse) − (1 − ε) [l] − ε/V
 
     Returns (losses [rows], lse [rows]), fp32 (fp64 for fp64). A row whose label is ``ignore_index``
     has loss, lse and gradient 0; any other label outside the vocabulary makes its loss NaN.
@@ -41,7 +41,8 @@ def cross_entropy_(
     kept = labels != ignore_index
     known = (labels >= 0) & (labels < vocabulary)
     at = labels.clamp(0, vocabulary - 1)[:, None]
-    # The largest logit first: its difference from others is exact where the logsumexp is rounded.
+    # Subtract the largest logit first: its difference to others is exact, but the logsumexp is
+    # rounded.
     largest = y.amax(-1) if lse is None else lse.to(exact)
     rest = torch.logsumexp(y - largest[:, None], -1) if lse is None else torch.zeros_like(largest)
     lse = (largest + rest).where(kept, 0.0)
@@ -77,8 +78,8 @@ def linear_cross_entropy(
     reduction: str = "mean",
     num_items: int | torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As :func:`hf_zero.ops.linear_cross_entropy.linear_cross_entropy`, with whole logits and by
-    autograd.
+    """Compute :func:`hf_zero.ops.linear_cross_entropy.linear_cross_entropy` with whole logits and
+    by autograd.
     """
     logits = F.linear(hidden, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale

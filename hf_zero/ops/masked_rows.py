@@ -1,15 +1,15 @@
-"""Sparse output: only the rows whose label counts go through a masked language model's head (Izsak
+"""Sparse output: a masked language model's head runs only over the rows whose label counts (Izsak
 et al. 2021, section 3; about 15% of them).
 
 [Note: the number of rows]
-The rows are put, in order, into a number of places that the host must know when it launches the
-head; no row may be left out. Labels in host memory are counted there. Labels on a device are
-counted by it on a stream of its own before the model's body is launched, and the count is copied to
-pinned memory. The head waits for that copy alone. Where the host launches no faster than the device
-computes, the count is there by then. Where the host is ahead, it waits until the device has reached
+The rows are written, in order, into a number of places that the host must know when it launches the
+head; no row may be left out. Labels in host memory are counted on the host. Labels on a device are
+counted there on a side stream before the model's body is launched, and the count is copied to
+pinned memory. The head waits for that copy alone. If the host launches no faster than the device
+computes, the count has arrived by then. If the host is ahead, it waits until the device has reached
 this forward, and the whole body is queued behind the count: the device does not idle. So the count
 is exact for every batch, whatever earlier batches were like. Inside a graph of torch.compile the
-host learns nothing, and there are as many places as tokens.
+host cannot read the count, and there are as many places as tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 from hf_zero.device import kinds, pinned, streams
 from hf_zero.errors import KernelError
 
-GRANULE = 128  # places come in multiples of a GEMM's tile
-SLACK = 0.125  # of the rows: places that may stay empty before their number is lowered
+GRANULE = 128  # the number of places is a multiple of a GEMM's tile
+SLACK = 0.125  # fraction of the rows: empty places allowed before their number shrinks
 
 
 def select_rows(
@@ -32,14 +32,13 @@ def select_rows(
     ignore_index: int = -100,
     capacity: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows of ``hidden`` [tokens, width] whose label [tokens] is not ``ignore_index``, in order:
-    (rows [capacity, width], their labels, lost).
+    """Select the rows of ``hidden`` [tokens, width] whose label [tokens] is not ``ignore_index``,
+    in order: (rows [capacity, width], their labels, lost).
 
-    Places that stay empty hold a copy of row 0 and the label ``ignore_index``. ``lost`` is the
-    number of rows that found no place, a tensor on the device. Without ``capacity`` there are as
-    many places as rows on a CPU, and everywhere else as many as tokens. The backward gives each row
-    of ``hidden`` the gradient of its place, or 0. Raises KernelError for shapes that do not fit
-    together.
+    Empty places hold a copy of row 0 and the label ``ignore_index``. ``lost`` is the number of rows
+    without a place, a tensor on the device. Without ``capacity`` there are as many places as rows
+    on a CPU, and as many as tokens on other devices. The backward gives each row of ``hidden`` the
+    gradient of its place, or 0. Raises KernelError for shapes that do not fit together.
     """
     if hidden.dim() != 2 or labels.shape != hidden.shape[:1]:
         raise KernelError(
@@ -63,7 +62,9 @@ def select_rows(
 
 
 class RowCount:
-    """How many of ``labels`` count; from a device the number is on its way. See the note above."""
+    """The number of ``labels`` that count, copied asynchronously from a device. See the
+    note above.
+    """
 
     def __init__(self, labels: torch.Tensor, ignore_index: int = -100):
         self.tokens = labels.numel()
@@ -80,7 +81,7 @@ class RowCount:
         labels.record_stream(stream)
 
     def read(self) -> int:
-        """The number, once it has arrived."""
+        """Return the number; waits for the copy."""
         if self._arrived is not None:
             self._arrived.synchronize()
             self._arrived = None
@@ -88,11 +89,11 @@ class RowCount:
 
 
 class RowCapacity:
-    """How many places to make for the rows that count; one for each head.
+    """The number of places for the rows that count; one object for each head.
 
-    Never fewer than the rows. They are a multiple of ``GRANULE``, and stay what they are while no
-    more than ``SLACK`` of the rows are left empty, so that batches of about equal share have
-    tensors of one shape.
+    Never fewer than the rows. It is a multiple of ``GRANULE``, and stays constant while no more
+    than ``SLACK`` of the rows are left empty, so that batches of about equal share have tensors of
+    one shape.
     """
 
     def __init__(self) -> None:
@@ -102,8 +103,8 @@ class RowCapacity:
         return RowCapacity()  # a copied model sees batches of its own
 
     def places(self, count: RowCount, device: torch.device) -> int:
-        """For the rows of ``count``, whose hidden states are on ``device``: exactly as many on a
-        host.
+        """Return the number of places for the rows of ``count``, whose hidden states are on
+        ``device``: exactly as many on a host.
         """
         rows = count.read()
         if kinds.is_host(device):
@@ -118,7 +119,7 @@ class RowCapacity:
 def _select(
     hidden: torch.Tensor, labels: torch.Tensor, ignore_index: int, capacity: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(rows, labels, slot of each token or ``capacity``, lost)."""
+    """Return (rows, labels, slot of each token or ``capacity``, lost)."""
     tokens, device = labels.numel(), labels.device
     if not tokens or not capacity:
         missing = (labels != ignore_index).sum()
@@ -131,7 +132,7 @@ def _select(
         )
     counts = (labels != ignore_index).cumsum(0)
     slots = torch.where((labels != ignore_index) & (counts <= capacity), counts - 1, capacity)
-    # Whatever has no place goes to one more, which is never read.
+    # Tokens without a place are scattered to one extra slot, which is never read.
     taken = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
     taken.scatter_(0, slots, torch.arange(tokens, device=device))
     taken = taken[:capacity]
@@ -153,7 +154,7 @@ def _(
 
 @torch.library.custom_op("hf_zero::select_rows_backward", mutates_args=())
 def _spread(grad: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """[tokens, width] from [capacity, width]."""
+    """Return the gradient [tokens, width] from that of the places [capacity, width]."""
     capacity = grad.shape[0]
     if not capacity:
         return grad.new_zeros(slots.numel(), grad.shape[1])

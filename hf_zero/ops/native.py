@@ -1,4 +1,4 @@
-"""The native core ``hf_zero._cpu``: loaded at first use, or why it is not."""
+"""The native core ``hf_zero._cpu``: loaded at first use, or the reason why it is not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INSTRUCTION_SET = "HF_ZERO_ISA"
 
 @functools.cache
 def _loaded() -> tuple[Any, str]:
-    """(the module, "") or (None, why it is not there)."""
+    """Return (the module, "") or (None, the reason why it is missing)."""
     if os.environ.get(SWITCH, "").strip().lower() in {"0", "false", "off", "no"}:
         return None, f"{SWITCH}={os.environ[SWITCH]} switches it off"
     try:
@@ -47,12 +47,12 @@ def _force(core: Any, name: str) -> None:
 
 @functools.cache
 def default_share() -> Share:
-    """Threads that the core starts with, and where their number comes from."""
+    """Return the threads that the core starts with, and the source of their number."""
     return share_of_this_rank()
 
 
 def core() -> Any:
-    """The module ``hf_zero._cpu``, or None.
+    """Return the module ``hf_zero._cpu``, or None.
 
     Raises:
         ConfigError: HF_ZERO_ISA names an instruction set that this machine lacks, or
@@ -67,19 +67,21 @@ def available() -> bool:
 
 
 def why_not() -> str:
-    """Why the native core does not run; empty where it does."""
+    """Return the reason why the native core does not run; empty if it does."""
     return _loaded()[1]
 
 
 def instruction_set() -> str:
-    """What kernels run with: avx512bf16, avx512, avx2, plain or neon; torch where there is no
-    native core.
+    """Return the instruction set that kernels use: avx512bf16, avx512, avx2, plain or neon; torch
+    without a native core.
     """
     return core().instruction_set() if available() else "torch"
 
 
 def instruction_sets() -> list[str]:
-    """What this machine has, the widest last; empty without the native core."""
+    """Return the instruction sets of this machine, the widest last; empty without the
+    native core.
+    """
     return list(core().instruction_sets()) if available() else []
 
 
@@ -87,14 +89,14 @@ def set_instruction_set(name: str) -> None:
     """Run kernels with ``name`` from now on. Results do not depend on it.
 
     Raises:
-        ConfigError: the machine lacks it; the message lists what it has.
+        ConfigError: the machine lacks it; the message lists those it has.
         KernelError: there is no native core.
     """
     _force(_needed("set_instruction_set"), name)
 
 
 def threads() -> int:
-    """Threads a kernel runs on."""
+    """Return the number of threads that a kernel runs on."""
     if available():
         return core().threads()
     import torch

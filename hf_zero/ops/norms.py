@@ -1,5 +1,5 @@
-"""RMSNorm and LayerNorm over the last dimension, differentiable, in one pass with what goes before:
-a residual sum, dropout.
+"""RMSNorm and LayerNorm over the last dimension, differentiable, in one pass with the preceding
+operations: a residual sum, dropout.
 
 RMSNorm: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. LayerNorm: Ba, Kiros and
 Hinton, "Layer Normalization", 2016. With ``n(t) = (t - mean(t)) / sqrt(var(t) + eps)``, for RMSNorm
@@ -7,19 +7,19 @@ without the mean,
 
     y = n(t) * (offset + weight) + bias,    t = dropout(x) + residual
 
-in fp32, rounded once, where transformers rounds n(t) before the weight too. ``t`` is rounded to the
-dtype it is returned in before it is normed. The backward, with ``g = dy * (offset + weight)``:
+in fp32, rounded once, where transformers rounds n(t) before the weight too. ``t`` is rounded to its
+returned dtype before it is normalised. The backward, with ``g = dy * (offset + weight)``:
 
-    dt = (g - mean(g) - n * mean(g * n)) * rstd + d_total,    d_weight = sum(dy * n),    d_bias =
-    sum(dy)
+    dt = (g - mean(g) - n * mean(g * n)) * rstd + d_total
+    d_weight = sum(dy * n),    d_bias = sum(dy)
 
-Nothing of x's size is kept but the norm's input; ``invertible`` keeps the output in its place,
-which the next layer keeps anyway, and computes ``n = (y - bias) / (offset + weight)`` from it
-(In-Place ABN, Rota Bulò et al., 2018, for LayerNorm as in DeepSpeed's kernels). The rounding of y
-then enters n: with an error of ``u = 2**-9`` (bf16) relative to y, n is off by at most ``u * (|n| +
-|bias / weight|)``, so a bias much larger than its weight costs digits. Where ``|offset + weight| <
-TINY`` the output has no trace of n, which counts as 0: d_weight is 0 there, and a weight that
-starts at zero never moves. Do not use it for such.
+The norm's input is the only tensor of x's size saved for the backward; ``invertible`` saves the
+output instead, which the next layer saves anyway, and computes ``n = (y - bias) / (offset +
+weight)`` from it (In-Place ABN, Rota Bulò et al., 2018, for LayerNorm as in DeepSpeed's kernels).
+The rounding of y then enters n: with an error of ``u = 2**-9`` (bf16) relative to y, n is off by at
+most ``u * (|n| + |bias / weight|)``, so a bias much larger than its weight costs digits. Where
+``|offset + weight| < TINY`` the output has no trace of n, which counts as 0: d_weight is 0 there,
+and a weight that starts at zero never moves. Do not use ``invertible`` for such weights.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from hf_zero.ops.dispatch import Kernel
 from hf_zero.ops.philox import draw_seed
 
 TINY = 2.0**-10
-# The widest rows that fit into a block's registers, forward and backward (kernels/README.md has the
-# counts).
+# The widest rows that fit into a block's registers, forward and backward (counts:
+# kernels/README.md).
 WIDEST, WIDEST_CENTERED, WIDEST_WITH_DROPOUT = 16_384, 8_192, 4_096
 
 
@@ -47,11 +47,11 @@ def rms_norm(
     offset: float = 0.0,
     invertible: bool = False,
 ) -> torch.Tensor:
-    """RMSNorm of ``x`` [..., width] by ``offset + weight`` [width] (offset 1 in Gemma), in the
-    dtype of ``x``.
+    """Return the RMSNorm of ``x`` [..., width] by ``offset + weight`` [width] (offset 1 in Gemma),
+    in the dtype of ``x``.
 
     Raises:
-        KernelError: shapes, dtypes or devices that do not go together.
+        KernelError: shapes, dtypes or devices that do not fit together.
     """
     _check(x, weight, None, None, 0.0)
     return _norm(x, None, weight, None, None, eps, offset, 0.0, False, False, invertible)[0]
@@ -65,11 +65,11 @@ def add_rms_norm(
     *,
     offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``t = x + residual`` [..., width] and its RMSNorm: (norm of t, t), both in the dtype of the
-    sum.
+    """Return ``t = x + residual`` [..., width] and its RMSNorm: (norm of t, t), both in the dtype
+    of the sum.
 
     Raises:
-        KernelError: shapes, dtypes or devices that do not go together.
+        KernelError: shapes, dtypes or devices that do not fit together.
     """
     _check(x, weight, None, residual, 0.0)
     y, total, _, _ = _norm(x, residual, weight, None, None, eps, offset, 0.0, False, True, False)
@@ -84,10 +84,11 @@ def layer_norm(
     *,
     invertible: bool = False,
 ) -> torch.Tensor:
-    """LayerNorm of ``x`` [..., width] by ``weight`` and ``bias`` [width], in the dtype of ``x``.
+    """Return the LayerNorm of ``x`` [..., width] by ``weight`` and ``bias`` [width], in the dtype
+    of ``x``.
 
     Raises:
-        KernelError: shapes, dtypes or devices that do not go together.
+        KernelError: shapes, dtypes or devices that do not fit together.
     """
     _check(x, weight, bias, None, 0.0)
     return _norm(x, None, weight, bias, None, eps, 0.0, 0.0, True, False, invertible)[0]
@@ -103,11 +104,12 @@ def add_layer_norm(
     dropout: float = 0.0,
     training: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``t = dropout(x) + residual`` [..., width] and its LayerNorm: (norm of t, t), both in the
-    dtype of the sum.
+    """Return ``t = dropout(x) + residual`` [..., width] and its LayerNorm: (norm of t, t), both in
+    the dtype of the sum.
 
     Raises:
-        KernelError: shapes, dtypes or devices that do not go together, or a dropout outside [0, 1).
+        KernelError: shapes, dtypes or devices that do not fit together, or a dropout outside [0,
+            1).
     """
     _check(x, weight, bias, residual, dropout)
     seed = draw_seed(x.device) if training and dropout > 0 else None
@@ -126,11 +128,12 @@ def layer_norm_of_sum(
     training: bool = False,
     invertible: bool = False,
 ) -> torch.Tensor:
-    """LayerNorm of ``dropout(x) + residual`` alone, as post-LN blocks (BERT) use it; ``invertible``
-    never writes the sum.
+    """Return the LayerNorm of ``dropout(x) + residual`` alone, as in post-LN blocks (BERT);
+    ``invertible`` never writes the sum.
 
     Raises:
-        KernelError: shapes, dtypes or devices that do not go together, or a dropout outside [0, 1).
+        KernelError: shapes, dtypes or devices that do not fit together, or a dropout outside [0,
+            1).
     """
     _check(x, weight, bias, residual, dropout)
     seed = draw_seed(x.device) if training and dropout > 0 else None
@@ -361,7 +364,7 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _differentiate(ctx, dy, d_total, _mean, _rstd):  # type: ignore[no-untyped-def]
     saved, weight, bias, mean, rstd, seed = ctx.saved_tensors
-    if not ctx.kept:  # an empty tensor stood in its place
+    if not ctx.kept:  # its gradient is for an empty placeholder
         d_total = None
     if dy is None and d_total is None:
         return (None,) * 11

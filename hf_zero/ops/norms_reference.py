@@ -1,5 +1,5 @@
-"""The norms line by line in plain torch, forward and backward: what kernels/gpu/norms.py must
-compute, and what runs where it cannot.
+"""The norms line by line in plain torch, forward and backward: the reference of
+kernels/gpu/norms.py, and the fallback without Triton.
 
 Arithmetic is in fp32 (fp64 for fp64) and each result is rounded once. Signatures are those of the
 launchers.
@@ -26,7 +26,8 @@ def forward(
     centered: bool,
     keep_total: bool,
 ) -> Four:
-    """``y = norm(total) * (offset + weight) + bias`` with ``total = dropout(x) + residual``.
+    """Compute ``y = norm(total) * (offset + weight) + bias`` with ``total = dropout(x) +
+    residual``.
 
     Returns y and total (empty unless ``keep_total``) in the dtype that ``x + residual`` has, and
     mean (empty unless ``centered``) and ``rstd = 1 / sqrt(variance + eps)`` of each row in fp32.
@@ -37,7 +38,7 @@ def forward(
         total = total * _mask(seed, total, dropout)
     if residual is not None:
         total = total + _wide(residual)
-    total = total.to(dtype)  # the norm is of the sum as it is kept
+    total = total.to(dtype)  # the norm is taken of the rounded sum
     values = _wide(total)
     mean = values.mean(-1) if centered else values.new_empty(0)
     if centered:
@@ -47,7 +48,7 @@ def forward(
     if bias is not None:
         y = y + _wide(bias)[0]
     kept = total.reshape(x.shape).contiguous() if keep_total else total.new_empty(0)
-    # A copy where the sum is nothing but x: an operator may not return its own input.
+    # A copy if the sum is just x: an operator may not return its own input.
     kept = kept.clone() if kept.data_ptr() == x.data_ptr() and kept.numel() else kept
     return y.to(dtype).reshape(x.shape), kept, mean.float(), rstd.float()
 
@@ -68,11 +69,11 @@ def backward(
     weight_grad: bool,
     tiny: float,
 ) -> Four:
-    """The gradients of total, of x under dropout (else empty), of weight and of bias (empty unless
-    ``weight_grad``).
+    """Return the gradients of total, of x under dropout (else empty), of weight and of bias (empty
+    unless ``weight_grad``).
 
-    ``saved`` is total, or y where ``inverted``: then ``x_hat = (y - bias) / (offset + weight)``,
-    and 0 in columns where the divisor's magnitude is below ``tiny``.
+    ``saved`` is total, or y if ``inverted``: then ``x_hat = (y - bias) / (offset + weight)``, and 0
+    in columns where the divisor's magnitude is below ``tiny``.
     """
     scale = _wide(weight)[0] + offset
     values, incoming, inverse_std = _wide(saved), _wide(dy), rstd.to(_wide(saved).dtype)[:, None]
@@ -102,7 +103,7 @@ def backward(
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """``x`` as contiguous rows [rows, width] in the dtype of the arithmetic."""
+    """Return ``x`` as contiguous rows [rows, width] in the dtype of the arithmetic."""
     return (
         x.reshape(x.shape[:-1].numel(), x.shape[-1])
         .to(torch.float64 if x.dtype == torch.float64 else torch.float32)
@@ -111,5 +112,5 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def _mask(seed: torch.Tensor, rows: torch.Tensor, dropout: float) -> torch.Tensor:
-    """0 or 1 / (1 - p) for each element of ``rows``."""
+    """Return 0 or 1 / (1 - p) for each element of ``rows``."""
     return kept_rows(seed, rows.shape[0], rows.shape[1], dropout).to(rows.dtype) / (1 - dropout)

@@ -1,9 +1,9 @@
 """Linear layers of one input as one matrix product: q, k and v, or gate and up.
 
-Where the weights lie one after another in memory, as :func:`pack_` lays them and as the engine
-keeps neighbours, they are read as one matrix without a copy. To the outside they stay parameters of
-their own: names, checkpoints and gradients do not change. Where they lie apart, each is multiplied
-by itself into its part of one result. cuBLAS does the work, through torch.
+Weights that are adjacent in memory, as :func:`pack_` places them and as the engine keeps
+neighbours, are read as one matrix without a copy. They stay separate parameters: names, checkpoints
+and gradients do not change. Weights that are not adjacent are multiplied one by one into their part
+of one result. cuBLAS does the work, through torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_zero.ops.rows import as_rows
 def packed_linear(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None
 ) -> list[Tensor]:
-    """``[x @ w.T + b for each]``: views [..., outputs of w] of one result.
+    """Return ``[x @ w.T + b for each]``: views [..., outputs of w] of one result.
 
     Args:
         x: [..., inputs].
@@ -40,10 +40,10 @@ def packed_linear(
 def packed_linear_whole(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None
 ) -> Tensor:
-    """As :func:`packed_linear`, the results in one tensor, [..., sum of outputs].
+    """Compute :func:`packed_linear` with the results in one tensor, [..., sum of outputs].
 
-    For what takes them so (``swiglu_packed``, ``split_rotary``): the gradient then comes back in
-    one piece, where that of views has to be put together.
+    For consumers of the packed form (``swiglu_packed``, ``split_rotary``): their gradient is then
+    one tensor, where the gradients of views would be concatenated.
     """
     weights, given = list(weights), list(biases or [])
     _check(x, weights, given)
@@ -58,20 +58,21 @@ def packed_linear_whole(
 
 
 def pack_(parameters: Sequence[nn.Parameter], model: nn.Module | None = None) -> None:
-    """Move the values of ``parameters`` into one new buffer, in their order, so that they lie one
-    after another.
+    """Move the values of ``parameters`` into one new buffer, in their order, so that they are
+    adjacent.
 
-    The parameters stay the same objects. Nothing is done where they lie so already. Before an
-    optimizer's or engine's own buffers are made: those would keep the former memory.
+    The parameters stay the same objects. Nothing is done if they are adjacent already. Call it
+    before an optimizer's or engine's own buffers are made: those would keep the former memory.
 
     Args:
         parameters: all [outputs, inputs] with the same inputs, or all [outputs]; of one dtype, on
             one device.
-        model: where to look for other parameters in the same memory.
+        model: searched for other parameters in the same memory.
 
     Raises:
         KernelError: they differ, one has no values here (sharded or on the meta device), one is
-            given twice, or one shares its memory with another tensor, from which it would be torn.
+            given twice, or one shares its memory with another tensor, from which it would be
+            untied.
     """
     parameters = list(parameters)
     if not parameters or adjacent(parameters):
@@ -85,8 +86,8 @@ def pack_(parameters: Sequence[nn.Parameter], model: nn.Module | None = None) ->
 
 
 def adjacent(tensors: Sequence[Tensor]) -> bool:
-    """Whether ``tensors`` lie one after another in one storage, as slices of the first axis of
-    one contiguous tensor.
+    """Whether ``tensors`` are adjacent in one storage, as slices of the first axis of one
+    contiguous tensor.
     """
     first = tensors[0]
     end = first.data_ptr()
@@ -105,7 +106,7 @@ def adjacent(tensors: Sequence[Tensor]) -> bool:
 
 
 def _whole(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Adjacent tensors as one view, [sum of the first axes, ...], or None."""
+    """Return adjacent tensors as one view, [sum of the first axes, ...], or None."""
     if not adjacent(tensors):
         return None
     first = tensors[0].detach()
@@ -189,7 +190,7 @@ def _check_packable(parameters: list[nn.Parameter], model: nn.Module | None) -> 
 
 @torch.library.custom_op("hf_zero::packed_linear", mutates_args=())
 def _packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    """Biases for all weights or for none."""
+    """Compute the packed product, with biases for all weights or for none."""
     out = x.new_empty(*x.shape[:-1], sum(w.shape[0] for w in weights))
     if out.numel() == 0:
         return out
@@ -221,8 +222,8 @@ def _packed_linear_backward(
     weights_train: bool,
     biases_train: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx like x, dw [outputs, inputs] and db [outputs] for all weights in one; what is not
-    wanted is empty.
+    """Return dx like x, dw [outputs, inputs] and db [outputs] for all weights in one; gradients
+    that are not wanted are empty.
     """
     dx, dw, db = _gradients(dy, x, x_trains, weights_train, biases_train)
     if dy.numel() == 0 or x.numel() == 0:
@@ -292,7 +293,7 @@ def _gradient(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 
 def _parts(whole: Tensor, outputs: list[int], wanted: Sequence[bool]) -> list[Tensor | None]:
-    """``whole`` cut into the gradient of each weight or bias, None where it is not wanted."""
+    """Split ``whole`` into the gradient of each weight or bias, None if it is not wanted."""
     if not any(wanted):
         return [None] * len(wanted)
     return [part if want else None for part, want in zip(whole.split(outputs), wanted)]

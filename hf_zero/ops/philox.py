@@ -1,12 +1,12 @@
-"""The numbers behind dropout masks: Philox-4x32-10 as Triton's ``tl.rand`` draws it, in plain
+"""The random numbers of dropout masks: Philox-4x32-10 as Triton's ``tl.rand`` draws it, in plain
 torch.
 
 Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a 64-bit key,
-the seed, and a 128-bit counter into four 32-bit words. A mask needs not be kept: the backward draws
+the seed, and a 128-bit counter into four 32-bit words. A mask need not be saved: the backward draws
 it again from the seed. ``tl.rand`` takes the element's index as the counter and the first of the
-four words; :func:`uniform` gives those. :func:`uniform_rows` uses all four, one for each of four
-rows that lie one above the other, and :func:`kept_rows` compares the words themselves: ten rounds
-and a conversion for each element are more than a memory-bound kernel has time for.
+four words, as :func:`uniform` does. :func:`uniform_rows` uses all four, one for each of four
+consecutive rows, and :func:`kept_rows` compares the words themselves: ten rounds and a conversion
+for each element are more than a memory-bound kernel has time for.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _SCALE = 4.6566127342e-10  # the largest factor that keeps 2**31 - 1 below 1 in 
 
 
 def draw_seed(device: torch.device) -> torch.Tensor:
-    """A seed from torch's generator of ``device``, which stays there: int64 [1].
+    """Draw a seed from torch's generator of ``device``; it stays on the device: int64 [1].
 
-    Replayed wherever torch replays its random state.
+    It is replayed wherever torch replays its random state.
     """
     return torch.randint(0, 2**31 - 1, (1,), device=device, dtype=torch.int64)
 
@@ -37,7 +37,7 @@ def draw_seed(device: torch.device) -> torch.Tensor:
 def uniform(
     seed: torch.Tensor, start: int, count: int, device: torch.device | None = None
 ) -> torch.Tensor:
-    """``tl.rand(seed, start + i)`` for i below ``count``, in [0, 1): fp32 [count].
+    """Return ``tl.rand(seed, start + i)`` for i below ``count``, in [0, 1): fp32 [count].
 
     ``seed`` is int64 [1].
     """
@@ -47,15 +47,15 @@ def uniform(
 
 
 def uniform_rows(seed: torch.Tensor, rows: int, width: int) -> torch.Tensor:
-    """One number in [0, 1) for each element, fp32 [rows, width]: word ``row % 4`` of
+    """Return one number in [0, 1) for each element, fp32 [rows, width]: word ``row % 4`` of
     ``tl.rand4x(seed, row // 4 * width + column)``.
     """
     return _to_uniform(_words(seed, rows, width))
 
 
 def kept_rows(seed: torch.Tensor, rows: int, width: int, dropout: float) -> torch.Tensor:
-    """Which elements dropout keeps, bool [rows, width]: those whose word is at least ``dropout *
-    2**32``, with dropout in fp32.
+    """Return the mask of the elements that dropout keeps, bool [rows, width]: their word is at
+    least ``dropout * 2**32``, with dropout in fp32.
 
     The words are those of :func:`uniform_rows`, ``tl.randint4x`` in Triton, unsigned.
     """
@@ -73,14 +73,14 @@ def _words(seed: torch.Tensor, rows: int, width: int) -> torch.Tensor:
 
 
 def _philox(seed: torch.Tensor, counters: torch.Tensor) -> Words:
-    """Four words of 32 bits for each counter below 2**63, in int64."""
+    """Return four words of 32 bits for each counter below 2**63, in int64."""
     nothing = torch.zeros_like(counters)
     return words((counters & _LOW, (counters >> 32) & _LOW, nothing, nothing), seed)
 
 
 def words(counter: Words, seed: torch.Tensor, rounds: int = ROUNDS) -> Words:
-    """Philox-4x32 of ``counter``, four words of 32 bits in int64 tensors of one shape, with the
-    64 bits of ``seed`` as its key.
+    """Return Philox-4x32 of ``counter``, four words of 32 bits in int64 tensors of one shape, with
+    the 64 bits of ``seed`` as its key.
     """
     keys = [seed & _LOW, (seed >> 32) & _LOW]
     c0, c1, c2, c3 = counter
@@ -95,8 +95,8 @@ def words(counter: Words, seed: torch.Tensor, rounds: int = ROUNDS) -> Words:
 def first_words(
     seed: int, counter: tuple[int, int, int], count: int, device: torch.device
 ) -> torch.Tensor:
-    """The first words of the counters (i, *counter), i below ``count``: int64 [count], in one
-    launch on a GPU. The host does not wait.
+    """Return the first words of the counters (i, *counter), i below ``count``: int64 [count], in
+    one launch on a GPU. The host does not wait.
     """
     out = torch.empty(count, dtype=torch.int64, device=device)
     FIRST_WORDS(out, seed, *counter)
@@ -104,7 +104,7 @@ def first_words(
 
 
 def _first_words_reference(out: torch.Tensor, seed: int, *counter: int) -> None:
-    # filled there: a copy of a number would make the host wait
+    # created on the device: copying a number there would make the host wait
     full = partial(torch.full, (), dtype=torch.int64, device=out.device)
     place = torch.arange(out.numel(), dtype=torch.int64, device=out.device)
     found = words((place, *(full(each & _LOW).expand_as(place) for each in counter)), full(seed))  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ FIRST_WORDS = Kernel("philox_words", "philox:first_words", _first_words_referenc
 
 
 def _product(factor: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low 32 bits of ``factor * word``, whose 64 bits int64 would not hold."""
+    """Return the high and low 32 bits of ``factor * word``, whose 64 bits would overflow int64."""
     low = (word & 0xFFFF) * factor
     high = (word >> 16) * factor + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)

@@ -1,7 +1,7 @@
-"""The slow reference of every host kernel, in plain torch. It runs where there is no native core.
+"""The slow reference of every host kernel, in plain torch. It runs if there is no native core.
 
 Each line is one rounding, in the order of torch.optim's single-tensor implementations, and the
-native kernels round at the same places: element-wise results agree bit for bit. The formats are
+native kernels round at the same places: element-wise results are bitwise equal. The formats are
 explained in kernels/cpu/rounding.h.
 """
 
@@ -47,8 +47,8 @@ def adam(
     step_size: float,
     **shared: Any,
 ) -> None:
-    """``keep`` multiplies the master first (decoupled decay); ``root_scale`` is 1 / sqrt(1 -
-    beta2^step).
+    """Make one step of Adam. ``keep`` multiplies the master first (decoupled decay); ``root_scale``
+    is 1 / sqrt(1 - beta2^step).
     """
     g = _gradient(grad, shared)
     mean, square = _read(exp_avg), _read(exp_avg_sq)
@@ -160,7 +160,9 @@ def _lamb_update(
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """Rounded once: torch's own fp32 root is a vector library's, which may be off by one place."""
+    """Return the root, rounded once: torch's fp32 root is a vector library's and may be off by one
+    ulp.
+    """
     return x.double().sqrt().float()
 
 
@@ -204,8 +206,8 @@ def _keep(moment: Moment, values: Tensor, shared: dict[str, Any], upper: bool) -
 
 
 def random_bits(key: int, first: int, numel: int) -> Tensor:
-    """32 random bits (int64 [numel]) for the elements ``first`` and on: a hash of ``key`` and
-    the index of each.
+    """Return 32 random bits (int64 [numel]) for the elements from ``first`` on: a hash of ``key``
+    and the index of each.
     """
     index = torch.arange(first, first + numel, dtype=torch.int64)
     x = _signed(key) + (index >> 32) * _signed(0x9E3779B97F4A7C15)
@@ -220,12 +222,12 @@ def random_bits(key: int, first: int, numel: int) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """int64 to the right, zeros coming in."""
+    """Shift int64 to the right and fill with zeros."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _signed(number: int) -> int:
-    """A number below 2^64 as the int64 of the same bits."""
+    """Return a number below 2^64 as the int64 of the same bits."""
     return number - (1 << 64) if number >> 63 else number
 
 
@@ -238,7 +240,7 @@ def _floats(bits: Tensor) -> Tensor:
 
 
 def _to_bf16(x: Tensor, random: Tensor) -> Tensor:
-    """Up with the probability of what is cut off; ``random`` is below 2^16."""
+    """Round up with a probability proportional to the cut-off bits; ``random`` is below 2^16."""
     rounded = _floats((_bits(x) + random) & 0xFFFF0000)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
@@ -247,7 +249,7 @@ def _to_bf16(x: Tensor, random: Tensor) -> Tensor:
 
 
 def encode(source: Tensor, signed: bool, random: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(codes uint8 [n], scales fp32 [blocks]) of ``source``: the nearest codes, or rounded
+    """Return (codes uint8 [n], scales fp32 [blocks]) of ``source``: the nearest codes, or rounded
     stochastically by ``random``.
     """
     numel, blocks = source.numel(), -(-source.numel() // BLOCK)
@@ -277,7 +279,7 @@ def encode(source: Tensor, signed: bool, random: Tensor | None = None) -> tuple[
 
 
 def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """fp32 [n]."""
+    """Return the values, fp32 [n]."""
     code = codes.to(torch.int64)
     magnitude = code & 0x7F if signed else code
     value = _floats((magnitude + ((0x3F800000 >> 20) - (127 if signed else 255))) << 20)
@@ -349,7 +351,7 @@ def _rotate(x: Tensor, bits: int) -> Tensor:
 
 
 def _hash_runs(data: Tensor) -> Tensor:
-    """int64 [runs] of ``data`` (uint8 [runs, bytes])."""
+    """Return the hashes, int64 [runs], of ``data`` (uint8 [runs, bytes])."""
     runs, size = data.shape
     words = (
         data[:, : size // 64 * 64].reshape(-1).clone().view(torch.int64).view(runs, size // 64, 8)

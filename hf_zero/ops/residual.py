@@ -1,7 +1,7 @@
 """Bias, dropout and residual in one pass each way.
 
 Dropout (Srivastava et al., JMLR 2014) draws its mask from a seed (see philox.py) and draws it again
-in the backward: neither the mask nor an activation is kept.
+in the backward: neither the mask nor an activation is saved.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def dropout_add(
     training: bool = False,
     seed: Tensor | None = None,
 ) -> Tensor:
-    """``residual + dropout(x + bias)``: x's shape, in the wider dtype of x and residual.
+    """Return ``residual + dropout(x + bias)``: x's shape, in the wider dtype of x and residual.
 
     Args:
         x, residual: [..., width], fp32, bf16 or fp16.
         bias: [width] or None.
         dropout: the probability that an element of ``x + bias`` is zeroed; the others are scaled by
             1/(1 - dropout). Only in training.
-        seed: int64 [1] on x's device; drawn from torch's generator where it is not given.
+        seed: int64 [1] on x's device; None: drawn from torch's generator.
 
     Raises:
         KernelError: a dtype, device or shape does not fit, or dropout is no probability.
@@ -117,7 +117,7 @@ def _dropout_add_backward(
     x_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    """dx and dbias in their dtypes; what is not wanted (None) is empty."""
+    """Return dx and dbias in their dtypes; gradients that are not wanted (dtype None) are empty."""
     dx, dbias = _gradients(dy, x_dtype, bias_dtype)
     if dy.numel():
         wanted = as_rows(dx) if x_dtype else None, dbias if bias_dtype else None

@@ -1,5 +1,5 @@
-"""The residual kernels in plain torch: computed in fp32, rounded once; masks from the same
-Philox numbers as the kernels'.
+"""The residual kernels in plain torch: computed in fp32, rounded once; masks from the same Philox
+numbers as the kernels'.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ def dropout_add(
     dropout: float,
     out: Tensor,
 ) -> None:
-    """``out = residual + dropout(x + bias)``; x, residual, out [rows, width], bias [width], seed
-    int64 [1] or None (no dropout).
+    """Compute ``out = residual + dropout(x + bias)``; x, residual, out [rows, width], bias [width],
+    seed int64 [1] or None (no dropout).
     """
     summed = x.float() if bias is None else x.float() + bias.float()
     out.copy_(residual.float() + dropped(summed, seed, dropout))
@@ -27,8 +27,8 @@ def dropout_add(
 def dropout_add_backward(
     dy: Tensor, seed: Tensor | None, dropout: float, dx: Tensor | None, dbias: Tensor | None
 ) -> None:
-    """``dx = dropout(dy)`` with the mask of the forward, and ``dbias``, its sum over the rows;
-    what is None is not wanted.
+    """Compute ``dx = dropout(dy)`` with the mask of the forward, and ``dbias``, its sum over the
+    rows; None for gradients that are not wanted.
     """
     grad = dropped(dy.float(), seed, dropout)
     if dx is not None:
@@ -38,7 +38,7 @@ def dropout_add_backward(
 
 
 def dropped(values: Tensor, seed: Tensor | None, dropout: float) -> Tensor:
-    """Each fp32 element kept and scaled by 1/(1-p), or zero."""
+    """Return each fp32 element scaled by 1/(1-p) if kept, else zero."""
     if seed is None:
         return values
     rows, width = values.shape

@@ -2,13 +2,13 @@
 
 RoFormer (Su et al., arXiv:2104.09864) in the half rotation of transformers'
 ``apply_rotary_pos_emb``: ``x * cos + (-second half, first half) * sin``. Computed in fp32 and
-rounded once, where transformers rounds three times. Nothing but cos and sin is kept for the
-backward, which applies the transpose.
+rounded once, where transformers rounds three times. Only cos and sin are saved for the backward,
+which applies the transpose.
 
-The ops write new tensors. To overwrite q and k would move the same bytes, and autograd would answer
-it with copies: they are views of a projection's output, and an in-place change of a view clones the
-whole gradient in the backward. :func:`split_rotary` takes that output itself, [batch, sequence,
-heads of q, k and v], so that it can be freed at once, and gives its gradient back in one piece.
+The ops write new tensors. Overwriting q and k would move the same bytes, and autograd would add
+copies: they are views of a projection's output, and an in-place change of a view clones the whole
+gradient in the backward. :func:`split_rotary` takes that output itself, [batch, sequence, heads of
+q, k and v], so that it can be freed at once, and returns its gradient as one tensor.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from hf_zero.ops.rows import FLOATS
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k rotated, in their shapes and dtypes; their memory is laid out as [batch, sequence,
-    heads, width].
+    """Return q and k rotated, in their shapes and dtypes; their memory is laid out as [batch,
+    sequence, heads, width].
 
     Args:
         q: [batch, heads, sequence, width], any strides; fp32, bf16 or fp16.
         k: [batch, key heads, sequence, width]; its number of heads may be smaller.
         cos, sin: [batch or 1, sequence, rotary width], an even width that may be smaller than q's:
-            the columns beyond are copied. They are constants: an attention scaling is in them
-            already, and they get no gradient.
+            the columns beyond are copied. They are constants: they include any attention scaling,
+            and they get no gradient.
 
     Raises:
-        KernelError: a dtype, device or shape does not fit, or cos or sin asks for a gradient.
+        KernelError: a dtype, device or shape does not fit, or cos or sin requires a gradient.
     """
     _check("rotary", cos, sin, q=q, k=k)
     return _rotary(q, k, cos, sin)
@@ -45,7 +45,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 def split_rotary(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, key_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of one packed projection, q and k rotated: [batch, heads, sequence, width],
+    """Return q, k and v of one packed projection, q and k rotated: [batch, heads, sequence, width],
     [batch, key heads, ...] twice.
 
     Args:
@@ -132,7 +132,7 @@ def _run(
     backward: bool,
     *outs: Tensor | None,
 ) -> None:
-    """With tensors whose last axis is contiguous."""
+    """Launch the kernel, with tensors whose last axis is made contiguous."""
     if q.numel():
         ROTARY(
             *(t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (q, k, v, cos, sin)),
@@ -142,13 +142,13 @@ def _run(
 
 
 def _heads_like(x: Tensor) -> Tensor:
-    """New memory [batch, sequence, heads, width] for [batch, heads, sequence, width]."""
+    """Allocate [batch, sequence, heads, width] for [batch, heads, sequence, width]."""
     batch, heads, sequence, width = x.shape
     return x.new_empty(batch, sequence, heads, width).transpose(1, 2)
 
 
 def _split(qkv: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views [batch, heads, sequence, width] of a packed projection."""
+    """Return the views [batch, heads, sequence, width] of a packed projection."""
     together = heads + 2 * key_heads
     columns = qkv.shape[2]
     each = qkv.unflatten(2, (together, columns // together)).transpose(1, 2)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, backward: bool, out: Tensor) -> None:
-    """One tensor [batch, heads, sequence, width] by cos, sin [batch or 1, sequence, rotary width];
-    columns beyond are copied.
+    """Rotate one tensor [batch, heads, sequence, width] by cos, sin [batch or 1, sequence, rotary
+    width]; columns beyond are copied.
 
     ``backward`` applies the transpose, which for cos and sin of equal halves is the rotation by the
     negative angle.
@@ -22,7 +22,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, backward: bool, out: Tensor) -> 
 
 
 def turn(x: Tensor, backward: bool) -> Tensor:
-    """(-second half, first half), or its transpose."""
+    """Return (-second half, first half), or its transpose."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((second, -first) if backward else (-second, first), dim=-1)
 
@@ -38,8 +38,8 @@ def rotary(
     k_out: Tensor,
     v_out: Tensor | None,
 ) -> None:
-    """q and k rotated into q_out and k_out, v copied: [batch, heads, sequence, width], heads of
-    each its own.
+    """Rotate q and k into q_out and k_out, copy v: [batch, heads, sequence, width], each with its
+    own number of heads.
     """
     rotate(q, cos, sin, backward, q_out)
     rotate(k, cos, sin, backward, k_out)

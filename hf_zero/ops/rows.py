@@ -1,4 +1,4 @@
-"""Tensors as rows: what the element-wise kernels walk over, and what they ask of it."""
+"""Tensors as rows for the element-wise kernels, and the checks of their arguments."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """``tensor`` as [rows, width] whose columns lie next to each other: a view where there is
-    one, else a copy.
-    """
+    """Return ``tensor`` as [rows, width] with adjacent columns: a view if possible, else a copy."""
     width = tensor.shape[-1]
     rows = tensor.numel() // width if width else 0
     flat = tensor.reshape(rows, width)
@@ -21,10 +19,10 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 
 def check_float(op: str, **tensors: Tensor | None) -> None:
-    """All of them have at least one axis, are of a dtype that kernels take, and lie on one device.
+    """Check that all tensors have at least one axis, a dtype that kernels take, and one device.
 
     Raises:
-        KernelError: one is not; the message says what to do.
+        KernelError: one does not; the message has the remedy.
     """
     first_name, first = next(
         (name, tensor) for name, tensor in tensors.items() if tensor is not None
@@ -46,7 +44,7 @@ def check_float(op: str, **tensors: Tensor | None) -> None:
 
 
 def check_alike(op: str, name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
-    """``tensor`` has the shape of ``other``. Raises KernelError."""
+    """Raise KernelError unless ``tensor`` has the shape of ``other``."""
     if tensor.shape != other.shape:
         raise KernelError(
             f"{op}: {name} has shape {list(tensor.shape)} and {other_name} {list(other.shape)}; "
@@ -55,7 +53,7 @@ def check_alike(op: str, name: str, tensor: Tensor, other_name: str, other: Tens
 
 
 def check_bias(op: str, bias: Tensor | None, x: Tensor) -> None:
-    """``bias`` is [width of x] or None. Raises KernelError."""
+    """Raise KernelError unless ``bias`` is [width of x] or None."""
     if bias is not None and bias.shape != x.shape[-1:]:
         raise KernelError(
             f"{op}: bias has shape {list(bias.shape)} for an x of width {x.shape[-1]}; give "

@@ -1,7 +1,8 @@
-"""How many threads this rank's kernels get: its share of the cores, whatever OMP_NUM_THREADS says.
+"""The number of threads of this rank's kernels: its share of the cores, whatever OMP_NUM_THREADS
+is.
 
-Launchers set OMP_NUM_THREADS=1 to keep ranks out of each other's way, which leaves cores idle while
-one rank updates its shard. A rank may use the cores it is bound to; where the ranks of a machine
+Launchers set OMP_NUM_THREADS=1 so that ranks do not compete for cores, which leaves cores idle
+while one rank updates its shard. A rank may use the cores it is bound to; if the ranks of a machine
 share its cores, an equal part of them.
 """
 
@@ -20,14 +21,14 @@ VARIABLE = "HF_ZERO_THREADS"
 
 @dataclass(frozen=True)
 class Share:
-    """A number of threads and where it comes from."""
+    """A number of threads and its source, in words."""
 
     threads: int
     source: str
 
 
 def share_of_this_rank(environ: Mapping[str, str] = os.environ) -> Share:
-    """Threads for this rank.
+    """Return the threads for this rank.
 
     ``HF_ZERO_THREADS`` if it is set. Else the cores of the affinity mask, divided by
     ``LOCAL_WORLD_SIZE`` unless the launcher has bound this rank to a part of its own; at most the
@@ -56,8 +57,8 @@ def share_of_this_rank(environ: Mapping[str, str] = os.environ) -> Share:
 def cpu_quota(
     root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")
 ) -> float | None:
-    """Cores that the cgroups (v1 or v2) of this process may keep busy, the least along the path;
-    None where nothing limits them.
+    """Return the number of cores that the cgroups (v1 or v2) of this process allow, the least along
+    the path; None without a limit.
     """
     try:
         lines = groups.read_text().splitlines()
@@ -103,7 +104,7 @@ def _words(path: Path) -> list[str]:
     try:
         return path.read_text().split()
     except OSError:
-        return []  # the group has no such file, as the root has none: no limit
+        return []  # the group has no such file (the root has none): no limit
 
 
 def _affinity(pid: int) -> set[int]:

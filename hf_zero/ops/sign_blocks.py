@@ -2,12 +2,12 @@
 al. 2021, arXiv:2102.02888), with error feedback.
 
 C(z) of a block is s * sign(z); the sign of zero is positive. s is the root mean square of z as in
-the paper, but twice the mean of |z| at most: so |z - C(z)| is at most |z| in every block, also
-where few elements are large. Every tensor begins a block, as does every chunk: a scale is never
-that of two tensors. Padding behind the last tensor is in no block, and never read or changed.
+the paper, but at most twice the mean of |z|: so |z - C(z)| is at most |z| in every block, even if
+few elements are large. Every tensor begins a new block, as does every chunk: no scale is shared by
+two tensors. Padding behind the last tensor is in no block, and never read or changed.
 
-A message is a row of bytes for one rank's chunk: bits (element k of block j is bit k % 8 of byte
-(j * block + k) / 8, 1 where it is not negative), then scales (fp32), both at multiples of 16 bytes.
+A message is a row of bytes for one rank's chunk: bits (element k of block j is bit k % 8 of byte (j
+* block + k) / 8, 1 if it is not negative), then scales (fp32), both at multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class SignBlocks:
             )
 
     def cut(self, starts: Sequence[int], numel: int, rows: int, chunk: int) -> BlockTable:
-        """The blocks of a buffer of ``rows`` chunks of ``chunk`` elements. Its tensors begin at
-        ``starts``, one where another has ended; elements from ``numel`` on are padding.
+        """Return the blocks of a buffer of ``rows`` chunks of ``chunk`` elements. Its tensors begin
+        at ``starts``, each at the end of the previous one; elements from ``numel`` on are padding.
         """
         parts: list[list[tuple[int, int]]] = [[] for _ in range(rows)]
         edges = {*starts, *(row * chunk for row in range(rows + 1)), numel}
@@ -59,10 +59,10 @@ class SignBlocks:
 
 @dataclass(frozen=True, eq=False)
 class BlockTable:
-    """The blocks of a buffer of equal chunks, and the messages of it: a row for each chunk.
+    """The blocks of a buffer of equal chunks, and its messages: a row for each chunk.
 
     count: blocks of a message; in a row with fewer the last are empty. parts: of each row, in
-    order, where in the chunk a tensor's elements begin and how many there are.
+    order, the first element and the length of each tensor in the chunk.
     """
 
     block: int
@@ -77,17 +77,17 @@ class BlockTable:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows, and blocks of each."""
+        """The number of rows, and of blocks in each."""
         return self.rows, self.count
 
     def row(self, index: int) -> BlockTable:
-        """The blocks of one chunk."""
+        """Return the blocks of one chunk."""
         return BlockTable(self.block, self.chunk, self.count, self.parts[index : index + 1])
 
     @cached_property
     def edges(self) -> Tensor:
-        """Beginnings of blocks in their chunks, and the end of the last: int64 [rows, count + 1] in
-        host memory.
+        """The first elements of blocks in their chunks, and the end of the last: int64 [rows, count
+        + 1] in host memory.
         """
         found = torch.empty(self.rows, self.count + 1, dtype=torch.int64, device="cpu")
         for edges, parts in zip(found, self.parts):
@@ -101,36 +101,36 @@ class BlockTable:
 
     @cached_property
     def bounds(self) -> Tensor:
-        """Beginnings of blocks in the buffer, row by row, and the end of the last: int64 [rows *
-        count + 1].
+        """The first elements of blocks in the concatenated rows, and the end of the last: int64
+        [rows * count + 1].
         """
         sizes = self.edges.diff().view(-1)
         return torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
 
     @property
     def scales_at(self) -> int:
-        """Byte of a message with which the scales begin."""
+        """The byte of a message at which the scales begin."""
         return -(-self.count * self.block // (8 * ROW)) * ROW
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a message."""
+        """The bytes of a message."""
         return self.scales_at + -(-4 * self.count // ROW) * ROW
 
     def empty(self, device: torch.device) -> Tensor:
-        """Memory for a message in each row: zeros."""
+        """Allocate a message for each row: zeros."""
         return torch.zeros(self.rows, self.nbytes, dtype=torch.uint8, device=device)
 
     def compress(
         self, error: Tensor, grad: Tensor, momentum: Tensor, beta: float, factor: Tensor
     ) -> Tensor:
-        """A message for each rank: C(z) of z = error + beta * m + factor * grad, where m is what
-        the rows of ``momentum`` say. ``error`` becomes z - C(z).
+        """Return a message for each rank: C(z) of z = error + beta * m + factor * grad, where m is
+        the decoded ``momentum``. ``error`` becomes z - C(z).
 
         Args:
             error: fp32 [rows * chunk].
-            grad: fp32, bf16 or fp16, as long as ``error``.
-            momentum: uint8 [rows, nbytes]; so is what is returned.
+            grad: fp32, bf16 or fp16, of the size of ``error``.
+            momentum: uint8 [rows, nbytes]; so is the result.
             factor: fp32, 0-dim.
         """
         self._check("compress", momentum, error=(error, FP32), grad=(grad, FLOATS))
@@ -153,9 +153,9 @@ class BlockTable:
         return out
 
     def combine(self, came: Tensor, average: Tensor, momentum: Tensor, beta: float) -> Tensor:
-        """The owner's part, of a table of one row: C(r), uint8 [1, nbytes], of r = mean of ``came``
-        + beta * (average - m), where m is what ``momentum`` says. ``average`` becomes C(r) + (r -
-        C(r)) / beta.
+        """Return the owner's message, for a table of one row: C(r), uint8 [1, nbytes], of r = mean
+        of ``came`` + beta * (average - m), where m is the decoded ``momentum``. ``average`` becomes
+        C(r) + (r - C(r)) / beta.
 
         Args:
             came: uint8 [ranks, nbytes], added up in the order of the rows.
@@ -183,14 +183,14 @@ class BlockTable:
     def apply(
         self, weights: Tensor, momentum: Tensor, exponents: Tensor, keep: Tensor, step: Tensor
     ) -> None:
-        """weights = keep * weights - step * m * 2^(-exponents / 4), about (``powers`` of the
-        reference says how near), where m is what the rows of ``momentum`` say.
+        """Compute weights = keep * weights - step * m * 2^(-exponents / 4), with the powers rounded
+        (see ``powers`` of the reference), where m is the decoded ``momentum``.
 
         Args:
             weights: fp32 [rows * chunk].
             momentum: uint8 [rows, nbytes].
-            exponents: int8, as long as ``weights``.
-            keep, step: of each block, those of a tensor alike: fp32 [rows, count].
+            exponents: int8, of the size of ``weights``.
+            keep, step: of each block, equal within a tensor: fp32 [rows, count].
         """
         self._check("apply", momentum, weights=(weights, FP32), exponents=(exponents, _INT8))
         for name, numbers in (("keep", keep), ("step", step)):
@@ -217,8 +217,9 @@ class BlockTable:
             )
 
     def means(self, values: Callable[[int, int], Tensor]) -> Tensor:
-        """The mean in each block, zero in an empty one: [rows, count]. ``values`` gives those of
-        the elements [start, stop), which are a piece: else there are as many fp64 as weights.
+        """Return the mean in each block, zero in an empty one: [rows, count]. ``values`` returns
+        the elements [start, stop), a piece at a time: all of them in fp64 would take 8 bytes a
+        weight.
         """
         some, found = max(1, PIECE // self.block), []
         for first in range(0, self.rows * self.count, some):
@@ -232,22 +233,22 @@ class BlockTable:
         return torch.cat(found).view(self.shape)
 
     def mean_squares(self, exponents: Tensor) -> Tensor:
-        """The mean square of what ``exponents``, int8 [rows * chunk], stand for in each block: fp64
-        [rows, count].
+        """Return the mean square of the values of ``exponents``, int8 [rows * chunk], in each
+        block: fp64 [rows, count].
         """
         return self.means(
             lambda start, stop: reference.powers(exponents[start:stop]).double().square_()
         )
 
     def numbers(self, starts: Sequence[int]) -> Tensor:
-        """The number of the last of ``starts`` that is not behind each block: int64 [rows *
-        count].
+        """Return for each block the index of the last of ``starts`` that is not behind it: int64
+        [rows * count].
         """
         at = torch.searchsorted(torch.tensor(starts, device="cpu"), self.bounds[:-1], right=True)
         return at.sub_(1).clamp_(min=0)
 
     def scales(self, messages: Tensor) -> Tensor:
-        """Scales of ``messages``: fp32 [rows, count], in their memory."""
+        """Return the scales of ``messages``: fp32 [rows, count], a view."""
         at = self.scales_at
         return messages[:, at : at + 4 * self.count].view(torch.float32)
 
@@ -260,7 +261,7 @@ class BlockTable:
         return found
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """Give each element the number of its block, of ``numbers`` [rows, count], none negative:
+        """Give each element the number of its block, from ``numbers`` [rows, count], none negative:
         fp32 [rows * chunk], zeros in the padding.
         """
         messages = self.empty(numbers.device).fill_(255)
@@ -269,7 +270,7 @@ class BlockTable:
 
     @cached_property
     def _align(self) -> int:
-        """A number that divides all edges, for loads of as many elements at once."""
+        """A common divisor of all edges, for loads of that many elements at once."""
         whole = all((at | size) % 8 == 0 for parts in self.parts for at, size in parts)
         return 8 if whole else 1
 
@@ -283,8 +284,8 @@ class BlockTable:
         return self._edges_on(device), self._align, self.block, self.scales_at
 
     def _pieces(self) -> Iterator[tuple[int, int, int, int]]:
-        """Parts of tensors: the row, the first block there, its place in the buffer, and the number
-        of elements.
+        """Yield the parts of tensors: the row, their first block, their place in the buffer, and
+        the number of elements.
         """
         for row, parts in enumerate(self.parts):
             block = 0
@@ -295,7 +296,9 @@ class BlockTable:
     def _part(
         self, core: object, messages: Tensor, row: int, block: int, numel: int, rows: int = 1
     ) -> object:
-        """``numel`` elements from ``block`` of the messages ``row`` and the ``rows`` - 1 after."""
+        """Describe ``numel`` elements from ``block`` on, in ``rows`` messages from ``row`` on, for
+        the core.
+        """
         first = address(messages) + row * messages.shape[1]
         return core.Rows(  # type: ignore[attr-defined]
             first + self.scales_at + 4 * block,

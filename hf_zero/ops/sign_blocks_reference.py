@@ -1,6 +1,6 @@
 """Sign blocks in plain torch, each line one rounding: see sign_blocks.py. ``edges``, int64 [rows,
-blocks + 1], say where in its chunk each block begins and the last one ends; they are multiples of
-``align``.
+blocks + 1]: the first element of each block in its chunk and the end of the last one; they are
+multiples of ``align``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def compress(
     block: int,
     scales_at: int,
 ) -> None:
-    """Messages of ``error`` + ``beta`` * m + ``factor`` * ``grad`` into ``out``; what they lose
-    into ``error``.
+    """Write the messages of ``error`` + ``beta`` * m + ``factor`` * ``grad`` into ``out``, and
+    their rounding errors into ``error``.
     """
     places, inside = _places(edges, block, error.numel())
     before = _said(momentum, edges, block, scales_at)
@@ -44,7 +44,7 @@ def combine(
     block: int,
     scales_at: int,
 ) -> None:
-    """The message of the mean of ``came`` + ``beta`` * (``average`` - m) into ``out``."""
+    """Write the message of the mean of ``came`` + ``beta`` * (``average`` - m) into ``out``."""
     places, inside = _places(edges, block, average.numel())
     first, *others = _said(came, edges, block, scales_at).split(1)
     total = first.clone()
@@ -68,8 +68,8 @@ def apply(
     block: int,
     scales_at: int,
 ) -> None:
-    """``keep`` * ``weights`` - ``step`` * m * powers(``exponents``); ``keep`` and ``step`` are
-    those of each block.
+    """Compute ``keep`` * ``weights`` - ``step`` * m * powers(``exponents``); ``keep`` and ``step``
+    are those of each block.
     """
     places, _ = _places(edges, block, weights.numel())
     sizes = _said(momentum, edges, block, scales_at, step)
@@ -78,8 +78,8 @@ def apply(
 
 
 def _places(edges: Tensor, block: int, numel: int) -> tuple[Tensor, Tensor]:
-    """Places in the buffer of the elements of each block, ``numel`` for those that it lacks, and
-    whether it has them: [rows, blocks, block] both.
+    """Return the places in the buffer of the elements of each block, ``numel`` for those beyond its
+    end, and whether they are inside: [rows, blocks, block] both.
     """
     rows = edges.shape[0]
     at = edges[:, :-1, None] + torch.arange(block, device=edges.device)
@@ -89,31 +89,31 @@ def _places(edges: Tensor, block: int, numel: int) -> tuple[Tensor, Tensor]:
 
 
 def _taken(values: Tensor, places: Tensor) -> Tensor:
-    """Take ``values`` from their ``places``, zeros from behind the last."""
+    """Take ``values`` from their ``places``, zeros from beyond the last."""
     return torch.nn.functional.pad(values, (0, 1))[places]
 
 
 def _put(values: Tensor, places: Tensor, new: Tensor) -> None:
-    """Put ``new`` where :func:`_taken` has taken ``values`` from."""
+    """Write ``new`` to the ``places`` of :func:`_taken`."""
     held = torch.nn.functional.pad(values, (0, 1))
     held[places] = new
     values.copy_(held[:-1])
 
 
 def _bits(like: Tensor) -> Tensor:
-    """The places of the bits in a byte, on the device of ``like``."""
+    """Return the places of the bits in a byte, on the device of ``like``."""
     return torch.arange(8, dtype=torch.uint8, device=like.device)
 
 
 def powers(exponents: Tensor) -> Tensor:
-    """What each of ``exponents``, int8 from -126 to 126, stands for: about 2^(-k / 4), a number of
+    """Return the values of ``exponents``, int8 from -126 to 126: about 2^(-k / 4), a number of
     three significant bits, exact in fp32.
     """
     return ((508 - exponents.int()) << 21).view(torch.float32)
 
 
 def exponents_of(values: Tensor) -> Tensor:
-    """Those of the numbers nearest to positive ``values``, which are wrong by an eighth at most."""
+    """Return the exponents nearest to positive ``values``, with an error of at most an eighth."""
     return (508 - ((values.float().view(torch.int32) + (1 << 20)) >> 21)).clamp(-126, 126)
 
 
@@ -130,7 +130,7 @@ def _said(
 
 
 def _sums(parts: Tensor) -> Tensor:
-    """Over the last two dimensions, of which the last is LANES: lane by lane, then in pairs."""
+    """Sum the last two dimensions, of which the last is LANES: lane by lane, then in pairs."""
     lanes = parts[:, :, 0].clone()
     for place in range(1, parts.shape[2]):
         lanes += parts[:, :, place]
@@ -141,14 +141,14 @@ def _sums(parts: Tensor) -> Tensor:
 
 
 def _encode(out: Tensor, wanted: Tensor, inside: Tensor, scales_at: int) -> Tensor:
-    """Messages of ``wanted`` [rows, blocks, block], which is zero where it is not ``inside``, into
-    ``out``; what they say.
+    """Write the messages of ``wanted`` [rows, blocks, block], zero outside ``inside``, into
+    ``out``; return their decoded values.
     """
     rows, blocks, _ = wanted.shape
     parts = wanted.unflatten(2, (-1, LANES))
     sums, squares = _sums(parts.abs()), _sums(parts.square())
     count = inside.sum(2).clamp(min=1).float()
-    root = (squares / count).double().sqrt().float()  # in fp32, torch's is not the nearest
+    root = (squares / count).double().sqrt().float()  # torch's fp32 root is not correctly rounded
     scales = torch.minimum(root, 2.0 * (sums / count))
     bits = (wanted >= 0).to(torch.uint8).view(rows, -1, 8)
     packed = (bits << _bits(out)).sum(2, dtype=torch.uint8)

@@ -1,10 +1,10 @@
 """Numbers in blocks with one scale: 4 or 8 bits an element, as compressed collectives carry them.
 
 The scale of a block is its largest magnitude over 7 (127 in 8 bits), rounded to bf16; the code of
-an element the nearest multiple of it, ties to even: it is wrong by half a scale at most. A block
-with a value that is not finite decodes to NaN throughout, so that whoever looks for an overflow
-finds it; one whose largest magnitude is below 2^-90 is zero. A code is a number in two's
-complement; of four bits two lie in a byte, the first in the lower half.
+an element is the nearest multiple of it, ties to even: the error is at most half a scale. A block
+with a value that is not finite decodes to NaN throughout, so that a later overflow check finds it;
+a block whose largest magnitude is below 2^-90 is zero. A code is a number in two's complement; of
+four bits, a byte has two, the first in the lower half.
 
 A message is a row of bytes: codes, then scales (bf16), both at multiples of 16 bytes.
 """
@@ -42,19 +42,19 @@ class SymmetricBlocks:
             )
 
     def scales(self, numel: int) -> int:
-        """How many scales ``numel`` elements have."""
+        """Return the number of scales of ``numel`` elements."""
         return -(-numel // self.block)
 
     def scales_at(self, numel: int) -> int:
-        """Where in a message of ``numel`` elements the scales begin, in bytes."""
+        """Return the byte of a message of ``numel`` elements at which the scales begin."""
         return -(-numel * self.bits // (8 * ROW)) * ROW
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of a message of ``numel`` elements."""
+        """Return the bytes of a message of ``numel`` elements."""
         return self.scales_at(numel) + -(-2 * self.scales(numel) // ROW) * ROW
 
     def quantise(self, source: Tensor, rows: int = 1, minus: Tensor | None = None) -> Tensor:
-        """A message for each of ``rows`` equal parts of ``source``: uint8 [rows, nbytes].
+        """Return a message for each of ``rows`` equal parts of ``source``: uint8 [rows, nbytes].
 
         Args:
             source: fp32, bf16 or fp16 [rows * n].
@@ -78,8 +78,8 @@ class SymmetricBlocks:
         return out
 
     def dequantise(self, messages: Tensor, out: Tensor, add: bool = False) -> None:
-        """The values of each row of ``messages``, [rows, nbytes], one row after the other in
-        ``out``: fp32, bf16 or fp16 [rows * n]. ``add``: added to what is there, in fp32.
+        """Decode each row of ``messages``, [rows, nbytes], into ``out``, concatenated: fp32, bf16
+        or fp16 [rows * n]. ``add``: add to the values of ``out``, in fp32.
         """
         rows = messages.shape[0]
         numel = self._check("dequantise", "out", out, rows)
@@ -91,8 +91,8 @@ class SymmetricBlocks:
             DEQUANTISE(out, messages, self.bits, self.block, self.scales_at(numel), add)
 
     def dequantise_sum(self, messages: Tensor, out: Tensor) -> None:
-        """The sum of the rows of ``messages``, [rows, nbytes], in fp32 and in their order:
-        ``out`` is fp32 [n].
+        """Decode and sum the rows of ``messages``, [rows, nbytes], in fp32 and in their order, into
+        ``out``, fp32 [n].
         """
         numel = self._check("dequantise_sum", "out", out, 1)
         if out.dtype not in FP32:
@@ -117,7 +117,9 @@ class SymmetricBlocks:
         )
 
     def _check(self, op: str, name: str, values: Tensor, rows: int) -> int:
-        """Elements of a row of ``values``, which must be of a kind that kernels take."""
+        """Return the elements of a row of ``values``; raise KernelError unless kernels can take
+        them.
+        """
         if values.device.type == "cpu":
             flat(op, name, values, FLOATS)
         elif values.dtype not in FLOATS or values.dim() != 1 or not values.is_contiguous():

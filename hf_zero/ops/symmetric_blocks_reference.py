@@ -11,7 +11,7 @@ SMALLEST = 2.0**-90  # a block whose largest magnitude is below it is zero
 def quantise(
     out: Tensor, source: Tensor, minus: Tensor | None, bits: int, block: int, scales_at: int
 ) -> None:
-    """Messages of the rows of ``source`` into ``out``, uint8 [rows, nbytes]."""
+    """Write the messages of the rows of ``source`` into ``out``, uint8 [rows, nbytes]."""
     rows = out.shape[0]
     values = source.view(rows, -1).float()
     if minus is not None:
@@ -21,7 +21,7 @@ def quantise(
     parts = torch.nn.functional.pad(values, (0, blocks * block - numel)).view(rows, blocks, block)
     most, finite = parts.abs().amax(2), parts.isfinite().all(2)
     live = finite & (most >= SMALLEST)
-    # tensors on both sides: torch multiplies by the reciprocal of a number
+    # tensors on both sides: torch would multiply by the reciprocal of a Python number
     top = torch.full_like(most, 7.0 if bits == 4 else 127.0)
     scales = torch.where(live, most / top, torch.where(finite, 0.0, float("nan"))).bfloat16()
     codes = (parts * (torch.ones_like(most) / scales.float()).unsqueeze(2)).round()
@@ -37,7 +37,7 @@ def quantise(
 def dequantise(
     out: Tensor, messages: Tensor, bits: int, block: int, scales_at: int, add: bool
 ) -> None:
-    """The values of the rows of ``messages`` into ``out``, or added to it in fp32."""
+    """Decode the rows of ``messages`` into ``out``, or add them to it in fp32."""
     rows = messages.shape[0]
     values, here = (
         _values(messages, out.numel() // rows, bits, block, scales_at),
@@ -47,7 +47,7 @@ def dequantise(
 
 
 def dequantise_sum(out: Tensor, messages: Tensor, bits: int, block: int, scales_at: int) -> None:
-    """The sum of the rows of ``messages``, in their order, into ``out``."""
+    """Write the sum of the rows of ``messages``, in their order, into ``out``."""
     first, *others = _values(messages, out.numel(), bits, block, scales_at).unbind()
     out.copy_(first)
     for row in others:
@@ -55,7 +55,7 @@ def dequantise_sum(out: Tensor, messages: Tensor, bits: int, block: int, scales_
 
 
 def _values(messages: Tensor, numel: int, bits: int, block: int, scales_at: int) -> Tensor:
-    """fp32 [rows, numel]."""
+    """Return the decoded values, fp32 [rows, numel]."""
     rows, blocks = messages.shape[0], -(-numel // block)
     codes = messages[:, : -(-numel * bits // 8)].contiguous()
     if bits == 4:

@@ -1,5 +1,5 @@
-"""Whether declared kernels work on a device: each runs its example and must agree with its
-reference on it.
+"""A trial of the declared kernels on a device: each runs its example and must agree with its
+reference.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from hf_zero.device import kinds
 from hf_zero.ops import dispatch
 from hf_zero.ops.dispatch import Kernel
 
-# Far above what rounding does to a few rows, far below what a wrong index or a lost mask does.
+# Far above the effect of rounding on a few rows, far below that of a wrong index or a lost mask.
 TOLERANCE = 0.02
 
 
 def declared() -> dict[str, Kernel]:
-    """Every kernel there is, by its name; imports all rooms of hf_zero.ops, but not those of the
-    kernels, which import triton.
+    """Return every declared kernel by its name; imports all modules of hf_zero.ops except the
+    kernels' own, which import triton.
     """
     import hf_zero.ops
 
@@ -32,9 +32,9 @@ def declared() -> dict[str, Kernel]:
 
 
 def try_out(kernel: Kernel, device: torch.device) -> str:
-    """Runs ``kernel`` on its example on ``device``: why it is broken there, or "".
+    """Run ``kernel`` on its example on ``device``; return the reason why it is broken there, or "".
 
-    Draws from torch's generators and puts them back.
+    Draws from torch's generators and restores them.
     """
     if kernel.example is None:
         return "it declares no example"
@@ -47,12 +47,12 @@ def try_out(kernel: Kernel, device: torch.device) -> str:
                 arguments = kernel.example(device)
                 result = body(*arguments)
                 kinds.synchronize(device)
-            except Exception as error:  # whatever a launch says is what the doctor tells
+            except Exception as error:  # the doctor reports whatever a launch raises
                 return (
                     f"{type(error).__name__}: "
                     f"{(str(error).strip().splitlines() or ['no message'])[0]}"
                 )
-            # In-place kernels answer in their arguments.
+            # In-place kernels write results into their arguments.
             seen.append(list(_tensors((result, arguments))))
     if kernel.name in dispatch.broken():
         return f"cannot be compiled: {dispatch.broken()[kernel.name]}"
@@ -75,7 +75,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The norm of the difference over that of ``other``; infinite where they have other shapes."""
+    """Return the norm of the difference over that of ``other``; infinite if their shapes differ."""
     if one.shape != other.shape:
         return float("inf")
     if not one.numel():

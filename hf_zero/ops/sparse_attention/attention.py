@@ -1,7 +1,7 @@
 """Attention over the blocks of a layout, differentiable, on any device; torch.compile sees one
 operator.
 
-The operator gets the layout as the number of its configuration, and compiled once for each
+The operator gets the layout as the number of its configuration; it is compiled once for each
 length, device and number of heads.
 """
 
@@ -35,13 +35,13 @@ def sparse_attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """softmax(q kᵀ · scale) v over the blocks of ``layout`` alone.
+    """Return softmax(q kᵀ · scale) v over the blocks of ``layout`` alone.
 
     Shapes: q is [B, H, S, D]; k and v are [B, Hkv, S, D], where H is a multiple of Hkv and
     neighbouring heads share; D is at most 256. The result is [B, H, S, D], laid out as [B, S, H,
-    D]. S needs not be a multiple of the block. ``layout`` is a SparsityConfig or a tensor [heads or
-    1, blocks, blocks], compiled when it is first met (inside torch.compile, and for a tensor that
-    is written to later, pass ``BlockLayout(tensor, block)``). ``causal`` None follows the
+    D]. S need not be a multiple of the block. ``layout`` is a SparsityConfig or a tensor [heads or
+    1, blocks, blocks], compiled at its first use (inside torch.compile, and for a tensor that is
+    written to later, pass ``BlockLayout(tensor, block)``). ``causal`` None follows the
     configuration: a unidirectional one is causal within its blocks too. ``key_padding_mask`` [B,
     S], bool or 0 and 1: keys that are attended to. ``dropout`` drops probabilities; pass 0 when not
     training. A row without any key gives zeros, where torch's scaled_dot_product_attention gives
@@ -103,7 +103,9 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) 
 
 
 def _given(layout: torch.Tensor, length: int) -> BlockLayout:
-    """A layout given as a tensor, read from the device once for as long as it lives unchanged."""
+    """Return the configuration of a layout given as a tensor, read from the device once for as long
+    as the tensor lives unchanged.
+    """
     known = _GIVEN.get(id(layout))
     if known is not None and known[0]() is layout and known[1] == layout._version:
         return known[2]

@@ -1,19 +1,19 @@
-"""Which blocks of queries attend to which blocks of keys: DeepSpeed's sparsity configurations.
+"""DeepSpeed's sparsity configurations: the blocks of keys that each block of queries attends to.
 
 Each class describes a pattern and makes its layout for any length::
 
-    layout = BigBirdSparsityConfig(num_heads=16, block=64).make_layout(4096)  # int64 [16, 64, 64],
-    1 where a block is attended to
+    layout = BigBirdSparsityConfig(num_heads=16, block=64).make_layout(4096)
+    # int64 [16, 64, 64], 1 where a block is attended to
 
 Patterns: Fixed and Variable after "Generating Long Sequences with Sparse Transformers"
 (arXiv:1904.10509), BigBird (arXiv:2007.14062), Longformer by blocks (arXiv:2004.05150). Names,
 defaults and meaning are those of ``deepspeed.ops.sparse_attention``, with three differences: random
-blocks come from a generator of their own, seeded by ``seed``, so that all ranks and runs agree and
-no global random state moves; in a unidirectional layout they lie in the past, as many as there are;
+blocks are drawn from a separate generator, seeded by ``seed``, so that all ranks and runs agree and
+no global random state moves; in a unidirectional layout they are in the past, as many as there are;
 and a sequence of fewer blocks than a pattern names is attended to whole, where DeepSpeed raises.
 
-A configuration does not change once it is made, because layouts compiled from it are kept. A
-subclass that defines ``make_layout`` works like these.
+A configuration is immutable once it is made, because layouts compiled from it are kept. A subclass
+that defines ``make_layout`` works like these.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .sparsity_config import SparsityConfig
 
 
 class DenseSparsityConfig(SparsityConfig):
-    """Every block: plain attention, for comparison."""
+    """A layout of all blocks: plain attention, for comparison."""
 
     def head_layout(self, head: int, blocks: int, random: torch.Generator) -> torch.Tensor:
         return torch.ones(blocks, blocks, dtype=torch.bool)
@@ -93,7 +93,7 @@ class VariableSparsityConfig(SparsityConfig):
     random blocks in each row.
 
     ``global_block_indices`` are single blocks, or with ``global_block_end_indices`` the starts of
-    spans that end before these.
+    spans, whose (exclusive) ends those are.
     """
 
     def __init__(
@@ -145,8 +145,8 @@ class VariableSparsityConfig(SparsityConfig):
 
 
 class BigBirdSparsityConfig(SparsityConfig):
-    """A sliding window, the first ``num_global_blocks`` in rows and columns, and random blocks
-    in each row.
+    """A sliding window, the first ``num_global_blocks`` in rows and columns, and random blocks in
+    each row.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
 
 
 class BlockLayout(SparsityConfig):
-    """A layout given as a tensor of [heads or 1, blocks, blocks]; whatever is not zero is
+    """A layout given as a tensor of [heads or 1, blocks, blocks]; nonzero blocks are
     attended to.
     """
 
@@ -249,8 +249,8 @@ class BlockLayout(SparsityConfig):
 
 
 class HeadsOf(SparsityConfig):
-    """``heads`` of those of ``config``, from ``first`` on: for a rank that computes some of them
-    alone.
+    """``heads`` of the heads of ``config``, from ``first`` on, for a rank that computes
+    only these.
     """
 
     def __init__(self, config: SparsityConfig, first: int, heads: int) -> None:
@@ -284,7 +284,9 @@ def _globals(
 
 
 def _random(blocks: int, count: int, attention: str, random: torch.Generator) -> torch.Tensor:
-    """``count`` different columns in each row, drawn from the past alone when unidirectional."""
+    """Return ``count`` different columns in each row, drawn from the past alone if
+    unidirectional.
+    """
     layout = torch.zeros(blocks, blocks, dtype=torch.bool)
     if not count:
         return layout

@@ -1,14 +1,14 @@
-"""A layout compiled for the kernels: which tiles of 64 × 64 each program goes through.
+"""A layout compiled for the kernels: the tiles of 64 × 64 of each program.
 
 Queries and keys are cut into tiles of 64. A row of tiles (one tile of queries) has a list of the
 tiles of keys it attends to; a column has the list of rows that attend to it, for the backward of
 keys and values. Blocks of more than 64 are several tiles; of blocks below 64 a tile has the union,
-and 16 bits with each entry say which parts of it are attended to.
+and 16 bits with each entry mask the parts of it that are attended to.
 
 Lists are balanced here, once: a list much longer than the mean (a global row or column) is cut into
 parts of equal length, each a program of its own that writes its result in fp32 to a slot, to be
-combined in a fixed order; and programs are sorted longest first. So a global row costs what its
-tiles cost, spread over the device, and no program is left running alone.
+combined in a fixed order; and programs are sorted longest first. So a global row costs as much as
+its tiles, spread over the device, and no long program is left running alone.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ LONGEST = 2  # times the mean: a longer list is cut
 class Lists:
     """Programs over rows, or over columns. int32 on the device.
 
-    ``items`` [programs, 8]: tile, where its list starts, its length, slot or -1, head, number of
-    the part, 0, 0. ``index`` [entries]: tiles of keys; in columns, ``head in the group * tiles +
-    tile`` of queries. ``bits`` [entries], or [1] unused. ``splits`` [lists cut, 4]: head, tile,
-    first slot, parts. ``slots``: results in fp32, for each head (or, ``per_head``, for each
-    sequence).
+    ``items`` [programs, 8]: tile, start of its list, its length, slot or -1, head, number of the
+    part, 0, 0. ``index`` [entries]: tiles of keys; in columns, ``head in the group * tiles + tile``
+    of queries. ``bits`` [entries], or [1] unused. ``splits`` [lists cut, 4]: head, tile, first
+    slot, parts. ``slots``: results in fp32, for each head (or, ``per_head``, for each sequence).
     """
 
     items: torch.Tensor
@@ -47,8 +46,8 @@ class Lists:
 
 @dataclass(frozen=True, eq=False)
 class SparsePlan:
-    """``layout`` is bool [heads or 1, blocks, blocks]; ``parts`` is how many blocks a tile is
-    wide, 1 where whole tiles are attended to.
+    """The plan of a layout. ``layout`` is bool [heads or 1, blocks, blocks]; ``parts`` is the width
+    of a tile in blocks, 1 if whole tiles are attended to.
     """
 
     layout: torch.Tensor
@@ -65,7 +64,7 @@ class SparsePlan:
 def plan_for(
     handle: int, length: int, heads: int, group: int, causal: bool, device: torch.device
 ) -> SparsePlan:
-    """The plan of a registered configuration for ``length`` tokens, ``heads`` of queries,
+    """Return the plan of a registered configuration for ``length`` tokens, ``heads`` of queries,
     ``group`` of which share keys and values.
     """
     config = config_of(handle)
@@ -117,8 +116,8 @@ def plan_for(
 def _tiled(
     layout: torch.Tensor, block: int, count: int, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Tiles attended to, bool [heads, tiles, tiles], and for small blocks which parts of each:
-    int32, bit ``row part * parts + column part``.
+    """Return the tiles attended to, bool [heads, tiles, tiles], and for small blocks the parts of
+    each: int32, bit ``row part * parts + column part``.
     """
     if block >= TILE:
         times = block // TILE

@@ -1,5 +1,5 @@
-"""Block-sparse attention in plain torch: dense scores under the mask that the layout spells out,
-in fp32, one sequence at a time.
+"""Block-sparse attention in plain torch: dense scores under the expanded mask of the layout, in
+fp32, one sequence at a time.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def forward(
     scale: float,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``o`` [B, H, S, D] in the dtype of ``q``, and the log of each row's sum of exponentials,
-    fp32 [B, H, S], inf for rows without a key.
+    """Return ``o`` [B, H, S, D] in the dtype of ``q``, and the log of each row's sum of
+    exponentials, fp32 [B, H, S], inf for rows without a key.
     """
     o = empty_like_heads(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -55,7 +55,7 @@ def backward(
     scale: float,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v, the last two summed over the heads that share them (Dao,
+    """Return the gradients of q, k and v, the last two summed over the heads that share them (Dao,
     arXiv:2307.08691, algorithm 2).
     """
     dq, dk, dv = empty_like_heads(q), empty_like_heads(k), empty_like_heads(v)
@@ -79,7 +79,7 @@ def backward(
 
 
 def empty_like_heads(x: torch.Tensor) -> torch.Tensor:
-    """Memory for [B, H, S, D] laid out as [B, S, H, D], as a projection's output is."""
+    """Allocate [B, H, S, D] laid out as [B, S, H, D], like a projection's output."""
     batch, heads, length, width = x.shape
     return torch.empty((batch, length, heads, width), dtype=x.dtype, device=x.device).transpose(
         1, 2
@@ -87,7 +87,7 @@ def empty_like_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def allowed(plan: SparsePlan, length: int, causal: bool) -> torch.Tensor:
-    """The mask a layout stands for: bool [heads or 1, S, S]."""
+    """Return the mask of a layout: bool [heads or 1, S, S]."""
     mask = plan.layout.repeat_interleave(plan.block, 1).repeat_interleave(plan.block, 2)[
         :, :length, :length
     ]
@@ -122,7 +122,7 @@ def _scores(
 def _kept(
     sequence: int, q: torch.Tensor, seed: torch.Tensor | None, dropout: float
 ) -> torch.Tensor | float:
-    """1 / (1 - p) where a probability is kept, else 0: [heads, S, S]."""
+    """Return 1 / (1 - p) where a probability is kept, else 0: [heads, S, S]."""
     if seed is None:
         return 1.0
     heads, length = q.shape[1:3]
@@ -132,11 +132,11 @@ def _kept(
 
 
 def dropout_words(seed: torch.Tensor, first: int, heads: int, length: int) -> torch.Tensor:
-    """31 random bits for each probability, int64 [heads, S, S], by Philox-4x32-7 (Salmon et al., SC
-    2011).
+    """Return 31 random bits for each probability, int64 [heads, S, S], by Philox-4x32-7 (Salmon et
+    al., SC 2011).
 
     The counter is (row, column / 4, sequence * heads + head, 0), and the column picks one of the
-    four words: bit 1 of it is the lower bit of the word's number, and bit 0 the upper.
+    four words: its bit 1 is the lower bit of the word's number, its bit 0 the upper.
     """
     device = seed.device
     fours = -(-length // 4)

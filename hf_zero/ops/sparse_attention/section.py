@@ -29,7 +29,7 @@ MODES: dict[str, type[SparsityConfig]] = {
 
 
 def from_section(section: Mapping[str, Any], num_heads: int) -> SparsityConfig:
-    """The configuration that ``{"mode": "bigbird", "block": 64, …}`` stands for.
+    """Build the configuration of a section such as ``{"mode": "bigbird", "block": 64, …}``.
 
     Without a mode it is "fixed", as in DeepSpeed. A key of another mode has no effect, because
     DeepSpeed's own example lists the keys of all modes; an unknown key or mode, and a value that

@@ -1,8 +1,8 @@
-"""What all sparsity configurations share, and their numbers: an operator takes a configuration as
-an integer, so that torch.compile sees through it.
+"""Base class of all sparsity configurations, and their numbers: an operator takes a configuration
+as an integer, so that torch.compile can trace it.
 
 Equal configurations share a number. They are kept for the life of the process: an operator's
-backward may come long after its forward.
+backward may run long after its forward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _NUMBERS = itertools.count(1)
 
 
 class _Registered(type):
-    """Registers a configuration after its last constructor, when all that describes it is there."""
+    """A metaclass that registers a configuration after its last constructor, when it is
+    complete.
+    """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         config = super().__call__(*args, **kwargs)
@@ -31,10 +33,10 @@ class _Registered(type):
 
 
 class SparsityConfig(metaclass=_Registered):
-    """What all patterns share: ``num_heads``, the ``block`` size in tokens, and whether heads
+    """Base class of all patterns: ``num_heads``, the ``block`` size in tokens, and whether heads
     differ.
 
-    ``attention`` is "bidirectional" or "unidirectional"; an unidirectional pattern makes
+    ``attention`` is "bidirectional" or "unidirectional"; a unidirectional pattern makes
     sparse_attention causal, within blocks too.
     """
 
@@ -82,8 +84,8 @@ class SparsityConfig(metaclass=_Registered):
         return f"{type(self).__name__}({told})"
 
     def make_layout(self, seq_len: int) -> torch.Tensor:
-        """The layout for ``seq_len`` tokens, a multiple of ``block``: int64 [num_heads, blocks,
-        blocks] of 0 and 1 on the CPU.
+        """Return the layout for ``seq_len`` tokens, a multiple of ``block``: int64 [num_heads,
+        blocks, blocks] of 0 and 1 on the CPU.
         """
         if seq_len % self.block:
             raise KernelError(
@@ -101,7 +103,7 @@ class SparsityConfig(metaclass=_Registered):
         )
 
     def head_layout(self, head: int, blocks: int, random: torch.Generator) -> torch.Tensor:
-        """The pattern of one head: bool [blocks, blocks]."""
+        """Return the pattern of one head: bool [blocks, blocks]."""
         raise NotImplementedError(
             f"{type(self).__name__} describes no pattern; use one of its subclasses, "
             "or define head_layout"
@@ -109,7 +111,7 @@ class SparsityConfig(metaclass=_Registered):
 
 
 def register(config: SparsityConfig) -> int:
-    """The number of ``config``, the same for every configuration of its class and content."""
+    """Return the number of ``config``, equal for all configurations of its class and content."""
     key = type(config), _content(config.__dict__)
     if key not in _HANDLES:
         _HANDLES[key] = next(_NUMBERS)
@@ -122,12 +124,12 @@ def config_of(handle: int) -> SparsityConfig:
 
 
 def _content(attributes: dict[str, Any]) -> str:
-    """A digest of everything that describes a configuration; one that cannot be pickled is like
-    itself alone.
+    """Return a digest of all attributes of a configuration; if they cannot be pickled, a unique
+    string, so that it equals only itself.
     """
     try:
         return hashlib.sha256(pickle.dumps(sorted(attributes.items()))).hexdigest()
-    except Exception:  # anything may come of a subclass's attributes
+    except Exception:  # pickling a subclass's attributes may raise anything
         return f"unpickled {next(_NUMBERS)}"
 
 
