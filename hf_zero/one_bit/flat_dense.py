@@ -1,5 +1,5 @@
 """The momentum of one flat buffer whose tensors are too small for blocks of bits, while ranks make
-local steps: as the others' (flat_momentum.py), with C(z) = z in fp32.
+local steps: as in flat_momentum.py, but with C(z) = z in fp32.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from hf_zero.ops.sign_blocks_reference import powers
 
 
 class FlatDense(FlatMomentum):
-    """As :class:`FlatMomentum`; ``momentum`` and the messages are fp32 [ranks, chunk], and errors
-    stay zero.
+    """A :class:`FlatMomentum` without compression; ``momentum`` and the messages are fp32 [ranks,
+    chunk], and errors stay zero.
     """
 
     def renew(self) -> tuple[Tensor, Tensor]:

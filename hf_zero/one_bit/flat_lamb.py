@@ -1,5 +1,5 @@
-"""The momentum of one flat buffer whose optimizer is LAMB in one bit: what scales the update of
-each tensor (hf_zero/optim/one_bit_lamb.py), beside what Adam's has.
+"""The momentum of one flat buffer under 1-bit LAMB: a :class:`FlatMomentum` that also keeps the
+scale of the update of each tensor (hf_zero/optim/one_bit_lamb.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from hf_zero.zero.layout.flat_buffer import FlatBuffer
 
 
 class FlatLamb(FlatMomentum):
-    """As :class:`FlatMomentum`; a run is one tensor. Elements of the owner's chunk have the
-    gradient g' = (r - b1 a) / (1 - b1) as the messages tell it, of which v' is the variance.
+    """A :class:`FlatMomentum` for LAMB; a run is one tensor. The owner reconstructs the gradient g'
+    = (r - b1 a) / (1 - b1) of its chunk from the messages, and v' is the variance of g'.
     """
 
     VARIANCES = (VARIANCE, FRESH)
@@ -37,7 +37,7 @@ class FlatLamb(FlatMomentum):
         self._slots = [slot for slot in flat.layout.slots if slot.numel]
         self.runs = [(index, slot.offset, slot.end) for index, slot in enumerate(self._slots)]
         self._least: dict[str, Tensor] = {}
-        # of each tensor, the same on all ranks: c and f
+        # c and f of each tensor, equal on all ranks
         device = flat.full.device
         self._scales = torch.ones(2, len(self._slots), dtype=torch.float32, device=device)
 
@@ -50,7 +50,9 @@ class FlatLamb(FlatMomentum):
         return super()._correction(group, step) if group["bias_correction"] else 1.0
 
     def _denominators_of(self, group: Mapping[str, Any], variance: Tensor, step: int) -> Tensor:
-        """sqrt(v) + eps, or sqrt(v + eps): LAMB corrects its step and not these."""
+        """Return sqrt(v) + eps, or sqrt(v + eps): LAMB applies the bias correction to its step size
+        instead.
+        """
         if group["eps_inside_sqrt"]:
             return (variance + float(group["eps"])).sqrt_()
         return variance.sqrt().add_(float(group["eps"]))
@@ -62,14 +64,16 @@ class FlatLamb(FlatMomentum):
         return (denominators - eps).clamp_(min=0.0).square_()
 
     def keep_least(self, sums: Tensor) -> None:
-        """``sums`` of all ranks: below which denominators are not compared."""
+        """Set the lower bounds of denominators in comparisons from ``sums`` of all ranks."""
         means = (sums[0] / sums[1].clamp(min=1.0)).sqrt() * FLOOR
         self._least = dict(zip(self.flat.layout.by_name, means.float()))
 
     # ---- numbers of tensors ----
 
     def held_scales(self) -> Tensor:
-        """c and f of the tensors of which this rank has a part, zeros for others: [2, tensors]."""
+        """Return c and f of the tensors of which this rank has a part, zeros for others: [2,
+        tensors].
+        """
         held = self._bound.factors.held()
         found = torch.zeros(self._scales.shape, dtype=torch.float32)
         for index, slot in enumerate(self._slots):
@@ -80,11 +84,13 @@ class FlatLamb(FlatMomentum):
         return found
 
     def set_scales(self, scales: Tensor) -> None:
-        """``scales`` of all ranks, the largest of each. A tensor that was never updated has 1."""
+        """Set c and f to ``scales``, the maximum over all ranks. A tensor that was never updated
+        has 1.
+        """
         self._scales = torch.where(scales > 0, scales, torch.ones_like(scales))
 
     def store_scales(self) -> None:
-        """Before a save: f of each tensor goes into the optimizer's state."""
+        """Write f of each tensor into the optimizer's state, before a save."""
         held, factors = self._bound.factors.held(), self._scales[1].cpu()
         for index, slot in enumerate(self._slots):
             if slot.name in held:
@@ -93,7 +99,7 @@ class FlatLamb(FlatMomentum):
     # ---- a step ----
 
     def largest(self, made: int) -> Tensor:
-        # of denominators that are not corrected, whether or not the step is
+        # for uncorrected denominators, whether or not the step size is corrected
         group = self._bound.groups[0]
         correction = super()._correction(group, int(group[FROZEN_AT]))
         return super().largest(made) / correction**0.5
@@ -112,8 +118,8 @@ class FlatLamb(FlatMomentum):
         return sent
 
     def measured(self) -> tuple[Tensor, Tensor]:
-        """Of this rank's part of each tensor: the squares of its update without and with weight
-        decay, [2, tensors], fp64, and the largest quotient of its denominators, [tensors].
+        """Return for this rank's part of each tensor the squares of its update without and with
+        weight decay, [2, tensors], fp64, and the largest quotient of its denominators, [tensors].
         """
         assert self.momentum is not None and self.weights is not None
         assert self.exponents is not None
@@ -140,7 +146,9 @@ class FlatLamb(FlatMomentum):
         return sums, largest
 
     def learn(self, sums: Tensor, largest: Tensor) -> None:
-        """The same of all ranks: what scales the updates of this step."""
+        """Update the scales f for this step, from ``sums`` and ``largest`` reduced over
+        all ranks.
+        """
         groups = [self._group_of(slot.name) for slot in self._slots]
         given = [[float(group[name]) for group in groups] for name in FACTOR_SETTINGS]
         settings = upload(torch.tensor(given, dtype=torch.float32), largest.device)
@@ -148,7 +156,7 @@ class FlatLamb(FlatMomentum):
         self._scales[1] = next_factor(settings, largest, without, whole, self._scales[1])
 
     def settings(self, index: int, made: int, frozen: int) -> tuple[float, float]:
-        """The weight decay of a tensor, and its step size without c and f."""
+        """Return the weight decay of a tensor, and its step size without c and f."""
         group = self._group_of(self._slots[index].name)
         return float(group["weight_decay"]), step_size(group, made, frozen)
 

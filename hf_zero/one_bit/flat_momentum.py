@@ -1,25 +1,25 @@
-"""The momentum of one flat buffer whose optimizer sends it in one bit.
+"""The momentum of one flat buffer, sent in one bit.
 
 [Note: the equations]
-Of N ranks, rank i holds the error e_i of what it has sent; all hold the momentum m as the last
-messages say it, the exponents k of the frozen denominators D = sqrt(v_hat) + eps, and the fp32
-weights x. The owner of a chunk also holds a, the momentum with what m lacks (``exp_avg``)::
+Of N ranks, rank i holds the error e_i of its messages; all hold the momentum m decoded from the
+last messages, the exponents k of the frozen denominators D = sqrt(v_hat) + eps, and the fp32
+weights x. The owner of a chunk also holds a, the momentum including what m lacks (``exp_avg``)::
 
     rank i   z = e_i + b1 m + (1 - b1) g_i;    q_i = C(z);    e_i = z - q_i      (all-to-all)
     owner    r = mean_i q_i + b1 (a - m);      m = C(r);      a = m + (r - m) / b1  (all-gather)
-    all      x = (1 - lr wd) x - lr / (1 - b1^t) m / D, 1 / D as k has it
+    all      x = (1 - lr wd) x - lr / (1 - b1^t) m / D, with 1 / D rounded to k
 
 C is a bit an element and a scale for each block of a tensor (hf_zero/ops/sign_blocks.py). Nothing
-is lost: what m lacks is in a and in the errors, and comes later. This is 1-bit Adam
-(arXiv:2102.02888) with each rank keeping a part of the average instead of all of it. At the freeze
-v is raised so that D is at least FLOOR times its root mean square in its tensor: elements of tiny
-variance, whose average is what others' scales make of it, would be moved far by it, here and in
-dense steps later.
+is lost: the difference between m and the exact momentum is in a and in the errors, and is sent
+later. This is 1-bit Adam (arXiv:2102.02888) with each rank keeping a part of the average instead of
+all of it. At the freeze v is raised so that D is at least FLOOR times its root mean square in its
+tensor: elements of tiny variance share a scale with larger ones, so their decoded momentum would
+move them far, here and in later dense steps.
 
-Nothing bounds m / D where gradients outgrow what they were at the freeze (on a plateau that ends
-later, by thousands). So where the root mean square of m / ((1 - b1^t) D) in a block is over
-``limit``, the step of x takes that much less of m, as Adafactor does with its updates
-(arXiv:1804.04235, section 6). Adam's own is about 1.
+Nothing bounds m / D if gradients outgrow their size at the freeze (on a plateau that ends later, by
+thousands). So where the root mean square of m / ((1 - b1^t) D) in a block exceeds ``limit``, the
+step of x scales m down to it, as Adafactor does with its updates (arXiv:1804.04235, section 6). In
+Adam it is about 1.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from hf_zero.optim.table import group_runs
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.reduce.norm import sums_of_squares
 
-# A variance frozen well has not been seen to meet LIMIT. A tighter one, and a higher FLOOR, cost
+# After a well-chosen freeze no run has reached LIMIT. A tighter LIMIT, and a higher FLOOR, cost
 # GPT-2 up to 0.06 in loss (scripts/bench/compressed_loss.py).
 FLOOR, LIMIT = 0.03, 4.0
 AVERAGE, VARIANCE = "exp_avg", "exp_avg_sq"
 
 
 class FlatMomentum:
-    """What this rank keeps of the momentum of ``flat``: see the note.
+    """This rank's state of the momentum of ``flat``: see the note.
 
-    ``begin`` is called before the first of a row of steps in one bit, and where weights or state
-    may have changed since the last.
+    ``begin`` is called before the first of consecutive steps in one bit, and after any change of
+    weights or state from outside.
     """
 
     VARIANCES: tuple[str, ...] = (VARIANCE,)
@@ -69,14 +69,16 @@ class FlatMomentum:
         self.exponents: Tensor | None = None  # int8 [padded]
         self.weights: Tensor | None = None  # fp32 [padded]
         self._largest: Tensor | None = None  # fp32 [ranks, blocks]: scales of an update of LIMIT
-        self.outgrown: Tensor | None = None  # bool, 0-dim: a step has met LIMIT
+        self.outgrown: Tensor | None = None  # bool, 0-dim: a step has reached LIMIT
         self._state: dict[str, Tensor] = {}
-        self._master_seen: tuple[int, int] | None = None  # its memory, and how often it was written
+        self._master_seen: tuple[int, int] | None = None  # its address and version
 
     # ---- state of the optimizer ----
 
     def state(self, name: str) -> Tensor:
-        """The state ``name`` of this rank's chunk: [owned], where the optimizer has it."""
+        """Return the state ``name`` of this rank's chunk: [owned], a view of the
+        optimizer's state.
+        """
         held, shard = self._state.get(name), self.flat.optimizer_shard
         if held is None or held.data_ptr() != self._bound.address(shard, name):
             self._state = self._bound.tensors(shard)
@@ -86,7 +88,7 @@ class FlatMomentum:
 
     @property
     def has_copy(self) -> bool:
-        """Whether the weights here are others than the parameters, which are in 16 bits."""
+        """Whether the weights are an fp32 copy, because the parameters are in 16 bits."""
         return self.flat.dtype != torch.float32
 
     @property
@@ -96,25 +98,25 @@ class FlatMomentum:
 
     @property
     def is_stale(self) -> bool:
-        """Whether another than the steps here has written to the weights of this rank's chunk."""
+        """Whether other code than these steps has written to the weights of this rank's chunk."""
         if self.weights is None or not self.has_copy:
             return False
         return self._master_now != self._master_seen
 
     def note_master(self) -> None:
-        """The steps have written to master weights, which share memory and count its writes
-        together: what is written from now on is written by others.
+        """Record the version of the master weights after a step's own writes; weights share memory
+        and its write counter, so any later change is another writer's.
         """
         self._master_seen = self._master_now
 
     # ---- before steps in one bit ----
 
     def freeze(self) -> None:
-        """The variance stays as it is from now on."""
+        """Prepare the state of a subclass when the variance is frozen."""
 
     def denominators(self, step: int, lags: Mapping[str, int]) -> Tensor:
-        """sqrt(v / (1 - b2^t)) + eps of this rank's chunk, [owned]: t is ``step``, for which v is,
-        less the steps in which no rank has used the parameter, ``lags`` by name.
+        """Return sqrt(v / (1 - b2^t)) + eps of this rank's chunk, [owned]: t is ``step``, the step
+        of v, less ``lags``, by name the steps in which no rank has used the parameter.
         """
         variance = self.state(VARIANCE)
         found = torch.zeros_like(variance)
@@ -124,8 +126,8 @@ class FlatMomentum:
         return found
 
     def sums(self, denominators: Tensor) -> Tensor:
-        """Of the elements of each tensor that have a variance, this rank's: the squares of
-        ``denominators`` and how many there are, [2, tensors], fp64.
+        """Return, over this rank's elements of each tensor with a variance, the sum of squares of
+        ``denominators`` and their number, [2, tensors], fp64.
         """
         variance, found = self.state(VARIANCE), list[Tensor]()
         for _, start, stop in self._owned():
@@ -142,9 +144,9 @@ class FlatMomentum:
         step: int,
         lags: Mapping[str, int],
     ) -> None:
-        """Raise the variance of this rank's chunk, so that ``denominators``, those it gives, are
-        FLOOR of their root mean square in their tensor and more. Elements without variance, which
-        no step has used, have that itself; in a tensor of nothing else, the ``usual`` one.
+        """Raise the variance of this rank's chunk so that ``denominators``, its own, are at least
+        FLOOR times their root mean square in their tensor. Elements without variance, which no step
+        has used, get the root mean square itself; a tensor of nothing else gets the ``usual`` one.
         """
         variance = self.state(VARIANCE)
         for (name, start, stop), (total, count) in zip(self._owned(), sums.T):
@@ -156,7 +158,7 @@ class FlatMomentum:
             held.copy_(torch.where(least > own, raised, held))
 
     def _correction(self, group: Mapping[str, Any], step: int) -> float:
-        """What a variance of ``step`` steps is divided by for its start at zero."""
+        """Return the bias correction (a divisor) of a variance of ``step`` steps."""
         return float(1.0 - float(group["betas"][1]) ** max(1, step))
 
     def _denominators_of(self, group: Mapping[str, Any], variance: Tensor, step: int) -> Tensor:
@@ -167,8 +169,8 @@ class FlatMomentum:
         return roots.square_().mul_(self._correction(group, step))
 
     def count_variance(self, before: int, now: int, lags: Mapping[str, int]) -> None:
-        """Make the variance, which was that of step ``before``, one of step ``now``: what the
-        optimizer's own step divides it by has gone on.
+        """Rescale the variance from step ``before`` to step ``now``: the bias correction that the
+        optimizer's own step divides by has changed.
         """
         for held in map(self.state, self.VARIANCES):
             for name, start, stop in self._owned():
@@ -177,14 +179,14 @@ class FlatMomentum:
                 held[start:stop].mul_(ratio)
 
     def begin(self, denominators: Tensor, renews: bool = True) -> list[tuple[Tensor, Tensor]]:
-        """The (whole, own) pairs to gather before steps in one bit; without ``renews`` the momentum
-        stays the one that all ranks have.
+        """Return the (whole, own) pairs to gather before steps in one bit; without ``renews`` the
+        momentum is kept, which all ranks have.
         """
         flat, layout = self.flat, self.flat.layout
         master = flat.optimizer_shard.master
         assert master is not None
         self._largest = None
-        # in padding there is nothing to divide
+        # the clamp is for padding, which has no denominators
         found = exponents_of(denominators.clamp(min=1e-30).reciprocal())
         device = flat.full.device
         if self.error is None:
@@ -203,7 +205,9 @@ class FlatMomentum:
         return [*pairs, self.renew()] if renews or self.momentum is None else pairs
 
     def renew(self) -> tuple[Tensor, Tensor]:
-        """The (whole, own) pair to gather so that all ranks have C of the owners' averages."""
+        """Return the (whole, own) pair to gather so that all ranks have C of the
+        owners' averages.
+        """
         device, average = self.flat.full.device, self.state(AVERAGE)
         if self.momentum is None:
             self.momentum = self.blocks.empty(device)
@@ -217,15 +221,16 @@ class FlatMomentum:
     # ---- a step ----
 
     def compress(self, gradient: Tensor, beta: float, factor: Tensor) -> Tensor:
-        """The messages of this rank, a row for each owner: of its ``gradient`` [padded]; a row is
-        for the owner of its chunk. ``factor`` is (1 - beta) over what the gradient is a multiple
-        of.
+        """Return the messages of this rank's ``gradient`` [padded], a row for the owner of each
+        chunk. ``factor`` is (1 - beta) over the factor that the gradient is multiplied by.
         """
         assert self.error is not None and self.momentum is not None
         return self.blocks.compress(self.error, gradient, self.momentum, beta, factor)
 
     def combine(self, came: Tensor, beta: float) -> Tensor:
-        """The message of this rank's chunk of the momentum, from those that have come for it."""
+        """Return the message of this rank's chunk of the momentum from the messages received for
+        it.
+        """
         assert self.momentum is not None
         rank = self.flat.axis.rank
         own = self.momentum[rank : rank + 1]
@@ -234,8 +239,9 @@ class FlatMomentum:
     def apply(
         self, made: int, settings: Callable[[int], tuple[float, float]], limit: float = LIMIT
     ) -> None:
-        """Update the weights by the momentum that has come, in step number ``made``: ``settings``
-        of a group are what its weights are kept by, and the step size; ``limit``: see the note.
+        """Update the weights by the received momentum in step number ``made``. ``settings`` of a
+        group: the factor that weights are multiplied by, and the step size; ``limit``: see the
+        note.
         """
         assert self.momentum is not None and self.weights is not None
         assert self.exponents is not None
@@ -247,24 +253,24 @@ class FlatMomentum:
         self.blocks.apply(self.weights, self._bounded(made, limit), self.exponents, keep, step)
 
     def rates(self, settings: Callable[[int], tuple[float, float]]) -> Tensor:
-        """``settings`` of each run: fp64 [2, runs]."""
+        """Return ``settings`` of each run: fp64 [2, runs]."""
         numbers = list(zip(*(settings(index) for index, *_ in self.runs)))
         return upload(torch.tensor(numbers, dtype=torch.float64), self.flat.full.device)
 
     def largest(self, made: int) -> Tensor:
-        """The scale of a block's momentum whose update in step number ``made`` is LIMIT: fp32
-        [ranks, blocks].
+        """Return the scale of a block's momentum whose update in step number ``made`` is LIMIT:
+        fp32 [ranks, blocks].
         """
         assert self.exponents is not None
         if self._largest is None:
             squares = self.blocks.mean_squares(self.exponents)
             self._largest = squares.rsqrt_().mul_(LIMIT).float()
             self.outgrown = torch.zeros((), dtype=torch.bool, device=self.exponents.device)
-        # groups have the same betas
+        # all groups have the same betas
         return self._largest * (1.0 - float(self._bound.groups[0]["betas"][0]) ** made)
 
     def _bounded(self, made: int, limit: float) -> Tensor:
-        """The momentum as step number ``made`` takes it."""
+        """Return the momentum of step number ``made``, with scales bounded by ``limit``."""
         assert self.momentum is not None
         largest, held = self.largest(made), self.momentum.clone()
         assert self.outgrown is not None
@@ -274,19 +280,21 @@ class FlatMomentum:
         return held
 
     def values(self) -> Tensor:
-        """The momentum as all ranks have it: fp32 [padded]."""
+        """Return the momentum as decoded on all ranks: fp32 [padded]."""
         assert self.momentum is not None
         return self.blocks.values(self.momentum)
 
     def settings(self, index: int, made: int, frozen: int) -> tuple[float, float]:
-        """What the weights of the runs of group ``index`` are kept by, and the step size."""
+        """Return the factor of the weights of the runs of group ``index`` (decay), and the step
+        size.
+        """
         group = self._bound.groups[index]
         lr = float(group["lr"])
         keep = 1.0 - lr * float(group["weight_decay"])
         return keep, lr / (1.0 - float(group["betas"][0]) ** made)
 
     def publish(self) -> None:
-        """Bring the whole parameters, the shard and the master weights up to the weights."""
+        """Copy the weights into the whole parameters, the shard and the master weights."""
         flat, weights = self.flat, self.weights
         master = flat.optimizer_shard.master
         assert weights is not None and master is not None
@@ -295,8 +303,8 @@ class FlatMomentum:
             master.copy_(weights[flat.owned[0] : flat.owned[1]])
 
     def unused(self, names: frozenset[str]) -> Callable[[], None]:
-        """What gives the parameters ``names`` back, after a step, what they have now: weights,
-        error and average, so that the step leaves them as they are.
+        """Snapshot weights, error and average of the parameters ``names``; return a function that
+        restores them after a step, which must not change unused parameters.
         """
         kept = [(place, place.clone()) for name in names for place in self._kept(name)]
 
@@ -307,33 +315,33 @@ class FlatMomentum:
         return restore
 
     def _kept(self, name: str) -> list[Tensor]:
-        """Where all that a step changes of parameter ``name`` lies."""
+        """Return views of everything that a step changes of parameter ``name``."""
         slot, (start, stop) = self.flat.layout.by_name[name], self._own(name)
         assert self.weights is not None and self.error is not None
         whole = [each[slot.offset : slot.end] for each in (self.weights, self.error)]
         return [*whole, self.state(AVERAGE)[start:stop]]
 
     def forget(self) -> None:
-        """The state is another: nothing is left of what was to be sent."""
+        """Drop errors and cached state, because the optimizer's state has been replaced."""
         self.error = None
-        self._state = {}  # a parameter that was used later has none now, and gets it elsewhere
+        self._state = {}  # state of a parameter may be created later, at another address
 
     def take_errors(self, mean: Tensor, beta: float) -> None:
-        """The errors of all ranks, whose ``mean`` [owned] is this, come by the average from now
-        on.
+        """Move the errors of all ranks, whose ``mean`` over this chunk [owned] is given, into the
+        average.
         """
         assert self.error is not None
         self.state(AVERAGE).add_(mean * (1.0 / beta))
         self.error.zero_()
 
     def nbytes(self) -> int:
-        """Bytes that this rank keeps besides the optimizer's state."""
+        """Return the bytes that this rank keeps besides the optimizer's state."""
         own = (self.error, self.momentum, self.exponents)
         whole = None if self.weights is self.flat.full else self.weights
         return sum(tensor.nbytes for tensor in (*own, whole) if tensor is not None)
 
     def _owned(self) -> list[tuple[str, int, int]]:
-        """Each parameter, and where in this rank's chunk its part lies."""
+        """Return each parameter with the range of its part in this rank's chunk."""
         return [(name, *self._own(name)) for name in self.flat.layout.by_name]
 
     def _group_of(self, name: str) -> Mapping[str, Any]:
@@ -346,7 +354,7 @@ class FlatMomentum:
 
 
 def squares_of(values: Tensor) -> Tensor:
-    """The sum of squares of ``values``, fp64, 0-dim."""
+    """Return the sum of squares of ``values``, fp64, 0-dim."""
     if not values.numel():
         return torch.zeros((), dtype=torch.float64, device=values.device)
     return sums_of_squares([values])[0]

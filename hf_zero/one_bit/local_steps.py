@@ -1,10 +1,10 @@
-"""0/1 Adam's local steps (arXiv:2202.06009): between two synchronisations each rank goes on with
-its own momentum, and nothing is sent.
+"""0/1 Adam's local steps (arXiv:2202.06009): between two synchronisations each rank uses its own
+momentum, and nothing is sent.
 
 [Note: local steps]
 With b1, D, e_i, C and a as in flat_momentum.py (the note), l = lr / (1 - b1^t), and m and x the
-momentum and the weights of the last synchronisation, the same on all ranks, rank i begins with
-m_i = m, K = 1, L = u_i = 0::
+momentum and the weights of the last synchronisation, equal on all ranks, rank i begins with m_i =
+m, K = 1, L = u_i = 0::
 
     each step   m_i = b1 m_i + (1 - b1) g_i;        u_i = (1 - lr wd) u_i + l m_i
                 K = (1 - lr wd) K;                  L = (1 - lr wd) L + l
@@ -14,15 +14,16 @@ m_i = m, K = 1, L = u_i = 0::
     owner       r = mean_i q_i + b1 (a - m);        m = C(r);   a = m + (r - m) / b1   (all-gather)
     all         x = K x - L m / D
 
-u_i / L is a mean of momenta: errors have the units of momenta as in steps that all synchronise,
-those of the paper the units of u_i. The two are the same while L is. Weights are touched by
-synchronisations alone: what is read or written outside forwards and backwards, and what is saved,
-is x.
+u_i / L is a mean of momenta: errors have the units of momenta, as in steps that all synchronise,
+where the paper's have the units of u_i. Both are equivalent while L is constant. Only
+synchronisations change the weights: reads and writes outside forwards and backwards, and saves, see
+x.
 
-A block of m_i counts in u_i with LIMIT at most, so that gradients which outgrow D move no weight
-out of reach; one of m with LIMIT_OF_MEANS, as what one rank alone has is larger than a mean.
+The contribution of a block of m_i to u_i is bounded by LIMIT, so that gradients which outgrow D
+move no weight too far; that of m is bounded by LIMIT_OF_MEANS, because one rank's own momentum is
+larger than a mean.
 
-A parameter that no rank has used since the last synchronisation stays as it is. Tensors too small
+A parameter that no rank has used since the last synchronisation stays unchanged. Tensors too small
 for blocks take part in fp32 (flat_dense.py), their variance frozen with the first local step.
 """
 
@@ -48,24 +49,24 @@ LIMIT_OF_MEANS = 1.0
 
 
 class LocalMomentum:
-    """What this rank has done to the flat buffer of ``momentum`` since the last synchronisation."""
+    """This rank's changes to the flat buffer of ``momentum`` since the last synchronisation."""
 
     def __init__(self, momentum: FlatMomentum, bound: Any) -> None:
         self.momentum = momentum
-        self.used = 0  # parameters of which this rank has had gradients: a bit each
+        self.used = 0  # bit mask of the parameters that had gradients on this rank
         self._bound = bound
-        self._loads = -1  # of the optimizer's state, when this began
+        self._loads = -1  # load count of the optimizer's state at the first local step
         self._own: Tensor | None = None  # m_i, fp32 [padded]
         self._moved: Tensor | None = None  # u_i, fp32 [padded]
-        self._sums: dict[int, tuple[float, float]] = {}  # K and L by group; none: no step yet
+        self._sums: dict[int, tuple[float, float]] = {}  # K and L by group; empty: no step yet
 
     @property
     def pending(self) -> bool:
-        """Whether there were local steps that the other ranks have yet to hear of."""
+        """Whether there are local steps that have not been synchronised."""
         return bool(self._sums) and self._loads == self._bound.numbers.loads
 
     def add(self, gradient: Tensor | None, beta: float, factor: Tensor, made: int) -> None:
-        """Step number ``made`` by ``factor`` times ``gradient`` [padded]; None: zeros."""
+        """Make step number ``made`` by ``factor`` times ``gradient`` [padded]; None: zeros."""
         flat, momentum = self.momentum.flat, self.momentum
         if not self.pending:
             self.forget()
@@ -87,7 +88,7 @@ class LocalMomentum:
             self._sums[index] = keep * kept, keep * moved + size
 
     def _bounded(self, made: int) -> Tensor:
-        """m_i as it counts in u_i: [padded]."""
+        """Return m_i with its blocks bounded by LIMIT, as added to u_i: [padded]."""
         assert self._own is not None
         own, blocks = self._own, self.momentum.blocks
         means = blocks.means(lambda start, stop: own[start:stop].abs())
@@ -95,7 +96,7 @@ class LocalMomentum:
         return own * blocks.spread(factors)
 
     def mean(self) -> Tensor:
-        """u_i / L, [padded], in the memory of u_i."""
+        """Return u_i / L, [padded], in the memory of u_i."""
         assert self._own is not None and self._moved is not None
         for index, start, stop in self.momentum.runs:
             size, part = self._sums[index][1], self._moved[start:stop]
@@ -106,27 +107,29 @@ class LocalMomentum:
         return self._moved
 
     def settings(self, index: int) -> tuple[float, float]:
-        """K and L of group ``index``."""
+        """Return K and L of group ``index``."""
         return self._sums[index]
 
     def forget(self) -> None:
-        """All ranks have heard of it, or never will."""
+        """Drop the local steps, after a synchronisation or because the state was replaced."""
         self._own = self._moved = None
         self._sums, self.used = {}, 0
 
     def move(self, views: Mapping[str, Tensor]) -> None:
-        """Make of parameters, by name, what forwards and backwards compute with."""
+        """Write into the parameters ``views``, by name, the weights of this rank that forwards and
+        backwards use.
+        """
         momentum = self.momentum
         if not self.pending or momentum.weights is None or momentum.exponents is None:
             return
         assert self._moved is not None
         for name, view in views.items():
             slot, index = momentum.flat.layout.by_name[name], self._bound.group_of[name]
-            if not slot.numel:  # in no run
+            if not slot.numel:  # an empty tensor is in no run
                 continue
             place, here = slice(slot.offset, slot.end), view.view(-1)
             weights = momentum.weights[place]
-            if momentum.has_copy:  # a script may have written to those in 16 bits
+            if momentum.has_copy:  # a script may have written to the 16-bit parameters
                 weights = torch.where(weights.to(here.dtype) == here, weights, here.float())
             moved = self._moved[place] * powers(momentum.exponents[place])
             here.copy_(weights * self._sums[index][0] - moved)
@@ -136,8 +139,8 @@ class LocalMomentum:
 
 
 class LocalSteps:
-    """The local steps of ``momenta``, and of all else that trains among ``flats``: between
-    synchronisations every ``interval`` steps.
+    """The local steps of ``momenta``, and of the other trainable flat buffers among ``flats``:
+    ranks synchronise every ``interval`` steps.
     """
 
     def __init__(
@@ -149,7 +152,7 @@ class LocalSteps:
         computed: ComputedValues,
     ) -> None:
         self.interval = 1
-        self.others: list[FlatMomentum] = []  # that travel in bits at no time
+        self.others: list[FlatMomentum] = []  # never compressed to bits
         self._computed = computed
         if momenta and one_bit.local:
             chosen = {each.flat for each in momenta}
@@ -162,16 +165,16 @@ class LocalSteps:
                     )
             self.others = [FlatDense(flat, bound) for flat in rest]
         self._of = {each: LocalMomentum(each, bound) for each in (*momenta, *self.others)}
-        self._moves = False  # modules compute with what :meth:`LocalMomentum.move` makes
+        self._moves = False  # modules compute with the result of :meth:`LocalMomentum.move`
 
     @property
     def on(self) -> bool:
-        """Whether the next step is one of a phase in which some send nothing."""
+        """Whether the next step is in a phase in which some steps send nothing."""
         return self.interval > 1
 
     @property
     def pending(self) -> bool:
-        """Whether ranks have different weights to compute with."""
+        """Whether ranks compute with different weights."""
         return any(each.pending for each in self._of.values())
 
     def synchronises(self, step: int) -> bool:
@@ -181,14 +184,16 @@ class LocalSteps:
         return self._of[momentum]
 
     def compute_apart(self) -> None:
-        """Let modules compute with this rank's weights; called between passes."""
+        """Make modules compute with this rank's weights; called between passes."""
         if self.on and not self._moves:
             self._moves = True
             for momentum, each in self._of.items():
                 self._computed.change([momentum.flat], each.move)
 
     def unused(self, mesh: Mesh) -> dict[FlatMomentum, frozenset[str]]:
-        """The parameters that no rank has used since the last synchronisation (collective)."""
+        """Return the parameters that no rank has used since the last synchronisation
+        (collective).
+        """
         used = [
             each.used >> place & 1
             for momentum, each in self._of.items()
@@ -206,6 +211,6 @@ class LocalSteps:
             each.forget()
 
     def nbytes(self) -> int:
-        """Bytes that this rank keeps for them."""
+        """Return the bytes that this rank keeps for local steps."""
         own = sum(each.nbytes() for each in self._of.values())
         return own + sum(each.nbytes() for each in self.others)

@@ -1,11 +1,11 @@
 """The gradient norm of steps in one bit.
 
 [Note: the gradient norm]
-In one bit no rank has the average gradient before its momentum is sent, and clipping must come
-before. The norm is that of the ranks' own gradients, root mean square, times the ratio that the two
-had in the last dense steps, in which they are measured. A step that sends nothing goes by this
-rank's own gradient and that ratio. The ratio stays on the device, in the groups of the optimizer;
-a checkpoint keeps it as a number.
+In one bit no rank has the average gradient before its momentum is sent, and clipping must precede
+that. The norm is estimated as the root mean square of the ranks' own gradient norms times the ratio
+of the two, measured in the last dense steps. A step that sends nothing uses this rank's own
+gradient and that ratio. The ratio stays on the device, in the groups of the optimizer; a checkpoint
+stores it as a number.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from hf_zero.zero.reduce.norm import sums_of_squares
 
 
 class RankNorm:
-    """The squares of this rank's own gradients, where it has taken them in this step."""
+    """The sum of squares of this rank's own gradients, if taken in this step."""
 
     def __init__(self, mesh: Mesh, bound: Any, kernels: Any) -> None:
         self._mesh, self._bound, self._kernels = mesh, bound, kernels
         self._squares: Tensor | None = None
-        self.scale = 1.0  # of the gradients, to be parts of a mean
+        self.scale = 1.0  # factor that makes the gradients summands of a mean
 
     def take(self, gradients: Sequence[Tensor], scale: float) -> None:
         self._squares, self.scale = self._sum(gradients) * scale**2, scale
@@ -36,14 +36,16 @@ class RankNorm:
         self._squares = None
 
     def estimated(self, share: float) -> Tensor:
-        """``share`` of the square of the average gradient's norm: fp64, 0-dim."""
+        """Return ``share`` of the estimated square of the average gradient's norm: fp64, 0-dim."""
         if self._squares is None:
             return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         ratio = self._ratio()
         return self._squares * (torch.where(ratio < 0.0, 1.0, ratio) * share)
 
     def measure(self, shards: Sequence[Tensor]) -> None:
-        """Compare with the average gradient, of which this rank has ``shards`` (collective)."""
+        """Update the ratio by the average gradient, of which this rank has ``shards``
+        (collective).
+        """
         if self._squares is None:
             return
         both = torch.stack([self._sum(shards), self._squares])
@@ -52,22 +54,22 @@ class RankNorm:
         mean, local = both.unbind()
         ratio, before = mean * self._mesh.shard.size / local, self._ratio()
         mixed = torch.where(before < 0.0, ratio, 0.9 * before + 0.1 * ratio)
-        measured = (ratio >= 0.0) & (ratio < float("inf"))  # not of no gradient, nor of overflow
+        measured = (ratio >= 0.0) & (ratio < float("inf"))  # excludes zero gradients and overflows
         note(self._bound, NORM_RATIO, torch.where(measured, mixed, before))
 
     def _ratio(self) -> Tensor:
-        """The ratio measured so far, fp64, 0-dim; -1: none."""
+        """Return the ratio measured so far, fp64, 0-dim; -1: none."""
         held = self._bound.groups[0].get(NORM_RATIO, -1.0)
         if isinstance(held, Tensor):
             return held
         return torch.full((), held, dtype=torch.float64, device=self._mesh.device)
 
     def _sum(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The sum of squares of ``tensors`` on the device, fp64."""
+        """Return the sum of squares of ``tensors`` on the device, fp64."""
         return torch.stack(sums_of_squares(tensors, self._kernels)).sum().to(self._mesh.device)
 
 
 def note(bound: Any, key: str, value: float | Tensor) -> None:
-    """Keep ``value`` in all groups of the optimizer ``bound``, and so in checkpoints."""
+    """Store ``value`` in all groups of the optimizer ``bound``, and so in checkpoints."""
     for group in bound.groups:
         group[key] = value

@@ -1,5 +1,5 @@
-"""The steps of an optimizer whose momentum travels in one bit: which are dense, what goes before
-the first that is not, and what each does.
+"""The steps of an optimizer with a momentum in one bit: the choice between dense and one-bit steps,
+the freeze between them, and the work of each.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hf_zero.optim.one_bit import OneBit
 from hf_zero.zero.layout.compute_copy import ComputedValues
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 
-OUTGROWN_EVERY = 10  # steps, as the host waits for the device to know
-MEASURED = 16  # dense steps before one in one bit whose gradient norm is compared with the ranks'
+OUTGROWN_EVERY = 10  # steps between checks, because the host waits for the device
+MEASURED = 16  # number of last dense steps that measure the ratio of gradient norms
 
 
 class OneBitSteps:
-    """Those of ``bound`` over ``flats``, some of whose momenta travel in one bit."""
+    """The steps of ``bound`` over ``flats``, some of whose momenta are sent in one bit."""
 
     def __init__(
         self,
@@ -50,13 +50,13 @@ class OneBitSteps:
         if not chosen and mesh.rank == 0:
             why = "no matrix has a block of elements on each rank" if mesh.world > 1 else "one rank"
             logger.warning("nothing travels in 1 bit (%s): all steps are dense", why)
-        self._loads = -1  # of the state, when the counts here were taken from it
-        self._made = 0  # steps
-        self._compressing = False  # the last step was in one bit
-        self._writes = 0  # of scripts to state, when that was last gathered
+        self._loads = -1  # load count of the state that the counters here belong to
+        self._made = 0  # number of steps made
+        self._compressing = False  # whether the last step was in one bit
+        self._writes = 0  # count of writes by scripts to state at the last gather
         self._norm = RankNorm(mesh, bound, kernels)
-        self._lr = 0.0  # of the last dense step
-        self._warned = False  # that momenta have outgrown the variance
+        self._lr = 0.0  # learning rate of the last dense step
+        self._warned = False  # about momenta that have outgrown the variance
 
     @property
     def sends(self) -> bool:
@@ -70,13 +70,13 @@ class OneBitSteps:
 
     @property
     def _momenta(self) -> list[FlatMomentum]:
-        """Of what :meth:`step` updates."""
+        """The flat buffers that :meth:`step` updates."""
         return [*self._chosen, *self._local.others] if self._local.on else [*self._chosen]
 
     # ---- gradients ----
 
     def begin_backward(self) -> None:
-        """A backward begins: gradients that the next step takes from each rank stay there."""
+        """Prepare a backward: gradients that the next step takes unreduced stay on their rank."""
         if not self._chosen:
             return
         if self._loads != self._bound.numbers.loads:
@@ -90,13 +90,13 @@ class OneBitSteps:
         self._keep_local(self.sends or self._measures)
 
     def _begin_phase(self) -> None:
-        """See how often ranks synchronise from the next step on."""
+        """Set the interval of synchronisation for the next step."""
         local, interval = self._local, self._one_bit.interval(self._made + 1)
         if interval == local.interval:
             return
         if self._compressing and not local.on:
             self._count_variance()
-            self._compressing = False  # for what takes part from now on is to be frozen, too
+            self._compressing = False  # the momenta that join now must be frozen, too
         local.interval = interval
         for each in local.others:
             each.flat.gradient.keep_local(False)
@@ -114,8 +114,8 @@ class OneBitSteps:
             each.flat.gradient.keep_local(local)
 
     def before_reduction(self, scale: float) -> None:
-        """What backwards have left is going to be reduced where it does not stay on its rank;
-        ``scale`` makes that a part of a mean.
+        """Take the norm of the gradients that stay on this rank, before all others are reduced;
+        ``scale`` makes gradients summands of a mean.
         """
         gradients = [each.flat.gradient for each in self._momenta]
         local = [each for each in gradients if each.stays_local and each.has_unreduced]
@@ -126,9 +126,9 @@ class OneBitSteps:
         self._keep_local(self.sends)
 
     def squares(self, alone: bool) -> Tensor:
-        """This rank's part of the square of the gradient norm that the next step goes by, as far
-        as gradients are not reduced: fp64, 0-dim. ``alone``: of the whole, as far as this rank
-        knows by itself.
+        """Return this rank's share of the squared gradient norm of the next step, for the gradients
+        that are not reduced: fp64, 0-dim. ``alone``: the whole square, estimated from this rank's
+        gradients.
         """
         if not self.sends:
             return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
@@ -143,8 +143,8 @@ class OneBitSteps:
         return any(self._mesh.shard.maximum_on_hosts([own], "writes to weights and state"))
 
     def measure(self) -> None:
-        """The gradients of a dense step are reduced: compare their norm with the ranks' own, where
-        that was taken (collective then).
+        """Compare the norm of a dense step's reduced gradients with the ranks' own norms, if those
+        were taken (collective then).
         """
         if not self.sends:
             shards = [each.flat.gradient.shard for each in self._momenta]
@@ -153,9 +153,9 @@ class OneBitSteps:
     # ---- the step ----
 
     def step(self, divisor: Tensor | None, stale: bool) -> list[FlatBuffer]:
-        """After the optimizer's own step: count it, and make that of the momenta if it is in one
-        bit. The gradients are divided by ``divisor``. Returns the flat buffers whose whole
-        parameters are up to date (collective).
+        """Count a step after the optimizer's own, and update the momenta if it is in one bit
+        (collective). The gradients are divided by ``divisor``. Return the flat buffers whose whole
+        parameters are up to date.
         """
         compresses = self.sends
         self._made += 1
@@ -180,8 +180,8 @@ class OneBitSteps:
         return [each.flat for each in momenta]
 
     def rest(self) -> None:
-        """Before the optimizer's own step: it is to leave what travels in one bit to
-        :meth:`step`.
+        """Exclude the flat buffers that :meth:`step` updates from the optimizer's own step; freeze
+        the variance or rescale it if the kind of step changes.
         """
         if not self._chosen:
             return
@@ -195,12 +195,12 @@ class OneBitSteps:
                 self._count_variance()
 
     def _freeze(self) -> None:
-        """The last step was dense, or state was loaded: the variance stays as it is from now on,
-        raised where it is tiny (collective).
+        """Freeze the variance after a dense step or a load, and raise it where it is tiny
+        (collective).
         """
         group = self._bound.groups[0]
         resumed = group.get(FROZEN_AT)
-        # what was saved between steps in one bit says that its variance is of its last step
+        # a save between one-bit steps stores the step that its variance was rescaled to
         frozen = resumed == self._made and not self._one_bit.is_dense(self._made)
         fresh = [] if frozen else [*self._chosen]
         if self._local.on and not (frozen and group.get(ALL_FROZEN_AT) == self._made):
@@ -239,16 +239,16 @@ class OneBitSteps:
             )
 
     def _note_frozen(self) -> None:
-        """The variance is that of the last step made."""
+        """Record that the variance is that of the last step made."""
         note(self._bound, FROZEN_AT, self._made)
         if self._local.on:
             note(self._bound, ALL_FROZEN_AT, self._made)
 
     def _gather_all(self) -> None:
-        """Let all ranks have the weights, the denominators and the momentum of the owners."""
+        """Gather the owners' weights, denominators and momentum on all ranks (collective)."""
         lags, momenta = self._lags(), self._momenta
         denominators = [each.denominators(self._frozen_at, lags) for each in momenta]
-        # local steps that are under way began with the momentum of the last synchronisation
+        # pending local steps began with the momentum of the last synchronisation
         renews = not self._local.pending
         pairs = [
             pair for each, own in zip(momenta, denominators) for pair in each.begin(own, renews)
@@ -268,11 +268,11 @@ class OneBitSteps:
 
     @property
     def _frozen_at(self) -> int:
-        """The step that the variance is of."""
+        """The step that the variance belongs to."""
         return int(self._bound.groups[0][FROZEN_AT])
 
     def _lags(self) -> dict[str, int]:
-        """By how many steps parameters are behind the others, which they were not used in."""
+        """Return by how many steps parameters lag behind, because they were unused in these."""
         return {
             name: self._made - int(numbers.get("step", 0))
             for group in self._bound.apart()
@@ -282,14 +282,14 @@ class OneBitSteps:
     def _all_sums(
         self, momenta: Sequence[FlatMomentum], denominators: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Those of all ranks (collective)."""
+        """Return the sums of all ranks (collective)."""
         sums = [each.sums(own) for each, own in zip(momenta, denominators)]
         total = torch.cat(sums, 1)
         self._mesh.shard.all_reduce(total, "squares of denominators").wait()
         return list(total.split([own.shape[1] for own in sums], 1))
 
     def _count_variance(self) -> None:
-        """Before a dense step or a save: let the variance be that of the last step made."""
+        """Rescale the variance to the last step made, before a dense step or a save."""
         lags = self._lags()
         for each in self._momenta:
             each.count_variance(self._frozen_at, self._made, lags)
@@ -300,13 +300,13 @@ class OneBitSteps:
         return float(self._bound.groups[0]["betas"][0])
 
     def _factor(self, divisor: Tensor | None) -> Tensor:
-        """(1 - b1) over what the gradients here are multiples of: fp32, 0-dim."""
+        """Return (1 - b1) over the factor that the gradients are multiplied by: fp32, 0-dim."""
         value, device = (1.0 - self._beta) * self._norm.scale, self._mesh.device
         factor = torch.full((), value, dtype=torch.float32, device=device)
         return factor if divisor is None else factor / divisor.to(device, torch.float32)
 
     def _gradient(self, momentum: FlatMomentum) -> Tensor:
-        """This rank's gradient, [padded]."""
+        """Return this rank's gradient, [padded]."""
         held = momentum.flat.gradient
         gradient = held.accumulated_grad
         assert gradient is not None
@@ -318,11 +318,12 @@ class OneBitSteps:
         factor: Tensor,
         unused: Mapping[FlatMomentum, frozenset[str]] | None = None,
     ) -> None:
-        """Update all weights by ``factor`` times a gradient of each momentum; where what is
-        ``unused`` is said, by means of local steps instead (collective).
+        """Update all weights by ``factor`` times a gradient of each momentum (collective). With
+        ``unused``, the parameters unused by local steps, the messages are means of local steps
+        instead.
         """
         axis, beta = self._mesh.shard, self._beta
-        # local steps began with the momentum
+        # means of local steps include the momentum already
         past, limit = (beta, LIMIT) if unused is None else (0.0, LIMIT_OF_MEANS)
         sent = []
         for each, gradient in messages:
@@ -353,7 +354,7 @@ class OneBitSteps:
         self._warn_of_outgrown(limit)
 
     def synchronise(self) -> None:
-        """End the local steps that are under way: all ranks have the same weights (collective)."""
+        """Synchronise pending local steps, so that all ranks have equal weights (collective)."""
         if not self._local.pending:
             return
         if self.is_stale():
@@ -367,7 +368,7 @@ class OneBitSteps:
         local.forget()
 
     def _warn_of_outgrown(self, limit: float) -> None:
-        """Once, on rank 0: all ranks have the same messages."""
+        """Warn once, on rank 0 alone, because all ranks have the same messages."""
         if self._warned or self._mesh.rank or self._made % OUTGROWN_EVERY:
             return
         flags = [each.outgrown for each in self._momenta if each.outgrown is not None]
@@ -387,7 +388,7 @@ class OneBitSteps:
         return [len(each.runs) for each in self._lamb]
 
     def _scale_updates(self) -> None:
-        """Let all ranks know what scales the update of each tensor (LAMB)."""
+        """Compute the scale of the update of each tensor (LAMB) from all ranks (collective)."""
         measured = [each.measured() for each in self._lamb]
         sums = torch.cat([own for own, _ in measured], 1)
         largest = torch.cat([own for _, own in measured])
@@ -405,10 +406,10 @@ class OneBitSteps:
     # ---- checkpoints ----
 
     def fold(self) -> None:
-        """Bring what synchronised ranks have yet to send into the optimizer's state, which then is
-        whole: the run goes on from there as one does that is resumed (collective).
+        """Move the errors of all ranks into the optimizer's state, which then is complete: the run
+        continues as a resumed one would (collective). Only for ranks without pending local steps.
         """
-        # then what is yet to be sent is of another run
+        # after a load, the errors belong to another run
         loaded = self._loads != self._bound.numbers.loads
         if loaded or any(each.error is None for each in self._chosen):
             return
@@ -423,12 +424,12 @@ class OneBitSteps:
             lamb.store_scales()
         if self._compressing:
             self._count_variance()
-        self._compressing = False  # all is gathered anew, as after a load
+        self._compressing = False  # everything is gathered anew, as after a load
 
     @contextmanager
     def counted(self) -> Iterator[bool]:
-        """Inside, the variance in this rank's state is that of the last step made, as in a
-        checkpoint. What is yet to be sent is not in the state.
+        """Rescale the variance in this rank's state to the last step made, as in a checkpoint,
+        inside this context. Yields whether it did. Errors are not added to the state.
         """
         if not self._compressing or self._loads != self._bound.numbers.loads:
             yield False
@@ -444,5 +445,5 @@ class OneBitSteps:
             note(self._bound, FROZEN_AT, frozen_at)
 
     def nbytes(self) -> int:
-        """Bytes that this rank keeps besides the optimizer's state."""
+        """Return the bytes that this rank keeps besides the optimizer's state."""
         return sum(each.nbytes() for each in self._chosen) + self._local.nbytes()
