@@ -1,10 +1,10 @@
-"""A bounded number of buffers of host memory, through which everything passes that one kind of
-storage keeps in files.
+"""A bounded number of host memory buffers, through which all transfers of one kind of file storage
+go.
 
 [Note: a disk that fails]
-A sub-group that cannot be written stays in memory, and the update goes on: after it, every one is
-of the same step and can still be saved. :attr:`BufferPool.write_error` then tells the engine not to
-begin another update.
+A sub-group that cannot be written stays in memory, and the update continues: after it, all
+sub-groups are of the same step and can still be saved. :attr:`BufferPool.write_error` then makes
+the engine refuse another update.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from hf_zero.storage.base import Allocator
 
 
 class Owner(Protocol):
-    """The storage whose sub-group is in a buffer."""
+    """The storage that owns the sub-group in a buffer."""
 
     def keep(self, sub_group: int, arrays: dict[str, Moment]) -> None:
-        """``arrays`` could not be written: hold a copy of them from now on."""
+        """Keep a copy of ``arrays``, which could not be written."""
 
     def drop_prefetched(self, sub_group: int) -> None:
-        """Give the buffer back that ``sub_group`` was read into ahead."""
+        """Release the buffer that ``sub_group`` was prefetched into."""
 
 
 @dataclass(eq=False)
 class FileBlock:
-    """A buffer and the sub-group that is in it.
+    """A buffer and the sub-group in it.
 
-    ``tickets`` are of the read it waits for, or of the write that has begun.
+    ``tickets`` are those of its pending read, or of the write that has begun.
     """
 
     owner: Owner
@@ -44,14 +44,14 @@ class FileBlock:
     tickets: list[Any] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Return when the transfers are over. Raises OSError."""
+        """Wait until the transfers are over. Raises OSError."""
         while self.tickets:
             self.tickets[0].wait()
             self.tickets.pop(0)
 
     def end(self) -> None:
-        """Wait for transfers whose outcome no longer matters, because the buffer must not be used
-        under them.
+        """Wait for transfers and ignore their errors: their outcome no longer matters, but the
+        buffer must not be used under them.
         """
         for ticket in self.tickets:
             try:
@@ -61,8 +61,8 @@ class FileBlock:
 
 
 def pool_size(count: int) -> int:
-    """Buffers of a pool that is to have ``count``: two at least, one of which may be held by the
-    thread that updates while another thread reads through the other.
+    """Return the buffers of a pool that is to have ``count``: at least two, because the update
+    thread may hold one while another thread reads through the other.
     """
     return max(2, count)
 
@@ -70,8 +70,8 @@ def pool_size(count: int) -> int:
 class BufferPool:
     """At most ``count`` buffers, of the size of the largest sub-group.
 
-    Used from the thread that trains and from that of updates: a caller of several methods that
-    belong together holds ``lock``.
+    Used by the training thread and by the update thread: a caller of several methods that must not
+    be interleaved holds ``lock``.
     """
 
     def __init__(
@@ -79,23 +79,25 @@ class BufferPool:
     ):
         self.lock = threading.RLock()
         self.prefetches = prefetches and count > 1
-        self.write_error: OSError | None = None  # of the first write that failed
+        self.write_error: OSError | None = None  # of the first failed write
         self._write_behind = write_behind
         self._count = count
         self._allocator = allocator
         self._size = 0
-        # with the end of the last copy from each to the device
+        # (buffer, end of the last copy from it to the device)
         self._free: list[tuple[torch.Tensor, streams.Event | None]] | None = None
         self._prefetched: dict[FileBlock, None] = {}  # the oldest first
         self._writing: list[FileBlock] = []
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
+        """The bytes of all buffers."""
         return self._count * self._size
 
     def grow(self, size: int) -> None:
-        """Make room for sub-groups of ``size`` bytes. Before the first of them is acquired."""
+        """Grow the buffers to sub-groups of ``size`` bytes, before the first of them is
+        acquired.
+        """
         with self.lock:
             if size <= self._size:
                 return
@@ -108,8 +110,8 @@ class BufferPool:
             self._size, self._free = size, None
 
     def acquire(self, must: bool) -> torch.Tensor | None:
-        """A free buffer: uint8. If it ``must`` be, a write is waited for, or what was read ahead is
-        dropped; else None where none is free, or but one.
+        """Return a free buffer: uint8. With ``must``, wait for a write or drop a prefetched block
+        if none is free; without, return None unless at least two are free, so that one remains.
         """
         with self.lock:
             if self._free is None:
@@ -124,8 +126,8 @@ class BufferPool:
                     self._drop_oldest_prefetched()
             if len(self._free) <= (0 if must else 1):
                 return None
-            # Latest first, for its memory is in the caches; but not one that the device still
-            # reads, if there is another.
+            # The most recently used first, whose memory is in the caches; but not one that the
+            # device still reads, if there is another.
             at = next(
                 (at for at in reversed(range(len(self._free))) if _is_over(self._free[at][1])),
                 0 if must else None,
@@ -138,7 +140,7 @@ class BufferPool:
             return memory
 
     def release(self, memory: torch.Tensor, copied: streams.Event | None = None) -> None:
-        """``memory`` is free, once the device has done ``copied``."""
+        """Free ``memory``, from when the device has done ``copied``."""
         with self.lock:
             assert self._free is not None
             self._free.append((memory, copied))
@@ -146,15 +148,17 @@ class BufferPool:
     # ---- reads ahead ----
 
     def add_prefetched(self, block: FileBlock) -> None:
-        """``block`` is being read; its buffer may be taken until :meth:`remove_prefetched`."""
+        """Register ``block`` as being read; its buffer may be taken until
+        :meth:`remove_prefetched`.
+        """
         self._prefetched[block] = None
 
     def remove_prefetched(self, block: FileBlock) -> None:
-        """``block`` is needed now."""
+        """Unregister ``block``, which is needed now."""
         self._prefetched.pop(block, None)
 
     def is_prefetched(self, block: FileBlock) -> bool:
-        """Whether ``block`` was read ahead, and nothing has needed it yet."""
+        """Whether ``block`` was prefetched and has not been used yet."""
         return block in self._prefetched
 
     def _drop_oldest_prefetched(self) -> None:
@@ -165,7 +169,7 @@ class BufferPool:
     # ---- writes behind ----
 
     def write(self, block: FileBlock) -> None:
-        """``block`` is being written; its buffer comes back when it has been."""
+        """Register ``block`` as being written; its buffer is freed after the write."""
         with self.lock:
             self._writing.append(block)
             if not self._write_behind:
@@ -187,7 +191,7 @@ class BufferPool:
                     self._end_write(block)
 
     def flush(self) -> None:
-        """Wait for everything that is being written."""
+        """Wait for all pending writes."""
         with self.lock:
             while self._writing:
                 self._end_write(self._writing[0])

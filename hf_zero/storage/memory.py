@@ -1,4 +1,4 @@
-"""The rows of storage in memory: of the compute device, and of the host."""
+"""Storage in memory: on the compute device, and on the host."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hf_zero.storage.base import Allocator, StorageFormat, SubGroup, overwrite
 
 
 class DeviceStorage:
-    """Arrays in memory of the compute device: ``fetch`` is the array and costs nothing."""
+    """Arrays in memory of the compute device: ``fetch`` returns the array without a copy."""
 
     offloaded = False
 
     def __init__(self, arrays: Mapping[str, torch.Tensor]):
-        """``arrays`` [owned] by name; none for what has no state."""
+        """Wrap ``arrays`` [owned] by name; empty for a flat buffer without state."""
         self._arrays = dict(arrays)
         self.sub_groups: Sequence[SubGroup] = [
             (0, array.numel()) for array in [*self._arrays.values()][:1]
@@ -47,13 +47,13 @@ class DeviceStorage:
             own.copy_(values, non_blocking=not kinds.is_host(own.device))
 
     def prefetch(self, sub_group: int) -> None:
-        """It is here."""
+        """Do nothing: the array is in memory."""
 
     def acquire(self, sub_group: int, overwrite: bool = False) -> dict[str, Moment]:
         return dict(self._arrays)
 
     def release(self, sub_group: int) -> None:
-        """It was changed where it is."""
+        """Do nothing: the array was changed in place."""
 
     def entry(self, name: str) -> torch.Tensor:
         return self._arrays[name]
@@ -70,7 +70,7 @@ class DeviceStorage:
 
 
 class HostStorage:
-    """Arrays in host memory: those of numbers lie whole, quantised ones in sub-groups."""
+    """Arrays in host memory: numbers as one array, quantised ones by sub-group."""
 
     offloaded = True
 
@@ -118,7 +118,7 @@ class HostStorage:
                 overwrite(blocks, first - begin, values[first - start : last - start])
 
     def prefetch(self, sub_group: int) -> None:
-        """It is here."""
+        """Do nothing: the array is in memory."""
 
     def acquire(self, sub_group: int, overwrite: bool = False) -> dict[str, Moment]:
         start, stop = self.sub_groups[sub_group]
@@ -126,7 +126,7 @@ class HostStorage:
         return held | {name: blocks[sub_group] for name, blocks in self._blocks.items()}
 
     def release(self, sub_group: int) -> None:
-        """It was changed where it is."""
+        """Do nothing: the array was changed in place."""
 
     def entry(self, name: str) -> torch.Tensor:
         return self._whole[name] if name in self._whole else torch.zeros(1).expand(self._numel)

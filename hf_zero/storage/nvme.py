@@ -1,4 +1,4 @@
-"""The row of storage in files: read ahead and written behind, through a bounded number of buffers
+"""Storage in files: prefetched and written behind, through a bounded number of buffers
 (``buffer_pool.py``).
 """
 
@@ -18,12 +18,12 @@ from hf_zero.storage.nvme_files import FileExtent, NvmeFiles
 
 
 def paged(nbytes: int) -> int:
-    """``nbytes``, up to a multiple of what direct transfers take."""
+    """Round ``nbytes`` up to a multiple of the alignment of direct transfers."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def size_in_file(how: StorageFormat, numel: int) -> int:
-    """Bytes that a sub-group of ``numel`` elements takes."""
+    """Return the bytes that a sub-group of ``numel`` elements takes."""
     if how.blocks:
         return paged(numel) + paged(4 * -(-numel // BLOCK))
     return paged(numel * how.dtype.itemsize)
@@ -49,9 +49,9 @@ class NvmeStorage:
         self._pool = pool
         self._formats: dict[str, StorageFormat] = {}
         self._extents: dict[str, FileExtent] = {}
-        self._offsets: dict[str, list[int]] = {}  # of the sub-groups in each extent
-        self._blocks: dict[int, FileBlock] = {}  # read ahead, or acquired
-        self._unwritten: dict[int, dict[str, Moment]] = {}  # that could not be written
+        self._offsets: dict[str, list[int]] = {}  # of each sub-group in its extent
+        self._blocks: dict[int, FileBlock] = {}  # prefetched, or acquired
+        self._unwritten: dict[int, dict[str, Moment]] = {}  # copies of arrays whose write failed
 
     def names(self) -> list[str]:
         return list(self._formats)
@@ -72,7 +72,7 @@ class NvmeStorage:
         return sum(self._size(name, sub_group) for name in self._formats)
 
     def _array(self, name: str, sub_group: int, memory: torch.Tensor) -> Moment:
-        """The array of ``sub_group`` that lies at the beginning of ``memory`` (bytes)."""
+        """Return the array of ``sub_group`` at the beginning of ``memory`` (bytes)."""
         start, stop = self.sub_groups[sub_group]
         numel, how = stop - start, self._formats[name]
         if how.blocks:
@@ -83,7 +83,9 @@ class NvmeStorage:
         return memory[: numel * how.dtype.itemsize].view(how.dtype)
 
     def _parts(self, sub_group: int, memory: torch.Tensor) -> list[tuple[str, int, torch.Tensor]]:
-        """Each array of ``sub_group`` in a buffer: name, place in its extent, and its bytes."""
+        """Return each array of ``sub_group`` in a buffer: name, place in its extent,
+        and its bytes.
+        """
         parts, at = [], 0
         for name in self._formats:
             size = self._size(name, sub_group)
@@ -117,7 +119,7 @@ class NvmeStorage:
                 assert memory is not None
                 block = self._read(sub_group, memory, None if overwrite else Priority.NEEDED)
         if overwrite:
-            block.end()  # what was read ahead does not matter
+            block.end()  # ignore the result of a prefetch
             block.tickets = []
         try:
             block.wait()
@@ -127,7 +129,7 @@ class NvmeStorage:
         return block.arrays
 
     def _read(self, sub_group: int, memory: torch.Tensor, priority: Priority | None) -> FileBlock:
-        """``sub_group`` in ``memory``; read with ``priority``, without one to be overwritten."""
+        """Put ``sub_group`` into ``memory``; read it with ``priority``, or not at all if None."""
         block = self._blocks[sub_group] = FileBlock(self, sub_group, memory, {})
         for name, offset, part in self._parts(sub_group, memory):
             block.arrays[name] = self._array(name, sub_group, part)
@@ -139,7 +141,7 @@ class NvmeStorage:
         with self._pool.lock:
             block = self._blocks.get(sub_group)
             if block is None or self._pool.is_prefetched(block):
-                return  # it is kept in memory, or was not acquired
+                return  # kept in memory, or not acquired
             del self._blocks[sub_group]
             block.tickets = [
                 self._extents[name].write(offset, part, Priority.BEHIND)
@@ -148,7 +150,7 @@ class NvmeStorage:
             self._pool.write(block)
 
     def _discard(self, sub_group: int, copied: streams.Event | None = None) -> None:
-        """Give the buffer of ``sub_group`` back, of which nothing has changed."""
+        """Release the buffer of ``sub_group``, which is unchanged."""
         block = self._blocks.pop(sub_group, None)
         if block is not None:
             self._pool.remove_prefetched(block)
@@ -156,7 +158,7 @@ class NvmeStorage:
             self._pool.release(block.memory, copied)
 
     def drop_prefetched(self, sub_group: int) -> None:
-        """Give the buffer back that ``sub_group`` was read into ahead."""
+        """Release the buffer that ``sub_group`` was prefetched into."""
         self._discard(sub_group)
 
     def _drop_all(self) -> None:
@@ -165,7 +167,7 @@ class NvmeStorage:
                 self._discard(sub_group)
 
     def keep(self, sub_group: int, arrays: dict[str, Moment]) -> None:
-        """``arrays`` could not be written: hold a copy of them from now on."""
+        """Keep a copy of ``arrays``, which could not be written."""
         self._unwritten[sub_group] = {
             name: Blocks(array.codes.clone(), array.scales.clone(), array.signed)
             if isinstance(array, Blocks)
@@ -180,7 +182,7 @@ class NvmeStorage:
         return torch.float32 if how.blocks else how.dtype
 
     def _overlaps(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """(sub-group, first, last) of the elements ``[start, stop)``."""
+        """Return (sub-group, first, last) of the elements ``[start, stop)``."""
         found = []
         for sub_group, (begin, end) in enumerate(self.sub_groups):
             first, last = max(begin, start), min(end, stop)
@@ -197,7 +199,7 @@ class NvmeStorage:
         alone = len(self._formats) == 1
         for sub_group, first, last in self._overlaps(start, start + out.numel()):
             begin, place = self.sub_groups[sub_group][0], out[first - start : last - start]
-            with self._pool.lock:  # another thread may fetch the same
+            with self._pool.lock:  # another thread may fetch the same sub-group
                 before = self._blocks.get(sub_group)
                 acquired = before is not None and not self._pool.is_prefetched(before)
                 if alone:
@@ -205,7 +207,7 @@ class NvmeStorage:
                 else:
                     array = numbers(self._alone(name, sub_group))
                 place.copy_(array[first - begin : last - begin], non_blocking=alone)
-                if alone and not acquired:  # else its release is to come
+                if alone and not acquired:  # an acquired one is released by its user
                     self._discard(sub_group, streams.record_here(out.device))
 
     def store(self, name: str, start: int, values: torch.Tensor) -> None:
@@ -220,8 +222,8 @@ class NvmeStorage:
                     self._store_alone(name, sub_group, first - begin, part, whole)
 
     def _alone(self, name: str, sub_group: int, fill: bool = True) -> Moment:
-        """The array ``name`` of ``sub_group`` in memory of its own, past the other arrays; without
-        ``fill`` it is to be overwritten whole.
+        """Read the array ``name`` of ``sub_group`` into separate memory, without the other arrays;
+        without ``fill`` do not read, because it will be overwritten whole.
         """
         self._pool.end_writes(self, sub_group)
         if sub_group in self._unwritten:

@@ -1,11 +1,11 @@
 """This rank's extents in files on one or several paths.
 
 [Note: files without names]
-A rank has one file on each path, and takes its name away as soon as it is open. So nothing is left
-behind however the process ends, no later run can mistake it for its own, and a directory that is
-removed or closed to writing in mid-run changes nothing. What is used shows in ``df``, not in ``du``
-(``lsof +L1`` lists it). Only between making a file and unnaming it can a kill leave a name, of a
-file that is still empty and no longer locked: the next run on that path removes it.
+A rank has one file on each path, and unlinks it as soon as it is open. So nothing is left behind
+however the process ends, no later run can mistake it for its own, and a directory that is removed
+or made read-only in mid-run changes nothing. The space shows in ``df``, not in ``du`` (``lsof +L1``
+lists it). Only a kill between creating and unlinking a file can leave a name, of a file that is
+still empty and no longer locked: the next run on that path removes it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _no_room(path: str, needed: int, free: int, name: str, number: int) -> DiskS
 
 
 def remove_leftovers(path: str) -> list[str]:
-    """Remove what runs that were killed left at ``path``, and say what it was.
+    """Remove files that killed runs have left at ``path``; return their names.
 
     Files of living processes are locked, and not empty.
     """
@@ -83,15 +83,15 @@ def remove_leftovers(path: str) -> list[str]:
 
 
 def _nameless_file(path: str, rank: int) -> OpenFile:
-    """A new file on the file system of ``path``, open and without a name (the note)."""
+    """Create a file on the file system of ``path``, open and without a name (see the note)."""
     while True:
         descriptor, name = tempfile.mkstemp(
             prefix=f"{PREFIX}{socket.gethostname()}-{os.getpid()}-rank{rank}-", dir=path
         )
-        # a file system without locks: no other run can lock it either, and so none removes it
+        # on a file system without locks no other run can lock it either, and so none removes it
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        # another rank took it for a leftover before it was locked
+        # another rank removed it as a leftover before it was locked
         if os.fstat(descriptor).st_nlink == 0:
             os.close(descriptor)
             continue
@@ -114,7 +114,7 @@ class _PendingTransfer:
 
 
 class FileExtent:
-    """``nbytes`` bytes of the files that belong together; zeros at first.
+    """``nbytes`` bytes of the files, as one range; initially zero.
 
     Requests for bytes that overlap take effect in the order they were made, whatever their
     priorities.
@@ -151,8 +151,8 @@ class FileExtent:
                 f"{self.nbytes}; allocate a larger one"
             )
         with self._files.lock:
-            # A write that failed stays, so that what it should have replaced is not read, until
-            # another one covers it.
+            # A failed write stays in the list, so that reads of its range fail too, until another
+            # write covers it.
             self._pending = [
                 other
                 for other in self._pending
@@ -178,13 +178,13 @@ class FileExtent:
 class NvmeFiles:
     """This rank's files: extents are allocated once and then read and written through one queue.
 
-    paths: directories that exist and can be written. With several, blocks of ``block_size`` bytes
-    go round them in turn. rank: for the names of files and messages. block_size, queue_depth,
-    threads: as in ``FileQueue``; on several paths the queue is shared.
+    paths: directories that exist and are writable. With several, blocks of ``block_size`` bytes are
+    striped over them. rank: for the names of files and messages. block_size, queue_depth, threads:
+    as in ``FileQueue``; several paths share the queue.
 
-    Raises ConfigError for a path that cannot be used and DiskSpaceError where there is no room. A
-    failure in mid-run is an OSError of the ticket: what other extents hold is untouched, and what
-    was to be written is still in the caller's memory.
+    Raises ConfigError for a path that cannot be used and DiskSpaceError if there is not enough
+    room. A failure in mid-run is an OSError of the ticket: other extents are unchanged, and the
+    data to be written is still in the caller's memory.
     """
 
     def __init__(
@@ -245,22 +245,22 @@ class NvmeFiles:
 
     @property
     def direct(self) -> bool:
-        """Whether transfers go past the page cache on all paths."""
+        """Whether transfers bypass the page cache on all paths."""
         return all(file.direct for file in self._files)
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken on all paths together."""
+        """The bytes taken on all paths together."""
         return sum(self._sizes)
 
     def reserve(self, nbytes: int) -> None:
-        """Take room for extents of ``nbytes`` bytes in all, further to those that are there, or
-        raise DiskSpaceError.
-        """
+        """Reserve room for further extents of ``nbytes`` bytes in all, or raise DiskSpaceError."""
         self._grow(self._used + nbytes, f"{nbytes} bytes of offloaded state of rank {self.rank}")
 
     def allocate(self, name: str, nbytes: int) -> FileExtent:
-        """A new extent. Raises DiskSpaceError with the path, what is needed and what is free."""
+        """Allocate an extent. Raises DiskSpaceError with the path, the bytes needed and the bytes
+        free.
+        """
         with self.lock:
             self._check_open()
             if name in self._extents or nbytes < 0:
@@ -321,7 +321,7 @@ class NvmeFiles:
         after: Sequence[Ticket],
         name: str,
     ) -> Ticket:
-        """A transfer of an extent's bytes, which stand from ``start`` on. For ``FileExtent``."""
+        """Transfer an extent's bytes, which begin at ``start`` of the files. For ``FileExtent``."""
         self._check_open()
         kept = "its values are still in memory" if write else "what it holds was not changed"
         context = f" for {name!r} of rank {self.rank}; {kept}, and other extents are untouched"
@@ -334,7 +334,7 @@ class NvmeFiles:
         return ticket
 
     def flush(self) -> None:
-        """Return when everything written so far is in the files; raises the OSError of the first
+        """Wait until everything written so far is in the files; raise the OSError of the first
         write that failed.
         """
         with self.lock:
@@ -357,9 +357,9 @@ class NvmeFiles:
             )
 
     def close(self) -> None:
-        """Give the disk back.
+        """Release the disk space.
 
-        What is under way ends first, what is queued is dropped. May be called again.
+        Transfers in progress end first, queued ones are dropped. May be called again.
         """
         self._queue.close(cancel=True)
         with self.lock:

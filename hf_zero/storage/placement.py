@@ -1,5 +1,5 @@
-"""Where one engine keeps what: the rows of storage that its configuration chooses for parameters
-and for optimizer state.
+"""Placement of one engine's state: the storage that its configuration chooses for parameters and
+for optimizer state.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from hf_zero.storage.memory import DeviceStorage, HostStorage
 from hf_zero.storage.nvme import NvmeStorage, paged, size_in_file
 from hf_zero.storage.nvme_files import NvmeFiles
 
-# a sub-group is a multiple of this many, so that it begins at a page and at a block
+# the size of a sub-group is a multiple of this, so that each begins at a page and at a block
 SUB_GROUP_ELEMENTS = 4096
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What has to be known of a flat buffer to place it: how many elements this rank owns, in
-    which dtype, and whether they train.
+    """The properties of a flat buffer that its placement depends on: the elements that this rank
+    owns, their dtype, and whether they train.
     """
 
     key: str
@@ -37,21 +37,21 @@ class ShardSpec:
 
     @property
     def wide(self) -> torch.dtype:
-        """What masters and sums of gradients are kept in."""
+        """The dtype of masters and of sums of gradients."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
 
 def room_beside_a_step(device: torch.device) -> int:
-    """Bytes of ``device`` that the largest step so far has left, but for a tenth that
-    fragmentation may take. None of a CPU: its memory is the host's.
+    """Return the bytes of ``device`` left free by the largest step so far, less a tenth for
+    fragmentation. 0 for a CPU: its memory is the host's.
     """
     return 0 if kinds.is_host(device) else max(0, int(0.9 * usage.free_at_the_peak(device)))
 
 
 class Placement:
-    """Rows for the flats of one engine on this rank.
+    """Storage for the flat buffers of one engine on this rank.
 
-    Memory and files are taken when they are first asked for.
+    Memory and files are allocated on first use.
     """
 
     def __init__(self, config: ZeroConfig, device: torch.device, rank: int, world: int):
@@ -68,7 +68,7 @@ class Placement:
         self._explicit = config.gradient_accumulation_dtype is not None
         self._arenas: dict[bool, HostArena] = {}
         self._files: dict[tuple[str, ...], NvmeFiles] = {}
-        self._pools: dict[str, BufferPool] = {}  # by what passes through them
+        self._pools: dict[str, BufferPool] = {}  # by kind of content
         self._measured = False
         self._kept_in_memory = 0  # elements of parameters that need not go to files
 
@@ -78,7 +78,7 @@ class Placement:
 
     @property
     def reads_ahead(self) -> int:
-        """Units whose shards are to be read from files before they are needed."""
+        """The number of units whose shards are prefetched from files."""
         return self._param.buffer_count if self._param.device == "nvme" else 0
 
     @property
@@ -91,7 +91,7 @@ class Placement:
 
     @property
     def sub_group_size(self) -> int:
-        """Elements that are updated at a time, at most."""
+        """The largest number of elements updated at a time."""
         return max(
             SUB_GROUP_ELEMENTS,
             self._optimizer.buffer_size // SUB_GROUP_ELEMENTS * SUB_GROUP_ELEMENTS,
@@ -103,9 +103,9 @@ class Placement:
         return "nvme" in (self._optimizer.device, self._param.device)
 
     def write_error(self) -> OSError | None:
-        """Of a write that has failed; what was to be written is in memory.
+        """Return the error of a failed write, if any; the data is still in memory.
 
-        Waits for what is being written.
+        Waits for pending writes.
         """
         for pool in self._pools.values():
             pool.flush()
@@ -113,9 +113,9 @@ class Placement:
         return next((error for error in errors if error is not None), None)
 
     def offloaded(self, specs: Sequence[ShardSpec]) -> set[str]:
-        """Keys of the flats whose states are offloaded.
+        """Return the keys of the flat buffers whose states are offloaded.
 
-        Those that come first in the model stay: their update is over first.
+        The first ones in the model stay on the device: their update is over first.
         """
         if not self._optimizer.on:
             return set()
@@ -131,7 +131,7 @@ class Placement:
 
     @property
     def cores(self) -> float:
-        """Share of this rank's cores that update."""
+        """The fraction of this rank's cores that updates use."""
         return self._optimizer.cores
 
     @property
@@ -140,19 +140,19 @@ class Placement:
 
     @property
     def measures(self) -> bool:
-        """Whether a first step is to show how much of what is offloaded fits on the device."""
+        """Whether a first step must measure how much of the offloaded state fits on the device."""
         return self._optimizer.on and self._optimizer.ratio == "auto" and not self._measured
 
     def measured(self) -> None:
-        """The first step has shown how much fits."""
+        """Record that the first step has measured how much fits."""
         self._measured = True
 
     def fitting(
         self, specs: Sequence[ShardSpec], moments: int, room: int, with_master: Collection[str]
     ) -> list[str]:
-        """Keys of the first offloaded flats whose fp32 state fits into ``room`` bytes of the
-        device: ``moments`` numbers an element, a sum of gradients, and a master weight for those
-        ``with_master``.
+        """Return the keys of the first offloaded flat buffers whose fp32 state fits into ``room``
+        bytes of the device: ``moments`` numbers an element, a sum of gradients, and a master weight
+        for those ``with_master``.
         """
         chosen = []
         for spec in specs:
@@ -164,15 +164,17 @@ class Placement:
         return chosen
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that only the host reads and writes."""
+        """Allocate host memory that only the host reads and writes."""
         return self._arena(pinned=False).take(numel, dtype)
 
     def take_pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that the device copies to or from, for gradients and updated parameters."""
+        """Allocate host memory for the device's copies of gradients and updated parameters."""
         return self._taken(self._optimizer.pin_memory, numel, dtype)
 
     def take_for_shards(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that the device copies to or from, for parameters that live there or pass."""
+        """Allocate host memory for the device's copies of parameters that are kept or buffered
+        there.
+        """
         return self._taken(self._param.pin_memory, numel, dtype)
 
     def _taken(self, pin: bool | None, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -198,11 +200,11 @@ class Placement:
         return self._files[paths]
 
     def shards(self, specs: Iterable[ShardSpec]) -> Callable[[ShardSpec], Storage]:
-        """A function from a spec to the storage of its parameter shard, for sharded parameters.
-        Those on the device lie next to each other.
+        """Return a function from a spec to the storage of its parameter shard, for sharded
+        parameters. Shards on the device are adjacent.
 
-        Memory of the host is taken when the function is called: what a flat buffer takes over from
-        is then given back before the next one.
+        Host memory is allocated when the function is called: the source of one flat buffer is then
+        freed before the next one is converted.
         """
         if self._param.on:
             return self._shard
@@ -238,8 +240,8 @@ class Placement:
         return self._pools[what]
 
     def _stays_in_memory(self, spec: ShardSpec, before: int) -> bool:
-        """Whether the shard of ``spec``, which is not on the device, stays in memory where
-        ``before`` elements do.
+        """Whether the shard of ``spec``, which is not on the device, stays in memory if ``before``
+        elements already do.
         """
         return self._param.device == "cpu" or before + spec.numel <= self._param.max_in_cpu
 
@@ -249,8 +251,8 @@ class Placement:
         states: Iterable[tuple[ShardSpec, Sequence[SubGroup]]],
         moments: int,
     ) -> None:
-        """Take the room for all that is going to be in files; ``moments`` numbers are kept for each
-        element that trains.
+        """Reserve the room for everything that will be in files; ``moments`` numbers are kept for
+        each element that trains.
 
         Raises ConfigError and DiskSpaceError, before anything else has been done.
         """
@@ -272,7 +274,7 @@ class Placement:
             self._files_on(paths).reserve(nbytes)
 
     def optimizer_state(self, spec: ShardSpec, sub_groups: Sequence[SubGroup]) -> Storage:
-        """The storage of optimizer state that is offloaded, with master weights in zeros."""
+        """Create the storage of offloaded optimizer state, with zeros as master weights."""
         made: Storage
         how = self._optimizer
         if how.device == "nvme":
@@ -287,19 +289,19 @@ class Placement:
         return made
 
     def gradient_dtype(self, spec: ShardSpec, wire: torch.dtype) -> torch.dtype:
-        """What a gradient is kept in that is offloaded, or that the update reads in 16 bits: these,
-        where one reduction fills it with just what it sent.
+        """Return the dtype of a gradient that is offloaded or that the update reads in 16 bits: 16
+        bits if a single reduction writes it unchanged.
         """
         if wire.itemsize == 2 and not (self._accumulates or self._divides_later or self._explicit):
             return wire
         return spec.wide
 
     def close(self) -> None:
-        """Let go: memory and files go with whatever is the last to use them."""
+        """Drop the references: memory and files are freed with their last user."""
         self._files.clear()
         self._arenas.clear()
 
     def held(self) -> dict[str, Any]:
-        """Bytes of buffers, by what they are for."""
+        """Return the bytes of buffers, by their kind of content."""
         pools = self._pools
         return {what: pools[what].nbytes if what in pools else 0 for what in ("states", "shards")}
