@@ -21,7 +21,7 @@ extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512bf16;
 
 namespace {
 
-// Those that this machine runs, the widest last.
+// The kernel sets that this machine runs, the widest last.
 std::vector<const Kernels*> here() {
 #if defined(__aarch64__)
     std::vector<const Kernels*> found{&kernels_neon};
@@ -30,7 +30,7 @@ std::vector<const Kernels*> here() {
 #endif
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {  // all that have both have F16C
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {  // every CPU with both has F16C
         found.push_back(&kernels_avx2);
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
             __builtin_cpu_supports("avx512dq")) {

@@ -115,7 +115,7 @@ bool FileQueue::wait(const std::shared_ptr<Transfer>& transfer, int milliseconds
 }
 
 void FileQueue::close(bool cancel) {
-    if (!in_own_process()) return;  // the threads are the parent's
+    if (!in_own_process()) return;  // only the parent has the threads
     {
         std::lock_guard<std::mutex> lock(mutex_);
         stopping_ = true;
@@ -145,10 +145,10 @@ void FileQueue::inject(std::vector<Fault> faults) {
 
 void FileQueue::end(Transfer& transfer) {
     transfer.after.clear();
-    transfer.pieces.clear();  // whoever keeps the ticket does not keep the file
+    transfer.pieces.clear();  // a caller that keeps the ticket does not keep the file
     transfer.finished = true;
     finished_.notify_all();
-    if (!ring_) wake_.notify_all();  // those that come after it
+    if (!ring_) wake_.notify_all();  // transfers that wait for this one
 }
 
 bool FileQueue::next(Block& block) {
@@ -182,7 +182,8 @@ bool FileQueue::next(Block& block) {
             block.got = 0;
             block.error = 0;
             block.at_end = false;
-            // The ends of a piece that fill no aligned block go through the page cache, which the kernel keeps in step.
+            // The unaligned ends of a piece go through the page cache, which the kernel keeps
+            // coherent with O_DIRECT.
             block.direct = piece.file->direct && block.offset % kAlignment == 0 && left >= kAlignment;
             if (block.direct) {
                 block.bytes = std::min(left - left % kAlignment, block_size_);
@@ -314,8 +315,8 @@ void FileQueue::serve_threads() {
     }
 }
 
-// The kernel has refused the ring in the midst of transfers. Those that it has taken end by themselves, and their memory
-// must last until then; all others are made by plain calls.
+// The kernel has refused the ring in the middle of transfers. Requests that it has taken end by
+// themselves, and their memory must last until then; all others are made by plain calls.
 void FileQueue::leave_ring(std::vector<Block>& blocks, size_t under_way, bool armed) {
     uint64_t tag;
     int result;

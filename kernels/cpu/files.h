@@ -1,4 +1,5 @@
-// Reads and writes of files under way: cut into blocks, a bounded number of them at once, in the order of their priorities.
+// Asynchronous reads and writes of files: cut into blocks, a bounded number of them at once, in the
+// order of their priorities.
 #pragma once
 
 #include <sys/types.h>
@@ -15,9 +16,10 @@
 
 namespace hfz {
 
-constexpr int64_t kAlignment = 4096;  // of offsets, lengths and addresses, for transfers that go past the page cache
+constexpr int64_t kAlignment = 4096;  // of offsets, lengths and addresses of O_DIRECT transfers
 
-// An open file: through the page cache, and past it where the file system lets one. Closes its descriptors with the last transfer.
+// An open file: buffered, and with O_DIRECT if the file system supports it. The last transfer that
+// uses it closes its descriptors.
 struct File {
     File(std::string path, int buffered, int direct) : path(std::move(path)), buffered(buffered), direct_fd(direct), direct(direct >= 0) {}
     ~File();
@@ -26,7 +28,7 @@ struct File {
 
     const std::string path;
     const int buffered, direct_fd;
-    std::atomic<bool> direct;  // goes off for good where the file system takes O_DIRECT at open and refuses it in a transfer
+    std::atomic<bool> direct;  // cleared for good if the file system accepts O_DIRECT at open and refuses it in a transfer
 };
 
 struct Piece {
@@ -36,27 +38,28 @@ struct Piece {
     int64_t bytes;
 };
 
-// Needed: somebody waits. Ahead: will be needed. Behind: nobody waits.
+// Needed: a thread waits. Ahead: will be needed. Behind: no thread waits.
 enum Priority { kNeeded, kAhead, kBehind, kPriorities };
 
-// What one call asked for; done when all its pieces are. Guarded by the queue's mutex, `finished` excepted.
+// The transfer of one call; done when all its pieces are. Guarded by the queue's mutex, except
+// `finished`.
 struct Transfer {
     bool write = false;
     int priority = kBehind;
     std::vector<Piece> pieces;
-    std::vector<std::shared_ptr<Transfer>> after;  // these first
-    size_t piece = 0;                              // the next block begins here,
-    int64_t within = 0;                            // so far into it
-    int out = 0;                                   // blocks under way
+    std::vector<std::shared_ptr<Transfer>> after;  // transfers that must finish first
+    size_t piece = 0;                              // the piece of the next block,
+    int64_t within = 0;                            // and the offset of the block in it
+    int out = 0;                                   // blocks in flight
     bool queued = false;
     std::atomic<bool> finished{false};
     int error = 0;
     bool at_end = false;  // the file ended inside a read
-    std::string path;     // of the block that failed
+    std::string path;     // of the failed block
     int64_t offset = 0, bytes = 0;
 };
 
-// One block of a transfer under way, on a place it holds from its start to its end.
+// One block of a transfer in flight; it keeps its slot from start to end.
 struct Block {
     ~Block();
     std::shared_ptr<Transfer> transfer;
@@ -66,12 +69,12 @@ struct Block {
     bool direct = false, bounced = false;
     int error = 0;
     bool at_end = false;
-    char* bounce = nullptr;  // kept from block to block
+    char* bounce = nullptr;  // reused from block to block
 
     char* target() const { return bounced ? bounce : memory; }
 };
 
-// For tests: what befalls the first-th to last-th attempt to read or to write.
+// A fault of the first-th to last-th attempt to read or to write, for tests.
 struct Fault {
     bool write;
     int64_t first, last;
@@ -82,18 +85,19 @@ struct Fault {
 
 class FileQueue {
   public:
-    // engine: "io_uring", "threads", or "auto", which is the first where the kernel grants it.
+    // engine: "io_uring", "threads", or "auto": io_uring if the kernel permits it, else threads.
     FileQueue(int64_t block_size, int depth, const std::string& engine, int threads);
     ~FileQueue();
 
     std::shared_ptr<Transfer> submit(bool write, std::vector<Piece> pieces, int priority, std::vector<std::shared_ptr<Transfer>> after);
 
-    // Let what is still queued of it go before what is less urgent.
+    // Raise the priority of the part of a transfer that is still queued.
     void promote(const std::shared_ptr<Transfer>& transfer, int priority);
 
     bool wait(const std::shared_ptr<Transfer>& transfer, int milliseconds);
 
-    // Ends the threads when all is done; what has not begun is given up with ECANCELED if `cancel`.
+    // End the threads when all transfers are done; with `cancel`, fail those that have not begun
+    // with ECANCELED.
     void close(bool cancel);
 
     void inject(std::vector<Fault> faults);

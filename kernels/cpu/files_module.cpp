@@ -10,7 +10,8 @@ using hfz::File, hfz::FileQueue, hfz::Piece, hfz::Transfer;
 
 namespace {
 
-// In a forked child the threads that hold the queue's locks do not exist: there it is left as it is.
+// A forked child lacks the threads that hold the queue's locks, so the queue is not destroyed
+// there.
 struct OwnProcessOnly {
     void operator()(FileQueue* queue) const {
         if (queue->in_own_process()) delete queue;
@@ -72,7 +73,7 @@ void bind_files(py::module_& m) {
         .def_property_readonly("refusal", &FileQueue::refusal);
 }
 
-#else  // O_DIRECT, eventfd and the calls around them are Linux's; elsewhere the queue runs in Python
+#else  // O_DIRECT, eventfd and the calls around them exist on Linux only; elsewhere the queue runs in Python
 
 #include <pybind11/pybind11.h>
 

@@ -1,5 +1,6 @@
-// What kernels are told, and the table of them that each instruction set fills in. Plain data: no function here has a body, so
-// no code of a wide instruction set can be taken for that of a narrow one.
+// The arguments of kernels, and the table of kernels that each instruction set fills in. Plain
+// data: no function here has a body, so the linker cannot substitute code of a wide instruction set
+// for that of a narrow one.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +10,11 @@ namespace hfz {
 enum Kind : int { F32 = 0, BF16 = 1, F16 = 2, SIGNED_BLOCKS = 3, UNSIGNED_BLOCKS = 4 };
 
 constexpr int64_t kBlock = 256;   // elements that share a scale
-constexpr int64_t kSignBlock = 2048;  // the most that share a scale where an element is one bit
-constexpr int64_t kTile = 1024;   // elements that pass through the first-level cache at once; whole blocks
-constexpr int64_t kPart = 32768;  // elements of a thread's turn; whole tiles
-constexpr int kAhead = 512;  // elements that are fetched into the caches before they are read
-constexpr int64_t kLongPart = 1 << 20;  // of one whose end does not show in the result
+constexpr int64_t kSignBlock = 2048;  // the largest block with a shared scale for one-bit elements
+constexpr int64_t kTile = 1024;   // elements processed in the first-level cache at once; whole blocks
+constexpr int64_t kPart = 32768;  // elements of one work item of a thread; whole tiles
+constexpr int kAhead = 512;  // prefetch distance, in elements
+constexpr int64_t kLongPart = 1 << 20;  // the longest work item where its end does not affect the result
 
 struct Array {
     void* data;  // null: absent
@@ -26,9 +27,11 @@ struct Moment {
     float* scales;  // of blocks
 };
 
-// Elements in blocks of `block` (a power of two, at most kTile), each block with a scale and each element with a code of `bits` (4 or
-// 8) in two's complement: what a compressed collective carries. Codes of four bits lie two a byte, the first in the lower half. With one
-// bit (blocks of at most kSignBlock), an element is the scale or minus the scale; the first of eight is the lowest bit of its byte.
+// Elements in blocks of `block` (a power of two, at most kTile), each block with a scale and each
+// element with a code of `bits` (4 or 8) in two's complement, as compressed collectives carry them.
+// A byte has two codes of four bits, the first in the lower half. With one bit (blocks of at most
+// kSignBlock), an element is the scale or minus the scale; the first of eight is the lowest bit of
+// its byte.
 struct Quantised {
     void* scales;  // bf16; with one bit fp32
     uint8_t* codes;
@@ -36,24 +39,25 @@ struct Quantised {
     int64_t block;
 };
 
-// What every update has. `first` is the index that element 0 has in the whole: tiles and stochastic rounding go by it.
+// The arguments that all updates share. `first` is the index of element 0 in the whole: tiles and
+// stochastic rounding depend on it.
 struct Update {
     float* master;
     Array grad;
-    float divisor;  // of the gradient
-    bool negate;    // the gradient, to ascend
+    float divisor;  // divides the gradient
+    bool negate;    // negate the gradient, to ascend
     Array out;
-    bool stream;  // write `out` past the caches
+    bool stream;  // write `out` with non-temporal stores
     int64_t first;
-    uint64_t key;  // of stochastic rounding
+    uint64_t key;  // key of stochastic rounding
 };
 
 struct Adam {
     Update update;
     Moment mean, square;
     float* largest;  // AMSGrad's, or null
-    float keep;      // the master is multiplied by it (decoupled decay)
-    float l2;        // master added to the gradient, times this
+    float keep;      // multiplies the master (decoupled decay)
+    float l2;        // times the master, added to the gradient
     float beta1, one_minus_beta1, beta2, one_minus_beta2;
     float root_scale;  // 1 / sqrt(1 - beta2^step)
     float eps;
@@ -85,15 +89,16 @@ struct Lamb {
     Update update;
     float *mean, *square;
     float beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay;
-    bool eps_inside;  // the root
-    float minus_step_size;  // of the second pass, the trust ratio in it
+    bool eps_inside;  // add eps under the root
+    float minus_step_size;  // of the second pass, including the trust ratio
 };
 
 struct LambSums {
     double weights, update;
 };
 
-// One chunk of momenta in one bit (hf_zero/ops/sign_blocks.py). Elements from `valid` on are padding.
+// One chunk of momenta in one bit (hf_zero/ops/sign_blocks.py). Elements from `valid` on are
+// padding.
 struct SignCompress {
     Quantised out, momentum;
     float* error;
@@ -118,7 +123,7 @@ struct SignApply {
     float keep, step;
 };
 
-// Elements [begin, end) of each call; ranges of one call never overlap.
+// Each call computes elements [begin, end); the ranges of one call never overlap.
 struct Kernels {
     const char* name;
     void (*adam)(const Adam&, int64_t begin, int64_t end);
@@ -133,9 +138,9 @@ struct Kernels {
     void (*accumulate)(float* out, const Array& source, float scale, int64_t begin, int64_t end);
     void (*encode)(const Moment& out, const float* source, int64_t begin, int64_t end);
     void (*decode)(float* out, const Moment& source, int64_t begin, int64_t end);
-    // Of `source`, or of the difference to `minus` where that is there.
+    // Quantise `source`, or its difference to `minus` if there is one.
     void (*quantise)(const Quantised& out, const Array& source, const Array& minus, int64_t begin, int64_t end);
-    // Into `out`, or added to what is there.
+    // Write into `out`, or add to it.
     void (*dequantise)(const Array& out, const Quantised& source, bool add, int64_t begin, int64_t end);
     void (*sign_compress)(const SignCompress&, int64_t begin, int64_t end);
     void (*sign_combine)(const SignCombine&, int64_t begin, int64_t end);

@@ -1,4 +1,4 @@
-// Every machine of the platform: SSE2 on x86-64, NEON on aarch64.
+// The baseline of every machine of the platform: SSE2 on x86-64, NEON on aarch64.
 #if defined(__aarch64__)
 #define HFZ_SET neon
 #else

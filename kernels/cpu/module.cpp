@@ -1,4 +1,5 @@
-// hf_zero._cpu: the parts of the engine that run on the host, on raw pointers. Each bind_* stands at the end of its own file.
+// hf_zero._cpu: the parts of the engine that run on the host, on raw pointers. Each bind_* is at
+// the end of its own file.
 #include <pybind11/pybind11.h>
 
 namespace py = pybind11;

@@ -1,4 +1,4 @@
-// How a range is cut into turns of threads, and pointers that come from Python as numbers.
+// Division of a range into work items of threads, and pointers that Python passes as numbers.
 #pragma once
 
 #include <algorithm>
@@ -20,8 +20,8 @@ void over_parts(int64_t numel, int64_t first, const Each& each, int64_t size = k
     });
 }
 
-// The same where the parts do not show in the result: as long as they may be with a few for each thread, because at the beginning of
-// each the memory's own reading ahead starts anew.
+// The same if the cut does not affect the result: parts as long as possible with a few for each
+// thread, because the hardware prefetcher restarts at the beginning of each.
 template <class Each>
 void over_long_parts(int64_t numel, int64_t first, const Each& each) {
     const int64_t share = numel / (4 * Pool::shared().size()) / kPart * kPart;
@@ -33,7 +33,7 @@ T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-// From here on an array is larger than the caches, and what is written need not pass through them.
+// From this size on an array exceeds the caches, and results may bypass them.
 constexpr int64_t kLarge = int64_t{1} << 20;
 
 }  // namespace hfz

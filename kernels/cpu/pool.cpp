@@ -17,8 +17,8 @@ namespace hfz {
 
 namespace {
 
-// Kernels round to nearest and keep denormals, whatever torch.set_flush_denormal has set on the caller's thread: results may
-// not depend on which thread took a part.
+// Kernels round to nearest and keep denormals, whatever torch.set_flush_denormal has set on the
+// caller's thread: results must not depend on the thread that took a part.
 #if defined(__SSE2__)
 constexpr unsigned kDefaultControl = 0x1f80;
 unsigned control() { return _mm_getcsr(); }
@@ -37,7 +37,8 @@ int control() { return 0; }
 void set_control(int) {}
 #endif
 
-// Never destroyed: threads may outlive main. A child of fork() has none of its parent's threads, so it gets a pool of its own.
+// Never destroyed: threads may outlive main. A child of fork() has none of its parent's threads, so
+// it gets a new pool.
 Pool* the_pool = nullptr;
 std::once_flag made;
 
@@ -52,7 +53,8 @@ void after_fork_in_child() {
 Pool& Pool::shared() {
     std::call_once(made, [] {
         the_pool = new Pool;
-        // The handlers before and after hold the pool's lock across the fork, so that the child reads a whole number of threads.
+        // The handlers before and after hold the pool's lock across the fork, so that the child
+        // reads a consistent number of threads.
         pthread_atfork([] { the_pool->mutex_.lock(); }, [] { the_pool->mutex_.unlock(); },
                        [] {
                            the_pool->mutex_.unlock();
@@ -65,7 +67,7 @@ Pool& Pool::shared() {
 void Pool::resize(int threads) {
     std::lock_guard<std::mutex> lock(mutex_);
     wanted_ = std::max(1, threads);
-    wake_.notify_all();  // those that are too many leave
+    wake_.notify_all();  // surplus threads exit
 }
 
 int Pool::size() {
@@ -77,14 +79,14 @@ void Pool::take_parts(Call& call) {
     for (int64_t part; (part = call.next.fetch_add(1, std::memory_order_relaxed)) < call.parts;) (*call.work)(part);
 }
 
-// Under mutex_. Signals stay with the threads of Python.
+// Called with mutex_ held. Signals are left to Python's threads.
 void Pool::hire() {
     if (hired_ >= wanted_ - 1) return;
     SignalsBlocked blocked;
     try {
         for (; hired_ < wanted_ - 1; ++hired_) std::thread([this] { serve(); }).detach();
     } catch (const std::system_error&) {
-        wanted_ = hired_ + 1;  // the system gives no more threads; size() tells
+        wanted_ = hired_ + 1;  // the system refuses more threads; size() shows it
     }
 }
 
@@ -106,7 +108,7 @@ void Pool::serve() {
             --hired_;
             return;
         }
-        // The last to come helps the call with the fewest helpers.
+        // Help the call with the fewest helpers.
         for (Call* each : calls_)
             if (each->helpers < call->helpers && each->next.load(std::memory_order_relaxed) < each->parts) call = each;
         ++call->helpers;

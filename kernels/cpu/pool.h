@@ -1,5 +1,6 @@
-// The threads that kernels run on: made once, woken for each call. Several callers may run at once: each works on its own
-// call, and idle threads help whichever has parts left, so that nobody waits for a stranger's call to end.
+// The threads that kernels run on: created once, woken for each call. Several callers may run at
+// once: each works on its own call, and idle threads help any call with parts left, so that no
+// caller waits for another's call to end.
 #pragma once
 
 #include <atomic>
@@ -15,12 +16,13 @@ class Pool {
   public:
     static Pool& shared();
 
-    // Threads that work on a call, the caller included. Threads are made by the first call that has work for them.
+    // The number of threads that work on a call, the caller included. The first call with work for
+    // them creates the threads.
     void resize(int threads);
     int size();
 
-    // Call work(part) once for each part below `parts`, on as many threads as there are, and return when all are through.
-    // Parts are taken in order. `work` must not throw, and must not call run.
+    // Call work(part) once for each part below `parts`, on all threads, and return when all are
+    // done. Parts are taken in order. `work` must not throw, and must not call run.
     void run(int64_t parts, const std::function<void(int64_t)>& work);
 
   private:
@@ -35,7 +37,7 @@ class Pool {
     void hire();
     void serve();
 
-    std::mutex mutex_;  // guards what follows
+    std::mutex mutex_;  // guards the members below
     std::condition_variable wake_, through_;
     std::list<Call*> calls_;
     int wanted_ = 1;  // threads, the caller included

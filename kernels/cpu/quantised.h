@@ -1,7 +1,9 @@
-// Symmetric blocks: codes of 4 or 8 bits and the scale of each block, as compressed collectives carry them. Included after tiles.h.
+// Symmetric blocks: codes of 4 or 8 bits and the scale of each block, as compressed collectives
+// carry them. Included after tiles.h.
 //
-// The scale is the largest magnitude over 7 or 127 in bf16, a code the nearest multiple of it, ties to even. A block with a value that is not
-// finite has the scale NaN; one whose largest magnitude is below kSmallestScale is zero.
+// The scale is the largest magnitude over 7 or 127 in bf16, a code the nearest multiple of it, ties
+// to even. A block with a value that is not finite has the scale NaN; a block whose largest
+// magnitude is below kSmallestScale is zero.
 #pragma once
 
 #include "tiles.h"
@@ -9,7 +11,8 @@
 namespace hfz {
 namespace HFZ_SET {
 
-// Added to a small number, it leaves the nearest integer, ties to even, in the lower bits of the sum: in two's complement.
+// Added to a small number, it leaves the nearest integer, ties to even, in the lower bits of the
+// sum: in two's complement.
 constexpr float kToInteger = 0x1.8p23f;
 
 HFZ_INLINE float widened_scale(uint32_t bf16) {

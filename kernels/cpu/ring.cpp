@@ -7,7 +7,7 @@
 #include <linux/io_uring.h>
 #endif
 
-#ifdef IORING_FEAT_RW_CUR_POS  // came with plain reads and writes
+#ifdef IORING_FEAT_RW_CUR_POS  // introduced together with plain reads and writes
 
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -92,7 +92,7 @@ int Ring::enter(unsigned completions) {
             prepared_ -= static_cast<unsigned>(taken);
             if (!prepared_) return 0;
         } else if (errno == EAGAIN || errno == EBUSY) {
-            return 0;  // short of memory, or of room for results: pop those that are there, then come again
+            return 0;  // short of memory, or of room for results: pop the results, then enter again
         } else if (errno != EINTR) {
             return errno;
         }

@@ -1,4 +1,5 @@
-// io_uring by its three system calls: requests prepared here, submitted and waited for together. One thread uses a ring.
+// io_uring by its three system calls: requests are prepared here, submitted and waited for
+// together. One thread uses a ring.
 #pragma once
 
 #include <cstddef>
@@ -10,23 +11,25 @@ namespace hfz {
 
 class Ring {
   public:
-    // Throws std::system_error where the kernel has no io_uring, refuses one of its calls, or is older than its plain
-    // reads (5.6). Nothing else throws: a thread of its own uses the ring.
+    // Throws std::system_error if the kernel has no io_uring, refuses one of its calls, or is older
+    // than its plain reads (5.6). Nothing else throws: a dedicated thread uses the ring.
     explicit Ring(unsigned entries);
     ~Ring();
     Ring(const Ring&) = delete;
     Ring& operator=(const Ring&) = delete;
 
-    // Room for `entries` requests that have not been popped is there; the caller keeps count.
+    // Requires room for the request among `entries` that have not been popped; the caller keeps
+    // count.
     void prepare(bool write, int fd, void* memory, size_t bytes, int64_t offset, uint64_t tag);
 
-    // Hand over what is prepared and wait until `completions` results can be popped: 0, or the errno with which the
-    // kernel refuses, which it may do at any time. What it has taken before still ends, and is popped.
+    // Submit the prepared requests and wait until `completions` results can be popped. Returns 0,
+    // or the errno with which the kernel refuses, which may happen at any time. Requests that it
+    // has taken before still end, and are popped.
     int enter(unsigned completions);
 
     bool pop(uint64_t& tag, int& result);
 
-    // Take back the last request that is prepared and not handed over; false where there is none.
+    // Take back the last request that is prepared and not submitted; false if there is none.
     bool withdraw(uint64_t& tag);
 
   private:

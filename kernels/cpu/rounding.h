@@ -1,13 +1,15 @@
 // Stochastic rounding and 8-bit blocks; included inside each instruction set's file, after vec.h.
 //
-// Rounding up with the probability of the part cut off keeps sums of small additions right on average where rounding to nearest
-// would lose them (Gupta et al. 2015, arXiv:1502.02551). The random number of an element is a hash of the key and of the
-// element's index in the whole, so it does not depend on how the work was cut.
+// Rounding up with the probability of the cut-off part keeps sums of small additions right on
+// average where rounding to nearest would lose them (Gupta et al. 2015, arXiv:1502.02551). The
+// random number of an element is a hash of the key and of the element's index in the whole, so it
+// does not depend on how the work was cut.
 //
-// An 8-bit block is kBlock elements with one fp32 scale, the largest magnitude among them, and a code each: block-wise dynamic
-// quantisation (Dettmers et al. 2021, arXiv:2110.02861) with eight codes to an octave. The top code is 1, so the largest element
-// is kept exactly; code 0 is 0; the smallest other code is 1.25 * 2^-16 with a sign bit and 1.25 * 2^-32 without. Without a
-// sign, an element that is not 0 never becomes 0, since it stands under a division.
+// An 8-bit block is kBlock elements with one fp32 scale, the largest magnitude among them, and a
+// code each: block-wise dynamic quantisation (Dettmers et al. 2021, arXiv:2110.02861) with eight
+// codes to an octave. The top code is 1, so the largest element is kept exactly; code 0 is 0; the
+// smallest other code is 1.25 * 2^-16 with a sign bit and 1.25 * 2^-32 without. Without a sign, an
+// element that is not 0 never becomes 0, since it is used in a divisor.
 #pragma once
 
 #include "vec.h"
@@ -28,7 +30,8 @@ HFZ_INLINE Key key_of_tile(uint64_t key, int64_t index) {
     return {static_cast<uint32_t>(x), static_cast<uint32_t>(x >> 32)};
 }
 
-// 32 random bits for W consecutive elements: the 32-bit finaliser of MurmurHash3 with a key at both ends.
+// Return 32 random bits for W consecutive elements: the 32-bit finaliser of MurmurHash3, keyed at
+// both ends.
 HFZ_INLINE U random_bits(Key key, uint32_t index) {
     U lanes;
     for (int i = 0; i < W; ++i) lanes[i] = i;
@@ -38,7 +41,7 @@ HFZ_INLINE U random_bits(Key key, uint32_t index) {
     return x ^ (x >> 16);
 }
 
-// `random` is below 2^16.
+// Round to bf16 stochastically; `random` is below 2^16.
 HFZ_INLINE H to_bf16_stochastic(F x, U random) {
     const U bits = (U)x;
     const U rounded = choose((bits & 0x7f800000u) == 0x7f800000u, bits, bits + random) >> 16;
@@ -51,7 +54,7 @@ constexpr float kSmallestScale = 0x1p-90f;  // below it a block is zero: its sma
 template <bool SIGNED>
 struct Code {
     static constexpr uint32_t top = SIGNED ? 127 : 255;
-    static constexpr uint32_t below = (0x3f800000u >> 20) - top;  // code k stands for the float with bits (k + below) << 20
+    static constexpr uint32_t below = (0x3f800000u >> 20) - top;  // code k is the float with bits (k + below) << 20
     static constexpr float smallest = SIGNED ? 0x1.4p-16f : 0x1.4p-32f;
 };
 
@@ -64,7 +67,8 @@ HFZ_INLINE F decoded(U code, F scale) {
     return x * scale;
 }
 
-// Codes of x / scale, |x| <= scale; `random` is below 2^16 and rounds, or is left out where STOCHASTIC is not set.
+// Return the codes of x / scale, |x| <= scale; `random` is below 2^16 and rounds, unused unless
+// STOCHASTIC is set.
 template <bool SIGNED, bool STOCHASTIC>
 HFZ_INLINE U encoded(F x, F scale, U random) {
     using C = Code<SIGNED>;
@@ -83,7 +87,7 @@ HFZ_INLINE U encoded(F x, F scale, U random) {
     return code;
 }
 
-// n <= kBlock elements into codes and their scale.
+// Encode n <= kBlock elements into codes and their scale.
 template <bool SIGNED, bool STOCHASTIC>
 static void encode_block(uint8_t* codes, float* scale, const float* x, int n, Key key, uint32_t index) {
     U most{};
@@ -93,7 +97,7 @@ static void encode_block(uint8_t* codes, float* scale, const float* x, int n, Ke
     float s;
     __builtin_memcpy(&s, &largest, sizeof s);
     if (largest >= 0x7f800000u || s < kSmallestScale) {
-        *scale = largest >= 0x7f800000u ? __builtin_nanf("") : 0.0f;  // one value that is not finite takes its block along
+        *scale = largest >= 0x7f800000u ? __builtin_nanf("") : 0.0f;  // one value that is not finite makes its whole block NaN
         __builtin_memset(codes, 0, n);
         return;
     }

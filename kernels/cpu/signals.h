@@ -5,8 +5,9 @@
 
 namespace hfz {
 
-// Threads made while this lives leave signals to Python's own thread. Not those of a fault: they belong to the thread that
-// made it, and where they are blocked the system ends the process without asking a handler (faulthandler's, a test's).
+// Threads created during its lifetime leave asynchronous signals to Python's own threads. Signals
+// of faults stay unblocked: they go to the thread that caused them, and if they are blocked the
+// system ends the process without calling a handler (faulthandler's, a test's).
 struct SignalsBlocked {
     SignalsBlocked() {
         sigset_t asynchronous;

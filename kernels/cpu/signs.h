@@ -1,7 +1,8 @@
-// Sign blocks: a bit an element and the root mean square of each block, at most twice its mean magnitude, as the 1-bit optimizers send
-// momenta. Included after tiles.h.
+// Sign blocks: a bit an element and the root mean square of each block, at most twice its mean
+// magnitude, as the 1-bit optimizers send momenta. Included after tiles.h.
 //
-// A range begins at a multiple of the block, or, in sign_apply, anywhere. Elements from `valid` on are padding: zero, and in no scale.
+// A range begins at a multiple of the block, or, in sign_apply, anywhere. Elements from `valid` on
+// are padding: zero, and in no scale.
 #pragma once
 
 #include "tiles.h"
@@ -26,9 +27,11 @@ HFZ_INLINE void signs(float* to, const Quantised& from, int64_t at, int n, float
     }
 }
 
-// The message of `wanted`, n elements at `at`, of which `inside` are no padding; what it says into `said`.
+// Write the message of `wanted`, n elements at `at`, of which `inside` are no padding; write its
+// decoded values into `said`.
 HFZ_INLINE void send_signs(const Quantised& out, const float* wanted, float* said, int64_t at, int n, int inside) {
-    // element i into sum i % 32, added up pair by pair at the end: every set has the same rounding
+    // element i is added to sum i % 32, and the sums pair by pair at the end: every instruction set
+    // rounds equally
     float lanes[kSumLanes] = {}, squares[kSumLanes] = {};
     const auto add = [&](int j, float value) {
         lanes[j] += __builtin_fabsf(value);
@@ -60,7 +63,7 @@ HFZ_INLINE int count_inside(int64_t valid, int64_t at, int n) {
     return static_cast<int>(valid - at < 0 ? 0 : valid - at < n ? valid - at : n);
 }
 
-// `wanted` has room for whole bytes; zeros behind the elements that are no padding.
+// Zero the elements from `inside` on; `wanted` has room for whole bytes.
 HFZ_INLINE void clear_padding(float* wanted, int inside, int n) {
     for (int i = inside; i < (n + 7) / 8 * 8; ++i) wanted[i] = 0.0f;
 }

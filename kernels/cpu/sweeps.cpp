@@ -1,4 +1,5 @@
-// Norms, casts, sums, checksums and segments as Python calls them: addresses and numbers, checked in hf_zero/ops/host.py.
+// Norms, casts, sums, checksums and segments as Python calls them: addresses and numbers, checked
+// in hf_zero/ops/host.py.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -24,7 +25,7 @@ double squared_norm(Address source, int kind, int64_t numel) {
     const auto run = hfz::kernels().squares;
     const hfz::Array from{at<void>(source), kind};
     hfz::over_parts(numel, 0, [&](int64_t part, int64_t begin, int64_t end) { sums[part] = run(from, begin, end); });
-    double total = 0;  // in the order of the parts, whoever took them
+    double total = 0;  // in the order of the parts, whatever thread took them
     for (const double sum : sums) total += sum;
     return total;
 }
@@ -66,7 +67,8 @@ void decode(Address out, Address codes, Address scales, int kind, int64_t numel)
     hfz::over_parts(numel, 0, [&](int64_t, int64_t begin, int64_t end) { run(at<float>(out), from, begin, end); });
 }
 
-// Messages of `rows` rows, `stride` bytes apart, with `numel` elements each: where scales and codes of the first lie.
+// Messages of `rows` rows, `stride` bytes apart, with `numel` elements each: addresses of the
+// scales and codes of the first one.
 struct Rows {
     Address scales, codes;
     int64_t stride;
@@ -99,7 +101,7 @@ void dequantise(Rows from, Address out, int kind, bool add) {
     }
 }
 
-// The sum over rows, in their order.
+// Compute the sum over rows, in their order.
 void dequantise_sum(Rows from, Address out) {
     const auto run = hfz::kernels().dequantise;
     hfz::over_parts(from.numel, 0, [&](int64_t, int64_t begin, int64_t end) {
@@ -107,7 +109,7 @@ void dequantise_sum(Rows from, Address out) {
     });
 }
 
-// Elements of row `index` that are no padding, of `numel` in all rows.
+// Return the number of elements of row `index` that are no padding, given `numel` in all rows.
 int64_t valid_of(const Rows& rows, int64_t index, int64_t numel) { return std::clamp<int64_t>(numel - index * rows.numel, 0, rows.numel); }
 
 void sign_compress(Rows to, Rows momentum, Address error, Address grad, int kind, double beta, double factor, int64_t numel) {
@@ -152,7 +154,8 @@ void sign_apply(Rows momentum, Address weights, Address exponents, double keep, 
 
 constexpr int64_t kRun = 65536;  // bytes of a checksum's part
 
-// Runs of kRun bytes, each hashed with its place mixed in, added up: so threads may take them in any order.
+// Add up the hashes of runs of kRun bytes, each mixed with its place, so that threads may take them
+// in any order.
 uint64_t checksum(Address source, int64_t bytes) {
     const auto run = hfz::kernels().checksum;
     const int64_t runs = (bytes + kRun - 1) / kRun;
@@ -167,7 +170,7 @@ uint64_t checksum(Address source, int64_t bytes) {
     return sum;
 }
 
-// Segments (byte offset in the scattered buffer, bytes), in the order in which they lie together in the packed one.
+// Segments (byte offset in the scattered buffer, bytes), in the order of the packed buffer.
 using Runs = std::vector<std::pair<int64_t, int64_t>>;
 
 void move_segments(Address packed, Address scattered, const Runs& runs, bool gather) {

@@ -1,4 +1,5 @@
-// One pass over an array: norms, non-finite values, casts, sums, checksums. Included after tiles.h.
+// Single passes over an array: norms, non-finite values, casts, sums, checksums. Included after
+// tiles.h.
 #pragma once
 
 #include "tiles.h"
@@ -6,7 +7,8 @@
 namespace hfz {
 namespace HFZ_SET {
 
-// In double: 32 running sums, element i into sum i % 32, added up pair by pair at the end; so every set has the same rounding.
+// Sum in double: 32 running sums, element i into sum i % 32, added up pair by pair at the end, so
+// that every instruction set rounds equally.
 static double squares(const Array& from, int64_t begin, int64_t end) {
     constexpr int half = W / 2, groups = 32 / half;
     typedef float Few __attribute__((vector_size(4 * half)));
@@ -92,7 +94,8 @@ static void decode(float* out, const Moment& source, int64_t begin, int64_t end)
     over_tiles(0, begin, end, [&](int64_t at, int n) { moment(out + at, source, at, n); });
 }
 
-// Eight lanes of XXH64's rounds (Collet, xxhash.com) and a finish that adds what is left byte by byte.
+// Hash by eight lanes of XXH64's rounds (Collet, xxhash.com) and a finish that adds the remaining
+// bytes one by one.
 #if defined(__GNUC__) && !defined(__clang__) && HFZ_WIDTH < 16
 __attribute__((optimize("no-tree-vectorize")))  // without a 64-bit product of vectors, lanes in general registers are faster
 #endif

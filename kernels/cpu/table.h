@@ -1,4 +1,4 @@
-// Ends each instruction set's file: its row of the table.
+// The end of each instruction set's file: its row of the table.
 #pragma once
 
 #include "quantised.h"

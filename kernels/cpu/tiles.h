@@ -1,4 +1,5 @@
-// How arrays of any kind pass through a tile: into fp32 in the first-level cache, and back. Included after rounding.h.
+// Conversion of arrays of any kind by tiles: into fp32 in the first-level cache, and back. Included
+// after rounding.h.
 #pragma once
 
 #include "rounding.h"
@@ -6,8 +7,8 @@
 namespace hfz {
 namespace HFZ_SET {
 
-// Call each(at, n) for the tiles of [begin, end). Tiles end where the index in the whole is a multiple of kTile, however the
-// range was cut, so that no tile lies across a multiple of 2^32.
+// Call each(at, n) for the tiles of [begin, end). Tiles end where the index in the whole is a
+// multiple of kTile, however the range was cut, so that no tile crosses a multiple of 2^32.
 template <class Each>
 HFZ_INLINE void over_tiles(int64_t first, int64_t begin, int64_t end, Each each) {
     for (int64_t at = begin; at < end;) {
@@ -31,17 +32,19 @@ HFZ_INLINE void widen(float* to, const Array& from, int64_t at, int n) {
     }
 }
 
-// The same as fp32: where it lies, if it is fp32, else in `room`.
+// Return the elements in fp32: in place if they are fp32, else in `room`.
 HFZ_INLINE const float* as_floats(float* room, const Array& from, int64_t at, int n) {
     if (from.kind == F32) return static_cast<const float*>(from.data) + at;
     widen(room, from, at, n);
     return room;
 }
 
-// What lies kAhead elements behind `here` is going to be read. The address need not be one of ours: nothing is read yet.
+// Prefetch the element kAhead behind `here`. The address may be out of bounds: a prefetch does not
+// fault.
 HFZ_INLINE void soon(const float* here) { __builtin_prefetch(here + kAhead); }
 
-// Whole vectors past the caches: what is written there is read by somebody else, and need not be read before it is written.
+// Store whole vectors past the caches: another reader uses them, and the cache lines need not be
+// read before they are written.
 template <class V, class T>
 HFZ_INLINE void store_past(T* to, V x) {
 #if HFZ_WIDTH == 16 && defined(__AVX512F__)
@@ -113,7 +116,8 @@ HFZ_INLINE float* moment(float* room, const Moment& from, int64_t at, int n) {
     return room;
 }
 
-// Back to where moment() had it from; of two moments one takes the lower random bits, the one without a sign the upper.
+// Write the moment back to its array; of two moments one takes the lower random bits, the one
+// without a sign the upper.
 HFZ_INLINE void keep_moment(const Moment& to, const float* x, int64_t at, int n, int64_t index, uint64_t key, bool upper) {
     if (to.kind == F32) return;
     const Key tile = key_of_tile(key, index);

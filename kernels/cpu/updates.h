@@ -1,6 +1,7 @@
 // The updates of optimizers, a tile at a time. Included after tiles.h.
 //
-// Orders of operations are those of torch.optim's single-tensor implementations; hf_zero/ops/reference.py has them line by line.
+// The order of operations is that of torch.optim's single-tensor implementations;
+// hf_zero/ops/reference.py has them line by line.
 #pragma once
 
 #include "tiles.h"
@@ -20,7 +21,8 @@ HFZ_INLINE void write_out(const Update& u, int64_t at, int n) {
     if (u.out.data != nullptr) narrow(u.out, u.master + at, at, n, u.stream);
 }
 
-// One tile in fp32. What does not change is in registers: the compiler cannot know that stores leave `a` alone.
+// Update one tile in fp32. Constants are in registers: the compiler cannot know that stores do not
+// alias `a`.
 template <bool L2, bool LARGEST>
 static void adam_tile(const Adam& a, float* w, const float* g, float* m, float* v, float* x, int n) {
     const F keep = all(a.keep), l2 = all(a.l2), beta1 = all(a.beta1), beta2 = all(a.beta2), eps = all(a.eps);
@@ -126,13 +128,14 @@ static void sgd(const Sgd& a, int64_t begin, int64_t end) {
     end_of_stream(a.update.stream);
 }
 
-// The update that LAMB scales, of moments and weights.
+// Return the update that LAMB scales, from moments and weights.
 HFZ_INLINE F lamb_update(const Lamb& a, F mean, F square, F weight) {
     const F below = a.eps_inside ? root(square + a.eps) : root(square) + a.eps;
     return mean / below + weight * a.decay;
 }
 
-// The sum of squares of a tile: 32 running sums in fp32, of 32 elements each at most, added up in double.
+// Return the sum of squares of a tile: 32 running sums in fp32, of at most 32 elements each, added
+// up in double.
 HFZ_INLINE double tile_squares(const float* p, int n) {
     constexpr int groups = 32 / W;
     F sums[groups] = {};

@@ -1,9 +1,11 @@
-// Vectors of HFZ_WIDTH elements, in the compiler's own vector types, and how they come from and go to memory.
+// Vectors of HFZ_WIDTH elements, in the compiler's own vector types, and their loads and stores.
 //
-// Included by one file per instruction set, each inside a namespace of its own (HFZ_SET) and with flags of its own. Nothing
-// here calls an inline function of the standard library, whose one copy the linker keeps might be the wide one.
+// Included by one file per instruction set, each inside its own namespace (HFZ_SET) and with its
+// own flags. Nothing here calls an inline function of the standard library: the linker keeps one
+// copy of it, which might be the wide one.
 //
-// Sums and products are never contracted (-ffp-contract=off) and never reordered, so that all sets give the same bits.
+// Sums and products are never contracted (-ffp-contract=off) and never reordered, so that all
+// instruction sets give the same bits.
 #pragma once
 
 #include <cstdint>
@@ -48,7 +50,7 @@ HFZ_INLINE U larger(U a, U b) {
 #endif
 }
 
-// All W elements, or the first n of them with zeros behind.
+// Load all W elements, or the first n of them followed by zeros.
 template <class V, class T>
 HFZ_INLINE V load(const T* from, int n) {
     V x{};
@@ -66,7 +68,7 @@ HFZ_INLINE void store(T* to, V x, int n) {
         __builtin_memcpy(to, &x, n * sizeof(T));
 }
 
-// Call each(i, k) for each vector of n elements; k is W but for the last.
+// Call each(i, k) for each vector of n elements; k is W except for the last.
 template <class Each>
 HFZ_INLINE void over_vectors(int n, Each each) {
     int i = 0;
@@ -101,7 +103,8 @@ HFZ_INLINE bool any(U x) {
 #endif
 }
 
-// ---- integers of other sizes; what is narrowed fits. Compilers lower __builtin_convertvector to far more than one instruction ----
+// ---- integers of other sizes; narrowed values must fit. Compilers lower __builtin_convertvector
+// to many instructions ----
 
 HFZ_INLINE U widened(H x) {
 #if HFZ_WIDTH == 16 && defined(__AVX512F__)
@@ -153,11 +156,12 @@ HFZ_INLINE B narrowed_to_bytes(U x) {
 
 HFZ_INLINE F from_bf16(H x) { return (F)(widened(x) << 16); }
 
-// To nearest, ties to even; a NaN keeps its sign and its upper bits and becomes quiet.
+// Round to nearest, ties to even; a NaN keeps its sign and its upper bits and becomes quiet.
 HFZ_INLINE H to_bf16(F x) {
     const U bits = (U)x;
 #if defined(__AVX512BF16__) && HFZ_WIDTH == 16
-    // vcvtneps2bf16 rounds alike, but takes denormals for zeros: those go the long way.
+    // vcvtneps2bf16 rounds equally, but treats denormals as zeros: vectors with denormals take the
+    // code below.
     const U magnitude = bits & 0x7fffffffu;
     if (__builtin_expect(_mm512_test_epi32_mask((__m512i)magnitude, (__m512i)magnitude) ==
                              _mm512_cmpge_epu32_mask((__m512i)magnitude, _mm512_set1_epi32(0x00800000)),
@@ -186,7 +190,8 @@ HFZ_INLINE F from_f16(H x) {
     const U normal = body + (112u << 23);
     const U special = body + (224u << 23);  // infinity, NaN
     const U quiet = choose(special > 0x7f800000u, special | 0x400000u, special);
-    // A denormal half is so many times 2^-24: a hidden bit is put in as a whole 2^-14 and taken off again, exactly.
+    // A denormal half is a multiple of 2^-24: a hidden bit is inserted as a whole 2^-14 and
+    // subtracted again, exactly.
     const U small = (U)((F)(body + (113u << 23)) - (F)all(113u << 23));
     return (F)(sign | choose(exponent == (0x7c00u << 13), quiet, choose(exponent == 0u, small, normal)));
 }
@@ -195,7 +200,7 @@ HFZ_INLINE H to_f16(F x) {
     const U sign = (bits >> 16) & 0x8000u;
     const U body = bits & 0x7fffffffu;
     const U nan = 0x7e00u | ((body >> 13) & 0x3ffu);
-    // Below 2^-14 an addition whose last place is 2^-24 does the rounding.
+    // Below 2^-14, an addition whose last place is 2^-24 rounds.
     const U small = (U)((F)body + (F)all(126u << 23)) - (126u << 23);
     const U normal = (body - (112u << 23) + 0xfffu + ((body >> 13) & 1u)) >> 13;
     const U finite = choose(body < (113u << 23), small, normal);

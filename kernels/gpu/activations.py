@@ -1,9 +1,9 @@
 """Bias + GELU and gated activations (SwiGLU, GeGLU), forward and backward.
 
 All four kernels are bound by memory: they read and write each element once, in accesses of 16
-bytes, and compute in fp32. Tensors are [rows, width] with a row stride each. Where no bias ties
-elements to columns and all rows are contiguous, everything is one long row, so that odd widths cost
-nothing; elsewhere rows whose stride is not a multiple of 16 elements are read element by element.
+bytes, and compute in fp32. Tensors are [rows, width] with a row stride each. Without a bias, which
+ties elements to columns, contiguous rows are treated as one long row, so that odd widths cost
+nothing; otherwise rows whose stride is not a multiple of 16 elements are read element by element.
 
 | kernel | grid | tile | bytes per element (bf16) | FLOP per element, exact GELU | registers |
 | --- | --- | --- | --- | --- | --- |
@@ -13,7 +13,7 @@ nothing; elsewhere rows whose stride is not a multiple of 16 elements are read e
 | gated_backward | rows x column blocks | 1 x 2048 | 10 | 34 | 40 |
 
 One H200 issues 28 instructions per element in the time that ``bias_act`` takes at 4.2 TB/s. With
-libdevice's erf it needs 37 of them, with the fit below 16.
+libdevice's erf the kernel needs 37, with the fit below 16.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Elements of a row, rows, and warps of a program. A thread then has 8 elements of each tensor: one
+# Rows, elements of a row, and warps of a program. A thread then has 8 elements of each tensor: one
 # access of 16 bytes in bf16.
 FLAT_TILE = {"ROWS": 1, "BLOCK": 2048, "num_warps": 8}
 ROWS_TILE = {"ROWS": 4, "BLOCK": 512, "num_warps": 8}
-# The sum over rows is cut into as many strips as give about this many programs: eight of 8 warps on
-# each of an H200's 132 SMs.
+# Number of programs that the strips of a sum over rows aim for: eight of 8 warps on each of an
+# H200's 132 SMs.
 PROGRAMS = 1056
 
 
 @triton.jit
 def lower_tail(size):
-    """Φ(-size) for size >= 0, |error| < 8e-8: 2 Φ(-s) = erfc(s / sqrt 2) is the power of 2 of a
-    smooth function, which is fitted.
+    """Return Φ(-size) for size >= 0, |error| < 8e-8: 2 Φ(-s) = erfc(s / sqrt 2) is 2 to the power
+    of a smooth function, which is fitted.
 
-    A minimax polynomial on [0, 6], weighted by what an error does to s Φ(-s); beyond 6 it falls
-    faster than the function. No division and no branch: a quarter of what libdevice's erf costs.
+    The fit is a minimax polynomial on [0, 6], weighted by the effect of an error on s Φ(-s); beyond
+    6 it falls faster than the function. No division and no branch: a quarter of the cost of
+    libdevice's erf.
     """
     power = -2.050246621365659e-06 * size + 3.006615224876441e-05
     power = power * size - 0.00014245594502426684
@@ -52,7 +53,7 @@ def lower_tail(size):
 
 @triton.jit
 def decay(x, ACT: tl.constexpr):
-    """The d in ``x / (1 + d)``, which silu and GELU's tanh form are: 0.5 (1 + tanh u) =
+    """Return the d of ``x / (1 + d)``, the form of silu and of GELU with tanh: 0.5 (1 + tanh u) =
     sigmoid(2 u) = 1 / (1 + exp(-2 u)).
     """
     if ACT == "silu":
@@ -75,7 +76,7 @@ def act_forward(x, ACT: tl.constexpr):
 
 @triton.jit
 def act_both(x, ACT: tl.constexpr):
-    """The activation and its derivative."""
+    """Return the activation and its derivative."""
     if ACT == "gelu":
         tail = lower_tail(tl.abs(x))
         cdf = tl.where(x < 0, tail, 1 - tail)
@@ -85,7 +86,7 @@ def act_both(x, ACT: tl.constexpr):
         away = decay(x, ACT)
         sigmoid = 1 / (1 + away)
         y = x * sigmoid
-        # of 1, without the difference of numbers that are almost equal
+        # 1 - sigmoid, without cancellation for numbers that are almost equal
         rest = tl.where(x < 0, 1 - sigmoid, away * sigmoid)
         if ACT == "silu":
             slope = sigmoid + y * rest
@@ -139,8 +140,8 @@ def _bias_act_backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program walks over ``strip`` tiles of rows; what it sums goes to its own row of
-    ``sums``, so the order is always the same.
+    """Process ``strip`` tiles of rows per program; each program writes its sums to its own row of
+    ``sums``, so the order of addition is fixed.
     """
     blocks = tl.cdiv(width, BLOCK)
     pid = tl.program_id(0)
@@ -297,7 +298,7 @@ def gated_backward(
 
 
 def as_one_row(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """[1, rows * width] of each where all are contiguous, else as they are."""
+    """Return [1, rows * width] views if all tensors are contiguous, else the tensors themselves."""
     return (
         tuple(t.view(1, -1) for t in tensors)
         if all(t.is_contiguous() for t in tensors)
@@ -306,8 +307,8 @@ def as_one_row(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def strips_of(rows: int, width: int, tile: dict[str, int], *, summed: bool) -> tuple[int, int, int]:
-    """Column blocks, strips of rows, and tiles in a strip: one tile a strip where nothing is
-    summed over the rows.
+    """Return column blocks, strips of rows, and tiles in a strip: one tile a strip unless rows are
+    summed.
     """
     blocks, tiles = triton.cdiv(width, tile["BLOCK"]), triton.cdiv(rows, tile["ROWS"])
     strip = max(1, tiles * blocks // PROGRAMS) if summed else 1

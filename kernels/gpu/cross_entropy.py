@@ -3,16 +3,16 @@ hf_zero/ops/linear_cross_entropy_reference.py for the formula.
 
 Grid: one program a row. Tile: BLOCK columns, 16 bytes a thread and load. First pass: each lane
 keeps a running maximum and a running sum (Milakov & Gimelshein 2018,
-https://arxiv.org/abs/1805.02867), with one exponential an element whichever of the two is larger;
-one reduction a row. The next two blocks are under way into shared memory meanwhile: 32 kB a
+https://arxiv.org/abs/1805.02867), with one exponential an element, whichever of the two is larger;
+one reduction a row. Meanwhile the next two blocks are loaded into shared memory: 32 kB a
 multiprocessor in bf16, where latency times bandwidth is about 25 kB and one block would be 16.
-Second pass: backwards over the row, whose end still lies in L2 (a row of 128,256 bf16 is 256 kB,
-132 of them 34 MB), writing the gradient over the logits.
+Second pass: backwards over the row, whose end is still in L2 (a row of 128,256 bf16 is 256 kB, 132
+of them 34 MB), writing the gradient over the logits.
 
-Bytes an element of w bytes: 2w with the gradient where the second read hits L2 (3w where not), w
-without. FLOPs: about 12, two of them exponentials: at 4.2 TB/s and bf16 the exponentials take 0.6
-of the memory's time. Registers: 8 columns a thread in fp32 with maximum and sum, below 64 with 32
-warps, one program an SM. With 16 columns they spill, and with smoothing so does the pipeline.
+Bytes an element of w bytes: 2w with the gradient if the second read hits L2 (else 3w), w without.
+FLOPs: about 12, two of them exponentials: at 4.2 TB/s and bf16 the exponentials take 0.6 of the
+memory's time. Registers: 8 columns a thread in fp32 with maximum and sum, below 64 with 32 warps,
+one program an SM. With 16 columns they spill, and with smoothing so does the pipeline.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _capped(x, softcap, SOFTCAP: tl.constexpr):
-    """softcap · tanh(x / softcap), or x."""
+    """Return softcap · tanh(x / softcap), or x."""
     if SOFTCAP:
         return softcap * (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0)
     else:
@@ -57,7 +57,7 @@ def cross_entropy_kernel(
     STAGES: tl.constexpr,
 ):
     # ``width`` ≥ vocabulary bounds the accesses: it is a multiple of 16, so that they stay wide;
-    # what lies beyond the vocabulary is padding.
+    # columns beyond the vocabulary are padding.
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
     label = tl.load(labels + row)
@@ -76,7 +76,7 @@ def cross_entropy_kernel(
                     mask=columns < width,
                 )
     else:
-        # A label outside the vocabulary makes the loss NaN: nothing on a GPU can raise in time.
+        # A label outside the vocabulary makes the loss NaN: a GPU kernel cannot raise in time.
         target = (
             tl.load(start + label, mask=(label >= 0) & (label < vocabulary), other=float("nan")).to(
                 tl.float32
@@ -108,8 +108,8 @@ def cross_entropy_kernel(
             log_total = tl.log(tl.sum(total * tl.exp2((maximum - largest) * LOG2E), axis=0))
             lse = largest + log_total
             tl.store(lses + row, lse)
-            # The largest logit first: its difference from others is exact where the logsumexp is
-            # rounded.
+            # Subtract the largest logit first: its difference to others is exact, but the logsumexp
+            # is rounded.
             loss = (largest - target) + log_total + label_smoothing * target + z_loss * lse * lse
             if SMOOTHED:
                 loss -= label_smoothing / vocabulary * tl.sum(plain, axis=0)
@@ -135,15 +135,15 @@ def cross_entropy_kernel(
 
 
 def tile(width: int) -> tuple[int, int]:
-    """Columns a block and warps a program: one block where the row is short, 8 columns a thread,
-    which with 32 warps leaves 64 registers each.
+    """Return columns a block and warps a program: one block if the row is short, 8 columns a
+    thread, which with 32 warps leaves 64 registers each.
     """
     block = min(triton.next_power_of_2(max(width, 1024)), 8192)
     return block, block // 256
 
 
 def stages(smoothed: bool) -> int:
-    """Blocks of the first pass that are in work or under way."""
+    """Return the pipeline depth of the first pass: blocks computed on or being loaded."""
     return 1 if smoothed else 3
 
 
@@ -159,8 +159,8 @@ def cross_entropy_(
     softcap: float,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launches the kernel over ``logits`` [rows, width], rows in memory contiguous; as the
-    reference otherwise.
+    """Launch the kernel over ``logits`` [rows, width], with contiguous rows; see the reference for
+    the arguments.
     """
     rows, width = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)

@@ -1,5 +1,5 @@
-"""Sums of squares of ranges of one buffer: a pass over it that leaves one fp64 for each run, and a
-pass over those.
+"""Sums of squares of ranges of one buffer: a first pass that leaves one fp64 for each run, and a
+second one over those.
 
 Roofline. Bound by memory: 4 bytes an element of fp32, 2 of 16 bits, 2 operations. The second pass
 reads 8 bytes for each run of 16,384.
@@ -15,13 +15,13 @@ from torch import Tensor
 from hf_zero.ops.flat_norm import RUN, RUN_COLUMNS
 from hf_zero.ops.flat_tiles import PHASE
 
-BLOCK, WARPS = 4096, 8  # 16 elements a thread: 4 loads of 16 bytes under way in fp32
+BLOCK, WARPS = 4096, 8  # 16 elements a thread: 4 loads of 16 bytes in flight in fp32
 PARTIALS, PARTIAL_WARPS = 2048, 8
 
 _RUN, _RUN_COLUMNS, _PHASE = (tl.constexpr(n) for n in (RUN, RUN_COLUMNS, PHASE))
 
 
-# Grid: one program a run; BLOCK elements in registers at a time beside as many fp32 sums, about 48
+# Grid: one program a run; BLOCK elements in registers at a time, and as many fp32 sums, about 48
 # registers.
 @triton.jit
 def run_squares_kernel(base, table, partials, BLOCK: tl.constexpr):
@@ -43,7 +43,7 @@ def run_squares_kernel(base, table, partials, BLOCK: tl.constexpr):
             )
             total = tl.fma(x, x, total)
     value = tl.sum(total).to(tl.float64)
-    # Not so where squares overflow or may have vanished, and for NaN.
+    # False if squares overflow or may have vanished, and for NaN: sum again in fp64.
     if (value > 1e-30) & (value < 3e38):
         tl.store(partials + program, value)
     else:

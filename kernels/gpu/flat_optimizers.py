@@ -1,10 +1,10 @@
-"""Adam, AdamW and Lion over all segments of a flat in one launch, driven by a table of tiles that
-says where each one lies.
+"""Adam, AdamW and Lion over all segments of a flat buffer in one launch, driven by a table of tiles
+with their positions.
 
 Roofline. The update is bound by memory: Adam reads gradient, master and two moments and writes
 master and moments, 28 bytes an element with an fp32 gradient (24 + 2 with a 16-bit one, + 2 for a
-16-bit copy), and makes about 20 fp32 operations on them; Lion 20 bytes and 10. Each program reads
-64 bytes of the table and 40 of coefficients for ``TILE`` elements, 0.1% of the traffic at 4,096.
+16-bit copy), with about 20 fp32 operations; Lion 20 bytes and 10. Each program reads 64 bytes of
+the table and 40 of coefficients for ``TILE`` elements, 0.1% of the traffic at 4,096.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 from hf_zero.ops.flat_tiles import COEFFICIENTS, COLUMNS, SETTINGS
 
 # Elements that a program holds in registers at a time, and its warps: 4 elements a thread are one
-# 16-byte access of each fp32 array. STAGES above 1 bring the blocks ahead through shared memory
+# 16-byte access of each fp32 array. STAGES above 1 prefetch blocks through shared memory
 # (cp.async), 8 kB a stage.
 BLOCK, WARPS, STAGES = 512, 4, 1
-# All that the compiler is told of places. Were it told 8, it would lay 16-bit arrays out in 8
+# The alignment of places that the compiler may assume. With 8 it would lay out 16-bit arrays in 8
 # elements a thread, and the fp32 ones with them, whose stores would then go through shared memory
 # three times to be coalesced.
 LANE = 4
@@ -30,8 +30,8 @@ _COLUMNS, _COEFFICIENTS, _LANE, _SETTINGS = (
 )
 
 
-# Grid: one program. It counts the step, unless it is to be skipped, and works out in fp64 what
-# every element of a row needs.
+# Grid: one program. It counts the step, unless it is skipped, and computes in fp64 the coefficients
+# of every row.
 @triton.jit
 def advance_kernel(
     steps, settings, found_inf, out, rows, HAS_FOUND: tl.constexpr, ROWS: tl.constexpr
@@ -74,7 +74,7 @@ def _update_block(
     step_size, root_scale, eps,
     ADAM: tl.constexpr, HAS_OUT: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``BLOCK`` elements from ``at`` of a tile on; ``WHOLE``: all of them are there and every
+    """Update ``BLOCK`` elements from ``at`` of a tile on; ``WHOLE``: all of them exist and every
     pointer is aligned.
     """
     lane = at + tl.arange(0, BLOCK)
@@ -96,7 +96,7 @@ def _update_block(
         tl.store(square + lane, v, mask=mask, eviction_policy="evict_first")
     else:
         way = tl.fma(g, rest1, m * beta1)
-        # NaN is no direction, but it must not vanish: it goes on into the weight.
+        # NaN has no sign, but it must not vanish: it propagates to the weight.
         signed = tl.where(way > 0.0, 1.0, tl.where(way < 0.0, -1.0, way * 0.0))
         w = w * keep - signed * step_size
         m = tl.fma(g, rest2, m * beta2)
@@ -106,9 +106,9 @@ def _update_block(
         tl.store(out + lane, w.to(out.dtype.element_ty), mask=mask)
 
 
-# Grid: one program a tile of TILE elements at most, BLOCK of them in registers at a time (4 a
-# thread, 48 to 61 registers with Adam, 32 with Lion). A tile that is whole and aligned goes in
-# 16-byte accesses without masks; those at the ends of segments are masked.
+# Grid: one program a tile of at most TILE elements, BLOCK of them in registers at a time (4 a
+# thread, 48 to 61 registers with Adam, 32 with Lion). A whole, aligned tile takes 16-byte accesses
+# without masks; tiles at the ends of segments are masked.
 @triton.jit
 def update_kernel(
     master, grad, mean, square, out, table, coefficients, divisor, found_inf,
@@ -142,7 +142,7 @@ def update_kernel(
     if HAS_DIVISOR:
         factor = tl.div_rn(factor, tl.load(divisor))
     if whole != 0:
-        # Said in a way that the compiler sees, and for this branch alone.
+        # Expresses the alignment in a form that the compiler recognises, for this branch alone.
         master_at = master_at // _LANE * _LANE
         grad_at = grad_at // _LANE * _LANE
         moment_at = moment_at // _LANE * _LANE

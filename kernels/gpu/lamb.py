@@ -1,5 +1,5 @@
-"""The two passes of LAMB over a list of tensors, one launch each, driven by a table of tiles that
-has their addresses.
+"""The two passes of LAMB over a list of tensors, one launch each, driven by a table of tiles with
+their addresses.
 
 Roofline. Bound by memory: the first pass reads gradient, master and two moments and writes the
 moments, 24 bytes an element, the second reads master and moments and writes the master, 16; about
@@ -50,12 +50,12 @@ def _measure_block(
     tl.store(m + lane, mean, mask=mask)
     tl.store(v + lane, square, mask=mask)
     update = _update(mean, square, weight, eps, decay, EPS_INSIDE)
-    if not WHOLE:  # 0 / 0 behind the end, with eps 0
+    if not WHOLE:  # 0 / 0 beyond the end, with eps 0
         update = tl.where(lane < length, update, 0.0)
     return tl.fma(weight, weight, weights), tl.fma(update, update, updates)
 
 
-# Grid: one program a tile of TILE elements at most, BLOCK of them in registers at a time.
+# Grid: one program a tile of at most TILE elements, BLOCK of them in registers at a time.
 @triton.jit
 def lamb_measure_kernel(
     table, partials, tiles, beta1, rest1, beta2, rest2, eps, decay, divisor,
@@ -104,7 +104,7 @@ def _apply_block(
     tl.store(w + lane, weight - update * step_size, mask=mask)
 
 
-# Grid: as that of the first pass.
+# Grid: as in the first pass.
 @triton.jit
 def lamb_apply_kernel(
     table, step_sizes, eps, decay,

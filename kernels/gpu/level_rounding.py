@@ -1,7 +1,7 @@
 """Weights rounded to the levels of few bits, in place.
 
-Roofline. Bound by memory: 2 or 4 bytes read and as many written an element, 4 more read where
-noise is added; about 20 operations, eight of them the division.
+Roofline. Bound by memory: 2 or 4 bytes read and as many written an element, 4 more read if noise is
+added; about 20 operations, eight of them the division.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ TILE, WARPS = 2048, 4
 _TO_INTEGER = tl.constexpr(12582912.0)
 
 
-# Grid: the tiles of all parts, on one axis, for another holds 65,535 programs. A part of ``values``
-# lies between ``lowest`` and ``highest``; of symmetric levels ``highest`` is its largest magnitude.
+# Grid: the tiles of all parts, on one axis, because the others hold 65,535 programs. A part of
+# ``values`` is between ``lowest`` and ``highest``; for symmetric levels ``highest`` is its largest
+# magnitude.
 @triton.jit
 def round_kernel(
     values,
@@ -44,7 +45,7 @@ def round_kernel(
         low = tl.load(lowest + part).to(tl.float32)
         span = high - low
         least, most = levels * 0.0, levels - 1.0
-    step = span / levels  # a power of two: exact
+    step = span / levels  # division by a power of two: exact
     step = tl.where(step > 0.0, step, 1.0)
     scaled = tl.div_rn(x - low, step + tl.zeros([TILE], tl.float32))
     if STOCHASTIC:
@@ -54,7 +55,7 @@ def round_kernel(
     level = tl.minimum(tl.maximum(level, least), most)
     level = tl.where(scaled == scaled, level, scaled)
     rounded = level * step + low
-    # as torch.lerp takes the nearer end
+    # start from the nearer end, as torch.lerp does
     upper = x - (x - rounded) * (1.0 - share)
     mixed = tl.where(share < 0.5, rounded + share * (x - rounded), upper)
     mixed = tl.where(share > 0.0, mixed, rounded)

@@ -1,20 +1,19 @@
-"""RMSNorm and LayerNorm over the last dimension, with the sum and the dropout that go before them;
-forward and backward.
+"""RMSNorm and LayerNorm over the last dimension, with the preceding sum and dropout; forward and
+backward.
 
 All kernels work on rows [rows, WIDTH] in tiles of ROWS × BLOCK, BLOCK the next power of two;
 arithmetic is fp32, results are rounded once.
 
 | kernel | grid | bytes moved per element (bf16) | FLOPs per element |
 | --- | --- | --- | --- |
-| _norm_forward | rows / ROWS | read x 2 (+ residual 2), write y 2 (+ sum 2) | RMS 4, layer 7;
-dropout 25 integer operations more |
-| _norm_backward | SMs × k programs, each loops over tiles | read dy 2, x (or y) 2 (+ d_sum 2),
-write dx 2 (+ 2 with dropout) | 10 to 14 |
+| _norm_forward | rows / ROWS | read x 2 (+ residual 2), write y 2 (+ sum 2) | RMS 4, layer 7 |
+| _norm_backward | SMs × k | read dy 2, x or y 2 (+ d_sum 2), write dx 2 (+ 2 dropout) | 10 to 14 |
 | _norm_add_partials | 2 × WIDTH / 32 | read 4 × programs per column, write 2 to 4 | 1 per partial |
 
-So an H200's 4.2 TB/s bound everything but dropout. _norm_backward adds up d_weight and d_bias of
-the rows it saw in registers, writes them once at its end, and _norm_add_partials adds them up in a
-fixed order: no atomics, the same bits every time.
+Dropout adds 25 integer operations in the forward. Each program of _norm_backward loops over tiles.
+So an H200's 4.2 TB/s bound everything but dropout. _norm_backward sums d_weight and d_bias of its
+rows in registers, writes them once at its end, and _norm_add_partials adds them up in a fixed
+order: no atomics, the same bits every time.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ PROGRAMS_WHERE_INTERPRETED = 3
 
 @triton.jit
 def _kept(seed, row, columns, rate, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Which elements of a tile dropout keeps: [ROWS, BLOCK].
+    """Return the mask of the elements of a tile that dropout keeps: [ROWS, BLOCK].
 
     One draw of Philox serves four rows (hf_zero/ops/philox.py: kept_rows).
     """
@@ -41,8 +40,8 @@ def _kept(seed, row, columns, rate, ROWS: tl.constexpr, BLOCK: tl.constexpr, WID
     first, second, third, fourth = tl.randint4x(
         tl.load(seed), fours[:, None] * WIDTH + columns[None, :]
     )
-    # [ROWS // 4, BLOCK, 2, 2]: the last axes are the row's bits, the low one last. All four rows of
-    # a column are one thread's: nothing moves.
+    # [ROWS // 4, BLOCK, 2, 2]: the last axes are the row's bits, the low one last. One thread has
+    # all four rows of a column, so no data moves.
     words = tl.join(tl.join(first, third), tl.join(second, fourth))
     words = tl.reshape(tl.permute(words, (0, 2, 3, 1)), (ROWS, BLOCK))
     return words.to(tl.uint32, bitcast=True) >= (
@@ -90,8 +89,8 @@ def _norm_forward(
         values += tl.load(
             residual + row[:, None] * residual_stride + columns[None, :], mask=inside, other=0.0
         ).to(tl.float32)
-    # The norm is of the sum as it is kept, so that the backward, which reads that, is the
-    # derivative of what was computed.
+    # The norm is of the rounded sum, so that the backward, which reads that, is the exact
+    # derivative.
     at = row[:, None] * WIDTH + columns[None, :]
     values = values.to(y.dtype.element_ty)
     if KEEP_TOTAL:
@@ -244,7 +243,7 @@ def _norm_add_partials(
 
 
 def tile(width: int, *, dropout: bool) -> tuple[int, int, int]:
-    """ROWS, BLOCK and warps for rows of ``width``: 16 elements a thread, or 32 with dropout,
+    """Return ROWS, BLOCK and warps for rows of ``width``: 16 elements a thread, or 32 with dropout,
     which draws for four rows at a time.
     """
     block = max(triton.next_power_of_2(width), 16)
@@ -255,10 +254,10 @@ def tile(width: int, *, dropout: bool) -> tuple[int, int, int]:
 
 
 def shaped(block: int, warps: int, *, dropout: bool) -> dict[str, bool | int]:
-    """How a backward goes through its tiles. ``COLUMNS_APART``: each thread has all rows of its 8
+    """Return the tiling flags of a backward. ``COLUMNS_APART``: each thread has all rows of its 8
     columns and adds them up itself. ``RELOAD``: weights are read again for each tile, because
-    registers would not hold them. ``STAGES``: tiles under way, one of them computed on and the next
-    on its way into shared memory.
+    registers cannot hold them. ``STAGES``: pipeline depth; with 2, the next tile is loaded into
+    shared memory during the computation.
     """
     wide = block > (2048 if dropout else 8192)
     return {"COLUMNS_APART": block >= 8 * 32 * warps, "RELOAD": wide, "STAGES": 1 if wide else 2}
@@ -270,8 +269,8 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def programs_for(device: torch.device, tiles: int, warps: int, *, dropout: bool) -> int:
-    """How many programs share the tiles of a backward: as many as are resident at once
-    (kernels/README.md), so that none waits for a turn.
+    """Return the number of programs that share the tiles of a backward: as many as are resident at
+    once (kernels/README.md), so that none waits for a slot.
     """
     on_one = max(1, (8 if dropout else 16) // warps)
     return max(1, min(tiles, on_one * _multiprocessors(device) or PROGRAMS_WHERE_INTERPRETED))
@@ -289,7 +288,7 @@ def forward(
     centered: bool,
     keep_total: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launches ``_norm_forward``; hf_zero/ops/norms_reference.py tells what of what."""
+    """Launch ``_norm_forward``; hf_zero/ops/norms_reference.py documents arguments and results."""
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     width = x.shape[-1]
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -347,8 +346,8 @@ def backward(
     weight_grad: bool,
     tiny: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launches ``_norm_backward`` and ``_norm_add_partials``; hf_zero/ops/norms_reference.py
-    tells what of what.
+    """Launch ``_norm_backward`` and ``_norm_add_partials``; hf_zero/ops/norms_reference.py
+    documents arguments and results.
     """
     width = saved.shape[-1]
     rows = saved.numel() // width if width else 0
@@ -419,8 +418,6 @@ def backward(
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """``x`` as [rows, width] with neighbours in a row side by side; a view wherever there is
-    one.
-    """
+    """Return ``x`` as [rows, width] with adjacent elements in a row; a view if possible."""
     flat = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()

@@ -13,7 +13,7 @@ from torch import Tensor
 BLOCK, WARPS = 512, 4
 
 
-# Grid: blocks of ``out``. Its element number ``at`` gets the first word of the counter (at, c1, c2,
+# Grid: blocks of ``out``. Element ``at`` of ``out`` gets the first word of the counter (at, c1, c2,
 # c3).
 @triton.jit(do_not_specialize=["seed", "c1", "c2", "c3"])
 def first_words_kernel(out, seed, c1, c2, c3, count, BLOCK: tl.constexpr):

@@ -1,16 +1,17 @@
 """Bias + dropout + residual, forward and backward.
 
-Bound by memory, and close to being bound by instructions: the mask is drawn from the seed in both
-directions. One run of Philox gives four words, which go to four rows that lie one above the other
-(hf_zero/ops/philox.py): on sm_90 drawing and dropping cost 20 instructions per element so, and 59
-of them with ``tl.rand`` for each element, where 42 are all there is time for at 4.2 TB/s and 6
-bytes. A program therefore holds four rows; what is dropped does not depend on its tile.
+Bound by memory, and nearly by instructions: the mask is drawn from the seed in both directions. One
+run of Philox gives four words, used for four consecutive rows (hf_zero/ops/philox.py): on sm_90
+drawing and dropping then cost 20 instructions per element, but 59 with ``tl.rand`` for each
+element, where 4.2 TB/s and 6 bytes leave time for 42 in all. A program therefore holds four rows;
+the mask does not depend on its tile.
 
 | kernel | grid | tile | bytes per element (bf16) | FLOP per element | registers |
 | --- | --- | --- | --- | --- | --- |
-| dropout_add | fours of rows x column blocks | 4 x 1024 | 6 | 3, and 15 of integers | 64 |
-| dropout_add_backward | strips of fours x column blocks | 4 x 1024 | 4 + 8 strips / rows | 2, and
-15 of integers | 80 |
+| dropout_add | fours of rows x column blocks | 4 x 1024 | 6 | 3 | 64 |
+| dropout_add_backward | strips of fours x column blocks | 4 x 1024 | 4 + 8 strips / rows | 2 | 80 |
+
+Both make 15 integer operations more per element.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ TILE = {"BLOCK": 1024, "num_warps": 4}
 
 @triton.jit
 def kept_fours(seed_ptr, four, width, column, dropout):
-    """What dropout keeps of four rows, as ``philox.kept_rows`` has it. ``four`` and ``column``
+    """Return dropout's masks of four rows, equal to ``philox.kept_rows``. ``four`` and ``column``
     [BLOCK] in int64.
 
-    The words of ``tl.randint4x(seed, four * width + column)``, by products of 64 bits: one
+    The words of ``tl.randint4x(seed, four * width + column)``, by 64-bit products: one
     multiplication where Triton has two.
     """
     seed = tl.load(seed_ptr)
@@ -214,8 +215,8 @@ def _dropout_add_backward(
     SUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program walks over ``strip`` fours of rows; what it sums goes to its own row of
-    ``sums``, so the order is always the same.
+    """Process ``strip`` fours of rows per program; each program writes its sums to its own row of
+    ``sums``, so the order of addition is fixed.
     """
     blocks = tl.cdiv(width, BLOCK)
     pid = tl.program_id(0)
@@ -337,5 +338,5 @@ def dropout_add_backward(
 
 
 def _dropout(dropout: float) -> tuple[float, float]:
-    """The probability, below 1 in fp32, and the factor of what is kept."""
+    """Return the probability, below 1 in fp32, and the scale of kept elements."""
     return min(float(dropout), 1 - 2**-24), 1 / (1 - dropout) if dropout < 1 else 0.0

@@ -1,9 +1,9 @@
-"""Rotary position embedding of q and k, and of v's way through, in one launch.
+"""Rotary position embedding of q and k, and the copy of v, in one launch.
 
 Bound by memory: each element is read and written once, cos and sin of a token once for all its
 heads. A program takes one token with all heads of q, k and v, whose rows of [heads, half of the
-rotary width] lie next to each other in a projection's output. Few warps, so that a thread holds
-several heads and has enough loads under way.
+rotary width] are adjacent in a projection's output. Few warps, so that a thread holds several heads
+and has enough loads in flight.
 
 | kernel | grid | tile | bytes per element (bf16) | FLOP per element | registers |
 | --- | --- | --- | --- | --- | --- |
@@ -37,9 +37,9 @@ def _rotate(
     REST_TILE: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    """One token's heads; x and out point at it.
+    """Rotate one token's heads; x and out point at the token.
 
-    Where the tile is no larger than what it covers, nothing is masked.
+    If the tile is no larger than the data, nothing is masked.
     """
     head = tl.arange(0, HEAD_TILE)[:, None]
     column = tl.arange(0, HALF_TILE)[None, :]
@@ -230,14 +230,14 @@ def rotary(
 
 
 def _near(x: Tensor) -> Tensor:
-    """``x`` [batch, heads, sequence, width] with all heads of a token within the 32 bits of the
-    kernel's offsets; else a copy.
+    """Return ``x`` [batch, heads, sequence, width] if all heads of a token are within the 32 bits
+    of the kernel's offsets; else a copy.
     """
     return x if x.shape[1] * x.stride(1) < 2**31 else x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def tiles(heads: int, key_heads: int, width: int, half: int) -> dict[str, int]:
-    """Powers of two that cover the heads and their columns, and the warps for them."""
+    """Return powers of two that cover the heads and their columns, and the warps for them."""
     head_tile, half_tile = triton.next_power_of_2(heads), triton.next_power_of_2(half)
     return {
         "HEAD_TILE": head_tile,

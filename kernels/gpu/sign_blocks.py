@@ -1,5 +1,5 @@
-"""Sign blocks: what a rank sends, what the owner of a chunk makes of it, and the update, one pass
-each.
+"""Sign blocks: a rank's messages, the owner's combination of them for its chunk, and the update,
+one pass each.
 
 Roofline. Bound by memory: compressing reads a gradient (2 or 4 bytes) and an error (4) and writes
 the error; combining reads a bit of each rank and reads and writes an average (8); the update reads
@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 2048  # elements that a program takes: several blocks
+TILE = 2048  # elements of a program: several blocks
 WARPS = 8
 
 
-# Loads where in its chunk each of ``blocks`` begins and ends, multiples of ALIGN; ``edges`` are
-# those of the row.
+# Return the first element and the end of each of ``blocks`` in its chunk, multiples of ALIGN;
+# ``edges`` are those of the row.
 @triton.jit
 def _edges_of(edges, blocks, count, ALIGN: tl.constexpr):
     known = blocks < count
@@ -27,7 +27,7 @@ def _edges_of(edges, blocks, count, ALIGN: tl.constexpr):
     return tl.multiple_of(first, ALIGN), tl.multiple_of(last, ALIGN)
 
 
-# Decodes ``blocks`` of a message: fp32 [blocks, elements], the scale or minus the scale.
+# Decode ``blocks`` of a message: fp32 [blocks, elements], the scale or minus the scale.
 @triton.jit
 def _signs(bits, sizes, blocks, count, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
@@ -36,7 +36,7 @@ def _signs(bits, sizes, blocks, count, BLOCK: tl.constexpr):
     return tl.where((byte >> (lane % 8)[None, :]) & 1 == 1, sizes[:, None], -sizes[:, None])
 
 
-# Stores the message of ``wanted`` [blocks, elements]; what it says.
+# Store the message of ``wanted`` [blocks, elements]; return its decoded values.
 @triton.jit
 def _send(bits, scales, wanted, inside, blocks, count, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     numel = tl.maximum(tl.sum(inside.to(tl.float32), 1), 1.0)

@@ -1,4 +1,4 @@
-"""Block-sparse attention, backward: probabilities are computed again from the log-sum-exp, as in
+"""Block-sparse attention, backward: probabilities are recomputed from the log-sum-exp, as in
 FlashAttention-2 (arXiv:2307.08691).
 """
 
@@ -23,7 +23,7 @@ from hf_zero.ops.triton_kernels.sparse_attention_tiles import (
 )
 
 
-# dq, and for dk and dv the statistics of each row side by side: its log-sum-exp to the base 2, and
+# dq, and the statistics of each row for dk and dv, interleaved: its log-sum-exp to the base 2, and
 # delta = rowsum(do · o), which costs this kernel one more tile of reads. Grid and lists as in the
 # forward. Per tile of the list: 6 · 64 · 64 · D FLOPs, 2 · 64 · D elements read. Registers at D =
 # 64: 32 accumulator + 32 scores + 32 gradients of probabilities, below 168: three programs a
@@ -210,7 +210,7 @@ def sparse_attention_dq(
         tl.store(parts_q + place[:, None] * WIDTH + d[None, :], acc)
 
 
-# Sums the parts of a cut list in their order, so that a gradient is the same bits every time. Grid:
+# Sum the parts of a cut list in their order, so that a gradient has the same bits every time. Grid:
 # lists cut × 4 quarters, lanes.
 @triton.jit(do_not_specialize=PLANNED)
 def sparse_attention_sum(

@@ -16,8 +16,8 @@ from hf_zero.ops.triton_kernels.sparse_attention_tiles import (
 
 
 # dk and dv. Grid: programs over columns × (sequences × heads of keys); a list holds all queries of
-# all heads that share the keys. Scores are computed transposed, so that probabilities go to the
-# next product from registers. Per tile: 8 · 64 · 64 · D FLOPs, 2 · 64 · D elements read. Registers
+# all heads that share the keys. Scores are computed transposed, so that the next product reads
+# probabilities from registers. Per tile: 8 · 64 · 64 · D FLOPs, 2 · 64 · D elements read. Registers
 # at D = 64: 64 accumulators + 32 scores + 32 gradients, below 255: two programs a multiprocessor.
 @triton.jit(do_not_specialize=PLANNED)
 def sparse_attention_dkdv(

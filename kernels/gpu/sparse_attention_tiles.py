@@ -1,5 +1,5 @@
-"""What the kernels of block-sparse attention share: which scores of a tile exist, which
-probabilities dropout keeps, and tile settings.
+"""Shared parts of the kernels of block-sparse attention: the mask of a tile's scores, the dropout
+mask, and tile settings.
 
 A tile is TILE queries by TILE keys, always 64 × 64: one warpgroup's wgmma is 64 rows, so blocks of
 64 waste nothing, and four warps with a small tile leave three to five programs on a multiprocessor,
@@ -15,11 +15,11 @@ import triton.language as tl
 TILE = tl.constexpr(64)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# of Philox: the fewest that pass BigCrush (Salmon et al., SC 2011, table 2)
+# rounds of Philox: the fewest that pass BigCrush (Salmon et al., SC 2011, table 2)
 ROUNDS = tl.constexpr(7)
 SUM_ROWS = tl.constexpr(16)  # rows of a tile that one program of a sum takes
-# they differ from length to length, and must not make a compilation each where one is a multiple of
-# 16
+# arguments that vary with the length: without specialisation, a multiple of 16 does not cause a
+# compilation of its own
 PLANNED = ("programs", "slots")
 
 
@@ -30,7 +30,7 @@ class Settings:
 
 
 # Head width (a power of two) -> settings. In the backward of keys and values two accumulators of 64
-# × width live in registers.
+# × width are in registers.
 FORWARD = {
     16: Settings(4, 3),
     32: Settings(4, 3),
@@ -52,7 +52,7 @@ KEYS = {
     128: Settings(8, 2),
     256: Settings(8, 1),
 }
-# keys alone: Philox needs the registers that two tiles in flight would take
+# for KEYS alone: Philox needs the registers that two tiles in flight would take
 WITH_DROPOUT = Settings(8, 1)
 
 
@@ -63,10 +63,10 @@ def settings(table, width, dtype, dropout):
 
 
 def precision(dtype):
-    """fp32 scores come from three TF32 products, about as exact as fp32, unless TF32 is allowed for
-    matmuls.
+    """Return the precision of products: fp32 scores use three TF32 products, about as exact as
+    fp32, unless TF32 is allowed for matmuls.
 
-    ``allow_tf32`` cannot be asked: torch raises once somebody has set ``fp32_precision``, as
+    ``allow_tf32`` cannot be read: torch raises once ``fp32_precision`` has been set, as
     transformers' Trainer does.
     """
     return (
@@ -77,7 +77,7 @@ def precision(dtype):
 
 
 def flat(x):
-    """``x`` with its last dimension contiguous."""
+    """Return ``x`` with its last dimension contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -95,7 +95,7 @@ def exists(
     PADDED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Which scores exist.
+    """Return the mask of the scores that exist.
 
     Rows and columns are broadcast against each other, so that either may be the first dimension.
     """
@@ -114,8 +114,8 @@ def exists(
 
 @triton.jit
 def kept(seed, lane, query_tile, key_tile, threshold):
-    """Which probabilities of a tile dropout keeps, [TILE queries, TILE keys]; the numbers are those
-    of reference.dropout_words.
+    """Return the mask of the probabilities of a tile that dropout keeps, [TILE queries, TILE keys];
+    the random numbers are those of reference.dropout_words.
 
     One call of Philox gives the words of four neighbouring columns.
     """
@@ -131,8 +131,8 @@ def kept(seed, lane, query_tile, key_tile, threshold):
 
 @triton.jit
 def row_lane(item_head, lane, heads, PER_HEAD: tl.constexpr):
-    """Sequence and head of a program: lanes are sequences where items name heads, else sequences
-    × heads.
+    """Return the sequence and head of a program: lanes are sequences if items name heads, else
+    sequences × heads.
     """
     if PER_HEAD:
         return lane, item_head

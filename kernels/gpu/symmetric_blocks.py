@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 2048  # elements that a program takes: several blocks
+TILE = 2048  # elements of a program: several blocks
 WARPS = 4
 
 # Added to a small number, it leaves the nearest integer, ties to even, in the lower bits.
@@ -45,7 +45,7 @@ def quantise_kernel(
     if HAS_MINUS:
         x -= tl.load(minus + row * numel + at, mask=inside, other=0.0).to(tl.float32)
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    largest = tl.max(bits, 1)  # NaN is larger than infinity, and that than all numbers
+    largest = tl.max(bits, 1)  # as integers: NaN > infinity > all numbers
     most = largest.to(tl.float32, bitcast=True)
     finite = largest < _INFINITE
     live = finite & (most >= _SMALLEST)
@@ -57,7 +57,7 @@ def quantise_kernel(
     tl.store(scales + row * scales_stride + blocks, half.to(tl.int16), mask=blocks * BLOCK < numel)
     one = tl.full([TILE // BLOCK], 1.0, tl.float32)
     inverse = tl.div_rn(one, tl.where(live, (half << 16).to(tl.float32, bitcast=True), 1.0))
-    # not one operation with the product: a fused sum would not be rounded twice
+    # separate from the product: a fused multiply-add would round only once
     rounded = tl.where(live[:, None], x * inverse[:, None], 0.0) + _TO_INTEGER
     code = rounded.to(tl.int32, bitcast=True)
     if TOP == 7.0:
@@ -69,7 +69,7 @@ def quantise_kernel(
         tl.store(codes + row * stride + at, (code & 255).to(tl.uint8), mask=inside)
 
 
-# The values of a tile of one row: fp32 [TILE].
+# Return the values of a tile of one row: fp32 [TILE].
 @triton.jit
 def _values(codes, scales, at, inside, FOUR: tl.constexpr, BLOCK: tl.constexpr):
     if FOUR:
@@ -130,7 +130,7 @@ def dequantise_sum_kernel(
 
 
 def _parts(messages: Tensor, scales_at: int) -> tuple[Tensor, Tensor, int, int]:
-    """Codes, scales, and the elements of each between rows."""
+    """Return codes, scales, and the strides of both between rows, in elements."""
     stride = messages.shape[1]
     whole = messages.view(-1)
     return whole, whole[scales_at:].view(torch.int16), stride, stride // 2
