@@ -50,9 +50,7 @@ class FlatLamb(FlatMomentum):
         return super()._correction(group, step) if group["bias_correction"] else 1.0
 
     def _denominators_of(self, group: Mapping[str, Any], variance: Tensor, step: int) -> Tensor:
-        """Return sqrt(v) + eps, or sqrt(v + eps): LAMB applies the bias correction to its step size
-        instead.
-        """
+        """Return sqrt(v) + eps, or sqrt(v + eps), uncorrected: LAMB corrects its step size."""
         if group["eps_inside_sqrt"]:
             return (variance + float(group["eps"])).sqrt_()
         return variance.sqrt().add_(float(group["eps"]))
@@ -68,12 +66,10 @@ class FlatLamb(FlatMomentum):
         means = (sums[0] / sums[1].clamp(min=1.0)).sqrt() * FLOOR
         self._least = dict(zip(self.flat.layout.by_name, means.float()))
 
-    # ---- numbers of tensors ----
+    # ---- scales of tensors ----
 
     def held_scales(self) -> Tensor:
-        """Return c and f of the tensors of which this rank has a part, zeros for others: [2,
-        tensors].
-        """
+        """Return c and f of the tensors with a part on this rank, else zeros: [2, tensors]."""
         held = self._bound.factors.held()
         found = torch.zeros(self._scales.shape, dtype=torch.float32)
         for index, slot in enumerate(self._slots):
@@ -84,9 +80,7 @@ class FlatLamb(FlatMomentum):
         return found
 
     def set_scales(self, scales: Tensor) -> None:
-        """Set c and f to ``scales``, the maximum over all ranks. A tensor that was never updated
-        has 1.
-        """
+        """Set c and f to ``scales``, the maximum over ranks, or 1 if a tensor has none."""
         self._scales = torch.where(scales > 0, scales, torch.ones_like(scales))
 
     def store_scales(self) -> None:
@@ -146,9 +140,7 @@ class FlatLamb(FlatMomentum):
         return sums, largest
 
     def learn(self, sums: Tensor, largest: Tensor) -> None:
-        """Update the scales f for this step, from ``sums`` and ``largest`` reduced over
-        all ranks.
-        """
+        """Update the scales f for this step, from values reduced over all ranks."""
         groups = [self._group_of(slot.name) for slot in self._slots]
         given = [[float(group[name]) for group in groups] for name in FACTOR_SETTINGS]
         settings = upload(torch.tensor(given, dtype=torch.float32), largest.device)

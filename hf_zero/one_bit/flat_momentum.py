@@ -76,9 +76,7 @@ class FlatMomentum:
     # ---- state of the optimizer ----
 
     def state(self, name: str) -> Tensor:
-        """Return the state ``name`` of this rank's chunk: [owned], a view of the
-        optimizer's state.
-        """
+        """Return the state ``name`` of this rank's chunk: [owned], a view of the optimizer's."""
         held, shard = self._state.get(name), self.flat.optimizer_shard
         if held is None or held.data_ptr() != self._bound.address(shard, name):
             self._state = self._bound.tensors(shard)
@@ -205,9 +203,7 @@ class FlatMomentum:
         return [*pairs, self.renew()] if renews or self.momentum is None else pairs
 
     def renew(self) -> tuple[Tensor, Tensor]:
-        """Return the (whole, own) pair to gather so that all ranks have C of the
-        owners' averages.
-        """
+        """Return the (whole, own) pair to gather C of the owners' averages on all ranks."""
         device, average = self.flat.full.device, self.state(AVERAGE)
         if self.momentum is None:
             self.momentum = self.blocks.empty(device)
@@ -228,9 +224,7 @@ class FlatMomentum:
         return self.blocks.compress(self.error, gradient, self.momentum, beta, factor)
 
     def combine(self, came: Tensor, beta: float) -> Tensor:
-        """Return the message of this rank's chunk of the momentum from the messages received for
-        it.
-        """
+        """Return the message of this rank's chunk of the momentum from all ranks' messages."""
         assert self.momentum is not None
         rank = self.flat.axis.rank
         own = self.momentum[rank : rank + 1]
@@ -285,9 +279,7 @@ class FlatMomentum:
         return self.blocks.values(self.momentum)
 
     def settings(self, index: int, made: int, frozen: int) -> tuple[float, float]:
-        """Return the factor of the weights of the runs of group ``index`` (decay), and the step
-        size.
-        """
+        """Return the factor of group ``index``'s weights (decay), and the step size."""
         group = self._bound.groups[index]
         lr = float(group["lr"])
         keep = 1.0 - lr * float(group["weight_decay"])

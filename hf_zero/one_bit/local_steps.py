@@ -116,9 +116,7 @@ class LocalMomentum:
         self._sums, self.used = {}, 0
 
     def move(self, views: Mapping[str, Tensor]) -> None:
-        """Write into the parameters ``views``, by name, the weights of this rank that forwards and
-        backwards use.
-        """
+        """Write this rank's weights for forwards and backwards into ``views``, by name."""
         momentum = self.momentum
         if not self.pending or momentum.weights is None or momentum.exponents is None:
             return
@@ -191,9 +189,7 @@ class LocalSteps:
                 self._computed.change([momentum.flat], each.move)
 
     def unused(self, mesh: Mesh) -> dict[FlatMomentum, frozenset[str]]:
-        """Return the parameters that no rank has used since the last synchronisation
-        (collective).
-        """
+        """Return the parameters unused on all ranks since the last synchronisation (collective)."""
         used = [
             each.used >> place & 1
             for momentum, each in self._of.items()

@@ -43,9 +43,7 @@ class RankNorm:
         return self._squares * (torch.where(ratio < 0.0, 1.0, ratio) * share)
 
     def measure(self, shards: Sequence[Tensor]) -> None:
-        """Update the ratio by the average gradient, of which this rank has ``shards``
-        (collective).
-        """
+        """Update the ratio by the average gradient: this rank has ``shards`` (collective)."""
         if self._squares is None:
             return
         both = torch.stack([self._sum(shards), self._squares])

@@ -89,9 +89,7 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def rows_of_a_chunk(tokens: int, vocabulary: int, itemsize: int, device: torch.device) -> int:
-    """Return the rows of a chunk, so that chunks are even and their logits fit the limit of the
-    device.
-    """
+    """Return the rows of even chunks whose logits fit the limit of the device."""
     limit = HOST_BYTES if device.type == "cpu" else DEVICE_BYTES
     # lower bound: 1,024 rows, which the GEMMs of a GPU need whatever the vocabulary; 128 on a CPU
     most = max(limit // (vocabulary * itemsize), 128 if device.type == "cpu" else 1024)
@@ -279,9 +277,7 @@ def log_probabilities(
     terms: Terms,
     rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (log-probability of each label, logsumexp), both [tokens]; 0 where the label is
-    ignored.
-    """
+    """Return (log-probability of each label, logsumexp), both [tokens]; 0 if it is ignored."""
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     found = hidden.new_empty(tokens, dtype=accumulator_dtype(hidden.dtype))
     lse = torch.empty_like(found)

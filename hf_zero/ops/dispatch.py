@@ -168,9 +168,7 @@ def interpreted() -> bool:
 
 
 def broken() -> dict[str, str]:
-    """Return the kernels that could not be compiled in this process, with the
-    compiler's last line.
-    """
+    """Return the kernels that this process failed to compile, with the compiler's last line."""
     return dict(_BROKEN)
 
 

@@ -42,9 +42,7 @@ class ErrorCodec:
 
     @torch.no_grad()
     def encode(self, values: Tensor, rows: int = 1, there: Tensor | None = None) -> Tensor:
-        """Encode, see :class:`hf_zero.distributed.codec.Codec`. Uses 8 temporary bytes
-        an element.
-        """
+        """Encode, see :class:`hf_zero.distributed.codec.Codec`. Uses 8 more bytes an element."""
         wanted = values.to(torch.float32, copy=True)
         if self._error is not None:
             self._blocks.dequantise(self._error, wanted, add=True)

@@ -33,9 +33,7 @@ BACKENDS = ("io_uring", "threads", "python")
 
 
 class Priority(enum.IntEnum):
-    """The order of transfers: a thread waits for it, it will be needed soon, no thread waits for
-    it.
-    """
+    """The urgency of a transfer: a thread waits; it is needed soon; no thread waits."""
 
     NEEDED = 0
     AHEAD = 1
@@ -105,9 +103,7 @@ class OpenFile:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], create: bool = False) -> OpenFile:
-        """Open the file at ``path``, created (and never truncated) if ``create``.
-        Raises OSError.
-        """
+        """Open the file at ``path``, created (never truncated) if ``create``. Raises OSError."""
         name = os.fspath(path)
         descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
         try:
@@ -117,9 +113,7 @@ class OpenFile:
             raise
 
     def handle(self, file_class: type) -> Any:
-        """Return the backend's object for this file, of ``file_class``; it then owns the
-        descriptors. Raises OffloadError if the file is open in a queue of another kind.
-        """
+        """Return this file as an object of ``file_class``, which then owns the descriptors."""
         if self._made is None:
             self._close.detach()
             self._made = file_class(self.path, self.descriptor, self._direct)

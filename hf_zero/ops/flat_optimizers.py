@@ -227,7 +227,7 @@ def lion_(
     )
 
 
-# ---- as torch sees them ----
+# ---- custom operators ----
 
 
 @torch.library.custom_op("hf_zero::flat_advance_", mutates_args=("steps",))
@@ -283,7 +283,7 @@ def _(*arguments: Any) -> None:
     return None
 
 
-# ---- what arguments must be ----
+# ---- checks of arguments ----
 
 
 def _check(

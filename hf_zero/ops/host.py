@@ -344,7 +344,7 @@ def checksum(tensor: Tensor) -> int:
     )
 
 
-# ---- what updates share ----
+# ---- shared by the updates ----
 
 
 def _shared(

@@ -116,9 +116,7 @@ def _prepared(
     labels: torch.Tensor,
     ignore_index: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Check the arguments; return them flat and in the dtype that autocast would use for a linear
-    layer.
-    """
+    """Check the arguments; return them flat and in the dtype that autocast chooses."""
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise KernelError(
             f"hidden {tuple(hidden.shape)} with weight {tuple(weight.shape)}: give [..., width] "

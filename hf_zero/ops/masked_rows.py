@@ -62,9 +62,7 @@ def select_rows(
 
 
 class RowCount:
-    """The number of ``labels`` that count, copied asynchronously from a device. See the
-    note above.
-    """
+    """The number of ``labels`` that count, copied asynchronously from a device (see the note)."""
 
     def __init__(self, labels: torch.Tensor, ignore_index: int = -100):
         self.tokens = labels.numel()

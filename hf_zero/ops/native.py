@@ -79,9 +79,7 @@ def instruction_set() -> str:
 
 
 def instruction_sets() -> list[str]:
-    """Return the instruction sets of this machine, the widest last; empty without the
-    native core.
-    """
+    """Return this machine's instruction sets, the widest last; empty without the native core."""
     return list(core().instruction_sets()) if available() else []
 
 

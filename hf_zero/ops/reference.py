@@ -160,9 +160,7 @@ def _lamb_update(
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """Return the root, rounded once: torch's fp32 root is a vector library's and may be off by one
-    ulp.
-    """
+    """Return the root, rounded once: torch's fp32 root may be off by one place."""
     return x.double().sqrt().float()
 
 

@@ -296,9 +296,7 @@ class BlockTable:
     def _part(
         self, core: object, messages: Tensor, row: int, block: int, numel: int, rows: int = 1
     ) -> object:
-        """Describe ``numel`` elements from ``block`` on, in ``rows`` messages from ``row`` on, for
-        the core.
-        """
+        """Return the core's view of ``numel`` elements from ``block`` on of ``rows`` messages."""
         first = address(messages) + row * messages.shape[1]
         return core.Rows(  # type: ignore[attr-defined]
             first + self.scales_at + 4 * block,

@@ -117,9 +117,7 @@ class SymmetricBlocks:
         )
 
     def _check(self, op: str, name: str, values: Tensor, rows: int) -> int:
-        """Return the elements of a row of ``values``; raise KernelError unless kernels can take
-        them.
-        """
+        """Return the elements of a row of ``values``; raise KernelError for unsupported ones."""
         if values.device.type == "cpu":
             flat(op, name, values, FLOATS)
         elif values.dtype not in FLOATS or values.dim() != 1 or not values.is_contiguous():

@@ -48,9 +48,7 @@ class Rectangle(NamedTuple):
 
 
 def rectangles(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Rectangle]:
-    """Yield the rectangles of elements ``[start, stop)`` of a tensor with at least two
-    dimensions.
-    """
+    """Yield the rectangles of elements ``[start, stop)`` of a tensor of two dimensions or more."""
     rows, columns = shape[-2:]
     at = start
     while at < stop:

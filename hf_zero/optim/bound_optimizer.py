@@ -116,9 +116,7 @@ class BoundOptimizer:
     # ---- stepping ----
 
     def rest(self, names: frozenset[str]) -> None:
-        """Make :meth:`step` only count the steps of the parameters ``names``, which
-        others update.
-        """
+        """Make :meth:`step` only count the steps of parameters ``names``: others update them."""
         self._table.rest(names)
 
     def takes_shards(self) -> bool:
@@ -214,7 +212,7 @@ class BoundOptimizer:
                 self._steps.bare,
             )
 
-    # ---- the second half of a step: what is offloaded ----
+    # ---- the second half of a step: offloaded state ----
 
     def begin(self, divisor: float, number: int) -> Update:
         """Return the update of all offloaded state, with the group settings of this moment; step
@@ -426,9 +424,7 @@ class BoundOptimizer:
         return saved.over(self._table.segments)
 
     def unpacked(self) -> None:
-        """Update the bookkeeping after the optimizer's own ``load_state_dict`` has
-        replaced state.
-        """
+        """Update the bookkeeping after the optimizer's ``load_state_dict`` has replaced state."""
         self.numbers.note_load(self.scalars(), self.apart())
         self._table.device.stepped(together=False)
         self._table.offloaded.unpacked()

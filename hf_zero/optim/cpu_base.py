@@ -111,9 +111,7 @@ class CPUOptimizer(torch.optim.Optimizer):
                         state[name] = packed_moment(group["moments"], state[name], signed)
 
     def _load_in_fp32(self, state_dict: dict[str, Any]) -> None:
-        """Restore the saved fp32 state of 16-bit parameters, which torch has cast to
-        their dtype.
-        """
+        """Restore the saved fp32 state of 16-bit parameters: torch has cast it to their dtype."""
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for index, param in zip(saved, params):

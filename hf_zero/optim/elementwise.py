@@ -84,9 +84,7 @@ def elementwise_base(cls: type) -> type[torch.optim.Optimizer] | None:
 
 
 def update_base(cls: type) -> type[torch.optim.Optimizer] | None:
-    """Return the class, among those that flat shards can run, whose update ``cls`` runs
-    unchanged.
-    """
+    """Return the class with the update of ``cls`` unchanged, if flat shards can run it, or None."""
     return elementwise_base(cls) or whole_tensor_base(cls)
 
 

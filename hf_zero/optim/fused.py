@@ -84,7 +84,7 @@ class FusedStep:
         """Count steps per segment from now on: segments have been split, with their state."""
         self._apart, self._homes, self._rows, self._steps = True, {}, {}, None
 
-    # ---- whether ----
+    # ---- support ----
 
     def takes(self, segments: Sequence[Segment]) -> bool:
         """Whether the next step over ``segments`` is a launch. If not, the optimizer's own step can
@@ -247,7 +247,7 @@ class FusedStep:
             **shared, eps=group["eps"], decoupled=bool(decoupled), corrected=corrected
         )
 
-    # ---- where things lie ----
+    # ---- addresses ----
 
     def _plan(self, segments: Sequence[Segment], shards: Mapping[str, Tensor]) -> None:
         """Rebuild the address tables of the launches if any address has changed."""

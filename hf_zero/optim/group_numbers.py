@@ -1,6 +1,4 @@
-"""Read and write access to the numbers that the parameters of a group share, such as
-step counts.
-"""
+"""Access to the numbers that the parameters of a group share, such as step counts."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ class GroupNumbers:
         scalars: Sequence[Mapping[str, float]],
         apart: Sequence[Mapping[str, Mapping[str, float]]] = (),
     ) -> None:
-        """Record that state with these numbers, equal on all ranks, has replaced the
-        current one.
-        """
+        """Record that state with these numbers, equal on all ranks, has replaced the former."""
         each = [*scalars, *(numbers for group in apart for numbers in group.values())]
         self.loads += 1
         self._table.rest(frozenset())  # the loaded state may lack theirs

@@ -23,8 +23,8 @@ class Call:
 
     group: Mapping[str, Any]
     step: int
-    divisor: float  # of the gradient
-    seed: int  # of stochastic rounding
+    divisor: float  # divides the gradient
+    seed: int  # seed of stochastic rounding
     fresh: bool  # no step has been made yet
     whole: WholeTensorCall | None = None
 

@@ -231,9 +231,7 @@ def muon_groups(
 
 
 def hidden_matrices(model: torch.nn.Module) -> set[Tensor]:
-    """Return the matrices of ``model`` other than embeddings, output embeddings and
-    tied weights.
-    """
+    """Return the matrices of ``model`` outside its embeddings and output embeddings."""
     modules = list(model.modules())
     embeddings: list[torch.nn.Module] = [
         module for module in modules if isinstance(module, torch.nn.Embedding)

@@ -84,9 +84,7 @@ class OffloadedState:
         return self._region_of[flat.key].segments
 
     def replace(self, pieces: Mapping[Segment, Sequence[Segment]]) -> None:
-        """Carry the "not stepped yet" marks of segments over to the ``pieces`` they
-        were cut into.
-        """
+        """Carry the marks of fresh segments over to the ``pieces`` that they were cut into."""
         for segment, found in pieces.items():
             if segment in self._fresh:
                 self._fresh.discard(segment)
@@ -121,7 +119,7 @@ class OffloadedState:
         """Mark exactly the fresh segments that hold parameters of ``names`` as not stepped yet."""
         self._fresh = {segment for segment in self._fresh if not names.isdisjoint(segment.names)}
 
-    # ---- how it is kept ----
+    # ---- rules and formats ----
 
     def rule(self, group: int) -> Rule | None:
         """Return the host kernel that updates ``group``; None if the optimizer itself does."""
@@ -197,9 +195,7 @@ class OffloadedState:
         self.create(segment)
 
     def start_momentum(self) -> None:
-        """Create momenta as torch's SGD does in the step after a group's momentum was
-        switched on.
-        """
+        """Create momenta as torch's SGD does in the step after momentum was switched on."""
         new = [
             segment
             for segment in self._all
@@ -210,7 +206,7 @@ class OffloadedState:
         for segment in new:
             self.create(segment)
 
-    # ---- read and written ----
+    # ---- access for checkpoints ----
 
     def names(self, flat: Flat) -> list[str]:
         """Return the names of the arrays of ``flat`` that hold values: a momentum that the first

@@ -38,15 +38,11 @@ class SendsMomentum:
     """An optimizer that has steps in which the engine sends the momentum in one bit."""
 
     def is_dense(self, step: int) -> bool:
-        """Whether step number ``step``, counted from 1, is the optimizer's own,
-        uncompressed step.
-        """
+        """Whether step number ``step``, counted from 1, is the optimizer's own (dense) step."""
         raise NotImplementedError
 
     def interval(self, step: int) -> int:
-        """Return the interval of synchronisation: ranks synchronise in step ``step`` if it is a
-        multiple.
-        """
+        """Return the interval of synchronisation: ranks synchronise in its multiples."""
         return 1
 
 

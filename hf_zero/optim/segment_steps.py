@@ -30,9 +30,7 @@ class SegmentSteps:
         in_kernel: bool,
         step: Callable[[], Any],
     ) -> None:
-        """Run ``step`` with ``gradients``, one for each of ``segments``; the optimizer skips all
-        others.
-        """
+        """Run ``step`` with ``gradients`` of ``segments``; the optimizer skips all others."""
         optimizer: Any = self._optimizer
         if grad_scale is not None and not in_kernel and gradients:
             torch._foreach_div_(

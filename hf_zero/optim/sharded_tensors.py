@@ -174,9 +174,7 @@ class ShardedTensors(Tensors):
     def _exchange(
         self, rows: Sequence[Sequence[Tensor]], counts: Sequence[int]
     ) -> Sequence[Tensor]:
-        """Send ``rows[rank]``, bf16, concatenated, to each rank; receive ``counts[rank]`` elements
-        from each.
-        """
+        """Send ``rows[rank]``, bf16, joined, to each rank; receive ``counts[rank]`` elements."""
         pieces = [piece for of in rows for piece in of]
         none = torch.zeros(0, dtype=torch.bfloat16, device=device_of(pieces))
         sizes = [sum(map(torch.numel, of)) for of in rows]

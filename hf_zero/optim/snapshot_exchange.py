@@ -34,9 +34,7 @@ class _Held(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """Elements ``[start, stop)`` of a parameter, or padding, placed at ``place`` in a
-    flat buffer.
-    """
+    """Elements ``[start, stop)`` of a parameter, or padding, at ``place`` in a flat buffer."""
 
     name: str
     start: int
@@ -118,9 +116,7 @@ def over_flats(
 def _read(
     packed: Mapping[str, Any], rank: int, kind: str
 ) -> tuple[list[_Entry] | str, dict[str, list[_Held]]]:
-    """Return the entries of this rank's dict and the elements they hold; instead of entries the
-    reason why they cannot be exchanged.
-    """
+    """Return the entries of this rank's dict, or why they cannot be exchanged; their elements."""
     told = packed[KEY]
     groups = [index for index, group in enumerate(packed["param_groups"]) for _ in group["params"]]
     entries: list[_Entry] = []
@@ -220,9 +216,7 @@ def _exchanged(
     made: Sequence[list[_Made]],
     ranks: ShardRanks,
 ) -> dict[str, list[Tensor]]:
-    """Return by state the elements that each rank sends to this one, in the order of the new
-    entries.
-    """
+    """Return by state the elements that each rank sends to this one, in the order of entries."""
     names = {
         name: dtype
         for entries in described

@@ -17,7 +17,7 @@ from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim import state
 from hf_zero.optim.table import Flat, Segment, SegmentPart
 
-KEY = "segments"  # of a state dict
+KEY = "segments"  # the entry of a state dict
 Layout = dict[str, list[list[Any]]]
 
 
@@ -80,9 +80,7 @@ class Saved:
     numels: list[int]
 
     def borders(self, segment: Segment) -> list[int]:
-        """Return the places in ``segment``, counted from its first element, where another entry
-        begins.
-        """
+        """Return the places in ``segment``, counted from its start, where an entry begins."""
         return [place for place, _, _ in self._entries(segment)][1:]
 
     def over(self, segments: Sequence[Segment]) -> dict[str, Any]:
@@ -123,9 +121,7 @@ class Saved:
         return {}
 
     def _entries(self, segment: Segment) -> list[tuple[int, int, int]]:
-        """Return (place in the segment, entry, place in the entry) of each run that is in one
-        entry.
-        """
+        """Return (place in the segment, entry, place in the entry) of each run of one entry."""
         found: list[tuple[int, int, int]] = []
         for part in segment.parts:
             first = part.flat.owned[0] + part.start

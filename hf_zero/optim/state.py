@@ -81,9 +81,7 @@ def fresh_state(
 
 
 def numbers_kept(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many numbers ``optimizer`` keeps for each element, in the group that
-    keeps most.
-    """
+    """Return how many numbers ``optimizer`` keeps an element, in the group that keeps most."""
     kept = [
         fresh_state(optimizer, in_numbers(group), torch.zeros(1))
         for group in optimizer.param_groups

@@ -82,9 +82,7 @@ class Update:
 
     @property
     def rounds(self) -> int:
-        """The number of rounds in which every announced flat buffer must be prepared before any is
-        run.
-        """
+        """The number of rounds to prepare every announced flat buffer for before any is run."""
         return self._tensors.optimizer.ROUNDS if self._tensors is not None else 0
 
     def announce(self, flat: Flat) -> None:
@@ -155,9 +153,7 @@ class Update:
         return rule is not None and rule.prepare is not None
 
     def combine(self, at: int) -> None:
-        """Combine round ``at``, after all flat buffers have been prepared for it on all ranks
-        (collective).
-        """
+        """Combine round ``at``, for which all flat buffers have been prepared (collective)."""
         assert self._tensors is not None
         segments = list[list[Segment]]([] for _ in self._groups)
         for segment in self._prepared:

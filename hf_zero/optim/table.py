@@ -102,7 +102,7 @@ class Segment:
     start: int
     stop: int
     parts: list[SegmentPart]
-    sub_group: int = 0  # of a flat buffer with offloaded states
+    sub_group: int = 0  # index among those of a flat buffer with offloaded states
     tensor: Tensor = field(init=False)
 
     @property

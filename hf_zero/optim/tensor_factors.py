@@ -30,9 +30,7 @@ class TensorFactors:
         self.known = optimizer.FACTOR_NAMES if isinstance(optimizer, WholeTensorOptimizer) else ()
 
     def of(self, segment: Segment) -> dict[str, Tensor]:
-        """Return the factors of ``segment``, which is or has been stepped; {} before its first
-        step.
-        """
+        """Return the factors of ``segment``, which must have been stepped or be stepped now."""
         if not self.known:
             return {}
         live = self._entries.optimizer.state[segment.tensor]
@@ -40,9 +38,7 @@ class TensorFactors:
         return factors
 
     def held(self, firsts: bool = False) -> dict[str, dict[str, Tensor]]:
-        """Return the factors by parameter, if this rank has elements of it; ``firsts``: its first
-        one.
-        """
+        """Return factors by parameter; ``firsts``: only if this rank has its first element."""
         found = {}
         for segment in self._table.segments if self.known else ():
             start, stop = extent_of(segment) if segment.parts else (0, 0)

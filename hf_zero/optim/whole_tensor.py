@@ -183,9 +183,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         """Update the parts, given the results of all rounds."""
 
     def update(self, found: Sequence[Parts]) -> None:
-        """Make one update of the parts of each group, which have a gradient and whose step is
-        counted.
-        """
+        """Make one update of the parts of each group: they have gradients and counted steps."""
         weights = [parts.weights for parts in found]
         for parts, places in zip(found, self.tensors.places(weights)):
             parts.places = places

@@ -79,7 +79,7 @@ class BufferPool:
     ):
         self.lock = threading.RLock()
         self.prefetches = prefetches and count > 1
-        self.write_error: OSError | None = None  # of the first failed write
+        self.write_error: OSError | None = None  # the first failed write
         self._write_behind = write_behind
         self._count = count
         self._allocator = allocator
@@ -95,9 +95,7 @@ class BufferPool:
         return self._count * self._size
 
     def grow(self, size: int) -> None:
-        """Grow the buffers to sub-groups of ``size`` bytes, before the first of them is
-        acquired.
-        """
+        """Grow the buffers to ``size`` bytes, before any sub-group is acquired."""
         with self.lock:
             if size <= self._size:
                 return
@@ -145,12 +143,10 @@ class BufferPool:
             assert self._free is not None
             self._free.append((memory, copied))
 
-    # ---- reads ahead ----
+    # ---- prefetched reads ----
 
     def add_prefetched(self, block: FileBlock) -> None:
-        """Register ``block`` as being read; its buffer may be taken until
-        :meth:`remove_prefetched`.
-        """
+        """Register a ``block`` being read; its buffer may be taken until its removal."""
         self._prefetched[block] = None
 
     def remove_prefetched(self, block: FileBlock) -> None:

@@ -49,7 +49,7 @@ class NvmeStorage:
         self._pool = pool
         self._formats: dict[str, StorageFormat] = {}
         self._extents: dict[str, FileExtent] = {}
-        self._offsets: dict[str, list[int]] = {}  # of each sub-group in its extent
+        self._offsets: dict[str, list[int]] = {}  # offsets of the sub-groups in each extent
         self._blocks: dict[int, FileBlock] = {}  # prefetched, or acquired
         self._unwritten: dict[int, dict[str, Moment]] = {}  # copies of arrays whose write failed
 
@@ -83,9 +83,7 @@ class NvmeStorage:
         return memory[: numel * how.dtype.itemsize].view(how.dtype)
 
     def _parts(self, sub_group: int, memory: torch.Tensor) -> list[tuple[str, int, torch.Tensor]]:
-        """Return each array of ``sub_group`` in a buffer: name, place in its extent,
-        and its bytes.
-        """
+        """Return each array of ``sub_group`` in a buffer: name, place in its extent, bytes."""
         parts, at = [], 0
         for name in self._formats:
             size = self._size(name, sub_group)

@@ -258,9 +258,7 @@ class NvmeFiles:
         self._grow(self._used + nbytes, f"{nbytes} bytes of offloaded state of rank {self.rank}")
 
     def allocate(self, name: str, nbytes: int) -> FileExtent:
-        """Allocate an extent. Raises DiskSpaceError with the path, the bytes needed and the bytes
-        free.
-        """
+        """Allocate an extent. Raises DiskSpaceError with the path, bytes needed and free."""
         with self.lock:
             self._check_open()
             if name in self._extents or nbytes < 0:

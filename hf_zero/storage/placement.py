@@ -172,9 +172,7 @@ class Placement:
         return self._taken(self._optimizer.pin_memory, numel, dtype)
 
     def take_for_shards(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate host memory for the device's copies of parameters that are kept or buffered
-        there.
-        """
+        """Allocate host memory for the device's copies of offloaded or buffered parameters."""
         return self._taken(self._param.pin_memory, numel, dtype)
 
     def _taken(self, pin: bool | None, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -73,7 +73,7 @@ void bind_files(py::module_& m) {
         .def_property_readonly("refusal", &FileQueue::refusal);
 }
 
-#else  // O_DIRECT, eventfd and the calls around them exist on Linux only; elsewhere the queue runs in Python
+#else  // O_DIRECT, eventfd and the calls around them are Linux-only; elsewhere Python runs the queue
 
 #include <pybind11/pybind11.h>
 

@@ -97,7 +97,7 @@ static void encode_block(uint8_t* codes, float* scale, const float* x, int n, Ke
     float s;
     __builtin_memcpy(&s, &largest, sizeof s);
     if (largest >= 0x7f800000u || s < kSmallestScale) {
-        *scale = largest >= 0x7f800000u ? __builtin_nanf("") : 0.0f;  // one value that is not finite makes its whole block NaN
+        *scale = largest >= 0x7f800000u ? __builtin_nanf("") : 0.0f;  // one value that is not finite spoils its block
         __builtin_memset(codes, 0, n);
         return;
     }

@@ -97,13 +97,13 @@ std::pair<double, double> lamb_measure(Address master, Address grad, int grad_ki
                                        double beta2, double eps, double decay, bool eps_inside) {
     const hfz::Lamb job = lamb(update(master, grad, grad_kind, divisor, negate, out, out_kind, numel, first, key), mean, square, beta1, beta2,
                                eps, decay, eps_inside, 0);
-    constexpr int64_t size = 4 * hfz::kPart;  // as long as possible with a few parts for each thread of a usual tensor
+    constexpr int64_t size = 4 * hfz::kPart;  // as long as possible with a few parts per thread of a usual tensor
     std::vector<hfz::LambSums> sums((numel + size - 1) / size);
     const auto run = hfz::kernels().lamb_measure;
     hfz::over_parts(
         numel, 0, [&](int64_t part, int64_t begin, int64_t end) { sums[part] = run(job, begin, end); }, size);
     std::pair<double, double> total{0, 0};
-    for (const hfz::LambSums& each : sums) {  // in the order of the parts, whatever thread took them
+    for (const hfz::LambSums& each : sums) {  // in the order of the parts, on any threads
         total.first += each.weights;
         total.second += each.update;
     }

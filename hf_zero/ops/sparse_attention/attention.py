@@ -103,9 +103,7 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) 
 
 
 def _given(layout: torch.Tensor, length: int) -> BlockLayout:
-    """Return the configuration of a layout given as a tensor, read from the device once for as long
-    as the tensor lives unchanged.
-    """
+    """Return the layout of a tensor, read from the device once while the tensor is unchanged."""
     known = _GIVEN.get(id(layout))
     if known is not None and known[0]() is layout and known[1] == layout._version:
         return known[2]

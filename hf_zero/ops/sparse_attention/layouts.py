@@ -284,9 +284,7 @@ def _globals(
 
 
 def _random(blocks: int, count: int, attention: str, random: torch.Generator) -> torch.Tensor:
-    """Return ``count`` different columns in each row, drawn from the past alone if
-    unidirectional.
-    """
+    """Return ``count`` different random columns in each row, of the past if unidirectional."""
     layout = torch.zeros(blocks, blocks, dtype=torch.bool)
     if not count:
         return layout

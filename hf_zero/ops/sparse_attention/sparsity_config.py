@@ -22,9 +22,7 @@ _NUMBERS = itertools.count(1)
 
 
 class _Registered(type):
-    """A metaclass that registers a configuration after its last constructor, when it is
-    complete.
-    """
+    """A metaclass that registers a configuration after its last constructor."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         config = super().__call__(*args, **kwargs)
