@@ -14,7 +14,7 @@ constexpr int64_t kSignBlock = 2048;  // the largest block with a shared scale f
 constexpr int64_t kTile = 1024;   // elements processed in the first-level cache at once; whole blocks
 constexpr int64_t kPart = 32768;  // elements of one work item of a thread; whole tiles
 constexpr int kAhead = 512;  // prefetch distance, in elements
-constexpr int64_t kLongPart = 1 << 20;  // the longest work item if its end has no effect on the result
+constexpr int64_t kLongPart = 1 << 20;  // the longest work item, where cuts have no effect
 
 struct Array {
     void* data;  // null: absent
