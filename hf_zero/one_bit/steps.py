@@ -181,7 +181,7 @@ class OneBitSteps:
 
     def rest(self) -> None:
         """Exclude the flat buffers that :meth:`step` updates from the optimizer's own step; freeze
-        the variance or rescale it if the kind of step changes.
+        the variance (collective) or rescale it if the kind of step changes.
         """
         if not self._chosen:
             return

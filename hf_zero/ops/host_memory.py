@@ -115,8 +115,8 @@ class HostArena:
     """Tensors on host memory of a rank.
 
     pin: pin the memory, so that copies to and from ``device`` are asynchronous and fast. Without
-    effect if the device is the host. If the runtime refuses, one warning is logged and memory stays
-    pageable.
+        effect if the device is the host. If the runtime refuses, one warning is logged and memory
+        stays pageable.
     device: the device that copies from the memory, which is bound to its NUMA node.
 
     A tensor must outlive the copies that read or fill it: its memory is unregistered and unmapped

@@ -101,7 +101,7 @@ class BlockTable:
 
     @cached_property
     def bounds(self) -> Tensor:
-        """The first elements of blocks in the concatenated rows, and the end of the last: int64
+        """The first elements of blocks in the buffer, row by row, and the end of the last: int64
         [rows * count + 1].
         """
         sizes = self.edges.diff().view(-1)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 _NOT_KEPT = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 _MISSING = object()
-# notes of the one-bit steps in groups: the step that variances were frozen at, the ratio of norms
+# notes of the one-bit steps in groups: the step that the variances belong to, the ratio of norms
 FROZEN_AT, ALL_FROZEN_AT, NORM_RATIO = NOTES = ("frozen_at", "all_frozen_at", "norm_ratio")
 
 

@@ -58,7 +58,7 @@ class SegmentTable:
             self.stand_ins.append(stand_in)
         self.segments = segments + self.stand_ins
         self.parted = set()
-        dict.clear(self._optimizer.state)  # bypasses an override by the script
+        dict.clear(self._optimizer.state)  # not SegmentStates.clear, which resets all state
         self._list()
         if self._adds_up:  # each segment must be a part of one tensor
             self.divide(segments, lambda name: name)

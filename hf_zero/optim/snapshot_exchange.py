@@ -116,7 +116,7 @@ def over_flats(
 def _read(
     packed: Mapping[str, Any], rank: int, kind: str
 ) -> tuple[list[_Entry] | str, dict[str, list[_Held]]]:
-    """Return the entries of this rank's dict, or why they cannot be exchanged; their elements."""
+    """Return this rank's entries, or why they cannot be exchanged, and their elements."""
     told = packed[KEY]
     groups = [index for index, group in enumerate(packed["param_groups"]) for _ in group["params"]]
     entries: list[_Entry] = []

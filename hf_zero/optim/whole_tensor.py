@@ -40,7 +40,7 @@ class Parts:
     """Parts of tensors, all of one group, that are stepped together.
 
     weights, grads: 1-D if tensors are sharded; the gradients in any float type, to be divided by
-    ``divisor``.
+        ``divisor``.
     moments: a list for each of the optimizer's ``MOMENTS``.
     steps: the number of each part's step, from 1 on.
     factors: the factors of each part's whole tensor, by name; empty before the first step.
