@@ -150,7 +150,8 @@ class PDSHRunner(MultiNodeRunner):
         part += [f"--{flag}" for flag in flags if getattr(args, flag)]
         run = [*exports, f"cd {shlex.quote(os.getcwd())};", *part]
         ending = [*reach, "pkill", "-f", shlex.quote(" ".join(part[1:]))]
-        return [*reach, *run, str(self.user_script), *self.user_arguments], ending, environment
+        script = shlex.quote(str(self.user_script))  # read by the shells of the hosts
+        return [*reach, *run, script, *self.user_arguments], ending, environment
 
 
 class _MPIRunner(MultiNodeRunner):

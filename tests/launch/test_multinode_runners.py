@@ -26,8 +26,8 @@ PYTHON = [sys.executable, "-u"]
 ODD = "64(x2) $HOME 'a' \"b\""
 
 
-def made(kind: Any, *options: str, pool: Any = POOL) -> Any:
-    return kind(parse_args([*options, "train.py", "--text", "I'm here"]), "world", pool)
+def made(kind: Any, *options: str, pool: Any = POOL, script: str = "train.py") -> Any:
+    return kind(parse_args([*options, script, "--text", "I'm here"]), "world", pool)
 
 
 def test_open_mpi() -> None:
@@ -89,7 +89,7 @@ def test_pdsh_starts_the_part_of_each_host(tmp_path: Path, monkeypatch: pytest.M
     """What pdsh would hand to a shell on each host is what the deepspeed command takes there."""
     monkeypatch.chdir(tmp_path)
     where = ("--master_addr", "10.9.9.1", "--master_port", "99", "--ssh_port", "7")
-    runner = made(runners.PDSHRunner, *where)
+    runner = made(runners.PDSHRunner, *where, script="my train.py")
     runner.add_export("NAME", ODD)
     environment = {"PDSH_SSH_ARGS_APPEND": "-q"}
     command, ending, changed = runner.get_cmd(environment, SLOTS)
@@ -101,7 +101,7 @@ def test_pdsh_starts_the_part_of_each_host(tmp_path: Path, monkeypatch: pytest.M
     said = eval(
         subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=300).stdout
     )
-    assert said[:2] == [ODD, str(tmp_path)] and said[-3:] == ["train.py", "--text", "I'm here"]
+    assert said[:2] == [ODD, str(tmp_path)] and said[-3:] == ["my train.py", "--text", "I'm here"]
     plans: list[LaunchPlan] = []
     monkeypatch.setattr(launcher, "carry_out", plans.append)
     main(said[2:])
