@@ -4,6 +4,7 @@ count.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 from collections import Counter
 from functools import cache
@@ -46,6 +47,32 @@ SOURCES = house.sources(PACKAGE)
 @cache
 def widths() -> list[house.ClassWidth]:
     return house.class_widths(SOURCES)
+
+
+RELATIVE = {"as", "how", "of", "those", "what", "where", "which", "whose"}
+MOST_RELATIVE = 0.02  # of all docstrings
+
+
+def openings(source: str) -> list[str]:
+    """The first words of the docstrings in ``source``, in lower case."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    given = (
+        ast.get_docstring(node) for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)
+    )
+    return [text.split()[0].strip("`*:,").lower() for text in given if text]
+
+
+def test_docstrings_open_with_a_verb_or_a_noun() -> None:
+    words = [word for path in PACKAGE.rglob("*.py") for word in openings(path.read_text())]
+    relative = [word for word in words if word in RELATIVE]
+    assert len(relative) <= MOST_RELATIVE * len(words), Counter(relative)
+
+
+def test_an_opening_is_the_first_word_of_a_docstring() -> None:
+    source = (
+        '"""What: it is."""\nclass A:\n    def f(self):\n        """``Return``\n        it."""\n'
+    )
+    assert openings(source) == ["what", "return"]
 
 
 def test_no_class_name_is_taken_twice() -> None:
