@@ -1,8 +1,8 @@
-"""Parameters of a class of their own, as quantised weights often are: what they carry beside their
-memory.
+"""Parameters with a class of their own, such as quantised weights, and the tensors among their
+attributes.
 
 Their bytes are laid out, sharded and gathered like any others. The tensors among their attributes
-(scales, tables, the ``quant_state`` of bitsandbytes) stay whole, as buffers do, and take rank 0's
+(scales, tables, the ``quant_state`` of bitsandbytes) stay whole, as buffers do, and get rank 0's
 values.
 """
 
@@ -21,15 +21,15 @@ from hf_zero.zero.layout.sharding import sharding_of
 
 
 def attached(parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """(path, tensor) of the tensors that a parameter of a class of its own carries, in the order
-    of its attributes.
+    """Yield (path, tensor) for the tensors among the attributes of a parameter with a class of its
+    own, in attribute order.
     """
     if given_class(parameter) is not nn.Parameter:
         yield from _search(_attributes(parameter), "", {id(parameter)})
 
 
 def describe(parameter: torch.Tensor) -> str:
-    """Class and attached tensors of ``parameter``, for comparing ranks; empty for a plain one."""
+    """Return class and attached tensors of ``parameter``, to compare ranks; "" for a plain one."""
     kind = given_class(parameter)
     if kind is nn.Parameter:
         return ""
@@ -38,8 +38,8 @@ def describe(parameter: torch.Tensor) -> str:
 
 
 def refusal(parameter: torch.Tensor, device: torch.device) -> str | None:
-    """Why a parameter of this class cannot be laid out on ``device``, and what to do; None where
-    it can.
+    """Return the reason and the remedy if a parameter of this class cannot be laid out on
+    ``device``; None if it can.
     """
     kind = type(parameter)
     if kind is nn.Parameter:
@@ -73,8 +73,8 @@ def refusal(parameter: torch.Tensor, device: torch.device) -> str | None:
 
 
 def share(parameters: Iterable[torch.Tensor], mesh: Mesh) -> None:
-    """Give the tensors attached to ``parameters`` the values of the first rank that holds the
-    parameter, in place (collective).
+    """Broadcast the tensors attached to ``parameters``, in place, from the first rank that holds
+    the parameter (collective).
     """
     for parameter in parameters:
         within = mesh.of(sharding_of(parameter).axes)

@@ -1,4 +1,4 @@
-"""Which part of a whole tensor a rank of a tensor- or expert-parallel group holds. Arithmetic
+"""The part of a whole tensor that a rank of a tensor- or expert-parallel group holds. Arithmetic
 only.
 """
 
@@ -14,8 +14,8 @@ Cut = tuple[int, int]
 
 
 class BoxRun(NamedTuple):
-    """``length`` elements that lie together: from ``at`` of a part on, and from ``place`` of the
-    whole tensor on, both flattened.
+    """A contiguous run of ``length`` elements: it starts at ``at`` of the flattened part and at
+    ``place`` of the flattened whole tensor.
     """
 
     at: int
@@ -25,8 +25,8 @@ class BoxRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a tensor of shape ``whole``: along each dimension of ``cuts`` the given half-open
-    ranges, one after another, and all of the others.
+    """A part of a tensor of shape ``whole``: the given half-open ranges, concatenated, along each
+    dimension in ``cuts``, and every other dimension in full.
 
     ``Box((8, 4), ((0, ((2, 4),)),))`` is rows 2 and 3. A matrix that packs two (gate and up) is cut
     in both: ``Box((8, 4), ((0, ((0, 2), (4, 6))),))``.
@@ -52,10 +52,10 @@ class Box:
 
     @classmethod
     def even(cls, whole: Sequence[int], dim: int, rank: int, size: int, packed: int = 1) -> Box:
-        """The part of ``rank`` of ``size`` where dimension ``dim`` is cut into equal parts, or each
-        of ``packed`` equal blocks of it is.
+        """Return the part of ``rank`` of ``size`` ranks when dimension ``dim``, or each of its
+        ``packed`` equal blocks, is cut into equal parts.
 
-        Raises ValueError where it cannot be cut evenly.
+        Raises ValueError if it cannot be cut evenly.
         """
         length = whole[dim]
         if length % (size * packed):
@@ -68,8 +68,8 @@ class Box:
         return cls(tuple(whole), ((dim, tuple((at, at + part) for at in starts)),))
 
     def further(self, dim: int, rank: int, size: int, packed: int = 1) -> Box:
-        """The part of ``rank`` of ``size`` of this one, which is cut along other dimensions; else
-        as :meth:`even`.
+        """Cut this part along another dimension and return the part of ``rank`` of ``size`` ranks.
+        Arguments and errors as :meth:`even`; also raises ValueError if ``dim`` is cut already.
         """
         if dim in dict(self.cuts):
             raise ValueError(
@@ -87,8 +87,8 @@ class Box:
         return tuple(shape)
 
     def take(self, whole: Any) -> Any:
-        """The part of ``whole``, a tensor or array of that shape: a view where it is one range
-        along each dimension, else a new tensor.
+        """Return the part of ``whole``, a tensor or array of that shape: a view if each dimension
+        has one range, else a new tensor.
         """
         for dim, ranges in self.cuts:
             before = (slice(None),) * dim
@@ -99,7 +99,7 @@ class Box:
         return whole
 
     def runs(self, start: int, stop: int) -> Iterator[BoxRun]:
-        """Elements ``[start, stop)`` of the part, flattened, in its order."""
+        """Yield the runs of elements ``[start, stop)`` of the flattened part, in its order."""
         shape, lead = self.shape, self._lead
         row_numel = math.prod(shape[lead:])
         for row in _rows(start, stop, row_numel):
@@ -109,8 +109,8 @@ class Box:
             yield from self._row(row, _place(index, self.whole), start, stop, of_whole=False)
 
     def runs_within(self, start: int, stop: int) -> Iterator[BoxRun]:
-        """What the part has of elements ``[start, stop)`` of the whole tensor, flattened, in their
-        order.
+        """Yield the contiguous runs of the part inside elements ``[start, stop)`` of the flattened
+        whole tensor, in order.
         """
         shape, lead = self.shape, self._lead
         row_numel = math.prod(self.whole[lead:])
@@ -125,7 +125,7 @@ class Box:
 
     @cached_property
     def _lead(self) -> int:
-        """How many dimensions lie before the last that is cut: along them a row is one index."""
+        """Index of the last cut dimension: a row has one index along each dimension before it."""
         return max((dim for dim, _ in self.cuts), default=0)
 
     @cached_property
@@ -134,8 +134,8 @@ class Box:
         return tuple(by_dim.get(dim, ((0, n),)) for dim, n in enumerate(self.whole))
 
     def _row(self, own: int, row: int, start: int, stop: int, of_whole: bool) -> Iterator[BoxRun]:
-        """The runs of row ``own`` of the part, which is ``row`` of the whole tensor, inside
-        ``[start, stop)`` of one of the two.
+        """Yield the runs of row ``own`` of the part, which is ``row`` of the whole tensor, inside
+        ``[start, stop)`` of the whole (``of_whole``) or of the part.
         """
         lead = self._lead
         inner = math.prod(self.whole[lead + 1 :])
@@ -163,7 +163,7 @@ class Box:
 
     @classmethod
     def from_json(cls, data: Any) -> Box:
-        """Inverse of :meth:`to_json`. Raises ValueError where it is damaged."""
+        """Inverse of :meth:`to_json`. Raises ValueError if the data is damaged."""
         try:
             cuts = tuple(
                 (int(dim), tuple((int(start), int(stop)) for start, stop in ranges))
@@ -197,7 +197,7 @@ def _place(index: Sequence[int], shape: Sequence[int]) -> int:
 
 
 def _spread(ranges: Sequence[Cut], at: int) -> int:
-    """Where element ``at`` of ``ranges``, one after another, lies."""
+    """Return the index in the dimension of element ``at`` of the concatenated ``ranges``."""
     for start, stop in ranges:
         if at < stop - start:
             return start + at
@@ -206,7 +206,7 @@ def _spread(ranges: Sequence[Cut], at: int) -> int:
 
 
 def _joined_at(ranges: Sequence[Cut], place: int) -> int | None:
-    """Inverse of :func:`_spread`; None for what no range holds."""
+    """Inverse of :func:`_spread`; None for an index outside all ranges."""
     at = 0
     for start, stop in ranges:
         if start <= place < stop:

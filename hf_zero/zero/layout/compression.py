@@ -1,4 +1,4 @@
-"""Which collectives of a model travel in few bits: one choice for each flat buffer."""
+"""The choice of compressed collectives: one codec per flat buffer and direction."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_layout import FlatLayout
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# By bits. Adam divides by what a gradient's elements are usually: with 4 bits those far below the
-# largest of their block are lost, and more of them the larger the block
+# Default block size by bits. Adam divides by the usual magnitude of a gradient element: 4 bits lose
+# the elements far below the largest of their block, and a larger block loses more of them
 # (scripts/bench/compressed_loss.py).
 DEFAULT_BLOCKS = {4: 64, 8: 256}
 SMALLEST_TENSOR = 256  # elements
@@ -28,12 +28,13 @@ SMALLEST_TENSOR = 256  # elements
 
 @dataclass(frozen=True)
 class Compression:
-    """How gradients are reduced, and weights gathered: as they are where there is no codec.
+    """Codecs for reductions of gradients and for gathers of weights; None sends values
+    uncompressed.
 
-    weights, frozen: those of stage 3, that train and that do not. updates: what a step has changed
-    of weights that all ranks keep whole. block: tensors of fewer elements, and those of one
-    dimension, travel as they are, in flat buffers of their own: beside them the scale of a block of
-    a matrix would be too large.
+    weights, frozen: for gathers at stage 3 of trainable and of frozen parameters. updates: for the
+    changes of a step, where all ranks keep whole weights. block: tensors with fewer elements, and
+    1-D tensors, are sent uncompressed in flat buffers of their own: next to a matrix their elements
+    would share a block scale that is too large for them.
     """
 
     gradients: BlockCodec | None = None
@@ -46,7 +47,7 @@ class Compression:
 
     @classmethod
     def of(cls, config: ZeroConfig, one_bit: OneBit | None = None) -> Compression:
-        """What ``config`` asks for, or an optimizer whose momentum travels in ``one_bit``."""
+        """Return the choice for ``config``, or for an optimizer with a ``one_bit`` momentum."""
         if one_bit is not None:
             return cls(momentum=SignBlocks(one_bit.block), block=one_bit.block)
         zero, both = config.zero, config.compressed_communication
@@ -55,7 +56,7 @@ class Compression:
             BlockCodec(SymmetricBlocks(bits, both.block_size or DEFAULT_BLOCKS[bits]))
             for bits in (4, 8)
         )
-        # new values of an offloaded update leave the host as they are
+        # an offloaded update sends its new values uncompressed
         differences = both.bits is not None and not config.offload_optimizer.on
         return cls(
             four if both.bits or zero.quantized_gradients else None,
@@ -67,7 +68,7 @@ class Compression:
         )
 
     def takes(self, parameter: torch.Tensor, trains: bool) -> bool:
-        """Whether ``parameter`` may lie in a flat buffer that travels in few bits."""
+        """Whether ``parameter`` may be placed in a compressed flat buffer."""
         ours = (self.gradients, self.weights, self.updates, self.momentum)
         return (
             any(ours if trains else (self.frozen,))
@@ -76,14 +77,14 @@ class Compression:
         )
 
     def momentum_of(self, layout: FlatLayout, dtype: torch.dtype) -> SignBlocks | None:
-        """How momenta travel of a flat buffer of parameters that :meth:`takes` has chosen."""
+        """Return the codec for momenta of a flat buffer that :meth:`takes` has chosen, if any."""
         fits = layout.shards > 1 and layout.chunk >= self.block and dtype in FLOATS
         return self.momentum if fits else None
 
     def codecs(
         self, layout: FlatLayout, dtype: torch.dtype, trains: bool, sharded: bool, persistent: bool
     ) -> tuple[Codec | None, Codec | None]:
-        """The codecs of reductions and of gathers of a flat buffer of parameters that
+        """Return the codecs for reductions and for gathers of a flat buffer of parameters that
         :meth:`takes` has chosen.
         """
         if layout.shards == 1 or layout.chunk < self.block or dtype not in FLOATS:
@@ -100,7 +101,7 @@ UNCOMPRESSED = Compression()
 
 
 def report(flats: Sequence[FlatBuffer], wire: torch.dtype | None) -> None:
-    """Log, on rank 0, what travels in few bits, and the bytes of its messages."""
+    """Log on rank 0 which collectives are compressed, and the bytes of their messages."""
     chosen = [flat for flat in flats if flat.spec.reduce_codec or flat.spec.gather_codec]
     if not chosen or chosen[0].engine_mesh.rank != 0:
         return

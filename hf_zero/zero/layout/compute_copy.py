@@ -1,5 +1,5 @@
-"""What modules compute with in place of the values of a flat buffer: the same, changed by a
-function (weights in fewer bits, say).
+"""Values for computation that differ from those of the flat buffer by a function (weights in fewer
+bits, say).
 
 [Note: changed values]
 Shards, master weights and what a script reads between forward and backward are the values as they
@@ -18,45 +18,47 @@ from typing import Any
 
 import torch
 
-# Changes the parameters of one flat buffer, by name, in place. Called with the same values it must
-# make the same of them, on all ranks, from a forward to the end of its backward.
+# Changes the parameters of one flat buffer, by name, in place. Must be deterministic: the same
+# result for the same values, on all ranks, from a forward to the end of its backward.
 Change = Callable[[Mapping[str, torch.Tensor]], None]
 
 
 class Computing:
-    """What modules compute with in place of the values of ``flat``."""
+    """Changed values of ``flat`` that modules compute with."""
 
     def __init__(self, flat: Any, change: Change):
         self._flat = flat
         self._change = change
-        self._exact = True  # the parameters have the values as they are
-        self._for_script = False  # so have those that are being gathered
-        # of whole parameters the second buffer, of those a script has gathered the values as they
-        # are
+        self._exact = True  # the parameters have their unchanged values
+        self._for_script = False  # the gather under way is for a script
+        # for whole parameters the second buffer; for parameters that a script has gathered, their
+        # unchanged values
         self._other = None if flat.sharded else torch.empty_like(flat.full)
         self._views = {} if flat.sharded else flat.handles.views_of(self._other)
 
     @property
     def under_way(self) -> bool:
-        """Whether a pass sees changed values that are not to be written to."""
+        """Whether a pass computes with changed values, which must not be written to."""
         return not self._exact
 
     @property
     def memory(self) -> Sequence[torch.Tensor]:
-        """The second buffer, if there is one."""
+        """The second buffer, if any."""
         return () if self._other is None else (self._other,)
 
     def expect(self, exact: bool) -> None:
-        """``full`` is about to be gathered; ``exact``: for a script."""
+        """Prepare for a gather into ``full``; ``exact``: for a script, which reads unchanged
+        values.
+        """
         self._exact, self._for_script = True, exact
 
     def gathered(self) -> None:
-        """``full`` has been gathered."""
+        """Change the values after a gather into ``full``, unless a script asked for it."""
         if not self._for_script:
             self._change_in_place()
 
     def use(self, renew: bool) -> None:
-        """Modules read the values now; ``renew``: for a forward, whose backward sees the same."""
+        """Switch to the changed values; ``renew``: recompute them, for a forward."""
         if not self._exact:
             return
         flat = self._flat
@@ -76,8 +78,8 @@ class Computing:
         self._exact = False
 
     def end(self) -> None:
-        """The pass is over: parameters that stay here have their values as they are again. Raises
-        PartitionError where a module has written to them.
+        """End the pass: parameters that stay whole have their unchanged values again. Raises
+        PartitionError if a module has written to them.
         """
         flat = self._flat
         if self._exact or (flat.sharded and self._other is None):
@@ -103,31 +105,31 @@ class ComputedValues:
     """The flat buffers of an engine whose modules compute with changed values, pass by pass."""
 
     def __init__(self) -> None:
-        self._forward = True  # the pass under way is one
+        self._forward = True  # the pass under way is a forward
         self._used: list[Computing] = []
         self._changed: set[Any] = set()  # flat buffers
-        self.on = False  # there are some
+        self.on = False  # some flat buffer has changed values
 
     def change(self, flats: Sequence[Any], change: Change | None) -> None:
-        """``compute_with(change)`` of each of ``flats``; called between passes."""
+        """Call ``compute_with(change)`` on each of ``flats``. Called between passes."""
         for flat in flats:
             flat.compute_with(change)
         self._changed = self._changed - {*flats} if change is None else self._changed | {*flats}
         self.on = bool(self._changed)
 
     def begin(self, backward: bool) -> None:
-        """A pass begins."""
+        """Begin a pass."""
         self._forward = not backward
 
     def use(self, flats: Iterable[Any]) -> None:
-        """A module is about to read the values of flat buffers, which are here."""
+        """Switch gathered flat buffers to their changed values before a module reads them."""
         for computing in (flat.computing for flat in flats):
             if computing is not None and not computing.under_way:
                 computing.use(self._forward)
                 self._used.append(computing)
 
     def end(self) -> None:
-        """The pass is over, or an exception has broken it."""
+        """End the pass, also after an exception."""
         used, self._used = self._used, []
         for computing in used:
             computing.end()

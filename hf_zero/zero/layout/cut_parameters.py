@@ -1,5 +1,5 @@
-"""Parameters that tensor or expert parallelism has cut: whole ones from the parts of all ranks, and
-this rank's part of a whole one.
+"""Parameters cut by tensor or expert parallelism: whole tensors from the parts of all ranks, and
+this rank's part of a whole tensor.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from hf_zero.zero.layout.sharding import Sharding, sharding_of
 
 
 def join_parts(sharding: Sharding, part: torch.Tensor, name: str) -> torch.Tensor:
-    """The tensor that ``part`` is this rank's part of, from all ranks along the axes of
-    ``sharding`` (collective over them); what is not cut is given back.
+    """Return the whole tensor from ``part`` of each rank along the axes of ``sharding`` (collective
+    over them); ``part`` itself if it is not cut.
+
+    Raises PartitionError if the sharding has no box, or this job never had that number of ranks
+    along an axis.
     """
     groups = get_parallel()
     axes = sharding.axes[1:] if sharding.names else sharding.axes
@@ -28,7 +31,7 @@ def join_parts(sharding: Sharding, part: torch.Tensor, name: str) -> torch.Tenso
             f"nobody has said which part of {name} each rank along "
             f"{' and '.join(axes)} holds; give its Sharding a box"
         )
-    # axes and dimensions go in the same order: experts are the first dimension
+    # axes and dimensions are in the same order: experts are the first dimension
     for axis, (dim, ranges) in reversed(list(zip(axes, sharding.box.cuts, strict=True))):
         size = _parts(sharding.box, dim, ranges)
         cut = groups_along(axis, size)
@@ -39,13 +42,13 @@ def join_parts(sharding: Sharding, part: torch.Tensor, name: str) -> torch.Tenso
             )
         every = of_ranks(cut, axis, part, f"{name} (whole)")
         parts = [each.chunk(len(ranges), dim) for each in every]
-        # each of several matrices side by side has a part of every rank
+        # with several matrices side by side, each has a part on every rank
         part = torch.cat([each[place] for place in range(len(ranges)) for each in parts], dim)
     return part
 
 
 def join_named(sharding: Sharding, part: torch.Tensor, name: str) -> list[torch.Tensor]:
-    """As :func:`join_parts`, of each of the parameters that ranks hold under ``name``."""
+    """Return :func:`join_parts` of each of the parameters that ranks hold under ``name``."""
     whole, groups = join_parts(sharding, part, name), get_parallel()
     if not sharding.names or groups is None:
         return [whole]
@@ -53,8 +56,8 @@ def join_named(sharding: Sharding, part: torch.Tensor, name: str) -> list[torch.
 
 
 def of_ranks(groups: ParallelGroups, axis: str, own: torch.Tensor, key: str) -> torch.Tensor:
-    """What each rank along ``axis`` has as its ``own``: [ranks, *shape], where ``own`` is; sent
-    from the device, which communicates (collective over them).
+    """All-gather ``own`` over the ranks along ``axis``: [ranks, *shape], on the device of ``own``
+    (collective over them). The message is sent from the device of ``groups``.
     """
     ranks, sent = groups.along(axis), own.detach().to(groups.device).contiguous()
     every = sent.new_empty(ranks.size * sent.numel())
@@ -63,13 +66,13 @@ def of_ranks(groups: ParallelGroups, axis: str, own: torch.Tensor, key: str) -> 
 
 
 def _parts(box: Box, dim: int, ranges: Sequence[tuple[int, int]]) -> int:
-    """How many ranks share what ``box`` cuts into ``ranges`` of dimension ``dim``."""
+    """Number of ranks that share dimension ``dim``, of which ``box`` holds ``ranges``."""
     return box.whole[dim] // sum(end - start for start, end in ranges)
 
 
 def dims_of_parts(tensors: Iterable[torch.Tensor]) -> list[MeshDim]:
-    """The dimensions of ranks along which ``tensors`` are cut: a forward with them meets the other
-    ranks there.
+    """Return the mesh dimensions along which ``tensors`` are cut: a forward with them communicates
+    there.
     """
     found: dict[tuple[str, int], MeshDim] = {}
     for sharding in {sharding_of(tensor) for tensor in tensors}:
@@ -84,7 +87,7 @@ def dims_of_parts(tensors: Iterable[torch.Tensor]) -> list[MeshDim]:
 
 
 def own_part(sharding: Sharding, given: torch.Tensor) -> torch.Tensor:
-    """This rank's part of ``given``, where that is the whole tensor."""
+    """Return this rank's part of ``given`` if that is the whole tensor, else ``given``."""
     box = sharding.box
     if box is None or tuple(given.shape) != box.whole:
         return given

@@ -1,5 +1,5 @@
-"""Flat buffers: the parameters of one unit that share dtype and trainability, end to end in one
-buffer of which each rank owns a part.
+"""Flat buffers: the parameters of one unit with equal dtype and trainability, concatenated in one
+buffer that is sharded over the ranks.
 
 [Note: one storage for life]
 A whole buffer keeps one storage, unless views of it were taken outside the engine
@@ -38,7 +38,7 @@ _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class EngineFlats:
-    """The flat buffers of one engine, what they are sharded over, and the engine itself."""
+    """The flat buffers of one engine, their mesh, and the engine itself."""
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
@@ -47,18 +47,18 @@ class EngineFlats:
         self.engine: Callable[[], Any] = lambda: None  # a weak reference
 
     def add(self, flat: FlatBuffer) -> None:
-        """``flat`` is one of them."""
+        """Add ``flat``."""
         self.flats.append(flat)
         self.gradients.append(flat.gradient)
 
     def attach(self, engine: Callable[[], Any]) -> None:
-        """``engine``, a weak reference, is their engine."""
+        """Set ``engine``, a weak reference, as the engine of the flat buffers."""
         self.engine = engine
 
 
 class FlatBuffer:
-    """The values of the parameters of one flat buffer: whole in ``full`` [padded] while they are
-    gathered, and this rank's part of them, the parameter shard [owned], always.
+    """The values of the parameters of one flat buffer: whole in ``full`` [padded] while gathered;
+    this rank's parameter shard [owned] always exists.
 
     ``gradient`` and ``optimizer_shard`` are the other state of the same parameters. Only the
     methods here change attributes.
@@ -77,7 +77,7 @@ class FlatBuffer:
     axis: MeshDim = reading("spec.mesh.shard")
     engine_mesh: Mesh = reading("engine_flats.mesh")
     engine: Callable[[], Any] = reading("engine_flats.engine")
-    # whether the parameter shard lives elsewhere than on the compute device
+    # whether the parameter shard is offloaded from the compute device
     is_away: bool = reading("_storage.offloaded")
 
     def __init__(
@@ -87,13 +87,13 @@ class FlatBuffer:
         self.engine_flats = engine_flats
         self.handles = ParameterHandles(spec, parameters)
         self.parameters = parameters
-        # those of ``handles``: in the order of the buffer, and as views of it by name
+        # from ``handles``: in buffer order, and as views of the buffer by name
         self.members, self.views = self.handles.members, self.handles.views
         self.gradient = GradientBuffer(spec, engine_flats.gradients)
         self.optimizer_shard = OptimizerShard(spec, self.gradient)
         self.user_writes = UserWrites(parameters)
         self.retired = False  # its engine has been destroyed
-        self.unit: Any  # the Unit it belongs to, whose module imports this one
+        self.unit: Any  # the Unit it belongs to, untyped: that module
         self.full: torch.Tensor
         self._own: torch.Tensor  # this rank's part of ``full``
         self._storage: Storage = DeviceStorage({})  # where the parameter shard lives
@@ -105,22 +105,22 @@ class FlatBuffer:
         return f"FlatBuffer({self.key}, {self.layout.numel} elements, owned {self.owned})"
 
     def join(self, unit: Any) -> None:
-        """Be gathered and released with the other flat buffers of ``unit``."""
+        """Set the unit that gathers and releases this flat buffer."""
         self.unit = unit
 
     @property
     def references(self) -> int:
-        """How many tensors besides this flat buffer's own share the memory of ``full``, which is
-        gathered.
+        """Number of tensors outside this flat buffer that share the memory of ``full``, which must
+        be gathered.
         """
-        # Its own: ``full``, ``_own``, the object asked here, for each parameter a view and the
-        # parameter itself, and aliases.
+        # Own references: ``full``, ``_own``, the storage object of this call, for each parameter a
+        # view and the parameter itself, and aliases.
         own = 3 + 2 * len(self.members) + self.user_writes.aliases
         return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) - own
 
     @property
     def items(self) -> Iterator[tuple[nn.Parameter, Slot]]:
-        """Each parameter with its place in the buffer."""
+        """Each parameter with its slot in the buffer."""
         return zip(self.members, self.layout.slots)
 
     # ---- this rank's part ----
@@ -129,7 +129,7 @@ class FlatBuffer:
     def shard(self) -> torch.Tensor:
         """This rank's elements in compute dtype, on the compute device: [owned].
 
-        Written with :meth:`store_shard`.
+        Waits for the update under way. Written with :meth:`store_shard`.
         """
         self.optimizer_shard.wait_for_update()
         return self._shard_as_it_is()
@@ -145,20 +145,20 @@ class FlatBuffer:
         return out
 
     def shard_for_others(self) -> torch.Tensor:
-        """As :attr:`shard`, for a thread other than the one that trains."""
+        """Return :attr:`shard`, called from a thread other than the training thread."""
         self.optimizer_shard.synchronize_update()
         return self._shard_as_it_is()
 
     def shard_to_fill(self) -> torch.Tensor:
-        """Memory for new values of this rank's elements, to be given to :meth:`store_shard`:
-        [owned], on the device or the host.
+        """Return memory for new values of this rank's elements, for :meth:`store_shard`: [owned],
+        on the device or the host.
         """
         self.optimizer_shard.wait_for_update()
         return numbers(self._storage.acquire(0, overwrite=True)[SHARD])
 
     def bring_shard(self) -> torch.Tensor:
-        """This rank's elements where they stand in ``full``, copied there if they live elsewhere:
-        [owned].
+        """Return this rank's elements at their place in ``full``, copied there if they are
+        offloaded: [owned].
         """
         if self.optimizer_shard.finish_update is not None:
             self.optimizer_shard.finish_update()
@@ -168,37 +168,36 @@ class FlatBuffer:
         return own
 
     def prefetch(self) -> None:
-        """Say that the parameter shard will be needed soon.
-
-        One that an update is about to write is not read ahead.
+        """Start reading the parameter shard ahead of its use, unless an update is about to write
+        it.
         """
         if not self.optimizer_shard.update_runs:
             self._storage.prefetch(0)
 
     def store_shard(self, values: torch.Tensor) -> None:
-        """Overwrite this rank's elements, casting to compute dtype."""
+        """Overwrite this rank's elements, cast to compute dtype."""
         self.optimizer_shard.wait_for_update()
         self.store_part(0, values)
 
     def store_part(self, start: int, values: torch.Tensor) -> None:
-        """Overwrite the elements from ``start`` of ``owned`` on: for the update under way, which
-        does not wait for itself.
+        """Overwrite elements of ``owned`` from ``start`` on. Does not wait for the update under
+        way, which calls it.
         """
         self._storage.store(SHARD, start, values)
 
     def part_in_host_memory(self, start: int, stop: int) -> torch.Tensor | None:
-        """Elements ``[start, stop)`` of ``owned`` where the host can write them, if it can.
-        :meth:`end_host_writes` follows, when it has written all elements.
+        """Return elements ``[start, stop)`` of ``owned`` as host memory to be written, None if the
+        shard is not there. Call :meth:`end_host_writes` once all elements are written.
         """
         own = numbers(self._storage.acquire(0, overwrite=True)[SHARD])[start:stop]
         return own if own.device.type == "cpu" else None
 
     def end_host_writes(self) -> None:
-        """All parts have been written by the host."""
+        """Mark the end of the host's writes to all parts."""
         self._storage.release(0)
 
     def shard_bytes(self) -> dict[str, int]:
-        """Bytes by tier of the parameter shard."""
+        """Return the bytes of the parameter shard by tier."""
         return self._storage.nbytes()
 
     def keep_shard_in(self, storage: Storage) -> None:
@@ -206,18 +205,19 @@ class FlatBuffer:
         self._storage = storage
 
     def move_states_to_device(self, master: torch.Tensor | None, grad: torch.Tensor | None) -> None:
-        """Keep master weights and gradient on the device from now on; the caller takes the moments
+        """Keep master weights and gradient on the device from now on; the caller moves the moments
         first.
 
-        ``master`` [owned] is the memory for the first, None where the shard is the master weights;
-        ``grad`` [owned], in zeros, the one for the second, None where whole gradients are kept.
+        ``master`` [owned] is memory for the master weights, None if the shard is the master
+        weights; ``grad`` [owned], zeros, is memory for the gradient, None if whole gradients are
+        kept.
         """
         own = master is not None or self.is_away
         self.optimizer_shard.move_to_device(master, self.shard, own)
         self.gradient.move_to_device(grad)
 
     def own_part(self, name: str) -> torch.Tensor:
-        """This rank's elements of parameter ``name``: 1-D, possibly empty."""
+        """Return this rank's elements of parameter ``name``: 1-D, possibly empty."""
         _, start, stop = self.spec.own_range(name)
         return self.shard[start:stop]
 
@@ -225,13 +225,13 @@ class FlatBuffer:
 
     @property
     def secondary_shard(self) -> torch.Tensor | None:
-        """This rank's part of the values of the last forward, cut among the ranks of its node:
-        [padded / ranks of a node], compute dtype; None where there is no such copy (ZeRO++'s hpZ).
+        """This rank's part of the values of the last forward, sharded over the ranks of its node:
+        [padded / ranks of a node], compute dtype; None without such a copy (ZeRO++'s hpZ).
         """
         return self._secondary
 
     def keep_secondary(self, node: MeshDim) -> None:
-        """Copy this rank's part among ``node`` out of the gathered values."""
+        """Copy this rank's secondary shard over ``node`` from the gathered values."""
         numel = self.layout.padded // node.size
         part = self.full.narrow(0, node.rank * numel, numel)
         if self._secondary is None:
@@ -241,8 +241,8 @@ class FlatBuffer:
     # ---- what a script writes ----
 
     def refuse_changed(self, name: str) -> None:
-        """Raise PartitionError while modules compute with other values than those of parameter
-        ``name``, which a script has written to.
+        """Raise PartitionError if a script has written to parameter ``name`` while modules compute
+        with values that differ from the parameter's.
         """
         if self.computing is not None and self.computing.under_way:
             self.user_writes.accept()
@@ -253,8 +253,8 @@ class FlatBuffer:
             )
 
     def adopt(self, name: str, loaded: bool = False) -> None:
-        """Take the gathered values of parameter ``name`` over into this rank's shard and master
-        weights; where these are rounded to them already, only if they were ``loaded``.
+        """Copy the gathered values of parameter ``name`` into this rank's shard and master weights.
+        Master weights that round to these values stay, unless the values were ``loaded``.
         """
         self.refuse_changed(name)
         first, start, stop = self.spec.own_range(name)
@@ -267,17 +267,19 @@ class FlatBuffer:
             self._take_part(start, stop, values)
 
     def data_of(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """``values``, the memory of parameter ``name``, as a tensor whose changes are noticed."""
+        """Return ``values``, the memory of parameter ``name``, as a tensor whose writes are
+        counted.
+        """
         view = self.views.get(name)
         if view is None or values.data_ptr() != view.data_ptr():
             return values  # a script has put the parameter elsewhere (``Tensor.set_``)
         return self.user_writes.alias(name, view)
 
     def assign(self, name: str, value: torch.Tensor) -> bool:
-        """Copy ``value`` over the whole parameter ``name``. False where torch is to put the
-        parameter elsewhere.
+        """Copy ``value`` over the whole parameter ``name``. Return False if torch should move the
+        parameter to the memory of ``value`` instead.
 
-        Raises PartitionError for a parameter that trains and would not fit its place any more.
+        Raises PartitionError if the parameter trains and ``value`` does not fit its slot.
         """
         view, parameter = self.views.get(name), self.parameters[name]
         if view is None or self.retired:
@@ -308,9 +310,7 @@ class FlatBuffer:
 
     @torch.no_grad()
     def take_user_writes(self) -> None:
-        """Take what the script has written to whole parameters over into this rank's shard and
-        master weights.
-        """
+        """Copy a script's writes to whole parameters into this rank's shard and master weights."""
         names = self.user_writes.names()
         if not names:
             return
@@ -330,8 +330,8 @@ class FlatBuffer:
         self._take_part(start, stop, view.reshape(-1)[first : first + stop - start])
 
     def _take_part(self, start: int, stop: int, values: torch.Tensor) -> None:
-        """Let elements [start, stop) of this rank's shard and master weights be ``values``. Master
-        weights that are rounded to them already stay as they are.
+        """Set elements [start, stop) of this rank's shard and master weights to ``values``. Master
+        weights that already round to them stay.
         """
         master = self.optimizer_shard.master if self.optimizer_shard.has_own_master else None
         if master is not None:
@@ -345,13 +345,13 @@ class FlatBuffer:
     # ---- the whole buffer ----
 
     def compute_with(self, change: Change | None) -> None:
-        """Let modules compute with what ``change`` makes of the values from the next pass on;
-        None: with the values. Called between passes.
+        """Let modules compute with the values changed by ``change`` from the next pass on; None:
+        with the values themselves. Called between passes.
         """
         self.computing = None if change is None else Computing(self, change)
 
     def make_room(self, exact: bool = False) -> None:
-        """Have memory for values that are about to come into ``full``, and then :meth:`fill`;
+        """Allocate ``full`` before new values are written into it; call :meth:`fill` afterwards.
         ``exact``: for a script.
         """
         storage = self.full.untyped_storage()
@@ -361,19 +361,18 @@ class FlatBuffer:
             self.computing.expect(exact)
 
     def fill(self) -> None:
-        """The values are there."""
+        """Mark ``full`` as filled."""
         if self.computing is not None:
             self.computing.gathered()
 
     @property
     def whole_buffers(self) -> Sequence[torch.Tensor]:
-        """What the parameters may be views of."""
+        """The buffers that the parameters may be views of."""
         return (self.full, *(self.computing.memory if self.computing is not None else ()))
 
     def use_full(self, full: torch.Tensor) -> None:
-        """Make ``full`` [padded] the whole buffer and the parameters views of it.
-
-        Their values must be in it.
+        """Make ``full`` [padded] the whole buffer and the parameters views of it. It must hold
+        their values.
         """
         self._set_full(full)
         if not self.sharded:
@@ -384,16 +383,14 @@ class FlatBuffer:
         self.full, self._own = full, full[self.owned[0] : self.owned[1]]
 
     def leave_storage(self) -> None:
-        """Go on in another storage: this one, with the values it has, belongs to the views that
-        were taken of it.
-        """
+        """Continue in a new storage: existing views keep the old one with its values."""
         self._set_full(torch.empty_like(self.full))
         self.handles.lay(self.full)
 
     def retire(self) -> None:
-        """Give whole parameters back to plain PyTorch.
+        """Turn whole parameters back into plain PyTorch parameters.
 
-        Released ones stay so; another engine can take them from the shards.
+        Released ones stay released; another engine can take their values from the shards.
         """
         self.optimizer_shard.wait_for_update()
         self.retired = True
@@ -405,8 +402,8 @@ class FlatBuffer:
             self.drop()  # the parameters alone keep the memory from now on
 
     def drop(self) -> None:
-        """Let go of this rank's memory: the parameters belong to another flat buffer by now, or to
-        themselves.
+        """Free this rank's memory: the parameters belong to another flat buffer by now, or to no
+        engine.
         """
         self._storage = DeviceStorage({})
         self.handles.drop_memory()
@@ -415,7 +412,8 @@ class FlatBuffer:
         self._own = self.full
 
     def whole_from_shards(self) -> torch.Tensor:
-        """A new buffer with the values of all ranks' shards, past the parameters: [padded].
+        """Return a new buffer with the values of all ranks' shards; the parameters stay as they
+        are: [padded].
 
         Collective.
         """

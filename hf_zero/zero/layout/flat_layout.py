@@ -1,5 +1,5 @@
-"""Flat layouts: where each element of each parameter lives. Arithmetic only; no torch, no device,
-no ranks at work.
+"""Flat layouts: the place of each element of each parameter. Arithmetic only: no torch, no device,
+no communication.
 
 A :class:`FlatLayout` places parameters one after another in one flat buffer and cuts the buffer
 into equal chunks, one per shard. Everything that moves parameters (partitioning, optimizer
@@ -25,7 +25,7 @@ ALIGNMENT = 8  # elements; a chunk of 16-bit elements then starts on a 16-byte b
 @dataclass(frozen=True)
 class Slot:
     """The place of one parameter: ``offset`` and ``numel`` in elements of the flat buffer. ``box``:
-    of a larger tensor it is this part.
+    its part of a larger tensor, if cut.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Slot:
 @dataclass(frozen=True)
 class ParameterRange:
     """A run of elements of one parameter: ``[start, stop)`` of the parameter is ``[offset,
-    offset+len)`` of the flat.
+    offset+len)`` of the flat buffer.
     """
 
     name: str
@@ -64,7 +64,7 @@ class ParameterRange:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Parameters laid end to end, padded to a multiple of ``shards * ALIGNMENT`` elements, cut
+    """Parameters laid end to end, padded to a multiple of ``shards * ALIGNMENT`` elements, and cut
     into ``shards`` chunks.
     """
 
@@ -91,7 +91,7 @@ class FlatLayout:
         shards: int,
         boxes: Mapping[str, Box | None] = MappingProxyType({}),
     ) -> FlatLayout:
-        """Lay ``named_shapes`` out in the order given; ``boxes`` are those of parts of tensors.
+        """Lay ``named_shapes`` out in the order given; ``boxes`` by name for parts of cut tensors.
 
         A shape ``()`` holds one element, an empty one none.
         """
@@ -103,23 +103,23 @@ class FlatLayout:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of parameters, without padding."""
+        """Number of elements of parameters, without padding."""
         return self.slots[-1].end if self.slots else 0
 
     @cached_property
     def padded(self) -> int:
-        """Elements of the flat buffer."""
+        """Number of elements of the flat buffer."""
         step = self.shards * ALIGNMENT
         return -(-self.numel // step) * step
 
     @property
     def chunk(self) -> int:
-        """Elements of one shard."""
+        """Number of elements of one shard."""
         return self.padded // self.shards
 
     def rank_range(self, shard: int) -> tuple[int, int]:
-        """The half-open range of the flat buffer that shard ``shard`` owns (it may reach into
-        the padding).
+        """Return the half-open range of the flat buffer that shard ``shard`` owns (it may include
+        padding).
         """
         if not 0 <= shard < self.shards:
             raise IndexError(
@@ -136,11 +136,11 @@ class FlatLayout:
         return {slot.name: slot for slot in self.slots}
 
     def pieces(self, start: int, stop: int) -> Iterator[ParameterRange]:
-        """The runs of parameters inside ``[start, stop)`` of the flat buffer, in order; padding
-        yields nothing.
+        """Yield the runs of parameters inside ``[start, stop)`` of the flat buffer, in order;
+        padding yields nothing.
         """
-        # Of the slots that share an offset all but the last are empty, and those before them have
-        # ended.
+        # Of the slots that share an offset all but the last are empty, and those before them end at
+        # or before it.
         first = max(0, bisect.bisect_right(self._offsets, start) - 1)
         for slot in self.slots[first:]:
             if slot.offset >= stop:
@@ -150,7 +150,7 @@ class FlatLayout:
                 yield ParameterRange(slot.name, a - slot.offset, b - slot.offset, a)
 
     def reshard(self, shards: int) -> FlatLayout:
-        """The same parameters cut for another number of shards."""
+        """Return the layout of the same parameters for another number of shards."""
         return FlatLayout(self.slots, shards)
 
     def to_json(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class FlatLayout:
     def from_json(cls, data: dict[str, Any]) -> FlatLayout:
         """Inverse of :meth:`to_json`.
 
-        Raises ValueError where a field is missing or of another type, or slots do not follow one
+        Raises ValueError if a field is missing or of another type, or slots do not follow one
         another.
         """
         try:

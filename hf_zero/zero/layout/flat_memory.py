@@ -19,13 +19,13 @@ from hf_zero.zero.layout.stage_policy import Policy
 
 @dataclass(frozen=True)
 class Dtypes:
-    """In what the values of an engine are kept, and how many an optimizer keeps.
+    """Dtypes of an engine's values, and the number of moments.
 
-    precision: of the parameters; None leaves every dtype as it is. accumulate: of sums of
-    gradients; None: fp32. wire: in which gradients travel; None: the parameters'. moments: numbers
-    that the optimizer keeps for an element. reads_16_bits: whether its update on the device reads
-    gradients in 16 bits, so that whole ones are kept so where nothing is added to them. buffers:
-    of the model's floating-point buffers; None leaves them.
+    precision: of parameters; None keeps every dtype. accumulate: of sums of gradients; None: fp32.
+    wire: of gradients in messages; None: the parameters'. moments: numbers per element that the
+    optimizer keeps. reads_16_bits: the optimizer's update on the device reads 16-bit gradients, so
+    whole ones are kept in 16 bits where nothing is added to them. buffers: of the model's
+    floating-point buffers; None keeps theirs.
     """
 
     precision: str | None
@@ -37,9 +37,9 @@ class Dtypes:
 
 
 class FlatMemory:
-    """Memory for ``flats``, which take their parts in this order, each once: neighbours of one
-    dtype lie next to each other. Where files hold some of it, room on the disk is taken when this
-    is made (collective then); raises DiskSpaceError where there is none.
+    """Memory for ``flats``, each of which must take its parts once and in this order: neighbours of
+    one dtype are adjacent. If files hold some of it, the constructor reserves disk space
+    (collective) and raises DiskSpaceError if there is not enough.
     """
 
     def __init__(
@@ -82,19 +82,19 @@ class FlatMemory:
         self._gradients = _arena([(self._sum_numel(f), self._sums[f]) for f in on_device], device)
 
     def full(self, flat: FlatBuffer) -> torch.Tensor:
-        """Memory for the whole buffer of ``flat``, [padded]; its values are not set."""
+        """Return memory for the whole buffer of ``flat``, [padded], uninitialised."""
         if flat.sharded:
             return torch.empty(flat.layout.padded, dtype=flat.dtype, device=self._device)
         return next(self._full)
 
     def place_shard(self, flat: FlatBuffer) -> None:
-        """Give the parameter shard of ``flat`` its storage, where it has one of its own."""
+        """Set the storage of the parameter shard of ``flat``, if separate from the whole buffer."""
         if flat.sharded:
             flat.keep_shard_in(self._shard_of(self._specs[flat]))
 
     def place_training_state(self, flat: FlatBuffer, own: torch.Tensor) -> None:
-        """Give a trainable ``flat`` its master weights, whose values are ``own`` [owned], and
-        memory for its gradient.
+        """Allocate the gradient and the master weights of a trainable ``flat``; ``own`` [owned] are
+        the values of the latter.
         """
         offloads = flat in self._sub_groups
         buffer = next(self._gradients) if self._sums_on_device(flat) else None
@@ -106,7 +106,7 @@ class FlatMemory:
             shard = self._placement.take_pinned(flat.spec.owned_numel, self._sums[flat])
         else:
             needs = _needs_master(flat)
-            # of a shard that is away this is a copy
+            # an offloaded shard is copied by ``flat.shard``
             master = next(self._masters).copy_(own) if needs else flat.shard
             flat.optimizer_shard.keep_in(DeviceStorage({MASTER: master}), needs or flat.is_away)
         # kept in 16 bits as long as nothing is added
@@ -130,8 +130,8 @@ class FlatMemory:
 
 
 def ways_back(flats: Sequence[FlatBuffer], device: torch.device) -> dict[str, Callable[[], None]]:
-    """By key, what brings the offloaded states of each of ``flats`` back to ``device``, where
-    they lie next to each other.
+    """Return, by key, functions that bring the offloaded states of ``flats`` back to ``device``, in
+    adjacent memory.
     """
     masters = _arena(
         [
@@ -164,15 +164,15 @@ def _needs_master(flat: FlatBuffer) -> bool:
 
 
 def keeps_master(flat: FlatBuffer) -> bool:
-    """Whether an update on the device keeps master weights of ``flat`` there beside its shard."""
+    """Whether an update on the device needs master weights of ``flat`` besides its shard."""
     return _needs_master(flat) or flat.is_away
 
 
 def _arena(
     pieces: Sequence[tuple[int, torch.dtype]], device: torch.device
 ) -> Iterator[torch.Tensor]:
-    """One allocation a dtype, handed out piece by piece in order, so that neighbours can be
-    worked on as one.
+    """Allocate one block per dtype and yield its pieces in order: adjacent ones can be processed as
+    one.
     """
     arenas = {
         dtype: torch.zeros(sum(n for n, d in pieces if d == dtype), dtype=dtype, device=device)

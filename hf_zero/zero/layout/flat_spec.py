@@ -1,4 +1,4 @@
-"""What is fixed of a flat buffer for the life of its engine."""
+"""The properties of a flat buffer that are fixed for the life of its engine."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from hf_zero.zero.layout.sharding import WHOLE, Sharding
 class FlatSpec:
     """Name, layout and kind of one flat buffer.
 
-    number: its place among the flat buffers of its engine. raw: its bytes can be read by their
-    module alone and are never cast. sharded: its values are gathered and released. persistent: they
-    are not, at a stage that does so with others. writes: of the ranks that own the same elements,
-    this one writes them into checkpoints. owned: the elements ``[start, stop)`` of the buffer that
-    this rank owns. reduce_codec, gather_codec: how its gradient travels in a reduce-scatter, and
-    its values in an all-gather of shards, or of what a step has updated; None: as they are.
-    momentum_blocks: how its momentum travels, if its optimizer sends that. mesh: the ranks that
-    hold its values. sharding: what is said of its parameters' ranks, without their boxes.
+    number: index among the flat buffers of its engine. raw: only their own module can read the
+    bytes, which are never cast. sharded: its values are gathered and released. persistent: they
+    stay whole at a stage that shards others. writes: this rank, of those with the same elements,
+    writes them to checkpoints. owned: the elements ``[start, stop)`` of the buffer that this rank
+    owns. reduce_codec, gather_codec: codec of its gradient in a reduce-scatter, and of its values
+    in an all-gather of shards or of a step's updates; None: uncompressed. momentum_blocks: codec of
+    its momentum, if the optimizer sends that. mesh: the ranks that hold its values. sharding: the
+    ``Sharding`` of its parameters, without their boxes.
     """
 
     number: int
@@ -48,19 +48,19 @@ class FlatSpec:
 
     @property
     def owned_numel(self) -> int:
-        """How many elements this rank owns."""
+        """Number of elements that this rank owns."""
         return self.owned[1] - self.owned[0]
 
     @cached_property
     def sends_differences(self) -> bool:
-        """Whether a step sends what its values are to be changed by: the master weights then are
-        others than these values, whatever the dtype.
+        """Whether a step sends the changes of its values. Master weights then differ from these
+        values in every dtype.
         """
         return self.gather_codec is not None and self.gather_codec.differences
 
     def own_range(self, name: str) -> tuple[int, int, int]:
-        """Where this rank's part of parameter ``name`` lies: (first element of the parameter, start
-        in owned, stop in owned); zeros where it has none.
+        """Return the range of this rank's part of parameter ``name``: (first element of the
+        parameter, start in owned, stop in owned); zeros if it has none.
         """
         slot = self.layout.by_name[name]
         start, stop = max(slot.offset, self.owned[0]), min(slot.end, self.owned[1])
@@ -70,7 +70,7 @@ class FlatSpec:
 
 
 def reading(path: str) -> Any:
-    """A read-only property that is the attribute at ``path``, such as ``spec.key``: a lookup
+    """Return a read-only property for the attribute at ``path``, such as ``spec.key``: a lookup
     without a Python frame.
     """
     return property(attrgetter(path))

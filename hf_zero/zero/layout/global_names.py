@@ -1,5 +1,5 @@
-"""What parameters are called in the whole model, where ranks hold different modules under one name:
-the experts of a list, which each rank numbers from 0 on.
+"""Parameter names in the whole model, for modules that differ between ranks under one name: the
+experts of a list, which each rank numbers from 0.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class WholeNames:
         return bool(self._modules)
 
     def every(self, name: str) -> tuple[str, ...]:
-        """What ``name`` is called on each rank in turn; ``name`` alone where all hold the same."""
+        """Return the whole-model names of ``name``, one a rank; one name if all are alike."""
         module, dot, _ = name.rpartition(".")
         while dot and self._modules:
             if module in self._modules:
@@ -39,17 +39,17 @@ class WholeNames:
         return (name,)
 
     def own(self, name: str) -> str:
-        """What this rank's ``name`` is called."""
+        """Return the whole-model name of this rank's ``name``."""
         names = self.every(name)
         return names[self._rank] if len(names) > 1 else name
 
     def pairs(self, names: Mapping[str, str]) -> dict[str, str]:
-        """``names``, of this rank on both sides, of each rank in turn."""
+        """Return the mapping ``names`` of this rank's names for all ranks, in whole-model names."""
         found = (zip(self.every(one), self.every(other)) for one, other in names.items())
         return dict(itertools.chain.from_iterable(found))
 
     def wholes(self, parameter: torch.Tensor, value: torch.Tensor, name: str) -> Any:
-        """(name, whole tensor) of what the ranks hold under ``name``, of ``value``, this rank's
-        (collective where it is cut, or they differ).
+        """Return (name, whole tensor) pairs for all parameters that ranks hold under ``name``;
+        ``value`` is this rank's. Collective if it is cut, or the ranks' modules differ.
         """
         return zip(self.every(name), join_named(sharding_of(parameter), value, name), strict=True)

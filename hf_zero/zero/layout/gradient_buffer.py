@@ -1,4 +1,4 @@
-"""The gradient of one flat buffer, from what backwards leave to this rank's reduced part of it."""
+"""The gradient of one flat buffer: the accumulated one, and this rank's reduced shard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NONE: frozenset[str] = frozenset()
 
 
 class GradState(Enum):
-    """Which gradients a :class:`GradientBuffer` holds for the next step."""
+    """The gradients that a :class:`GradientBuffer` holds for the next step."""
 
     EMPTY = "empty"
     UNREDUCED = "unreduced"  # this rank's own, in ``accumulated_grad``
@@ -37,25 +37,25 @@ class GradientBuffer:
     owned: tuple[int, int] = reading("spec.owned")
 
     def __init__(self, spec: FlatSpec, others: Sequence[GradientBuffer] = ()):
-        """``others`` are the gradient buffers of the engine, this one among them in the end."""
+        """``others``: the gradient buffers of the engine; this one is added to them later."""
         self.spec = spec
         self.state = GradState.EMPTY
         self.shard: torch.Tensor | None = None
         self.accumulated_grad: torch.Tensor | None = None
         # reduced gradients, set aside while ``accumulated_grad`` takes further ones in
         self.pending_grad: torch.Tensor | None = None
-        # the sum of squares of ``shard``, where it was taken on the device before it left (0-dim)
+        # sum of squares of ``shard``, if computed on the device before it was offloaded (0-dim)
         self.grad_sq_norm: torch.Tensor | None = None
         # 16 bits are enough as long as nothing is added
         self.upcast_on_accumulate = False
-        # what ``accumulated_grad`` holds is not reduced: the optimizer sends its momentum instead
+        # ``accumulated_grad`` is not reduced: the optimizer sends its momentum instead
         self.stays_local = False
         self.offloaded = False  # ``shard`` is in host memory, apart from ``accumulated_grad``
         self.all_used = (1 << len(spec.layout.slots)) - 1  # a bit for each parameter
-        self.used = 0  # those for which this rank has had a gradient in the accumulation window
-        # those that all ranks have left out of every backward of the window, and know it
+        self.used = 0  # bits of parameters with a gradient on this rank in the accumulation window
+        # bits of parameters that no backward of the window has used on any rank, known to all ranks
         self.idle = 0
-        # names of those for which no rank has, once the ranks have agreed
+        # names of parameters without a gradient on any rank, once the ranks have agreed
         self.unused = _NONE
         self._others = others
 
@@ -69,7 +69,7 @@ class GradientBuffer:
         upcast_on_accumulate: bool = False,
         offloaded: bool = False,
     ) -> None:
-        """Take memory; ``shard`` None: it is this rank's part of ``accumulated_grad``."""
+        """Set the memory; ``shard`` None: this rank's part of ``accumulated_grad``."""
         self.accumulated_grad = accumulated_grad
         if shard is None and accumulated_grad is not None:
             shard = accumulated_grad[self.owned[0] : self.owned[1]]
@@ -77,8 +77,8 @@ class GradientBuffer:
         self.offloaded = offloaded
 
     def move_to_device(self, shard: torch.Tensor | None) -> None:
-        """End the offload: ``shard`` [owned], in zeros, is its memory on the device; None where
-        there is ``accumulated_grad``.
+        """End the offload: ``shard`` [owned], zeros, is the memory on the device; None if
+        ``accumulated_grad`` provides it.
         """
         upcast = self.upcast_on_accumulate if self.accumulated_grad is not None else False
         self.allocate(shard, self.accumulated_grad, upcast)
@@ -96,41 +96,41 @@ class GradientBuffer:
 
     @property
     def has_reduced(self) -> bool:
-        """Whether reduced gradients are held that no step has used yet."""
+        """Whether reduced gradients are held for the next step."""
         return self.state is GradState.REDUCED or self.state is GradState.BOTH
 
     @property
     def ready(self) -> bool:
-        """Whether a step can use what is held."""
+        """Whether a step can use the gradients held."""
         return self.has_reduced or (self.stays_local and self.has_unreduced)
 
     @property
     def all_unused(self) -> bool:
-        """Whether no rank has a gradient of any parameter here, as far as ranks have agreed."""
+        """Whether the ranks have agreed that none has a gradient of any parameter here."""
         return len(self.unused) == len(self.layout.slots)
 
     @property
     def adds_to_shard(self) -> bool:
-        """Whether the next reduction is to be added to what is in ``shard``."""
+        """Whether the next reduction must be added to ``shard``."""
         reduced = self.state is GradState.REDUCED or self.state is GradState.BOTH
         return reduced and (self.accumulated_grad is None or self.offloaded)
 
     # ---- moves ----
 
     def keep_local(self, local: bool) -> None:
-        """Whether later reductions leave out what is in ``accumulated_grad``."""
+        """Set whether later reductions exclude ``accumulated_grad``."""
         self.stays_local = local
 
     def keep_reduced(self) -> None:
-        """Before further gradients are taken into ``accumulated_grad``: set reduced ones aside
-        that are in its memory, so that they are not averaged again.
+        """Set reduced gradients aside if they are in the memory of ``accumulated_grad``, before
+        more are accumulated there: they must not be averaged again.
         """
         if self.state is GradState.REDUCED and not self.offloaded:
             assert self.shard is not None
             self.pending_grad = self.shard.clone()
 
     def mark_accumulated(self, used: int = 0) -> None:
-        """Gradients of the parameters whose bits are set in ``used`` were taken into
+        """Record that gradients of the parameters in the bits ``used`` were added to
         ``accumulated_grad``.
         """
         self.used |= used
@@ -141,9 +141,9 @@ class GradientBuffer:
             self.state = GradState.BOTH
 
     def mark_reduced(self, sq_norm: torch.Tensor | None = None) -> None:
-        """A reduction has come into ``shard``; what was set aside is added.
+        """Record that ``shard`` holds the result of a reduction, and add the gradients set aside.
 
-        ``sq_norm``: its sum of squares, where that is known.
+        ``sq_norm``: its sum of squares, if known.
         """
         self.grad_sq_norm, self.unused = sq_norm, _NONE
         if self.pending_grad is not None:
@@ -153,13 +153,13 @@ class GradientBuffer:
         self.state = GradState.REDUCED
 
     def mark_used(self, bits: int) -> None:
-        """This rank has had gradients of the parameters whose bits are set."""
+        """Record that this rank has had gradients of the parameters in ``bits``."""
         self.used |= bits
         self.unused = _NONE
 
     def leave_out(self) -> None:
-        """All ranks have left these parameters out of every backward of the window, and know it:
-        the gradient is zero.
+        """Set the gradient to zero: all ranks know that no backward of the window has used these
+        parameters.
         """
         assert self.shard is not None
         self.shard.zero_()
@@ -167,32 +167,31 @@ class GradientBuffer:
         self.set_unused(frozenset(slot.name for slot in self.layout.slots))
 
     def set_idle(self, bits: int) -> None:
-        """All ranks have left the parameters whose bits are set out of every backward of the
-        window, and know it.
+        """Record that all ranks know that no backward of the window has used the parameters in
+        ``bits``.
         """
         self.idle = bits
 
     def set_unused(self, names: frozenset[str]) -> None:
-        """No rank has had gradients of these parameters."""
+        """Record that no rank has had gradients of these parameters."""
         self.unused = names
 
     def clear(self) -> None:
-        """Hold no gradient: after a step, and for ``zero_grad``."""
+        """Drop all gradients, after a step and for ``zero_grad``."""
         self.state, self.pending_grad = GradState.EMPTY, None
         self.used, self.idle, self.unused = 0, 0, _NONE
 
     def free(self) -> None:
-        """Let go of the memory."""
+        """Free the memory."""
         self.shard = self.accumulated_grad = self.pending_grad = self.grad_sq_norm = None
 
     def write(
         self, name: str, value: torch.Tensor | None, unreduced_scale: float, scale: float
     ) -> None:
-        """Replace what this rank holds of the gradient of ``name``, reduced and unreduced; None:
-        it has none.
+        """Replace this rank's gradient of ``name``, reduced and unreduced; None removes it.
 
-        ``scale`` is what reduced gradients carry, ``unreduced_scale`` what those carry that are yet
-        to be summed over the ranks.
+        ``scale`` is the factor in reduced gradients, ``unreduced_scale`` the one in gradients that
+        are yet to be summed over the ranks.
         """
         slot, (first, start, stop) = self.layout.by_name[name], self.spec.own_range(name)
         bit = 1 << self.layout.slots.index(slot)
@@ -219,8 +218,8 @@ class GradientBuffer:
         self.grad_sq_norm = None
 
     def write_own(self, name: str, value: torch.Tensor) -> None:
-        """Replace this rank's part of the reduced gradient of ``name`` by ``value`` (1-D), with the
-        loss scale in it.
+        """Replace this rank's part of the reduced gradient of ``name`` by ``value`` (1-D), which
+        includes the loss scale.
         """
         _, start, stop = self.spec.own_range(name)
         assert self.shard is not None
@@ -231,8 +230,8 @@ class GradientBuffer:
     # ---- 16 bits, then 32 ----
 
     def upcast(self) -> None:
-        """Keep gradients in 32 bits from now on: they are going to be sums, which would lose what
-        is small. No update may be reading them.
+        """Keep gradients in 32 bits from now on: sums in 16 bits would lose small terms. No update
+        may be reading them.
         """
         self.upcast_on_accumulate = False
         if self.accumulated_grad is not None and self.accumulated_grad.itemsize == 2:
@@ -241,11 +240,11 @@ class GradientBuffer:
             self.shard = self.shard.float()
 
     def _upcast_allocation(self, one: torch.Tensor) -> None:
-        """Upcast everything in the allocation of ``one`` together: buffers stay neighbours, and the
-        narrow memory is free again when this returns.
+        """Upcast all buffers in the allocation of ``one`` together: they stay adjacent, and the
+        16-bit memory is free on return.
 
-        It is freed first where nothing is in it. A reduction under way keeps what it works on, and
-        is cast when it lands.
+        It is freed first if it holds no gradients. A reduction under way keeps its own reference
+        and is cast when it lands.
         """
         storage = one.untyped_storage()
         offsets = {

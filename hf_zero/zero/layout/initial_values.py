@@ -1,4 +1,6 @@
-"""The first values of an engine's parameters: rank 0's, of a source, or of a destroyed engine."""
+"""The initial values of an engine's parameters: rank 0's, from a source, or from a destroyed
+engine.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ T = TypeVar("T")
 
 
 class FormerValues:
-    """Values of parameters that a destroyed engine left sharded: one of its flats whole at a
-    time; and how reading others went.
+    """Values of parameters that a destroyed engine left sharded, gathered one flat buffer at a
+    time; also keeps the first error of reading other values.
     """
 
     def __init__(self) -> None:
@@ -30,8 +32,8 @@ class FormerValues:
         self._error: Exception | None = None
 
     def attempt(self, read: Callable[..., T], *args: Any) -> T | None:
-        """Read what this rank alone may fail to read: an error is kept until all ranks are
-        through, so that none waits for this one.
+        """Call ``read``, which may fail on this rank alone. An exception is kept until all ranks
+        have finished reading, so that none waits for this one; see :meth:`raise_error`.
         """
         try:
             return read(*args)
@@ -44,8 +46,8 @@ class FormerValues:
             raise self._error
 
     def let_go(self) -> None:
-        """Free the shards that have been taken over, and the groups of an engine that nothing is
-        left of.
+        """Free the shards whose parameters have been taken over, and the process groups of an
+        engine with no shards left.
         """
         self._flat, self._whole = None, torch.empty(0)
         self.drop_spent()
@@ -54,7 +56,7 @@ class FormerValues:
                 former.mesh.close()
 
     def drop_spent(self) -> None:
-        """Free the shards of which every parameter has been taken over."""
+        """Free the flat buffers whose parameters have all been taken over."""
         for former in self._seen.values():
             for flat in former.flats:
                 if not _owns(flat):
@@ -77,8 +79,8 @@ class FormerValues:
 def fill_whole(
     flat: FlatBuffer, full: torch.Tensor, mesh: Mesh, former: FormerValues
 ) -> torch.Tensor:
-    """The values of the first rank that holds ``flat`` into ``full``; returned in the precision
-    they came in, for the master weights: [padded].
+    """Broadcast the values of the first rank that holds ``flat`` and write them into ``full``.
+    Return them in their original precision, for the master weights: [padded].
     """
     given = {parameter.dtype for parameter, _ in flat.items}
     widest = flat.dtype if given <= {flat.dtype} else torch.float32
@@ -102,18 +104,19 @@ def _owns(flat: FlatBuffer) -> bool:
 
 
 class Staging:
-    """Memory for one whole parameter at a time.
+    """Host memory for one whole parameter at a time.
 
-    One piece for all: an allocator keeps many that come and go in sizes of their own.
+    One block is reused: an allocator would keep many blocks of different sizes.
     """
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """[numel] of ``dtype``; what was taken before is overwritten."""
+        """Return [numel] of ``dtype``; overwrites what was taken before."""
         if self._bytes.numel() < numel * dtype.itemsize:
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # give it back first
+            # free it before the larger one is allocated
+            self._bytes = torch.empty(0, dtype=torch.uint8)
             self._bytes = torch.empty(numel * dtype.itemsize, dtype=torch.uint8)
         return self._bytes[: numel * dtype.itemsize].view(dtype)
 
@@ -124,8 +127,8 @@ def is_pending(flat: FlatBuffer) -> bool:
 
 @torch.no_grad()
 def read_own(flat: FlatBuffer, mesh: Mesh, former: FormerValues, staging: Staging) -> torch.Tensor:
-    """This rank's elements, each rank reading its own where they can be read in part: [owned],
-    in the precision they came in.
+    """Return this rank's elements: [owned], in their original precision. Each rank reads its own
+    part of a sliceable source (collective for others).
     """
     given = {parameter.dtype for parameter, _ in flat.items}
     values = (

@@ -1,5 +1,5 @@
-"""``set_z3_leaf_modules`` and related functions: modules to be gathered as one unit, such as a
-mixture of experts.
+"""``set_z3_leaf_modules`` and related functions: marks on modules to be gathered as one unit, such
+as a mixture of experts.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ def _mark(
 
 
 def _names_of(kind: type) -> set[str]:
-    """The names by which a class may be given: its own, nested in another, with its module."""
+    """Return the accepted names of a class: its own, nested in another, with its module."""
     return {kind.__name__, kind.__qualname__, f"{kind.__module__}.{kind.__qualname__}"}
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark the modules of these classes (or of classes with these names, with their module or
-    without), before ``initialize``, and return them.
+    """Mark and return the modules of these classes (or of classes with these names, with their
+    module or without), before ``initialize``.
 
-    A block of a model is gathered at once whatever runs inside it, so the mark changes nothing for
-    modules inside blocks. One that holds blocks, or lies outside them, becomes a unit: experts that
-    would be gathered one by one come together.
+    A block of a model is one unit in any case, so the mark changes nothing for modules inside
+    blocks. A marked module that holds blocks, or is outside them, becomes a unit: its experts are
+    gathered together instead of one by one.
     """
     return _mark(model, leaf_module_classes, True, raise_if_not_found)
 
@@ -56,12 +56,12 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Take the mark away and return the modules."""
+    """Remove the mark and return the modules."""
     return _mark(model, leaf_module_classes, False, raise_if_not_found)
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark this one module, or take its mark away."""
+    """Set or remove the mark of one module."""
     setattr(model, WHOLE, flag)
 
 
@@ -71,8 +71,8 @@ def set_z3_leaf_modules_by_name(
     flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules that ``named_modules`` has under these names: (modules, names that it has
-    not). Raises ConfigError for the latter, unless they may be missing.
+    """Mark the modules with these names in ``named_modules``. Return (modules, missing names).
+    Raises ConfigError for missing names if ``raise_if_not_found``.
     """
     return _by(model, module_names, flag, raise_if_not_found, str.__eq__)
 
@@ -83,7 +83,7 @@ def set_z3_leaf_modules_by_suffix(
     flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
-    """As :func:`set_z3_leaf_modules_by_name`, for names that end so."""
+    """Mark by name suffix; else like :func:`set_z3_leaf_modules_by_name`."""
     return _by(model, module_name_suffixes, flag, raise_if_not_found, str.endswith)
 
 
@@ -109,8 +109,8 @@ def _by(
 
 
 def mark_configured(model: nn.Module, section: Mapping[str, Any] | None) -> list[nn.Module]:
-    """Mark what the section ``zero_optimization.leaf_module`` lists: ``classes``, ``names`` and
-    ``name_suffixes``. What is not in the model is warned of.
+    """Mark the modules that the section ``zero_optimization.leaf_module`` lists: ``classes``,
+    ``names`` and ``name_suffixes``. Warns of entries that are not in the model.
     """
     if not section:
         return []

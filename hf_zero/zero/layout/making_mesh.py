@@ -1,4 +1,4 @@
-"""The mesh of an engine, from its configuration and from how its parameters are cut over ranks."""
+"""Construction of an engine's mesh from its configuration and the sharding of its parameters."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from hf_zero.zero.layout.stage_policy import POLICIES
 
 
 def make_mesh(model: nn.Module, config: ZeroConfig, device: torch.device) -> Mesh:
-    """The mesh of the engine of ``model`` on ``device`` (collective over all ranks of the job).
+    """Return the mesh for the engine of ``model`` on ``device`` (collective over all ranks of the
+    job).
 
-    Raises PartitionError for parameters that are cut along axes which the job does not have, and
-    ConfigError for keys that do not go with model parallelism.
+    Raises PartitionError for parameters cut along axes that the job does not have, and ConfigError
+    for keys that do not go with model parallelism.
     """
     policy, parallel = POLICIES[config.stage], get_parallel()
     ranks = get_world_size()
@@ -40,7 +41,7 @@ def make_mesh(model: nn.Module, config: ZeroConfig, device: torch.device) -> Mes
     if parallel is not None and parallel.dims.splits_model:
         _refuse_keys(config)
         ranks //= parallel.dims.pipeline
-        # stages of a pipeline may hold other kinds, and every rank has a part in making groups
+        # pipeline stages may hold other kinds, and every rank takes part in making process groups
         every = get_world_group().all_gather_object(sorted(cuts), "how parameters are cut")
         cuts = set(itertools.chain.from_iterable(every))
     shards = policy.shards(ranks, config.replicate_size)
@@ -55,8 +56,8 @@ def make_mesh(model: nn.Module, config: ZeroConfig, device: torch.device) -> Mes
 
 
 def _ranks_of_a_host(shards: int) -> int:
-    """How many ranks each host has, where ``shards`` ranks share one copy; 1 where one host has
-    them all (collective over all ranks of the job).
+    """Return the number of ranks per host, 1 if one host has all ``shards`` ranks that share a copy
+    (collective over all ranks of the job).
     """
     key, world = "zero_optimization.mics_hierarchical_params_gather", get_world_group()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
@@ -78,7 +79,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _refuse_keys(config: ZeroConfig) -> None:
-    """Raise ConfigError for what sends over one mesh of all ranks."""
+    """Raise ConfigError for keys whose messages need one mesh of all ranks."""
     zero, prefix = config.zero, "zero_optimization.zero_"
     asked = {
         "replicate_size": (config.replicate_size or 1) > 1,

@@ -1,4 +1,4 @@
-"""From a whole model to units: layouts, and the values of rank 0 cut into the shards of all
+"""Partitioning of a whole model into units: layouts, and rank 0's values cut into the shards of all
 ranks.
 """
 
@@ -50,18 +50,17 @@ def partition(
     compression: Compression = UNCOMPRESSED,
     moments: Sequence[tuple[str, ...]] = (),
 ) -> list[Unit]:
-    """Turn ``model`` into units on the device of ``mesh``, with rank 0's values on every rank
+    """Partition ``model`` into units on the device of ``mesh``, with rank 0's values on every rank
     (collective).
 
-    ``group_of`` gives the optimizer group of each parameter that trains. Parameters in none are
-    kept frozen: gathered and released as the stage says, never reduced. ``placement`` says where
-    shards and optimizer state live, ``dtypes`` in what they are kept; ``persistent`` names
-    parameters that stay whole at every stage, ``compression`` says what travels in few bits.
-    ``moments`` are those of each group, where they differ: an array of one is as long as a flat
-    buffer, so that parameters with other moments lie in another. Raises
-    PartitionError for parameters that cannot be laid out, RankMismatchError where ranks hold
-    different models or one of them has no room on its disk, and DiskSpaceError on that one; the
-    model is then as it was.
+    ``group_of`` gives the optimizer group of each trainable parameter. Parameters in none are
+    frozen: gathered and released as the stage requires, never reduced. ``placement`` selects the
+    storage of shards and optimizer state, ``dtypes`` their dtypes; ``persistent`` names parameters
+    that stay whole at every stage, ``compression`` selects the compressed collectives. ``moments``:
+    the moments of each group. If groups differ in them, their parameters are in different flat
+    buffers, since a moment is an array as long as the flat buffer. Raises PartitionError for
+    parameters that cannot be laid out, RankMismatchError if ranks hold different models or one of
+    them has no room on its disk, and DiskSpaceError on that rank; the model is then unchanged.
     """
     _check_alike(specs, group_of, mesh)
     device, engine_flats = mesh.device, EngineFlats(mesh)
@@ -91,7 +90,7 @@ def partition(
         unit.state = State.RELEASED if unit.sharded else State.GATHERED
         former.drop_spent()
         if placement.offloads_anything:
-            release_freed()  # what this unit was in: the next one needs it
+            release_freed()  # the unit's former memory
     former.let_go()
     if reads:
         with raise_on_all_ranks("read its part of the model"):
@@ -104,7 +103,7 @@ def partition(
 def _fill(
     flat: FlatBuffer, memory: FlatMemory, mesh: Mesh, former: FormerValues, staging: Staging
 ) -> None:
-    """Give ``flat`` its memory, and its first values."""
+    """Allocate the memory of ``flat`` and write its first values."""
     full = memory.full(flat)
     memory.place_shard(flat)
     if is_pending(flat):
@@ -119,7 +118,7 @@ def _fill(
 
 def check_parameters(specs: Sequence[UnitSpec], device: torch.device) -> None:
     """Raise PartitionError for a parameter that cannot be laid out on ``device``: without values,
-    of another engine, of a special class.
+    owned by another engine, or of an unsupported class.
 
     Also for a buffer without values. ``specs[0]`` is the root, whose module is the whole model.
     """
@@ -168,8 +167,8 @@ def check_parameters(specs: Sequence[UnitSpec], device: torch.device) -> None:
 
 
 def _check_alike(specs: Sequence[UnitSpec], group_of: Mapping[str, int], mesh: Mesh) -> None:
-    """All ranks must hold the same names, shapes, dtypes and groups, or their messages would not
-    fit.
+    """Raise RankMismatchError unless all ranks hold the same names, shapes, dtypes and groups: else
+    their messages would not fit.
     """
     if mesh.world == 1:
         return
@@ -206,8 +205,8 @@ def _plan_unit(
     kinds: dict[
         tuple[bool, torch.dtype, bool, Policy, bool, str, Sharding], dict[str, nn.Parameter]
     ] = {}
-    # Ordered by group, so that a group's elements in a unit are one run; odd sizes last, so that
-    # the others start aligned.
+    # Ordered by group: the elements of a group in a unit are one run. Odd sizes last: the others
+    # are aligned.
     for name, parameter in sorted(
         spec.parameters,
         key=lambda item: (group_of.get(item[0], -1), item[1].numel() % ALIGNMENT != 0),

@@ -1,5 +1,5 @@
-"""Which flat buffers travel in one message: neighbours of one dtype and on the same ranks, of a
-limited number of elements together.
+"""Packing of flat buffers into messages: neighbours with one dtype and the same ranks, up to a
+number of elements.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hf_zero.zero.layout.flat_buffer import FlatBuffer
 
 
 class Pack:
-    """A message that is filled: ``limit`` elements of one dtype at most, over one mesh."""
+    """A message being filled: at most ``limit`` elements of one dtype, over one mesh."""
 
     def __init__(self, limit: int):
         self.limit = limit
@@ -23,8 +23,8 @@ class Pack:
     def has_room(
         self, elements: int, dtype: torch.dtype | None = None, mesh: FlatMesh | None = None
     ) -> bool:
-        """Whether ``elements`` more may travel in it, of ``dtype`` and on the ranks of ``mesh``
-        where these are given.
+        """Whether ``elements`` more fit, of ``dtype`` and on the ranks of ``mesh`` if these are
+        given.
         """
         if self._elements + elements > self.limit:
             return False
@@ -42,8 +42,8 @@ class Pack:
 
 
 def packs(flats: Iterable[FlatBuffer], limit: int) -> list[list[FlatBuffer]]:
-    """``flats`` in their order, those together that one message of ``limit`` elements may carry;
-    a larger one is alone.
+    """Split ``flats``, in order, into messages of at most ``limit`` elements; a larger one is
+    alone.
     """
     found: list[list[FlatBuffer]] = []
     pack = Pack(limit)

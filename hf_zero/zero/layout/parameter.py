@@ -1,4 +1,5 @@
-"""Parameters that an engine owns, and what may be done with them while their values are not here.
+"""The classes of parameters that an engine owns, and the operations allowed on a released
+parameter.
 
 [Note: released parameters]
 A released parameter keeps its identity, hash, shape and dtype; its memory is one element, expanded.
@@ -34,7 +35,7 @@ _requires_grad: Any = torch.Tensor.requires_grad
 
 
 class ZeroParamStatus(Enum):
-    """Where the values of a stage 3 parameter are: whole on this rank, sharded, or on their way."""
+    """State of a stage 3 parameter's values: whole on this rank, sharded, or being gathered."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -42,7 +43,7 @@ class ZeroParamStatus(Enum):
 
 
 def owner_of(parameter: torch.Tensor) -> Any:
-    """The flat that holds ``parameter``, or None for a tensor that no engine owns."""
+    """Return the flat buffer that holds ``parameter``, None if no engine owns it."""
     return (
         parameter.__dict__.get("_hf_zero_flat")
         if issubclass(type(parameter), OwnedParameter)
@@ -55,34 +56,34 @@ def name_of(parameter: torch.Tensor) -> str:
 
 
 def given_class(parameter: torch.Tensor) -> type[nn.Parameter]:
-    """The class ``parameter`` has, or had before an engine owned it."""
+    """Return the class of ``parameter``, without the engine's."""
     kind = type(parameter)  # isinstance asks the class of all parameters, in Python
     return kind.given if issubclass(kind, OwnedParameter) else kind  # type: ignore[return-value]
 
 
 @functools.cache
 def owned_class(kind: type[OwnedParameter], given: type[nn.Parameter]) -> type[OwnedParameter]:
-    """``kind`` for a parameter that was a ``given``.
+    """Return the subclass of ``kind`` and ``given``, for a parameter whose class was ``given``.
 
-    Raises TypeError where the two classes cannot be one.
+    Raises TypeError if the two classes cannot be combined.
     """
     if given is nn.Parameter:
         return kind
     return type(
-        given.__name__,  # others tell such a class by its name, too
+        given.__name__,  # other libraries also check the name of such a class
         (kind, given),
         {
             "given": given,
             "__module__": given.__module__,
             "__qualname__": given.__qualname__,
-            # what its own methods make, no engine owns
+            # its own methods create parameters that no engine owns
             "__new__": lambda cls, *args, **kwargs: given(*args, **kwargs),
         },
     )
 
 
 def become(parameter: torch.Tensor, kind: type[OwnedParameter]) -> None:
-    """Give ``parameter`` the class of a state, and leave it the class it came with."""
+    """Give ``parameter`` the class of a state, combined with the class it had before the engine."""
     parameter.__class__ = owned_class(kind, given_class(parameter))
 
 
@@ -102,8 +103,8 @@ class OwnedParameter(nn.Parameter):
         held = (
             flat is not None and flat.gradient.holds_gradient and not torch.compiler.is_compiling()
         )
-        # What is on the parameter between backwards is what none has announced: a part of its
-        # gradient.
+        # A gradient on the parameter between backwards was announced by no hook: it is only a part
+        # of its gradient.
         if held and (value is None or torch._C._current_graph_task_id() == -1):
             raise PartitionError(
                 f"the gradient of {name_of(self)} has been taken in by the engine and is not on "
@@ -115,8 +116,8 @@ class OwnedParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        """Before the engine has taken a gradient in, as in plain PyTorch; after that the
-        engine's own is replaced, or forgotten.
+        """Set ``.grad`` as plain PyTorch does; once the engine has taken the gradient in, replace
+        or drop the engine's instead.
         """
         flat = self.__dict__.get("_hf_zero_flat")
         set_raw_grad(self, value)  # checks its shape, dtype and device
@@ -131,9 +132,9 @@ class OwnedParameter(nn.Parameter):
 
     @property  # type: ignore[override]
     def data(self) -> torch.Tensor:
-        """The values, past autograd.
+        """The values, outside autograd.
 
-        What is written through it is noticed; what is assigned is copied into the flat buffer.
+        Writes through it are counted; an assigned tensor is copied into the flat buffer.
         """
         values = _data.__get__(self)
         flat = self.__dict__.get("_hf_zero_flat")
@@ -144,7 +145,7 @@ class OwnedParameter(nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if value is self:
-            return  # as modules do that are moved where they are
+            return  # as in module.to() without a change
         flat = self.__dict__.get("_hf_zero_flat")
         if (
             flat is None
@@ -155,9 +156,8 @@ class OwnedParameter(nn.Parameter):
 
     @property  # type: ignore[override]
     def requires_grad(self) -> bool:
-        """Whether operations on the parameter are recorded.
-
-        What trains was laid out at initialize.
+        """Whether operations on the parameter are recorded. The layout of trainable parameters is
+        fixed at initialize.
         """
         with torch._C.DisableTorchFunctionSubclass():
             return _requires_grad.__get__(self)
@@ -167,8 +167,8 @@ class OwnedParameter(nn.Parameter):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> OwnedParameter:
-        """Adapters are switched off and on again around the forward of a reference, and layers
-        frozen for some steps; a backward refuses what was frozen at initialize and is not now.
+        """Freeze or unfreeze the parameter for a while, as adapters and layer-freezing do. A
+        backward raises for one that was frozen at initialize and requires grad now.
         """
         if requires_grad != self.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
@@ -177,7 +177,7 @@ class OwnedParameter(nn.Parameter):
         return self
 
     def _bare(self) -> nn.Parameter:
-        """A copy of the values as the parameter that was given, with the attributes it had."""
+        """Return a copy of the values, with the class and attributes before the engine."""
         with torch._C.DisableTorchFunctionSubclass():
             made = torch.Tensor._make_subclass(
                 self.given, self.detach().clone(), self.requires_grad
@@ -200,7 +200,7 @@ class OwnedParameter(nn.Parameter):
 
 
 class UpdatingParameter(OwnedParameter):
-    """A whole parameter whose update is under way: whatever is done with it waits for that."""
+    """A whole parameter whose update is under way: every operation on it waits for the update."""
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
@@ -218,7 +218,7 @@ class UpdatingParameter(OwnedParameter):
 
 
 class _Status:
-    """A status that a class has, also where a parameter was given another one before the class."""
+    """A read-only class attribute that also hides a status set on the instance before."""
 
     def __init__(self, status: ZeroParamStatus):
         self._status = status
@@ -231,7 +231,7 @@ class _Status:
 
 
 class _Stage3Facts:
-    """What other libraries ask a stage 3 parameter, in DeepSpeed's names."""
+    """DeepSpeed's attributes of a stage 3 parameter, which other libraries read."""
 
     ds_status = _Status(ZeroParamStatus.AVAILABLE)
 
@@ -266,7 +266,7 @@ class _Stage3Facts:
 
 
 class LiveParameter(_Stage3Facts, OwnedParameter):
-    """A stage 3 parameter that is whole and readable: its unit is gathered, or it stays so."""
+    """A stage 3 parameter that is whole and readable: its unit is gathered, or it is persistent."""
 
 
 _METADATA = """
@@ -278,8 +278,9 @@ register_post_accumulate_grad_hook get_device __hash__ __len__ __get_device is_s
 grad_dtype is_distributed is_sparse_csr _is_view _has_symbolic_sizes_strides
 _has_compatible_shallow_copy_type
 """
-METADATA = frozenset(_METADATA.split())  # what may be asked of a parameter whose values are away
-# what module.to() and its kin call; they return the tensor itself where it has the dtype and device
+METADATA = frozenset(_METADATA.split())  # allowed on a released parameter
+# operations behind module.to() and the like; they return the tensor itself if it has the dtype and
+# device already
 CONVERSIONS = frozenset(("to", "float", "half", "bfloat16", "double", "type")) | kinds.COPIES
 
 
@@ -307,8 +308,9 @@ def _called(func: Callable[..., Any]) -> str:
 
 
 class WatchedParameter(LiveParameter):
-    """A parameter inside GatheredParameters: whatever records a graph on it keeps its unit
-    gathered for the backward.
+    """A gathered parameter whose own module is not running, as inside GatheredParameters: a graph
+    recorded on it keeps its unit gathered for the backward, and a view of it marks the unit as
+    shared.
     """
 
     @classmethod
@@ -337,8 +339,8 @@ class WatchedParameter(LiveParameter):
 
 
 class ReleasedTensor(torch.Tensor):
-    """What ``parameter.data`` and ``parameter.detach()`` of a released parameter give: shape and
-    dtype, no values.
+    """The result of ``parameter.data`` and ``parameter.detach()`` for a released parameter: shape
+    and dtype, no values.
     """
 
     @classmethod
@@ -397,7 +399,7 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
                 probe = torch.empty(0, dtype=released.dtype, device=released.device)
                 if func(probe, *args[1:], **kwargs) is probe:
                     return released
-            # adapters read the weights they are made for, on all ranks alike
+            # adapters read the weights they are made for, on all ranks
             if engine is not None and engine.shard_only:
                 with engine.gathered(flat.unit):
                     return func(*args, **kwargs)

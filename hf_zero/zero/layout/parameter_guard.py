@@ -1,4 +1,4 @@
-"""Which classes the parameters of a gathered unit have."""
+"""The classes of the parameters of a gathered unit."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hf_zero.zero.layout.parameter import (
 
 
 class ParameterGuard:
-    """Which classes the parameters of a gathered unit have: plain ones while their own module is at
-    work, else such that record graphs and views taken of them.
+    """The classes of the parameters of a gathered unit: ``LiveParameter`` while their own module
+    runs, else ``WatchedParameter``, which records graphs and views taken of them.
     """
 
     def __init__(self, modules: Sequence[nn.Module], sharded: Sequence[FlatBuffer]):
         self._members = [parameter for flat in sharded for parameter in flat.members]
-        # Where there are several modules: the parameters of each, and those modules that are at
-        # work or were the last to be.
+        # With several modules: the parameters of each, and the modules that are running or ran
+        # last.
         owned = set(map(id, self._members))
         self._own = {
             module: [p for p in module.parameters() if id(p) in owned]
@@ -36,16 +36,16 @@ class ParameterGuard:
 
     @property
     def watched(self) -> bool:
-        """Whether the values were asked for, with :meth:`watch`."""
+        """Whether a script holds the values through :meth:`watch`."""
         return self._watchers > 0 and bool(self._members)
 
     @property
     def gathered_class(self) -> type[OwnedParameter]:
-        """The class of parameters that have just been gathered."""
+        """The class of newly gathered parameters."""
         return WatchedParameter if self._own else LiveParameter
 
     def on(self) -> None:
-        """Let parameters that are here record graphs on them: their own module is not at work."""
+        """Watch all gathered parameters: their own module is not running."""
         if not self._own:
             _become(LiveParameter, WatchedParameter, self._members)
         for module in self._bare:
@@ -53,8 +53,8 @@ class ParameterGuard:
         self._bare.clear()
 
     def off(self, module: nn.Module | None = None) -> None:
-        """Let the parameters of ``module`` be plain ones while it is at work; None: those of a
-        unit of one module.
+        """Stop watching the parameters of ``module`` while it runs; None: those of a unit with one
+        module.
         """
         if self._watchers:
             return
@@ -65,7 +65,7 @@ class ParameterGuard:
             _become(WatchedParameter, LiveParameter, self._own[module])
 
     def watch(self) -> None:
-        """As :meth:`on`, while the values are asked for: until :meth:`unwatch`."""
+        """Watch all parameters until :meth:`unwatch`, whatever module runs."""
         self._watchers += 1
         if self._watchers == 1:
             self.on()
@@ -74,7 +74,7 @@ class ParameterGuard:
         self._watchers -= 1
 
     def released(self) -> None:
-        """The values are gone: no parameter is plain any more."""
+        """Record the release: no parameter is a ``LiveParameter`` any more."""
         self._bare.clear()
 
 

@@ -1,5 +1,5 @@
-"""The ``nn.Parameter`` objects of one flat buffer: what they point at and which class they have in
-each state.
+"""The ``nn.Parameter`` objects of one flat buffer: the memory they point at and their class in each
+state.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class ParameterHandles:
-    """The parameters of one flat buffer, by name and in its order."""
+    """The parameters of one flat buffer, by name and in buffer order."""
 
     def __init__(self, spec: FlatSpec, parameters: dict[str, nn.Parameter]):
         self._spec = spec
         self.by_name = parameters
         self.members = [parameters[slot.name] for slot in spec.layout.slots]
         self.views: dict[str, torch.Tensor] = {}  # of the whole buffer, by name
-        # names of those whose requires_grad is another one than at initialize
+        # names of parameters whose requires_grad differs from that at initialize
         self.switched: frozenset[str] = frozenset()
         self._placeholders: dict[str, torch.Tensor] = {}
         # the classes of ``members``, by state
         self._classes: dict[type[OwnedParameter], list[type[OwnedParameter]]] = {}
-        # torch.utils.swap_tensors would exchange what a view of the flat buffer stands for; it
-        # refuses tensors with weak references.
+        # Weak references make torch.utils.swap_tensors refuse these parameters: it would exchange
+        # the view of the flat buffer.
         self._no_swaps = [weakref.ref(parameter) for parameter in parameters.values()]
 
     def take(self, flat: Any, full: torch.Tensor) -> None:
-        """Make the parameters views of ``full`` [padded], the buffer of ``flat``, which has their
-        values.
+        """Make the parameters views of ``full`` [padded], the buffer of ``flat``, which must hold
+        their values.
         """
         at_stage_3 = self._spec.sharded or self._spec.persistent
         kind = LiveParameter if at_stage_3 else OwnedParameter
         self.lay(full)
         dtype = self._spec.dtype
         for index, (parameter, slot) in enumerate(zip(self.members, self._spec.layout.slots)):
-            # One element, expanded: true shape and dtype, no memory. In floats all bits set are
-            # NaN: a leak cannot pass for a weight.
+            # One element, expanded: true shape and dtype, no memory. Floats have all bits set,
+            # which is NaN: a leak cannot pass for a weight.
             bits = torch.full(
                 (dtype.itemsize,),
                 255 if dtype.is_floating_point else 0,
@@ -68,24 +68,24 @@ class ParameterHandles:
             _set_data(parameter, self.views[slot.name])
 
     def lay(self, full: torch.Tensor) -> None:
-        """Let ``views`` be those of ``full``."""
+        """Set ``views`` to views of ``full``."""
         self.views.update(self.views_of(full))
 
     def views_of(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parameters by name, as views of ``buffer`` [padded]."""
+        """Return the parameters by name, as views of ``buffer`` [padded]."""
         return {
             slot.name: buffer[slot.offset : slot.end].view(slot.shape)
             for slot in self._spec.layout.slots
         }
 
     def point_at(self, views: Mapping[str, torch.Tensor]) -> None:
-        """Let each parameter be its view among ``views``; its class stays."""
+        """Set each parameter's data to its view among ``views``; its class stays."""
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, slot in zip(self.members, self._spec.layout.slots):
                 _set_data(parameter, views[slot.name])
 
     def point_at_full(self, kind: type[OwnedParameter] = LiveParameter) -> None:
-        """The values are there: each parameter is its view, in the state ``kind``."""
+        """Set each parameter's data to its view of the gathered buffer, its class to ``kind``."""
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, made, view in zip(
                 self.members, self._classes_of(kind), self.views.values()
@@ -94,7 +94,7 @@ class ParameterHandles:
                 _set_data(parameter, view)
 
     def point_at_nothing(self) -> None:
-        """The values are released: each parameter is its placeholder."""
+        """Set each parameter's data to its placeholder, and its class to ReleasedParameter."""
         with torch._C.DisableTorchFunctionSubclass():
             released = self._classes_of(ReleasedParameter)
             for parameter, made, placeholder in zip(
@@ -104,7 +104,7 @@ class ParameterHandles:
                 parameter.__class__ = made
 
     def _classes_of(self, kind: type[OwnedParameter]) -> list[type[OwnedParameter]]:
-        # the classes that they were given do not change
+        # the original classes do not change
         if kind not in self._classes:
             self._classes[kind] = [
                 owned_class(kind, given_class(parameter)) for parameter in self.members
@@ -112,19 +112,17 @@ class ParameterHandles:
         return self._classes[kind]
 
     def turn(self, before: type[OwnedParameter], after: type[OwnedParameter]) -> None:
-        """Put those that are in the state ``before`` into the state ``after``."""
+        """Change the class of parameters in state ``before`` to state ``after``."""
         for parameter in self.members:
             if type(parameter) is owned_class(before, given_class(parameter)):
                 become(parameter, after)
 
     def switch(self, name: str) -> None:
-        """The requires_grad of ``name`` was turned."""
+        """Record that requires_grad of ``name`` was switched."""
         self.switched ^= {name}
 
     def restore(self) -> None:
-        """Let whole parameters be plain ones again; where values are sharded, with memory of their
-        own.
-        """
+        """Make whole parameters plain ones again, sharded ones with memory of their own."""
         for parameter, slot in zip(self.members, self._spec.layout.slots):
             if not isinstance(parameter, ReleasedParameter):
                 if self._spec.sharded:
@@ -132,13 +130,13 @@ class ParameterHandles:
                 forget(parameter)
 
     def drop_memory(self) -> None:
-        """Keep no view of the buffer."""
+        """Drop all views of the buffer."""
         self.views.clear()
         self._placeholders.clear()
 
 
 def forget(parameter: nn.Parameter) -> None:
-    """Make ``parameter`` what it was when it was given, with the data it has."""
+    """Restore the class of ``parameter`` before the engine, with its current data."""
     for key in ("_hf_zero_flat", "_hf_zero_name", "_hf_zero_id"):
         parameter.__dict__.pop(key, None)
     parameter.__class__ = given_class(parameter)

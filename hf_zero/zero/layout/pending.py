@@ -1,4 +1,4 @@
-"""Parameters whose values are nowhere yet: an engine takes them from a source."""
+"""Parameters without values in memory: an engine reads them from a source."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import nn
 
 
 class Source(Protocol):
-    """Where the values of a parameter come from that is nowhere yet; alike on all ranks."""
+    """The source of the values of a parameter that has none in memory yet; equal on all ranks."""
 
     dtype: torch.dtype
-    sliceable: bool  # whether reading a part costs about that part
+    sliceable: bool  # whether reading a part costs in proportion to
 
     def read(self, start: int, out: torch.Tensor) -> None:
-        """Fill ``out`` (1-D, on the CPU, of ``dtype``) with the elements from ``start`` on, in
-        row-major order.
+        """Fill ``out`` (1-D, on the CPU, of ``dtype``) with elements in row-major order from
+        ``start`` on.
         """
 
     def whole(self) -> torch.Tensor:
-        """All elements, on the CPU."""
+        """Return all elements, on the CPU."""
 
 
 def pending(shape: Sequence[int], source: Source) -> nn.Parameter:
-    """A parameter without memory, whose values an engine takes from ``source``."""
+    """Return a parameter without memory; an engine reads its values from ``source``."""
     made = nn.Parameter(
         torch.zeros((), dtype=source.dtype).expand(tuple(shape)),
         requires_grad=source.dtype.is_floating_point,

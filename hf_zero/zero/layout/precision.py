@@ -1,4 +1,4 @@
-"""Which dtype each parameter computes in, and the loss scale of fp16 (Micikevicius et al., arXiv
+"""The compute dtype of each parameter, and the loss scale of fp16 (Micikevicius et al., arXiv
 1710.03740).
 """
 
@@ -21,9 +21,7 @@ COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def is_raw(parameter: torch.Tensor) -> bool:
-    """Whether the values of ``parameter`` are bytes that only their module can read, whatever
-    their dtype: never cast.
-    """
+    """Whether the values of ``parameter`` are bytes that only their module can read, never cast."""
     return parameter.dtype not in CASTABLE or (
         given_class(parameter) is not nn.Parameter and not parameter.requires_grad
     )
@@ -32,8 +30,8 @@ def is_raw(parameter: torch.Tensor) -> bool:
 def compute_dtype(
     name: str, parameter: torch.Tensor, precision: str, model: nn.Module
 ) -> torch.dtype:
-    """The dtype ``parameter`` trains in: the configured one, fp32 where the model keeps it, its own
-    if it is quantised.
+    """Return the dtype that ``parameter`` computes in: the configured one, fp32 where the model
+    keeps it, the own one of raw (quantised) and of frozen fp64 parameters.
 
     Raises ConfigError for a 16-bit trainable parameter in fp32 training: its updates would vanish
     without a master copy.
@@ -61,12 +59,12 @@ def compute_dtype(
 
 @dataclass(frozen=True)
 class Scaling:
-    """Where the average over ranks and the weight of a micro-batch are multiplied in: before or
-    after the reduction.
+    """Factors before (``pre``) and after (``post``) the reduction, for the average over ranks and
+    the weight of a micro-batch.
 
-    After it costs a pass over this rank's chunk, before it one over the whole gradient, and nothing
-    small is lost on the way; before it, nothing can overflow, which matters on a wire of fp16
-    without a loss scale.
+    A factor after the reduction costs a pass over this rank's chunk, one before it over the whole
+    gradient. Scaling after it loses no small values; scaling before it cannot overflow, which
+    matters on an fp16 wire without a loss scale.
     """
 
     pre: float
@@ -83,9 +81,9 @@ class Scaling:
         wire: str | None = None,
         averages: bool = True,
     ) -> Scaling:
-        """``prescale`` divides by ``predivide`` before and by the rest of ``world`` after;
-        ``wire`` is what travels, None: ``precision``. Without ``averages`` gradients are summed:
-        what was divided is multiplied in again after the reduction.
+        """Return the factors for ``world`` ranks. ``prescale`` divides by ``predivide`` before and
+        by the rest of ``world`` after; ``wire`` is the dtype sent, None: ``precision``. Without
+        ``averages`` gradients are summed: ``post`` undoes the division.
         """
         if not averages:
             mean = cls.over(world, precision, prescale, predivide, wire)
@@ -97,11 +95,11 @@ class Scaling:
         return cls(1.0, 1.0 / world, True)
 
     def before(self, weight: float, on_the_wire: bool = False) -> float:
-        """The factor as a gradient is taken in, straight onto the wire or into the accumulator."""
+        """Return the factor for a gradient taken in, onto the wire or into the accumulator."""
         return self.pre if on_the_wire and self.weight_after else self.pre * weight
 
     def after(self, weight: float, on_the_wire: bool = False) -> float:
-        """The factor on the reduced sum."""
+        """Return the factor for the reduced sum."""
         return self.post * weight if on_the_wire and self.weight_after else self.post
 
 
@@ -110,8 +108,8 @@ class Fp16LossScaler:
 
     Dynamic: an overflow that has used up ``hysteresis`` halves the scale (not below ``minimum``),
     ``window`` steps without one double it; the first step of a run and the first after an overflow
-    do not count, as in DeepSpeed's DynamicLossScaler, whose keys these are. ``consecutive`` refills
-    the hysteresis after each good step, else only a growth does.
+    do not count, as in DeepSpeed's DynamicLossScaler, whose keys these are. With ``consecutive``
+    each good step refills the hysteresis, else only a growth of the scale does.
     """
 
     def __init__(
@@ -148,11 +146,11 @@ class Fp16LossScaler:
 
     @property
     def at_floor(self) -> bool:
-        """Whether the scale cannot fall any further."""
+        """Whether the scale cannot be lowered any further."""
         return not self.dynamic or self.scale <= self.minimum
 
     def update(self, overflow: bool) -> None:
-        """Move the scale after a step, or after a step that was skipped because of ``overflow``."""
+        """Adjust the scale after a step, or after a step that ``overflow`` has skipped."""
         if not self.dynamic:
             return
         if overflow:

@@ -1,4 +1,4 @@
-"""The gradients that autograd leaves on parameters, read and written past the guard of
+"""Access to the gradients that autograd leaves on parameters, bypassing the guard of
 :attr:`hf_zero.zero.layout.parameter.OwnedParameter.grad`.
 """
 
@@ -15,13 +15,13 @@ _grad: Any = torch.Tensor.grad
 
 
 def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that autograd left on ``parameter``."""
+    """Return the gradient that autograd left on ``parameter``."""
     with torch._C.DisableTorchFunctionSubclass():
         return _grad.__get__(parameter)
 
 
 def raw_grads(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-    """:func:`raw_grad` of each: a step asks for every parameter's, so this must be quick."""
+    """Return :func:`raw_grad` of each. Fast: a step reads every parameter's."""
     with torch._C.DisableTorchFunctionSubclass():
         return [_grad.__get__(parameter) for parameter in parameters]
 
@@ -38,7 +38,7 @@ def set_raw_grad(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
 
 
 def drop_raw_grads(parameters: Iterable[torch.Tensor]) -> None:
-    """Take the gradients off ``parameters``."""
+    """Clear the gradients of ``parameters``."""
     with torch._C.DisableTorchFunctionSubclass():
         for parameter in parameters:
             _grad.__set__(parameter, None)

@@ -1,5 +1,5 @@
-"""Which ranks hold a parameter, and which part of it, where a model is split over ranks by more
-than ZeRO: by tensor or expert parallelism.
+"""The ranks that hold a parameter, and their parts of it, for a model split by tensor or expert
+parallelism besides ZeRO.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ _ATTRIBUTE = "_hf_zero_sharding"
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a parameter is spread over the ranks of its pipeline stage.
+    """The distribution of a parameter over the ranks of its pipeline stage.
 
-    axes: along these ("tensor", "expert", or both) ranks hold different parts of it; all others
-    hold the same values, which ZeRO shards or replicates among them. partial: the gradient of a
-    rank is its part of a sum over the tensor-parallel ranks, as that of a weight that is whole but
-    used by this rank's attention heads alone (a norm of queries, a bias that one rank adds); else
-    all tensor-parallel ranks have the same gradient. box: which part of the whole tensor this
-    rank holds, for checkpoints; None: all of it, or nobody needs to know. stages: of a pipeline,
-    those that hold it, where there are several: each has a part of its gradient. names: where the
-    ranks along the first axis hold parameters of different modules under one name, what each of
-    these modules is called in the whole model, the first as here; the box is of the others.
+    axes: ranks hold different parts along these ("tensor", "expert", or both); all other ranks hold
+    the same values, which ZeRO shards or replicates among them. partial: a rank's gradient is one
+    term of a sum over the tensor-parallel ranks, as for a whole weight that only this rank's
+    attention heads use (a norm of queries, a bias that one rank adds); else all tensor-parallel
+    ranks have the same gradient. box: this rank's part of the whole tensor, for checkpoints; None:
+    all of it, or not needed. stages: the pipeline stages that hold it, if several: each has a part
+    of its gradient. names: for ranks along the first axis that hold parameters of different modules
+    under one name, the whole-model names of these modules, the first as on this rank; the box is
+    for the other axes.
     """
 
     axes: tuple[str, ...] = ()
@@ -49,10 +49,10 @@ class Sharding:
     def further(
         self, shape: tuple[int, ...], axis: str, dim: int, rank: int, size: int, packed: int = 1
     ) -> Sharding:
-        """How a parameter that is spread so, of ``shape`` on this rank, is spread once it is cut
-        along ``axis``, too: rank ``rank`` of ``size`` keeps its part of dimension ``dim``.
+        """Return the sharding of this parameter, of ``shape`` on this rank, after another cut along
+        ``axis``: rank ``rank`` of ``size`` keeps its part of dimension ``dim``.
 
-        Raises ValueError where it cannot be cut evenly.
+        Raises ValueError if it cannot be cut evenly.
         """
         held = self.box or Box(shape, ())
         box = held.further(dim, rank, size, packed)
@@ -60,20 +60,20 @@ class Sharding:
 
     @property
     def key(self) -> str:
-        """A word for the ranks and the average of its gradient; "" where all ranks of the stage
-        hold it and have its gradient.
+        """An identifier of the ranks and the average of the gradient; "" if all ranks of the stage
+        hold the parameter and its whole gradient.
         """
         tied = ("tied",) if self.stages else ()
         return "+".join((*self.axes, *(("partial",) if self.partial else ()), *tied))
 
 
-WHOLE = Sharding()  # of parameters that nothing was said of
+WHOLE = Sharding()  # the default
 
 
 def set_sharding(parameter: torch.Tensor, sharding: Sharding) -> None:
-    """Say how ``parameter`` is spread over ranks, before an engine takes it.
+    """Set the sharding of ``parameter``, before an engine takes it.
 
-    Raises ValueError where the shape is not that of its box.
+    Raises ValueError if its shape is not that of the box.
     """
     if sharding.box is not None and tuple(parameter.shape) != sharding.box.shape:
         raise ValueError(
@@ -84,5 +84,5 @@ def set_sharding(parameter: torch.Tensor, sharding: Sharding) -> None:
 
 
 def sharding_of(parameter: torch.Tensor) -> Sharding:
-    """What :func:`set_sharding` was given; :data:`WHOLE` by default."""
+    """Return the sharding given to :func:`set_sharding`; :data:`WHOLE` by default."""
     return parameter.__dict__.get(_ATTRIBUTE, WHOLE)

@@ -1,5 +1,5 @@
 """Parameters that share memory without being one object, as after ``a.weight.data =
-b.weight.data``: the engine gives each parameter memory of its own, which would part them.
+b.weight.data``: the engine gives each parameter memory of its own, which would untie them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REMEDY = "give one of them memory of its own (.clone()), or assign the parameter
 
 
 class _SharedView(NamedTuple):
-    """A tensor of a model, and the bytes of its storage between its first and last element."""
+    """A tensor of a model, and the bytes of its storage from its first to its last element."""
 
     name: str
     tensor: torch.Tensor
@@ -33,11 +33,11 @@ class _SharedView(NamedTuple):
         return isinstance(self.tensor, nn.Parameter) and self.tensor.requires_grad
 
     def is_same(self, other: _SharedView) -> bool:
-        """Whether both are the same elements of their memory, in the same order."""
+        """Whether both have the same elements of their memory, in the same order."""
         return _geometry(self.tensor) == _geometry(other.tensor)
 
     def meets(self, other: _SharedView) -> bool:
-        """Whether an element of this one, whose range overlaps that of ``other``, is in it."""
+        """Whether both tensors, whose byte ranges overlap, have an element in common."""
         if self.tensor.dtype != other.tensor.dtype:
             return True
         first = min(self.start, other.start) // self.tensor.element_size()
@@ -52,10 +52,10 @@ class _SharedView(NamedTuple):
 
 
 def tie_shared_memory(model: nn.Module) -> Tied:
-    """Make those parameters of ``model`` that are the same elements of one memory one parameter,
-    which has the sum of their gradients: the others by the one that takes their place.
+    """Tie parameters of ``model`` that are the same elements of one memory: one parameter takes the
+    place of all and gets the sum of their gradients. Return {replaced: kept}.
 
-    Raises PartitionError for tensors that share memory with a parameter that trains in another way:
+    Raises PartitionError for tensors that share memory with a trainable parameter in another way:
     other views of it, buffers, frozen parameters.
     """
     tied: Tied = {}
@@ -78,9 +78,9 @@ def tie_shared_memory(model: nn.Module) -> Tied:
 def without_tied(
     optimizer: torch.optim.Optimizer, tied: Mapping[nn.Parameter, nn.Parameter]
 ) -> None:
-    """Let ``optimizer`` step one parameter in place of those in ``tied``.
+    """Replace the keys of ``tied`` in the groups of ``optimizer`` by their values.
 
-    Raises PartitionError where they are in different groups.
+    Raises PartitionError if they are in different groups.
     """
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     for left, kept in tied.items():
@@ -113,7 +113,7 @@ def _refusal(one: _SharedView, other: _SharedView) -> str:
 
 
 def _overlapping(model: nn.Module) -> Iterator[tuple[_SharedView, _SharedView]]:
-    """Pairs of tensors whose ranges of bytes in one memory overlap."""
+    """Yield pairs of tensors whose byte ranges in one memory overlap."""
     by_storage: dict[tuple[torch.device, int], list[_SharedView]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not _is_plain(tensor):
@@ -134,7 +134,7 @@ def _overlapping(model: nn.Module) -> Iterator[tuple[_SharedView, _SharedView]]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` has memory of its own choice: no engine and no file holds its values."""
+    """Whether ``tensor`` has ordinary memory: no engine, file or subclass holds its values."""
     if (
         is_lazy(tensor)
         or tensor.is_meta

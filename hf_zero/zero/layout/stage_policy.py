@@ -1,5 +1,5 @@
-"""The stage table: what a ZeRO stage shards, what that costs in bytes and in traffic (Rajbhandari
-et al., arXiv 1910.02054).
+"""The stage table: the state that each ZeRO stage shards, its bytes and its traffic (Rajbhandari et
+al., arXiv 1910.02054).
 
 A stage is a row here, not a class, and no other file branches on it. Ranks form a mesh of two axes:
 along the shard axis state is cut into chunks, along the replicate axis it is repeated. Stage 0 is
@@ -16,8 +16,8 @@ ADAM_MOMENTS = 2
 
 @dataclass(frozen=True)
 class Policy:
-    """What one stage does with parameters, gradients and optimizer state: False is whole on
-    every rank, True is a chunk.
+    """One stage's handling of parameters, gradients and optimizer state: False keeps them whole on
+    every rank, True shards them.
     """
 
     stage: int
@@ -26,7 +26,7 @@ class Policy:
     shards_optimizer: bool
 
     def shards(self, world: int, replicas: int = 1) -> int:
-        """Length of the shard axis for ``world`` ranks kept in ``replicas`` copies."""
+        """Return the length of the shard axis for ``world`` ranks in ``replicas`` copies."""
         if world % replicas:
             raise ValueError(
                 f"{world} ranks cannot be split into {replicas} equal replicas; choose a "
@@ -39,18 +39,18 @@ class Policy:
 
     @property
     def of_persistent(self) -> Policy:
-        """That of parameters that stay whole between steps, whatever becomes of others."""
+        """The policy for parameters that stay whole between steps at a stage that shards others."""
         return replace(self, shards_parameters=False)
 
     @property
     def reduces_every_backward(self) -> bool:
-        """Gradients that are chunks cannot wait whole for the end of the accumulation window."""
+        """Whether each backward reduces: sharded gradients cannot stay whole until a step."""
         return self.shards_gradients
 
     @property
     def gathers_after_step(self) -> bool:
-        """Whole parameters whose optimizer state is in chunks are gathered once the chunks are
-        updated.
+        """Whether a step ends with all-gathers of the updated chunks: parameters are whole, their
+        optimizer state is sharded.
         """
         return self.shards_optimizer and not self.shards_parameters
 
@@ -61,12 +61,13 @@ class Policy:
         moments: int = ADAM_MOMENTS,
         gradient: str | None = None,
     ) -> dict[str, float]:
-        """Bytes of state a rank holds for one trainable parameter, between backward and step.
+        """Return the bytes of state a rank holds per trainable parameter, between backward and
+        step.
 
         ``precision`` and ``gradient`` are dtype names ("float32", "bfloat16", "float16");
-        ``gradient`` defaults to float32, in which gradients are accumulated. In fp32 the master
-        weights are the parameters themselves. The optimizer keeps ``moments`` fp32 numbers a
-        parameter (Adam 2, SGD with momentum 1, plain SGD 0).
+        ``gradient`` defaults to float32, in which gradients are accumulated. In fp32 the parameters
+        are their own master weights. The optimizer keeps ``moments`` fp32 numbers per parameter
+        (Adam 2, SGD with momentum 1, plain SGD 0).
         """
         cut = float(shards)
         master = 0 if precision == "float32" else 4
@@ -78,8 +79,8 @@ class Policy:
         }
 
     def traffic(self, accumulation: int = 1, recompute: bool = False) -> float:
-        """Elements sent and received a step, in multiples of the number of parameters (large-N
-        limit of (N-1)/N).
+        """Return the elements sent and received per step, in multiples of the number of parameters
+        (large-N limit of (N-1)/N).
 
         An all-gather and a reduce-scatter count 1 each, an all-reduce 2. ``recompute`` (activation
         checkpointing) costs no further gather: the recomputation runs while the unit is gathered

@@ -1,4 +1,4 @@
-"""Tensors inside what modules take and return: tuples, lists, dicts, dataclasses, and objects
+"""Tensors inside arguments and results of modules: tuples, lists, dicts, dataclasses, and objects
 that carry tensors.
 """
 
@@ -13,12 +13,12 @@ import torch
 
 Visit = Callable[[torch.Tensor], torch.Tensor]
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
-# a class of such values; one that is derived from them may hold anything
+# exact types of such values; a subclass may hold anything
 _PLAIN = frozenset(_ATOMS)
 
 
 def transformed() -> bool:
-    """Whether grad, jvp or another transform of torch.func that has graphs of its own is at work.
+    """Whether a torch.func transform with its own graphs (grad, jvp, ...) is active.
 
     ``vmap`` has none.
     """
@@ -29,11 +29,11 @@ def transformed() -> bool:
 
 
 def map_tensors(value: Any, visit: Visit, in_place: bool = False) -> Any:
-    """``value`` with every tensor replaced by ``visit(tensor)``; containers in which nothing
-    changed are returned as they are.
+    """Return ``value`` with every tensor replaced by ``visit(tensor)``; containers without a change
+    are returned as they are.
 
-    ``in_place`` changes lists and plain dicts themselves: a caller may wait for what is appended to
-    them.
+    ``in_place`` modifies lists and plain dicts themselves: a caller may read what a module appends
+    to them.
     """
     if isinstance(value, torch.Tensor):
         return visit(value)
@@ -61,8 +61,8 @@ def map_tensors(value: Any, visit: Visit, in_place: bool = False) -> Any:
             return value
         if type(value) is dict:
             return changed
-        # Copied and filled in, not made anew: transformers' ModelOutput may hold keys and
-        # attributes that are no fields.
+        # A copy that is then filled: transformers' ModelOutput may hold keys and attributes that
+        # are no fields.
         copied = copy.copy(value)
         for key, item in changed.items():
             copied[key] = item
@@ -80,8 +80,8 @@ def map_tensors(value: Any, visit: Visit, in_place: bool = False) -> Any:
 
 
 def requiring_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, torch.Tensor]:
-    """The tensors in what a module is called with that require grad, by id: of each call of each
-    block, so this must be quick.
+    """Return the tensors in a module's arguments that require grad, by id. Fast: runs in each call
+    of each block.
     """
     found = {}
     for value in (*args, *kwargs.values()) if kwargs else args:
@@ -98,8 +98,8 @@ def requiring_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, t
 def with_replaced(
     args: tuple[Any, ...], kwargs: dict[str, Any], replaced: Mapping[int, torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Such arguments with the tensors whose ids ``replaced`` holds replaced; lists and plain
-    dicts in them are changed in place.
+    """Return the arguments with tensors replaced by id from ``replaced``; lists and plain dicts in
+    them are modified in place.
     """
 
     def given(value: Any) -> Any:
@@ -122,9 +122,9 @@ def with_replaced(
 def tensors_in(
     value: Any, unknown: list[Any] | None = None, depth: int = 0
 ) -> Iterator[torch.Tensor]:
-    """Every tensor in ``value``.
+    """Yield every tensor in ``value``.
 
-    Objects of unknown classes are searched one level deep and listed in ``unknown``.
+    Objects of unknown classes are searched one level deep and appended to ``unknown``.
     """
     if isinstance(value, torch.Tensor):
         yield value

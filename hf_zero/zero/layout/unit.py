@@ -1,4 +1,4 @@
-"""Units: flats that are gathered and released together, and the calls that use them."""
+"""Units: flat buffers that are gathered and released together, and the forwards that use them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_zero.zero.layout.parameter_guard import ParameterGuard
 
 
 class State(Enum):
-    """Where the values of a unit are."""
+    """State of a unit's values."""
 
     RELEASED = "released"
     GATHERING = "gathering"
@@ -26,17 +26,16 @@ class State(Enum):
 
 
 class Secondary(Enum):
-    """Whether secondary shards have the values of the forward under way or before."""
+    """Whether the secondary shards hold the values of this forward, or the last one."""
 
     NONE = "none"
-    COMING = "coming"  # with the gather under way
+    COMING = "coming"  # being filled by the gather under way
     HERE = "here"
 
 
 class RootForward:
-    """One forward from the outermost module called, with what was gathered for it.
-
-    It lives as long as its graph.
+    """One outermost forward, and the units gathered for its backward. Its lifetime is that of its
+    graph.
     """
 
     __slots__ = (
@@ -52,27 +51,27 @@ class RootForward:
     )
 
     def __init__(self, whole: bool, began: int = 0):
-        self.began = began  # as that of a call
-        self.whole = whole  # the whole model was called, not a part of it
-        self.reads: set[Unit] = set()  # by its backward, where no hook of theirs can tell when
-        self.tracked = False  # a hook on its graph tells when its backward runs
-        self.calls: weakref.WeakSet[UnitForward] = weakref.WeakSet()  # that tell of their backward
-        self.drawn: dict[object, object] = {}  # at random, by who has drawn; for recomputations too
+        self.began = began  # number of the moment it began, as for a call
+        self.whole = whole  # the outermost module is the whole model, not a part of it
+        # units that its backward reads at times that no hook of theirs marks
+        self.reads: set[Unit] = set()
+        self.tracked = False  # a hook on its graph fires when its backward
+        # calls with hooks on their outputs
+        self.calls: weakref.WeakSet[UnitForward] = weakref.WeakSet()
+        self.drawn: dict[object, object] = {}  # random draws by owner; recomputations reuse them
         self.left_out: frozenset[Unit] = frozenset()  # units that no rank uses in it
         # parameters that no rank uses in it: a bit for each member of a flat buffer
         self.idle: dict[FlatBuffer, int] = {}
 
     @property
     def pending(self) -> bool:
-        """Whether the backward of a call in it is to come."""
+        """Whether the backward of a call in it is still pending."""
         return any(call in call.unit.forwards.pending for call in self.calls)
 
 
 class UnitForward:
-    """One forward of a unit whose backward may come: of a module of it, or of several in a row
-    where each takes what the one before has returned.
-
-    It lives as long as the graph of that forward.
+    """One forward of a unit with a possible backward: of one of its modules, or of several in a
+    row, each with the output of the one before as its input. Its lifetime is that of its graph.
     """
 
     __slots__ = (
@@ -90,45 +89,43 @@ class UnitForward:
     def __init__(self, unit: Unit, outer: RootForward, began: int):
         self.unit = unit
         self.outer = outer
-        # places in the order in which this rank enters and leaves forwards
+        # moments, numbered in the order in which this rank enters and leaves forwards
         self.began = self.left = began
-        # an input carries the mark that tells when this call's backward is over
+        # an input carries the mark whose backward ends this call's backward
         self.marked = False
-        self.last_node = -1  # of the graph before the forward
-        # of its inputs, while the forward is under way
+        self.last_node = -1  # number of the last graph node before the forward
+        # marks of its inputs, while the forward is running
         self.marks: Sequence[torch.autograd.graph.Node] = ()
-        # of several inputs that have a part in the backward under way, those whose gradients are to
-        # come
+        # number of marks in the backward under way that have not fired yet, if there are several
+        # inputs
         self.marks_left = 0
 
 
 def _no_call() -> None:
-    """What a unit awaits whose calls have not been looked at."""
+    """Initial value of ``awaited``: no call has been examined yet."""
 
 
 class UnitForwards:
-    """The forwards of one unit: those under way, and those whose backward is to come or is under
-    way.
-    """
+    """The forwards of one unit that are running, or whose backward is pending or running."""
 
     def __init__(self) -> None:
-        # calls whose backward is to come: decides the reduction
+        # calls whose backward is pending: decides the reduction
         self.pending: weakref.WeakSet[UnitForward] = weakref.WeakSet()
         # calls whose backward is under way: decides the release
         self.in_backward: set[UnitForward] = set()
-        # weakly, one of these that was found to come last
+        # weak reference to the one of these that was found to come last
         self.awaited: Callable[[], UnitForward | None] = _no_call
         self.in_forward: list[UnitForward | None] = []  # forwards under way, innermost last
-        # forwards without a graph in training, which a reentrant checkpoint may run again in the
+        # forwards without a graph in training; a reentrant checkpoint may rerun them in the
         # backward
         self.reruns = 0
-        # those that read this unit so: it waits for their backward
+        # forwards with this unit in ``reads``: it stays gathered for their backward
         self.pinned_by: weakref.WeakSet[RootForward] = weakref.WeakSet()
 
 
 class Unit:
-    """One module, or several small ones, and the flats that are gathered and released together
-    for them.
+    """One module, or several small ones, with the flat buffers that are gathered and released
+    together for them.
     """
 
     def __init__(
@@ -145,14 +142,15 @@ class Unit:
         self.guard = ParameterGuard(list(modules.values()), self.sharded)
         self._streams: set[streams.Stream] = set()  # on which forwards ran and gradients come
         self._shared = False  # views of the values may be alive
-        # those of ``sharded`` that travel together, for they have the same ranks
+        # flat buffers of ``sharded`` by axis: those with the same ranks share a message
         self._together = [
             [flat for flat in self.sharded if flat.axis is axis]
             for axis in dict.fromkeys(flat.axis for flat in self.sharded)
         ]
-        # the gathers under way, and when the shards are here that they read
+        # the gathers under way, and the event after which the shards that they read are on the
+        # device
         self._coming: tuple[list[Handle], streams.Event | None] | None = None
-        self._secondary = Secondary.NONE  # alike on all ranks, but for the moment of a wait
+        self._secondary = Secondary.NONE  # equal on all ranks, except while one waits for a gather
         for flat in self.flats:
             flat.join(self)
 
@@ -164,55 +162,55 @@ class Unit:
         return self.name or "(root)"
 
     def name_of(self, module: nn.Module) -> str:
-        """Where ``module``, one of this unit, stands in the model."""
+        """Return the path in the model of ``module``, one of this unit's."""
         return next((name for name, own in self.modules.items() if own is module), self.label)
 
     @property
     def module(self) -> nn.Module:
-        """Its module, or the first of several."""
+        """The module, or the first of several."""
         return next(iter(self.modules.values()))
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the gathered flats."""
+        """Bytes of the gathered flat buffers."""
         return sum(flat.layout.padded * flat.dtype.itemsize for flat in self.sharded)
 
     @cached_property
     def needs_no_peer(self) -> bool:
-        """Whether a gather sends nothing: this rank holds all elements of the unit."""
+        """Whether a gather sends nothing: this rank has all elements of the unit."""
         return all(flat.axis.size == 1 for flat in self.sharded)
 
     @property
     def offloaded(self) -> list[FlatBuffer]:
-        """The flats whose states are offloaded."""
+        """The flat buffers with offloaded optimizer state."""
         return [flat for flat in self.trainable if flat.optimizer_shard.offloaded]
 
     def wait_for_update(self) -> None:
-        """Return when no update of this unit is under way: its parameters are those of the last
-        step.
+        """Wait for the update of this unit: its parameters then have the values of
+        the last step.
         """
         for shard in self._optimizer_shards:
             if shard.finish_update is not None:
                 shard.finish_update()
 
     def runs_here(self) -> None:
-        """A forward that has a graph begins, in the current stream."""
+        """Register the current stream as one on which a forward with a graph runs."""
         if self._device_of_streams is not None:
             self._streams.add(streams.current_stream(self._device_of_streams))
 
     @cached_property
     def _device_of_streams(self) -> torch.device | None:
-        """Where its gradients accumulate on streams; None where it has none, or they come in the
-        host's order.
+        """The device whose streams accumulate its gradients; None without gradients, or on the
+        host.
         """
         device = self.trainable[0].full.device if self.trainable else None
         return None if device is None or kinds.is_host(device) else device
 
     def await_gradients(self) -> None:
-        """From now on the current stream may read the gradients that a backward has accumulated.
+        """Make the current stream wait for gradients that a backward has accumulated.
 
-        Autograd accumulates on the stream of the forward, and orders it before that of the caller
-        only when the backward is over.
+        Autograd accumulates on the stream of the forward, and orders it before the caller's stream
+        only at the end of the backward.
         """
         if self._streams:
             here = streams.current_stream(self.trainable[0].full.device)
@@ -222,30 +220,29 @@ class Unit:
 
     @property
     def in_use(self) -> bool:
-        """Whether a forward, a backward or a script that asked for the values still reads them."""
+        """Whether a forward, a backward or a script still reads the values."""
         forwards = self.forwards
         return bool(self.pins or forwards.in_forward or forwards.in_backward or forwards.pinned_by)
 
     def share(self) -> None:
-        """Somebody has taken a view of the values (``p.detach()``, ``p.t()``): it must not read
-        memory that was given back.
+        """Mark the unit as shared: views of its values exist (``p.detach()``, ``p.t()``), so its
+        storage must not be freed under them.
         """
         self._shared = True
 
     @property
     def is_rounded(self) -> bool:
-        """Whether a gather gives values that are not quite those of the shards."""
+        """Whether gathered values differ from those of the shards: compressed or changed ones."""
         return any(
             flat.spec.gather_codec is not None or flat.computing is not None
             for flat in self.sharded
         )
 
     def launch_gather(self, exact: bool = False, backward: bool = False) -> None:
-        """Start the all-gather into the flats' own storage. ``exact``: of the values as they are,
-        also where they travel in few bits. ``backward``: of secondary shards, where there are some.
+        """Launch the all-gather into the storage of the flat buffers. ``exact``: uncompressed and
+        unchanged values. ``backward``: from secondary shards, if there are any.
 
-        Where the values are here already, they are those of the end of the gather when this
-        returns.
+        If the unit is gathered already, this waits for the gather and the values are new on return.
         """
         self.finish_gather()
         self.take_user_writes()
@@ -292,11 +289,11 @@ class Unit:
             self.finish_gather()
 
     def forget_secondary(self) -> None:
-        """A forward begins: its gathers are of the shards."""
+        """Begin a forward: its gathers read the primary shards."""
         self._secondary = Secondary.NONE
 
     def finish_gather(self) -> None:
-        """Wait for the all-gather and let the parameters see the values."""
+        """Wait for the all-gather and point the parameters at the values."""
         if self._coming is not None:
             (handles, brought), self._coming = self._coming, None
             if brought is not None:
@@ -324,23 +321,23 @@ class Unit:
                 flat.keep_secondary(node)
 
     def take_user_writes(self) -> None:
-        """What a script has written to parameters that are whole here goes into the shards (a
-        module may change its own weights).
+        """Copy a script's writes to whole parameters into the shards (a module may change its own
+        weights).
         """
         for flat in self.flats:
             if not flat.sharded or self.state is State.GATHERED:
                 flat.take_user_writes()
 
     def drop_user_writes(self) -> None:
-        """What was written to sharded parameters inside GatheredParameters has been kept by it,
-        or is not to be.
+        """Discard the counts of writes to sharded parameters inside GatheredParameters, which has
+        kept what it should.
         """
         for flat in self.sharded:
             flat.user_writes.accept()
 
     def chunk_bytes(self) -> bytes:
-        """This rank's chunks of all sharded flats, end to end: for other ranks, from a thread
-        beside the one that trains.
+        """Return this rank's chunks of all sharded flat buffers, end to end: for other ranks, from
+        a thread other than the training thread.
         """
         return b"".join(
             flat.shard_for_others().detach().cpu().view(torch.uint8).numpy().tobytes()
@@ -348,8 +345,8 @@ class Unit:
         )
 
     def fill(self, chunks: Mapping[int, bytes], exact: bool = False) -> None:
-        """Become gathered from the :meth:`chunk_bytes` of other ranks (global), without a
-        collective; ``exact`` as for :meth:`launch_gather`.
+        """Gather the unit without a collective, from the :meth:`chunk_bytes` of other ranks (by
+        global rank); ``exact`` as for :meth:`launch_gather`.
         """
         self.finish_gather()
         self.take_user_writes()
@@ -368,7 +365,7 @@ class Unit:
                     start, stop = flat.layout.rank_range(flat.axis.ranks.index(rank))
                     flat.full[start:stop].copy_(values)
                 codec = flat.spec.gather_codec
-                if codec is not None and not exact:  # what a gather would have given
+                if codec is not None and not exact:  # same rounding as a gather
                     codec.decode(codec.encode(flat.full, flat.layout.shards), flat.full)
                 flat.fill()
                 at += size
@@ -376,7 +373,7 @@ class Unit:
         self.finish_gather()
 
     def release(self, keep_views: bool = False) -> None:
-        """Give the whole values back; every rank keeps its shard.
+        """Release the whole values; every rank keeps its shard.
 
         ``keep_views``: views of the values stay readable.
         """

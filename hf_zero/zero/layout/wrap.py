@@ -1,5 +1,5 @@
-"""Where a model is cut into units: the modules whose parameters are gathered and released
-together.
+"""Partition of a model into units: the modules whose parameters are gathered and
+released together.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from hf_zero.errors import PartitionError
 
 LARGE_LEAF = 0.25  # of the largest block: an embedding or head of this size is a unit of its own
 PARTS = 16  # a model without blocks is cut into about this many units
-WHOLE = "_z3_leaf"  # the field's name for a module to be gathered as a whole
-# a module's tuples of names of its parameters that are to lie one after another
+WHOLE = "_z3_leaf"  # DeepSpeed's attribute of a module
+# a module's tuples of parameter names to be placed one after another
 PACKED = "_hf_zero_packed"
 MIN_UNIT = 1 << 16  # elements: below this a gather costs more in latency than it saves
 # elements: consecutive blocks of fewer are one unit together, unless the configuration says
@@ -29,8 +29,8 @@ PACKED_UNITS = 4  # 1 MiB in fp32: what DDP sends first, so that a backward begi
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """A unit to be: the modules it wraps and the parameters it owns, under their first names, in
-    the order of their flat.
+    """Plan of a unit: the modules it wraps and the parameters it owns, by first name and in the
+    order of their flat buffer.
     """
 
     paths: tuple[str, ...]  # of the modules
@@ -64,7 +64,7 @@ def _class_names(module: nn.Module) -> set[str]:
 
 
 def _outermost(model: nn.Module, wanted: set[int]) -> list[tuple[str, nn.Module]]:
-    """The wanted modules that do not lie inside another wanted one, in definition order, each
+    """Return the wanted modules that are not inside another wanted one, in definition order, each
     once.
     """
     found: list[tuple[str, nn.Module]] = []
@@ -89,13 +89,13 @@ def _with_parameters(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The repeated blocks of ``model``, else parts of about equal size."""
+    """Return the repeated blocks of ``model``, else parts of about equal size."""
     return repeated_blocks(model) or _by_size(model)
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Gradient-checkpointing layers, else ``_no_split_modules``, else the items of ModuleLists,
-    in definition order.
+    """Return gradient-checkpointing layers, else ``_no_split_modules``, else the items of
+    ModuleLists, in definition order.
     """
     modules = list(model.modules())
     blocks = _outermost(
@@ -118,7 +118,7 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def names_in_blocks(model: nn.Module) -> frozenset[str]:
-    """First names of the parameters in blocks of ``model``, tied ones among them."""
+    """Return first names of the parameters in blocks of ``model``, including tied ones."""
     inside = {id(p) for _, block in find_blocks(model) for p in block.parameters()}
     return frozenset(name for name, p in model.named_parameters() if id(p) in inside)
 
@@ -149,15 +149,17 @@ def _by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def find_units(
     model: nn.Module, granularity: int | None = None, in_root: Collection[int] = ()
 ) -> tuple[list[UnitSpec], dict[str, str]]:
-    """Units of ``model`` (the first is the root) and its tied names as ``{alias: first name}``.
+    """Return the units of ``model`` (the first is the root) and its tied names as ``{alias: first
+    name}``.
 
     Consecutive blocks of one container share a unit as long as they have at most ``granularity``
-    elements together: what a gather, a reduction and the Python around them cost does not shrink
-    with them. 0: each block is a unit; None: :data:`GRANULARITY`. A module marked :data:`WHOLE` is
-    a unit if it lies in none, whatever blocks it holds. Parameters of one unit that a module names
-    together in :data:`PACKED` follow the first of them; raises PartitionError for a name that the
-    module does not have. A parameter that two units reach belongs once, to the root: their lowest
-    common ancestor, since units do not nest; so do those whose ids are ``in_root``.
+    elements together: the cost of a gather, a reduction and the Python around them does not shrink
+    with the blocks. 0: each block is a unit; None: :data:`GRANULARITY`. A module marked
+    :data:`WHOLE` is a unit unless it is inside one, whatever blocks it holds. Parameters of one
+    unit that a module lists together in :data:`PACKED` follow the first of them; raises
+    PartitionError for a name that the module does not have. A parameter reached from two units
+    belongs to the root: their lowest common ancestor, since units do not nest. Parameters with ids
+    in ``in_root`` belong to it, too.
     """
     names, aliases = _names(model)
     blocks = find_blocks(model)
@@ -189,7 +191,7 @@ def find_units(
 
 
 def _names(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
-    """The parameters of ``model`` by their first names, and the other names of tied ones as
+    """Return the parameters of ``model`` by first name, and the other names of tied ones as
     ``{alias: first name}``.
     """
     first_name: dict[int, str] = {}
@@ -205,8 +207,8 @@ def _names(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
 
 
 def _alone(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> set[int]:
-    """The ids of the modules that are units by themselves: those marked :data:`WHOLE`, and large
-    embeddings and heads outside of ``blocks``.
+    """Return the ids of modules that are units by themselves: those marked :data:`WHOLE`, and large
+    embeddings and heads outside ``blocks``.
     """
     inside = {id(m) for _, block in blocks for m in block.modules()}
     users: dict[int, int] = {}
@@ -236,7 +238,9 @@ def _owners(
     wrapped: Sequence[tuple[str, nn.Module]],
     in_root: Collection[int],
 ) -> tuple[list[tuple[str, nn.Parameter]], list[list[tuple[str, nn.Parameter]]]]:
-    """The parameters of the root, and those that each of the ``wrapped`` modules alone reaches."""
+    """Return the parameters of the root, and those reached from each of the ``wrapped`` modules
+    only.
+    """
     reached: dict[int, set[int]] = {}
     for index, (_, module) in enumerate(wrapped):
         for parameter in module.parameters():
@@ -257,11 +261,12 @@ def _owners(
 def persistent_names(
     model: nn.Module, most: int | None = None, in_all: int | None = None
 ) -> frozenset[str]:
-    """First names of the parameters of ``model`` that stay whole between steps where parameters
-    are sharded: those of at most ``most`` elements (None: :data:`PERSISTENCE`), in the order of the
-    model, as long as they have at most ``in_all`` elements together (None: any number).
+    """Return first names of the parameters of ``model`` that stay whole between steps where
+    parameters are sharded: those of at most ``most`` elements (None: :data:`PERSISTENCE`), in the
+    order of the model, as long as they have at most ``in_all`` elements together (None: any
+    number).
 
-    Of a pack (:data:`PACKED`) all stay whole, or none.
+    A pack (:data:`PACKED`) stays whole as a whole, or not at all.
     """
     limit = PERSISTENCE if most is None else most
     chosen: dict[int, str] = {}
@@ -279,14 +284,14 @@ def persistent_names(
 
 
 def packed_elements(granularity: int | None = None) -> int:
-    """How many elements small units may have together to travel in one message, where blocks of
-    at most ``granularity`` elements share a unit, as in :func:`find_units`.
+    """Return the number of elements that small units may have together in one message, for units of
+    at most ``granularity`` elements as in :func:`find_units`.
     """
     return PACKED_UNITS * (GRANULARITY if granularity is None else granularity)
 
 
 def _packs(model: nn.Module) -> list[list[int]]:
-    """The ids of the parameters of each pack that a module of ``model`` asks for."""
+    """Return the parameter ids of each pack that a module of ``model`` declares."""
     found = []
     for name, module in model.named_modules():
         for pack in getattr(module, PACKED, ()):
@@ -304,7 +309,7 @@ def _packs(model: nn.Module) -> list[list[int]]:
 def _in_packs(
     parameters: list[tuple[str, nn.Parameter]], packs: list[list[int]]
 ) -> tuple[tuple[str, nn.Parameter], ...]:
-    """``parameters`` in their order, but those of a pack behind its first."""
+    """Return ``parameters`` in order, with those of a pack moved behind its first."""
     order = {id(parameter): (place, 0) for place, (_, parameter) in enumerate(parameters)}
     for pack in packs:
         here = [key for key in pack if key in order]

@@ -1,5 +1,5 @@
-"""What a script writes to parameters past the engine: in place, through ``parameter.data``, or by
-assigning to it.
+"""Writes of a script to parameters outside the engine: in place, through ``parameter.data``, or by
+assignment to it.
 
 [Note: how a write is noticed]
 torch counts the changes of a tensor in ``_version``. A parameter keeps its own count, although its
@@ -27,47 +27,49 @@ _version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
 
 class UserWrites:
-    """Counts the writes to the parameters of one flat."""
+    """Count the writes to the parameters of one flat buffer."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]):
         self._parameters = dict(parameters)
         self._members = list(self._parameters.values())
         self._aliases: dict[str, torch.Tensor] = {}
-        self._updates = 0  # those of the engine, counted in each parameter's ``_version``
+        self._updates = 0  # updates of the engine, counted in each
         self.accept()
 
     @property
     def aliases(self) -> int:
-        """How many tensors here share the memory of the flat."""
+        """Number of tensors here that share the memory of the flat buffer."""
         return len(self._aliases)
 
     def alias(self, name: str, view: torch.Tensor) -> torch.Tensor:
-        """A tensor over ``view``, the memory of parameter ``name``, whose changes are counted."""
+        """Return a tensor over ``view``, the memory of parameter ``name``, whose writes are
+        counted.
+        """
         with torch.inference_mode(False):
             if name not in self._aliases:
                 self._aliases[name] = _data(view)  # its count is 0
             return self._aliases[name].detach()
 
     def names(self) -> list[str]:
-        """Parameters that have been written to since :meth:`accept`."""
+        """Return the parameters written to since :meth:`accept`."""
         if self._sum() == self._total:
             return []
         return [name for name in self._parameters if self._count(name) != self._seen[name]]
 
     def accept(self) -> None:
-        """All writes so far are known."""
+        """Mark all writes so far as known."""
         self._seen = {name: self._count(name) for name in self._parameters}
         self._total = self._sum()
 
     def mark_updated(self) -> None:
-        """The engine has changed the parameters: autograd is to raise where a graph that was
-        recorded before goes backward after it, as it does for plain parameters.
+        """Record that the engine has changed the parameters: autograd then raises for a backward
+        through an older graph, as it does for plain parameters.
         """
         torch._C._increment_version(self._members)
         self._updates += 1
 
     def drop_aliases(self) -> None:
-        """The memory of the parameters goes; nothing may be written any more."""
+        """Drop the aliases before the memory of the parameters is freed; no writes may follow."""
         if self._aliases:
             self._aliases.clear()
             self.accept()
