@@ -1,9 +1,9 @@
-"""Which backward is under way, how far it has come, and what of the model it may still reach.
+"""Tracking of the backward under way: its progress, and the forwards that it may still reach.
 
 [Note: graph tasks]
-torch numbers backwards under way. The first hook that a backward reaches makes it known here, and
-queues a callback for its end; one that an exception ends drops its callback instead. A backward
-inside a backward is reentrant checkpointing and belongs to the outer one.
+torch numbers running backwards (graph tasks). The first hook that a backward reaches registers it
+here and queues a callback for its end; an exception drops the callback. A backward inside a
+backward is reentrant checkpointing and belongs to the outer one.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ from hf_zero.zero.layout.unit import RootForward, Unit, UnitForward
 from hf_zero.zero.reduce.gradient_reducer import GradientReducer
 from hf_zero.zero.reduce.reduction_order import Outstanding
 
-FORWARDS_TOLD_APART = 4  # more forwards of one kind before a backward share a plan
+FORWARDS_TOLD_APART = 4  # this many or more forwards of one kind before
 
-graph_task = torch._C._current_graph_task_id  # of the backward that this thread runs, or -1
+graph_task = torch._C._current_graph_task_id  # number of the backward that this thread runs, or -1
 
 
 def keep_for_backward(unit: Unit, root: RootForward) -> None:
-    """The backward of ``root`` reads ``unit`` where no hook of the unit tells when."""
+    """Keep ``unit`` gathered for the backward of ``root``, which reads it at a time that no hook of
+    the unit marks.
+    """
     root.reads.add(unit)
     unit.forwards.pinned_by.add(root)
 
 
 class BackwardTracker:
-    """The backward of one engine's model: gathers what it reads, and tells ``reducer`` which units
-    are complete.
+    """Follows a backward through one engine's model: gathers the units it reads, and reports
+    complete units to ``reducer``.
     """
 
     def __init__(
@@ -49,8 +51,8 @@ class BackwardTracker:
         on_begin: Callable[[], None],
         on_part: Callable[[], None],
     ):
-        """``on_begin`` is called before a backward, ``on_part`` where it reaches a part of the
-        model that was called alone.
+        """``on_begin`` is called before a backward, ``on_part`` when it reaches a part of the model
+        that was called alone.
         """
         self._units = list(units)
         self._schedule = schedule
@@ -59,24 +61,24 @@ class BackwardTracker:
         self.outstanding = Outstanding()
         # graph tasks under way, outermost first, and their callbacks
         self.tasks: list[tuple[int, weakref.ref[Any]]] = []
-        # forwards since the last backward, by kind; None: those that one rank may have run alone
+        # forwards since the last backward, by kind; None: those that may have run on one rank only
         self._forwards: Counter[Hashable] = Counter()
-        self._first = False  # no call of the backward under way has been reached
+        self._first = False  # no call has been reached by the backward under way
         self._older: weakref.WeakSet[RootForward] = weakref.WeakSet()  # forwards with a graph
-        # forwards that the backward under way goes back through
+        # forwards reached by the backward under way
         self._reached: set[RootForward] = set()
-        # The forward whose backward has come last to a call of it.
+        # The forward that the backward has reached last.
         self.reached: RootForward | None = None
-        # units that the forwards reached by the backward under way have all left out
+        # units left out by all forwards that the backward under way has reached
         self._left_out: frozenset[Unit] = frozenset()
-        # forwards that no hook tells of: any backward may be theirs
+        # forwards without hooks: any backward may be theirs
         self._untracked: list[RootForward] = []
         reducer.connect(schedule, self.outstanding)
         schedule.reductions = reducer
 
     @property
     def under_way(self) -> bool:
-        """Whether a backward has begun that neither its end nor an exception has ended."""
+        """Whether a backward has begun and neither ended nor raised."""
         return bool(self.tasks) and self.tasks[0][1]() is not None
 
     @property
@@ -90,11 +92,11 @@ class BackwardTracker:
     # ---- forwards ----
 
     def add_forward(self, kind: Hashable, joint: bool) -> None:
-        """A forward of ``kind`` with a graph begins; ``joint``: all ranks run it together."""
+        """Register a forward of ``kind`` with a graph; ``joint``: all ranks run it together."""
         self._forwards[kind if joint else None] += 1
 
     def add_call(self, call: UnitForward) -> None:
-        """``call``, which has ended, has outputs whose hooks tell of its backward."""
+        """Register ``call``, which has ended and has hooks on its outputs, as pending."""
         if not call.outer.tracked:
             call.outer.tracked = True
             self._older.add(call.outer)
@@ -102,8 +104,8 @@ class BackwardTracker:
         call.unit.forwards.pending.add(call)
 
     def end_forward(self, root: RootForward, has_graph: bool) -> None:
-        """The outermost module called returns or raises; what ``root`` keeps gathered without a
-        hook is bounded.
+        """End an outermost forward. Without a graph its units are no longer kept; of forwards kept
+        without a hook only the last few are.
         """
         if not has_graph:
             self._unpin({root})
@@ -117,9 +119,9 @@ class BackwardTracker:
     def reach_outputs(
         self, call: UnitForward, module: nn.Module, marks: Sequence[Node], grads: Any
     ) -> None:
-        """A hook of an output of ``call``, which ``module`` has returned: its backward comes.
+        """Begin the backward of ``call``: the hook on its outputs, which ``module`` has returned.
 
-        ``marks`` are those of its inputs.
+        ``marks``: autograd nodes of the marks on its inputs.
         """
         self.enter()
         if call not in call.unit.forwards.in_backward:
@@ -152,7 +154,7 @@ class BackwardTracker:
         self.outstanding.starts(call)
 
     def pass_inputs(self, call: UnitForward, *_: Any) -> None:
-        """A hook of the inputs of ``call``: its backward is over."""
+        """End the backward of ``call``: the hook on its inputs."""
         self.enter()
         unit, outstanding = call.unit, self.outstanding
         if spans.logs:
@@ -168,8 +170,8 @@ class BackwardTracker:
         self._pass(call, call.began)
 
     def reach(self, root: RootForward, grads: Any = None) -> None:
-        """The backward under way goes back through ``root``: what it reads must be here, also
-        the second time.
+        """Gather the units that the backward of ``root`` reads, also for a second backward over its
+        graph.
         """
         self.enter()
         if not root.whole:
@@ -186,11 +188,12 @@ class BackwardTracker:
             self._schedule.ensure_gathered(unit)
 
     def _leave_out(self, units: frozenset[Unit]) -> None:
-        """The backward under way comes to a forward that has left ``units`` out on all ranks.
+        """Leave ``units`` out of the backward under way, which reaches a forward that has left them
+        out on all ranks.
 
-        What the first forward reached has left out is neither gathered by the plan nor reduced in
-        its place. Forwards that this backward does not go through, which one rank alone may have
-        run, have no part in that.
+        Units left out by the first forward reached are neither gathered by the plan nor reduced at
+        their place. Forwards that this backward does not reach have no influence, since one rank
+        may have run them alone.
         """
         if self.reached is not None:
             self._bring_back(self._left_out - units)
@@ -201,13 +204,15 @@ class BackwardTracker:
             self._reducer.leave_out(self._left_out)
 
     def _bring_back(self, units: frozenset[Unit]) -> None:
-        """The backward under way uses ``units`` after all: they are fetched, and reduced last."""
+        """Undo leaving out ``units``, which the backward under way uses: they are fetched, and
+        reduced last.
+        """
         if units:
             self._left_out -= units
             self._reducer.bring_back(units)
 
     def _pass(self, call: UnitForward, moment: int) -> None:
-        """The backward has come to ``moment``: reduce what is complete by that."""
+        """Advance the backward to ``moment`` and reduce the units that are complete by then."""
         if len(self.tasks) == 1 and call.outer is not self.outstanding.recomputation:
             if self._first:
                 self._first = False
@@ -227,7 +232,7 @@ class BackwardTracker:
     # ---- the whole backward ----
 
     def enter(self) -> None:
-        """Called by every hook in a backward: the first begins it."""
+        """Begin a backward if none is under way. Called by every hook in a backward."""
         task = graph_task()
         if (
             task == -1
@@ -244,14 +249,14 @@ class BackwardTracker:
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def take_in(self) -> None:
-        """A backward without hooks is over: take in what it has left (collective)."""
+        """Take in the gradients of a backward that triggered no hooks (collective)."""
         with torch.inference_mode(False), torch.no_grad():
             self._begin()
             self._end()
 
     def put_away_broken(self) -> None:
-        """Called from outside forward and backward: forget the backward that an exception there has
-        left open, if any.
+        """Abort a backward that an exception has left open, if any. Called outside forward and
+        backward.
         """
         if self.tasks and graph_task() == -1:
             self._abandon()
@@ -271,7 +276,7 @@ class BackwardTracker:
         self.outstanding.begin(recomputation)
         self._reached, self._first = {recomputation}, True
         self._on_begin()
-        # Without sharded parameters a forward concerns no other rank: ranks may have run different
+        # Without sharded parameters a forward involves no other rank: ranks may have run different
         # numbers of them.
         key = (*kind, self._schedule.resident) if self._schedule.gathers else None
         self._schedule.begin(kind, True)
@@ -289,8 +294,8 @@ class BackwardTracker:
     def _end(self) -> None:
         self._reducer.note_unfinished()
         self._forget_calls()
-        # Gathers first, because other ranks need them before they launch what this one is about to
-        # wait for.
+        # Gathers first: other ranks need them before they launch the reductions that this one waits
+        # for.
         recorded = self._schedule.recording
         self._schedule.issue_rest()
         try:
@@ -301,7 +306,7 @@ class BackwardTracker:
         self._schedule.end(keep_last=False)
 
     def _abandon(self) -> None:
-        """A backward was broken by an exception: nothing of it may count."""
+        """Abort a backward after an exception and discard its results."""
         self.tasks = []
         self._forget_calls()
         self._reducer.abandon()
@@ -313,14 +318,14 @@ class BackwardTracker:
             for call in forwards.in_backward:
                 forwards.pending.discard(call)
             forwards.in_backward.clear()
-        # Of the forwards that no hook tells of, a backward is taken to be the oldest one's.
+        # The backward is attributed to the oldest forward without hooks.
         self._unpin({*self._reached, *self._untracked[:1]})
         self._reached.clear()
         del self._untracked[:1]
         self.outstanding.end()
         if not any(forwards.pending for forwards in every):
             for forwards in every:
-                forwards.reruns = 0  # of forwards that no checkpoint runs again
+                forwards.reruns = 0  # these forwards are not rerun by a checkpoint
 
     def _unpin(self, roots: set[RootForward]) -> None:
         for unit in self._units:

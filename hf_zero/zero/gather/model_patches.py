@@ -1,4 +1,4 @@
-"""What plain PyTorch does to a model, made right or refused where parameters are owned:
+"""PyTorch's operations on a whole model, adapted or refused while an engine owns its parameters:
 state_dict, load_state_dict, ``.to``.
 """
 
@@ -30,9 +30,9 @@ _parameters, _children = attrgetter("_parameters"), attrgetter("_modules")
 
 
 class Attached(partial):  # type: ignore[type-arg]
-    """A hook of the engine on a module: ``Attached(function, *first_arguments)``. A copy of the
-    module gets one that does nothing. torch.compile of a whole model neither traces the function
-    into its graphs nor compiles what it calls.
+    """An engine's hook on a module: ``Attached(function, *first_arguments)``. A copy of the module
+    gets a hook without effect. torch.compile of a whole model neither traces the function into its
+    graphs nor compiles its callees.
     """
 
     def __new__(cls, function: Callable[..., Any], /, *first: Any) -> Attached:
@@ -47,8 +47,8 @@ class Attached(partial):  # type: ignore[type-arg]
 
 
 def outside_graphs(function: Any, calls: _FrameAction = _FrameAction.DEFAULT) -> Any:
-    """``function``, which torch.compile of what calls it does not trace into a graph; ``calls``
-    says what it does with what ``function`` calls.
+    """Exclude ``function`` from the graphs that torch.compile traces, and return it; ``calls`` is
+    the action for its callees.
     """
     function._torchdynamo_disable = True
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, calls))
@@ -56,13 +56,12 @@ def outside_graphs(function: Any, calls: _FrameAction = _FrameAction.DEFAULT) ->
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What an engine's hook does on a copied module."""
+    """Hook without effect, on a copied module."""
 
 
 class Override:
-    """A method that the engine puts on one module.
-
-    A copy of the module gets its class's own again.
+    """A method that the engine sets on one module. A copy of the module has its
+    class's own method.
     """
 
     def __init__(self, fn: Callable[..., Any], module: nn.Module, name: str):
@@ -83,15 +82,15 @@ class Override:
 
 
 class Patches(Protocol):
-    """What is put on one model together with its engine and knows nothing of sharding: activation
-    checkpointing and offload, compiled blocks, an order of attention kernels.
+    """Additions to a model that are installed together with an engine and know nothing of sharding:
+    activation checkpointing and offload, compiled blocks, an order of attention kernels.
 
-    The engine does not import them (they import the engine's layer); it is given an object of this
-    form.
+    The engine gets an object with this interface; it does not import them, because they import the
+    engine's layer.
     """
 
     def check(self, model: nn.Module, fixed_addresses: bool) -> None:
-        """Raise ConfigError for what cannot be installed, before the model is changed.
+        """Raise ConfigError for patches that cannot be installed, before the model is changed.
 
         ``fixed_addresses``: parameters keep their memory for the life of the engine.
         """
@@ -100,14 +99,14 @@ class Patches(Protocol):
     def install(
         self, model: nn.Module, units: Sequence[Unit], device: torch.device, logs: bool
     ) -> None:
-        """Put everything on ``model``, whose hooks of the engine are in place.
+        """Install everything on ``model``, after the engine's hooks.
 
-        ``logs``: whether this rank says what was installed.
+        ``logs``: whether this rank logs what it installs.
         """
         ...
 
     def remove(self) -> None:
-        """Take everything off again, whatever of it is there. Idempotent."""
+        """Remove everything that is installed. Idempotent."""
         ...
 
     def compile(self, backend: str | Callable[..., Any], **options: Any) -> None:
@@ -116,43 +115,43 @@ class Patches(Protocol):
 
 
 class Techniques(Protocol):
-    """What changes the training itself, step by step: layers that are dropped, sequences that grow,
-    weights in fewer bits. Like :class:`Patches`, the engine is given an object of this form.
+    """Changes of the training itself that depend on the step: dropped layers, growing sequences,
+    weights in fewer bits. An interface, like :class:`Patches`.
     """
 
     def install(self, engine: Any) -> None:
-        """Put everything on the model of ``engine``, whose own hooks are in place. What depends on
-        the step reads ``engine.global_steps`` and ``engine.micro_steps``, which a load restores.
+        """Install everything on the model of ``engine``, after its own hooks. Step-dependent
+        techniques read ``engine.global_steps`` and ``engine.micro_steps``, which a load restores.
         """
         ...
 
     def end_step(self) -> None:
-        """``engine.step`` has ended an accumulation window, and the counters count it."""
+        """Called after ``engine.step`` has ended an accumulation window and updated
+        the counters.
+        """
         ...
 
     def prepare_batch(self, batch: Any) -> Any:
-        """``batch`` as the model's forward would change it."""
+        """Return ``batch`` as the model's forward would change it."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the counters, by technique: JSON, the same on all
+        """Return the state for checkpoints besides the counters, by technique: JSON, equal on all
         ranks.
         """
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` has returned, the counters being those of then."""
+        """Restore the result of :meth:`state_dict`; the counters are restored already."""
         ...
 
     def remove(self) -> None:
-        """Take everything off again, whatever of it is there. Idempotent."""
+        """Remove everything that is installed. Idempotent."""
         ...
 
 
 class Stateless:
-    """What is installed among the :class:`Techniques` of an engine and changes nothing step by
-    step.
-    """
+    """Base class of :class:`Techniques` members that do not depend on the step."""
 
     def end_step(self) -> None:
         pass
@@ -165,7 +164,7 @@ class Stateless:
 
 
 class ModuleGuards:
-    """Hooks on every module that owns parameters of an engine, or wraps a unit.
+    """Hooks on every module that owns parameters of an engine or wraps a unit.
 
     ``state_dict`` gathers and returns copies (on the CPU where parameters are sharded);
     ``load_state_dict`` gathers, lets torch copy, and takes the values over into shards and master
@@ -182,10 +181,10 @@ class ModuleGuards:
         self._removable: list[Any] = []
         self._patched: list[nn.Module] = []
         self._model = model
-        self._part = False  # the state_dict under way is that of a part of the model
+        self._part = False  # the state_dict call under way is for a part
         self._own: dict[nn.Module, dict[str, OwnedParameter]] = {}
-        # What the last walk has seen: modules, how many parameters and children each has, all of
-        # these, parameters that nothing trains.
+        # Result of the last walk: modules, their numbers of parameters and children, all of these
+        # objects, and parameters that the engine does not train.
         self._walked: list[nn.Module] = [model]
         self._lengths: list[int] = []
         self._held: list[Any] = []
@@ -220,11 +219,11 @@ class ModuleGuards:
         self._removable, self._patched = [], []
 
     def check(self) -> None:
-        """Raise PartitionError if a parameter of the model has been replaced or added since
-        initialize: it would train nowhere.
+        """Raise PartitionError if a parameter of the model was replaced or added since initialize:
+        the engine would not train it.
         """
-        # Each step comes here: while every module holds what it held at the last walk, no line of
-        # Python runs for a module.
+        # Runs in each step: as long as no module has changed since the last walk, this executes no
+        # Python per module.
         held = [*map(_parameters, self._walked), *map(_children, self._walked)]
         unchanged = list(map(len, held)) == self._lengths and all(
             map(is_, chain.from_iterable(map(dict.values, held)), self._held)
@@ -233,7 +232,7 @@ class ModuleGuards:
             self._walk()
 
     def _walk(self) -> None:
-        """Look at every module, and note what it holds."""
+        """Check every module and record its parameters and children."""
         seen, left = {self._model: None}, [self._model]
         untrained = []
         while left:
@@ -300,9 +299,9 @@ class ModuleGuards:
                     or sharding_of(parameter).axes
                 )
             ):
-                # Copies, because a sharded one is released again and a part would be saved with all
-                # memory it is a view of. One copy a parameter, so that tied names still share
-                # memory and are saved once.
+                # Copies, because a sharded parameter is released again, and a view would be saved
+                # with its whole storage. One copy per parameter: tied names still share memory and
+                # are saved once.
                 if id(parameter) not in self._copies:
                     value = join_parts(sharding_of(parameter), parameter.detach(), key)
                     self._copies[id(parameter)] = torch.empty(
@@ -330,7 +329,7 @@ class ModuleGuards:
         metadata: dict[str, Any],
         *args: Any,
     ) -> None:
-        # refused here, before anything is replaced or pinned
+        # refused before anything is replaced or pinned
         if metadata.get("assign_to_params_buffers"):
             owned = next((p for p in module.parameters() if isinstance(p, OwnedParameter)), None)
             raise PartitionError(
@@ -376,8 +375,8 @@ class ModuleGuards:
 
 
 def refuse_switched(flats: Sequence[FlatBuffer]) -> None:
-    """Raise if a parameter that was laid out as frozen requires a gradient in a backward. One that
-    trains may be frozen for a while: it gets none.
+    """Raise PartitionError if a parameter laid out as frozen requires grad in a backward. A
+    trainable one may be frozen for a while and then gets no gradient.
     """
     for flat in flats:
         for name in sorted(flat.handles.switched):
@@ -391,8 +390,8 @@ def refuse_switched(flats: Sequence[FlatBuffer]) -> None:
 
 
 def refuse_foreign_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise if ``optimizer`` was made over parameters that an engine owns: it would see no
-    gradients and train nothing.
+    """Raise PartitionError if ``optimizer`` was built over parameters that an engine owns: it would
+    see no gradients and train nothing.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:

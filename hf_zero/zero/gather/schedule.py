@@ -1,21 +1,20 @@
-"""When units are gathered and released: recorded orders, prefetching, agreement on what is not in
-an order yet.
+"""The schedule of gathers and releases: recorded orders, prefetching, and agreement on gathers that
+no order has yet.
 
 [Note: passes]
-Gathers happen in passes: a forward from the outermost module called, a backward from its first hook
-to its end. Each kind of pass (see :meth:`Schedule.begin`) has a plan, the order of its gathers, and
-all ranks issue exactly that order, units that this rank happens not to use included. The first pass
-of a kind is recorded: before every gather the ranks agree, so that a block used on one rank only
-enters the plan of every rank. A gather that is not in the rest of a plan is a fetch (the note in
-consensus.py) where other ranks hold shards of the unit, and sends nothing where this rank holds all
-of it.
+Gathers happen in passes: a forward from the outermost module called, or a backward from its first
+hook to its end. Each kind of pass (see :meth:`Schedule.begin`) has a plan, the order of its
+gathers, and all ranks issue exactly that order, including units that this rank does not use. The
+first pass of a kind is recorded: before every gather the ranks agree, so that a block used on only
+one rank enters the plan of every rank. A gather that is not in the rest of a plan is a fetch (the
+note in consensus.py) if other ranks hold shards of the unit, and sends nothing if this rank holds
+all of it.
 
-A pass may leave units out that no rank uses in it, as all ranks know before its first gather: they
-keep their places in its plan, and are passed over there. One that is needed all the same is
-fetched.
+A pass may leave out units that no rank uses in it, if all ranks know this before its first gather:
+they keep their places in its plan and are skipped there. If one is needed after all, it is fetched.
 
 A unit is released one step late, when the next unit is needed: a block called twice in a row is not
-gathered twice, and the unit that ends a forward is still there when its backward begins.
+gathered twice, and the last unit of a forward is still gathered when its backward begins.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ AHEAD = 2  # units prefetched at most; the byte limit comes from the config
 
 
 class Limits(NamedTuple):
-    """How far ahead of its use a unit is brought."""
+    """Limits of prefetching."""
 
     bytes: int  # gathered at most
     shards: int  # read from files
 
 
 class ReductionsUnderWay(Protocol):
-    """What the gathers of a backward must know of its reductions."""
+    """The reductions of a backward, as its gathers see them."""
 
     @property
     def launched(self) -> int: ...
@@ -55,8 +54,8 @@ class ReductionsUnderWay(Protocol):
 
 @dataclass(eq=False)
 class GatherPass:
-    """One pass under way. ``plan`` is the order of its gathers, None while they are recorded.
-    ``left_out``: units that no rank is going to use.
+    """One pass. ``plan`` is the order of its gathers, None while they are recorded. ``left_out``:
+    units that no rank uses in it.
     """
 
     key: Hashable
@@ -71,8 +70,8 @@ class Schedule:
     """The gathers and releases of one engine."""
 
     def __init__(self, units: Sequence[Unit], mesh: Mesh, ahead_bytes: int, reads_ahead: int = 0):
-        """``ahead_bytes`` may be gathered ahead; the shards of ``reads_ahead`` units are read
-        from files before their gather.
+        """``ahead_bytes``: limit of prefetched bytes. ``reads_ahead``: number of units whose shards
+        are read from files before their gather.
         """
         self._units = list(units)
         self._mesh = mesh
@@ -81,13 +80,13 @@ class Schedule:
         self.gathers = any(unit.sharded for unit in units)
         self.shards = SharedShards(self._units, mesh)
         self._plans: dict[Hashable, list[Unit]] = {}
-        self._before: dict[Hashable, list[Unit]] = {}  # plans that are being recorded anew
+        self._before: dict[Hashable, list[Unit]] = {}  # former plans, while they are recorded anew
         self._pass: GatherPass | None = None  # None: between passes, or nothing to gather in it
-        # the pass that was the last to issue all its gathers: its plan is complete
+        # the last pass to issue all its gathers: its plan is complete
         self._issued = GatherPass(None, False, [])
         self._to_reshard: list[Unit] = []
         self._ahead: list[Unit] = []
-        # units gathered for other ranks' sake so far, and their places in the plan
+        # units gathered only for other ranks so far, with their places in the plan
         self._passed: list[tuple[int, Unit]] = []
         self._kept: list[Unit] = []  # for the backward that may follow
         self.on_use: Callable[[Unit], None] | None = None  # called with each unit that is needed
@@ -95,30 +94,31 @@ class Schedule:
 
     @property
     def plan(self) -> Sequence[Unit]:
-        """The order of the gathers of the pass that was the last to issue all of them."""
+        """The order of gathers of the last pass that has issued all of them."""
         return self._issued.plan or ()
 
     @property
     def places(self) -> Sequence[int]:
-        """Where in :attr:`plan` the gathers stand that were issued in that pass: after none of
-        them, one, and so on.
+        """Positions in :attr:`plan` reached by that pass after 0, 1, 2, ... of its recorded
+        gathers.
         """
         recorded = self._issued.record
         return places(recorded, self.plan) if recorded else range(len(self.plan) + 1)
 
     @property
     def gathered(self) -> tuple[int, ...]:
-        """Indices of the sharded units that are whole now."""
+        """Indices of the sharded units that are gathered, or being gathered, now."""
         return tuple(
             unit.index for unit in self._units if unit.sharded and unit.state is not State.RELEASED
         )
 
     @property
     def resident(self) -> tuple[int, ...]:
-        """Indices of the units that every rank expects to be whole at the start of a pass: pinned,
+        """Indices of the sharded units that are whole on every rank at the start of a pass: pinned,
         or kept by the pass before.
 
-        A rank that has left an order may hold others; that must not choose its plan.
+        A rank that has left an order may hold others; these must not influence its choice of a
+        plan.
         """
         return tuple(
             unit.index for unit in self._units if unit.sharded and (unit.pins or unit in self._kept)
@@ -130,18 +130,18 @@ class Schedule:
         backward: bool = False,
         left_out: frozenset[Unit] = frozenset(),
     ) -> None:
-        """Start a pass.
+        """Begin a pass.
 
-        ``kind`` must be the same on all ranks; with what is gathered already it selects the plan.
-        ``left_out``: units that no rank uses in this pass, the same on all ranks.
+        ``kind`` must be the same on all ranks; together with the resident units it selects the
+        plan. ``left_out``: units that no rank uses in this pass. Equal on all ranks.
         """
         self.computed.begin(backward)
         if not self.gathers:
             return
         if not backward:
             if all(unit.pins for unit in self._units if unit.sharded):
-                # Nothing to gather and so nothing to agree on: ranks may run different numbers of
-                # such forwards, which leave nothing behind that chooses a plan.
+                # No gathers and so no agreement: ranks may run different numbers of such forwards,
+                # which change nothing that selects a plan.
                 self._pass = None
                 return
             self._kept = []
@@ -155,15 +155,15 @@ class Schedule:
             self._mesh.passes.begin("forward", key)
 
     def leave_out(self, units: frozenset[Unit]) -> None:
-        """No rank uses ``units`` in the backward under way, as all know. Before its first gather
-        by a plan.
+        """Leave ``units`` out of the backward under way: all ranks know that none uses them. Called
+        before the first gather by a plan.
         """
         if self._pass is not None:
             self._pass.left_out = units
 
     def issue_rest(self) -> None:
-        """The pass is over on this rank: issue the gathers that others may still need, and wait
-        for none of them.
+        """End the pass on this rank: issue the gathers that other ranks may still need, without
+        waiting for them.
         """
         under_way = self._pass
         if under_way is None:
@@ -172,8 +172,8 @@ class Schedule:
         if under_way.plan is None:
             while self._agree_on_gather(END, None):
                 pass
-            # What no rank used this time may be used again: a unit that no plan holds is slow to
-            # get.
+            # Units that no rank used in this pass keep their places, since they may be used again:
+            # a fetch of a unit outside the plan is slow.
             plan = merged(
                 [
                     under_way.record,
@@ -188,9 +188,9 @@ class Schedule:
         self._issued = under_way
 
     def end(self, keep_last: bool) -> None:
-        """Finish the pass: issue what the plan still holds, then release.
+        """Finish the pass: issue the rest of the plan, then release.
 
-        ``keep_last``: its backward may follow.
+        ``keep_last``: keep the root and the last unit for the backward that may follow.
         """
         self.computed.end()
         under_way = self._pass
@@ -206,8 +206,8 @@ class Schedule:
         self._release_unused()
 
     def issue_through(self, count: int) -> None:
-        """Issue the first ``count`` gathers of the plan, with all that others need of this rank, if
-        there is one.
+        """Issue the first ``count`` gathers of the plan, if there is one, including all messages
+        that other ranks need from this one.
         """
         under_way = self._pass
         if under_way is None or under_way.plan is None:
@@ -224,8 +224,8 @@ class Schedule:
             self._mesh.shard.hops.advance(ahead)
 
     def _with_left_out(self, under_way: GatherPass) -> list[Unit]:
-        """What a pass has recorded and left out, in the order in which the model is run: for the
-        places of what was left out.
+        """Return the recorded and the left-out units of a pass in model order (backward: reversed),
+        to place the latter in the plan.
         """
         if not under_way.left_out:
             return []
@@ -234,8 +234,8 @@ class Schedule:
         return [unit for unit in units if unit in held and unit.sharded]
 
     def let_go(self, through: int, awaits: Callable[[Unit], bool]) -> None:
-        """Release units that were gathered for others' sake among the first ``through`` of the
-        plan, if this backward needs them no more.
+        """Release units among the first ``through`` of the plan that were gathered only for other
+        ranks, unless ``awaits(unit)``: this backward still needs them.
         """
         if not self._passed:
             return
@@ -249,7 +249,7 @@ class Schedule:
 
     @property
     def issued(self) -> int:
-        """How many gathers the pass under way has issued."""
+        """Number of gathers that the pass under way has issued."""
         under_way = self._pass
         if under_way is None:
             return 0
@@ -262,15 +262,13 @@ class Schedule:
         return under_way is not None and under_way.plan is None and self._mesh.world > 1
 
     def note(self, error: BaseException | None) -> None:
-        """Remember, for the other ranks, the exception that a forward has raised, as long as
-        none has gone well since.
+        """Record, for the other ranks, the exception of a forward; None after a
+        successful forward.
         """
         self._mesh.record_last_error(error)
 
     def abandon(self) -> None:
-        """Forget the pass under way, which an exception has broken, and release what no pass
-        uses.
-        """
+        """Abort the pass under way after an exception, and release the units that no pass uses."""
         self.computed.end()
         self._mesh.passes.broke()
         self._pass, self._kept = None, []
@@ -279,8 +277,8 @@ class Schedule:
     def ensure_gathered(
         self, unit: Unit, module: nn.Module | None = None, for_script: bool = False
     ) -> None:
-        """Return when ``unit`` is whole on this rank, with the values of the last step, for
-        ``module``, which is at work; ``for_script``: no module computes with them.
+        """Gather ``unit``, with the values of the last step, and wait until it is whole on this
+        rank, for the running ``module``; ``for_script``: no module computes with the values.
         """
         if self.on_use is not None:
             self.on_use(unit)
@@ -302,14 +300,14 @@ class Schedule:
         if self.computed.on and not for_script:
             self.computed.use(unit.flats)
         unit.guard.off(module)
-        if unit in self._ahead:  # what was gathered before it is not needed, or not in this order
+        if unit in self._ahead:  # units gathered before it are not needed
             at = self._ahead.index(unit)
             self._pass_by(self._ahead[:at])
             del self._ahead[: at + 1]
         self._prefetch()
 
     def reshard_later(self, unit: Unit) -> None:
-        """Say that ``unit`` is not needed for now; it goes when the next one is needed."""
+        """Mark ``unit`` as unused: it is released when the next unit is needed."""
         if unit.sharded and not unit.forwards.in_forward and not unit.forwards.in_backward:
             unit.guard.on()
             if not unit.in_use and unit not in self._to_reshard:
@@ -321,8 +319,8 @@ class Schedule:
         here = unit.sharded and unit.state is not State.RELEASED
         known = unit in self._kept and not unit.is_rounded
         if self._pass is None and unit.pins == 1 and here and not known:
-            # It is here by chance (a graph that lives on, say), which other ranks may not share:
-            # they need this one to join. Or it is rounded.
+            # It is gathered only on this rank (by a graph that is still alive, say): the other
+            # ranks need this one to join their gather. Or its values are rounded.
             self._agree_on_gather(GATHER, unit)
         self.ensure_gathered(unit, for_script=True)
 
@@ -333,12 +331,12 @@ class Schedule:
 
     @property
     def between_passes(self) -> bool:
-        """Whether no pass that gathers anything is under way."""
+        """Whether no pass with gathers is under way."""
         return self._pass is None
 
     def agree(self, what: str, value: int) -> int:
-        """The largest ``value`` of all ranks, which meet here for ``what`` (collective, outside
-        passes).
+        """Return the largest ``value`` of all ranks (collective, outside passes); ``what`` names
+        the agreement.
         """
         if self._mesh.consensus is None:
             return value
@@ -363,20 +361,20 @@ class Schedule:
                 self._agree_on_gather(GATHER, unit)
 
     def _pass_by(self, units: Sequence[Unit]) -> None:
-        """Units gathered ahead have not been needed when their turn came."""
+        """Record prefetched units that were not needed at their turn."""
         if self._pass is not None and self._pass.plan is not None:
             issued = self._pass.plan[: self._pass.cursor]
             self._passed += [(len(issued) - 1 - issued[::-1].index(unit), unit) for unit in units]
 
     def meet(self) -> None:
-        """A step is over: if a rank has left a recorded order, record all of them anew."""
+        """End a step: if a rank has left a recorded order, all ranks record all orders anew."""
         if self._mesh.consensus is not None and self._mesh.consensus.steps.end_step():
             self._before.update(self._plans)
             self._plans.clear()
 
     def _agree_on_gather(self, kind: int, unit: Unit | None) -> bool:
-        """Agree with the other ranks on the next gather and issue it; False when all of them are
-        at the end. Outside passes a rank that is alone fetches ``unit``.
+        """Agree with the other ranks on the next gather and issue it; return False once all ranks
+        are at the end of the pass. Outside passes a rank that is alone fetches ``unit``.
         """
         under_way = self._pass
         sign = 1 if under_way is not None and under_way.backward else -1
@@ -456,7 +454,7 @@ class Schedule:
         self._to_reshard, self._ahead, self._passed = [], [], []
 
     def check_all_released(self) -> None:
-        """Raise PartitionError if a unit is still gathered: for tests and for saving."""
+        """Raise PartitionError if a unit is still gathered. For tests and for saving."""
         held = [self._units[index].label for index in self.gathered]
         if held:
             raise PartitionError(

@@ -1,4 +1,4 @@
-"""This rank's shards as other ranks read them outside the recorded orders, through the store
+"""Access of other ranks to this rank's shards outside the recorded orders, through the store
 (``distributed/consensus.py``, the note).
 """
 
@@ -27,7 +27,7 @@ class SharedShards:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Around every change of this rank's shards: other ranks may be fetching them."""
+        """Context around every change of this rank's shards: other ranks may be fetching them."""
         consensus = self._mesh.consensus
         if consensus is None:
             yield
@@ -40,17 +40,16 @@ class SharedShards:
                 self._written.pop(consensus.fetches.epoch + 1 - EVENTS, None)
 
     def serve(self) -> None:
-        """Answer other ranks' fetches from now on, from a thread of its own. Idempotent."""
+        """Answer other ranks' fetches from now on, on a thread of its own. Idempotent."""
         if self._mesh.consensus is not None:
             self._mesh.consensus.fetches.serve(
                 self.read, partial(kinds.set_device, self._mesh.device)
             )
 
     def read(self, index: int, epoch: int) -> bytes:
-        """This rank's chunks of a unit as they are after ``epoch`` writes, for another rank's
-        fetch.
+        """Return this rank's chunks of a unit after ``epoch`` writes, for another rank's fetch.
 
-        Raises PartitionError where they have been written since.
+        Raises PartitionError if they have been overwritten since.
         """
         written = self._written.get(epoch)
         if written is None:
@@ -61,7 +60,7 @@ class SharedShards:
                     "around writes to parameters"
                 )
             return self._units[index].chunk_bytes()
-        # Not in the stream that computes: what this host has put there already may wait for the
+        # On a side stream: work that this host has queued on the compute stream may wait for the
         # rank that asks.
         device = self._units[index].sharded[0].full.device
         stream = streams.side_stream(device, streams.Use.FETCHES)
@@ -70,8 +69,8 @@ class SharedShards:
             return self._units[index].chunk_bytes()
 
     def fetch(self, unit: Unit, alone: bool = False) -> None:
-        """Gather ``unit`` although the others follow an order that does not hold it; ``alone``:
-        outside passes, where no other rank asks for it, the values as they are.
+        """Gather ``unit`` without the other ranks, whose order does not contain it; ``alone``:
+        outside passes, where no other rank asks for it, with exact values.
         """
         consensus = self._mesh.consensus
         assert consensus is not None
@@ -82,6 +81,6 @@ class SharedShards:
         unit.fill(fetch(unit.index, unit.label, peers, size), exact=alone)
 
     def end_asking(self) -> None:
-        """What this rank has fetched alone is complete: the other ranks may end."""
+        """Tell the other ranks, once this rank's fetches are complete, that they may end."""
         if self._mesh.consensus is not None:
             self._mesh.consensus.gathers.end_asking()

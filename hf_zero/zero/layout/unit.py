@@ -186,9 +186,7 @@ class Unit:
         return [flat for flat in self.trainable if flat.optimizer_shard.offloaded]
 
     def wait_for_update(self) -> None:
-        """Wait for the update of this unit: its parameters then have the values of
-        the last step.
-        """
+        """Wait for the update of this unit: its parameters then have the last step's values."""
         for shard in self._optimizer_shards:
             if shard.finish_update is not None:
                 shard.finish_update()

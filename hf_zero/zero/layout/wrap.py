@@ -1,6 +1,4 @@
-"""Partition of a model into units: the modules whose parameters are gathered and
-released together.
-"""
+"""Partition of a model into units: modules that are gathered and released together."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from hf_zero.errors import PartitionError
 
 LARGE_LEAF = 0.25  # of the largest block: an embedding or head of this size is a unit of its own
 PARTS = 16  # a model without blocks is cut into about this many units
-WHOLE = "_z3_leaf"  # DeepSpeed's attribute of a module
+WHOLE = "_z3_leaf"  # DeepSpeed's attribute of a module to be gathered whole
 # a module's tuples of parameter names to be placed one after another
 PACKED = "_hf_zero_packed"
 MIN_UNIT = 1 << 16  # elements: below this a gather costs more in latency than it saves
