@@ -1,6 +1,4 @@
-"""What an engine is made of: its parts, how they are made and taken apart again, and what they say
-about themselves.
-"""
+"""The parts of an engine: construction, removal, and properties that report on them."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ _guarding: list[Any] = []  # the one process-wide hook on optimizer steps
 
 
 class AroundModel(nn.Module):
-    """What has the attributes of its ``module`` beside its own."""
+    """A wrapper that forwards unknown attributes to ``module``."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -47,11 +45,11 @@ class AroundModel(nn.Module):
 
 
 class EngineParts(AroundModel):
-    """The parts of the engine of ``model``, put on it when this is made and taken off by
-    :meth:`destroy`. Every rank must make them together.
+    """The parts of the engine of ``model``, installed by the constructor (collective) and removed
+    by :meth:`destroy`.
     """
 
-    # names of what the other stages of a pipeline hold
+    # names of parameters and buffers that other pipeline stages hold
     elsewhere: frozenset[str] = frozenset()
 
     def __init__(
@@ -73,13 +71,13 @@ class EngineParts(AroundModel):
         self.optimizer: Any = optimizer
         self.lr_scheduler = lr_scheduler
         self.training_dataloader: Any = None
-        # names that whole state dicts without frozen parameters have all the same
+        # names of frozen parameters that whole state dicts keep even with exclude_frozen
         self.kept_when_frozen: frozenset[str] = frozenset()
         self.counters = Counters()
         self.accumulation = AccumulationWindow(
             config.gradient_accumulation_steps or 1, config.managed_gradient_accumulation
         )
-        self._installed: ExitStack | None = None  # what destroy undoes; None: destroyed
+        self._installed: ExitStack | None = None  # undone by destroy; None: destroyed
         device = device or process_group.default_device()
         kinds.set_device(device)
         policy = POLICIES[config.stage]
@@ -98,8 +96,8 @@ class EngineParts(AroundModel):
             _guarding.append(register_optimizer_step_pre_hook(refuse_foreign_step))
 
     def _build(self, mesh: Mesh, precision: str | None, installed: ExitStack) -> None:
-        """Partition the model and put everything on it; ``installed`` undoes it, in reverse.
-        Without ``precision`` nothing is trained.
+        """Partition the model and install everything on it; ``installed`` collects the inverse
+        operations, in reverse order. Without ``precision`` nothing is trained.
         """
         config, model, device = self.config, self.module, mesh.device
         placement = Placement(config, device, mesh.rank, mesh.world)
@@ -142,11 +140,11 @@ class EngineParts(AroundModel):
         self.techniques.install(self)
 
     def _loss_scaler(self) -> Fp16LossScaler:
-        """The loss scale that training begins with."""
+        """Return the loss scaler for the start of training."""
         return Fp16LossScaler.from_config(self.config)
 
     def publish_scale(self) -> None:
-        """Show the loss scale on the optimizer, where scripts look for it."""
+        """Set the loss scale on the optimizer, where scripts read it."""
         if self.optimizer is not None:
             self.optimizer.cur_scale = self.optimizer.loss_scale = self.scaler.scale
 
@@ -176,12 +174,12 @@ class EngineParts(AroundModel):
 
     @property
     def local_rank(self) -> int:
-        """This rank among those of its host."""
+        """Rank of this process on its host."""
         return process_group.get_local_rank()
 
     @property
     def max_norm(self) -> float:
-        """To which the gradient is clipped; 0.0: not. It may change between steps."""
+        """The norm to which gradients are clipped; 0.0: no clipping. Can change between steps."""
         return self.optimizer_step.max_norm
 
     @max_norm.setter
@@ -198,22 +196,22 @@ class EngineParts(AroundModel):
         return self.config.train_batch_size or self.world_size
 
     def get_global_grad_norm(self) -> float:
-        """Norm of the last step's gradient before clipping, loss scale removed; 0.0 before the
-        first step.
+        """Return the norm of the last step's gradient before clipping, without the loss scale; 0.0
+        before the first step.
 
-        The host waits for the device: :meth:`grad_norm_tensor` does not.
+        The host waits for the device, unlike in :meth:`grad_norm_tensor`.
         """
         return float(self.grad_norm_tensor())
 
     def grad_norm_tensor(self) -> torch.Tensor:
-        """The same as a 0-dim tensor on the device, which later steps leave as it is."""
+        """Return the same as a 0-dim tensor on the device, which later steps do not change."""
         norm = self.optimizer_step.norm
         return torch.zeros((), dtype=torch.float64, device=self.device) if norm is None else norm
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each group of the optimizer in the next step, 0.0 where that makes
-        its own (Adafactor's ``relative_step``); empty without one. Where training phases scale it,
-        the groups and the scheduler hold the schedule's.
+        """Return the learning rate of each optimizer group for the next step, 0.0 if the optimizer
+        computes its own (Adafactor's ``relative_step``); empty without an optimizer. Includes the
+        factor of training phases, unlike the rates in the groups and the scheduler.
         """
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [float(group["lr"] or 0.0) * self.optimizer_step.lr_scale for group in groups]
@@ -225,7 +223,7 @@ class EngineParts(AroundModel):
         return self.optimizer_step.applied
 
     def loss_scale(self) -> float:
-        """What an fp16 loss is multiplied by now; 1.0 in other precisions."""
+        """Return the current factor on an fp16 loss; 1.0 in other precisions."""
         return float(self.scaler.scale)
 
     state_bytes = state_bytes
@@ -237,15 +235,15 @@ class EngineParts(AroundModel):
         return self._installed is None
 
     def destroy(self, gather: bool = False) -> None:
-        """Take the engine off the model and free gradients and optimizer state. Idempotent.
+        """Remove the engine from the model and free gradients and optimizer state. Idempotent.
 
         Whole parameters become plain ones. Sharded ones stay released until another ``initialize``
-        takes them over; ``gather=True`` (collective) gives them back whole.
+        takes them over; ``gather=True`` (collective) makes them whole.
         """
         if self._installed is None:
             return
         installed, self._installed = self._installed, None
-        # Sharded values that stay so can be gathered by another engine, over the groups of this
+        # Values left sharded can be gathered by another engine, over the process groups of this
         # one.
         groups = gather or not any(flat.sharded for flat in self.flats)
         with ExitStack() as ending:  # from the last to the first

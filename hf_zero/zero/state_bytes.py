@@ -1,4 +1,4 @@
-"""Bytes of training state that one rank holds, by kind and by where they are.
+"""Bytes of training state that one rank holds, by kind and by tier.
 
 The functions are methods of :class:`hf_zero.Engine`, under their names.
 """
@@ -18,16 +18,16 @@ TIERS = ("device", "ram", "disk")
 
 
 def state_bytes(engine: Any) -> dict[str, int]:
-    """Bytes of state on this rank now, wherever they live: parameters (gathered ones excluded at
-    stage 3), gradients, optimizer.
+    """Return the current bytes of state on this rank, in all tiers: parameters (gathered ones
+    excluded at stage 3), gradients, optimizer.
     """
     held = _held(engine)
     return {kind: sum(held[kind, tier] for tier in TIERS) for kind in KINDS}
 
 
 def bytes_by_tier(engine: Any) -> dict[str, int]:
-    """The same bytes by where they are: ``device``, ``ram`` (of what is offloaded, with the
-    buffers between it and files) and ``disk``.
+    """Return the same bytes by tier: ``device``, ``ram`` (offloaded state, and the buffers between
+    it and files) and ``disk``.
     """
     held = _held(engine)
     tiers = {tier: sum(held[kind, tier] for kind in KINDS) for tier in TIERS}
@@ -36,7 +36,7 @@ def bytes_by_tier(engine: Any) -> dict[str, int]:
 
 
 def _held(engine: Any) -> Counter[tuple[str, str]]:
-    """Bytes by kind and tier."""
+    """Return the bytes by kind and tier."""
     bound, one_bit = engine.bound, engine.optimizer_step.one_bit
     found: Counter[tuple[str, str]] = Counter()
     counted: set[int] = set()

@@ -1,4 +1,4 @@
-"""Whole models out of shards: one unit gathered at a time, copied to the CPU."""
+"""Whole models from shards: one unit is gathered at a time and copied to the CPU."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def _gathered(engine: Any, unit: Unit) -> Iterator[tuple[FlatBuffer, Slot, torch
 def consolidated(
     engine: Any, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(first name, whole tensor on the CPU) of every parameter. Collective.
+    """Yield (first name, whole tensor on the CPU) for every parameter. Collective.
 
-    Those that are not raw are cast to ``dtype``; torch.float32 takes the master weights where
-    training keeps them.
+    Parameters that are not raw are cast to ``dtype``; torch.float32 selects the master weights
+    where training keeps them.
     """
     for flat, _, name, whole in _wholes(engine, dtype):
         yield name, _copy(whole, None if flat.raw else dtype)
@@ -43,9 +43,9 @@ def consolidated(
 def _wholes(
     engine: Any, dtype: torch.dtype | None
 ) -> Iterator[tuple[FlatBuffer, str, str, torch.Tensor]]:
-    """Every parameter whole on its device, by its name here and in the whole model, one unit at a
-    time; of the master weights where
-    ``dtype`` is float32, and where what all ranks have lags behind them, as steps send differences.
+    """Yield every whole parameter on its device, with its flat buffer and its names on this rank
+    and in the whole model, one unit at a time. Master weights replace the values if ``dtype`` is
+    float32, or if steps send differences, so that all ranks' values lag behind them.
     """
     engine.optimizer_step.synchronise()
     names = WholeNames(engine.module)
@@ -66,7 +66,7 @@ def _wholes(
 
 
 def _whole_master(flat: FlatBuffer) -> torch.Tensor:
-    """The fp32 master weights of all ranks: [padded]."""
+    """Return the fp32 master weights of all ranks: [padded] (collective)."""
     master = flat.optimizer_shard.master
     assert master is not None
     if flat.layout.shards == 1:
@@ -88,10 +88,10 @@ def whole_state_dict(
     exclude_frozen: bool = False,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Any] | None:
-    """What ``engine.module.state_dict()`` would be on one device, on the CPU; None on ranks other
-    than 0 unless ``everywhere``.
+    """Return ``engine.module.state_dict()`` as it would be on one device, on the CPU; None on ranks
+    other than 0 unless ``everywhere``.
 
-    Tied names share memory. ``exclude_frozen`` leaves out parameters that do not train, but for
+    Tied names share memory. ``exclude_frozen`` leaves out frozen parameters except
     ``engine.kept_when_frozen``; ``dtype`` as in :func:`consolidated`. Collective.
     """
     wanted = everywhere or engine.global_rank == 0
@@ -122,8 +122,8 @@ def whole_state_dict(
 
 
 def written(module: nn.Module) -> dict[str, Any]:
-    """What ``module`` itself writes into a state dict, by its own names; of a released parameter
-    there is no more than the shape.
+    """Return the entries that ``module`` itself adds to a state dict, by its own names; a released
+    parameter has only a shape there.
     """
     state: dict[str, Any] = {}
     module._save_to_state_dict(state, "", False)
@@ -131,8 +131,8 @@ def written(module: nn.Module) -> dict[str, Any]:
 
 
 def belongs(name: str, parameters: Collection[str]) -> bool:
-    """Whether ``name`` is that of a tensor beside one of ``parameters``: ``layer.weight.absmax``
-    beside ``layer.weight``.
+    """Whether ``name`` is a tensor beside one of ``parameters``: ``layer.weight.absmax`` beside
+    ``layer.weight``.
     """
     parts = name.split(".")
     return any(".".join(parts[:length]) in parameters for length in range(1, len(parts)))

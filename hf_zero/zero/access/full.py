@@ -1,6 +1,6 @@
-"""Whole parameters, gradients and optimizer state for a moment: GatheredParameters and the
-``safe_*`` functions. Of a parameter that tensor or expert parallelism has cut, "whole" is this
-rank's part.
+"""Temporary access to whole parameters, gradients and optimizer state: GatheredParameters and the
+``safe_*`` functions. For a parameter cut by tensor or expert parallelism, "whole" means this rank's
+part.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class GatheredParameters:
 
     Args:
         params: a parameter, an iterable of them (None entries are skipped), or a module.
-        modifier_rank: the global rank whose changes are kept: on leaving, its values reach every
-            rank and the master weights. With None, what was written is dropped (sharded parameters)
-            or stays local.
+        modifier_rank: the global rank whose changes are kept: on exit, its values are sent to every
+            rank and into the master weights. With None, writes to sharded parameters are dropped
+            and other writes stay local.
         fwd_module: accepted for scripts written for DeepSpeed; units find their modules themselves.
-        enabled: False makes this a context that does nothing.
+        enabled: False makes this a context without effect.
 
     All ranks must enter and leave together. Parameters that no engine owns are whole already; with
-    a modifier rank they are broadcast, too. Of parameters that tensor or expert parallelism has cut
-    each rank has its part, and a modifier rank is refused (PartitionError). Contexts nest. A loss
-    that is computed inside, from the parameters themselves, may go backward outside.
+    a modifier rank they are broadcast, too. For parameters cut by tensor or expert parallelism each
+    rank has its part, and a modifier rank is refused (PartitionError). Contexts nest. A loss
+    computed inside, from the parameters themselves, may go backward outside.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class GatheredParameters:
             self._gathered.enter_context(engine.gathered(unit))
             self._gathered.callback(engine.schedule.shards.end_asking)
             if not watched:
-                unit.take_user_writes()  # those of a forward, which are not this context's
+                unit.take_user_writes()  # writes of a forward, which are not this
             self._gathered.callback(unit.drop_user_writes)
         return self
 
@@ -113,14 +113,14 @@ class GatheredParameters:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Take what was written into the shards and the master weights: the modifier rank's
-        values, without one each rank's own part.
+        """Copy writes into the shards and the master weights: the modifier rank's values, or
+        without one each rank's own part.
         """
         for parameter in self._params:
             self._keep(parameter, self._modifier)
 
     def warn_of_writes(self) -> None:
-        """Warn of writes to sharded parameters that leaving this context drops."""
+        """Warn of writes to sharded parameters that are dropped at the exit of this context."""
         flats = dict.fromkeys(filter(None, map(owner_of, self._params)))
         names = [name for flat in flats if flat.sharded for name in flat.user_writes.names()]
         if names:
@@ -161,11 +161,11 @@ class GatheredParameters:
         flat.refuse_changed(name)
         view = flat.views[name]
         if parameter.data_ptr() != view.data_ptr() and parameter.numel():
-            view.copy_(parameter.data)  # another tensor was put into parameter.data
+            view.copy_(parameter.data)  # another tensor was assigned to parameter.data
             parameter.data = view
         group = flat.mesh.group
         if modifier is not None and group is not None:
-            # of a part that the modifier does not have, the first rank that has it counts
+            # a part that the modifier does not have is taken from the first rank that has it
             group.broadcast(view, modifier if modifier in group.ranks else group.ranks[0])
         with _engine_of(flat).schedule.shards.writing():
             flat.adopt(name)
@@ -176,10 +176,10 @@ def summon_full_params(model: nn.Module, writeback: bool = False) -> Iterator[No
     """Context in which all parameters of ``model`` (an engine, a model, or a part of one) are whole
     on every rank. Collective.
 
-    Forwards inside gather nothing, so ranks may run different numbers of them: generation for
-    reinforcement learning, say. With ``writeback`` what was written to parameters is kept, each
-    rank's own part of it: all ranks must write the same. Without it what was written to sharded
-    parameters is dropped, with a warning.
+    Forwards inside gather nothing, so ranks may run different numbers of them, as in generation for
+    reinforcement learning. With ``writeback`` writes to parameters are kept, by each rank for its
+    own part: all ranks must write the same. Without it writes to sharded parameters are dropped,
+    with a warning.
     """
     with GatheredParameters(model) as gathered:
         yield
@@ -210,14 +210,17 @@ def _trains(parameter: torch.Tensor, what: str) -> FlatBuffer:
 
 
 def _reads(parameter: torch.Tensor, what: str) -> FlatBuffer | None:
-    """The flat buffer of ``parameter``; None for a frozen one, which has nothing to read."""
+    """Return the flat buffer of ``parameter``; None for a frozen one, which has nothing to read."""
     flat = _owned(parameter, what)
     return flat if flat.optimizer_shard.has_master else None
 
 
 def _reduced_gradient(flat: FlatBuffer) -> tuple[Any, torch.Tensor | None]:
-    """The engine of ``flat``, and this rank's part of its averaged gradient under the loss scale:
-    [owned]; None before the first backward of a step (collective: what is unreduced is reduced).
+    """Return the engine of ``flat`` and this rank's part of its averaged gradient, loss scale
+    included: [owned]; None before the first backward of a step. Collective: reduces unreduced
+    gradients.
+
+    Raises PartitionError while the momentum is sent in 1 bit: gradients are not averaged then.
     """
     engine = _engine_of(flat)
     engine.reduce_gradients()
@@ -232,7 +235,7 @@ def _reduced_gradient(flat: FlatBuffer) -> tuple[Any, torch.Tensor | None]:
 def _gradient_to_replace(
     flat: FlatBuffer, parameter: torch.Tensor, what: str
 ) -> tuple[Any, torch.Tensor]:
-    """As :func:`_reduced_gradient`; raises PartitionError where there is none yet."""
+    """Return :func:`_reduced_gradient`; raise PartitionError if there is no gradient yet."""
     engine, own = _reduced_gradient(flat)
     if own is None:
         raise PartitionError(
@@ -243,8 +246,8 @@ def _gradient_to_replace(
 
 
 def _whole(flat: FlatBuffer, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """The whole of a per-element tensor of which this rank has ``own`` over ``flat.owned``: in
-    the parameter's shape.
+    """Return the whole per-element tensor, in the parameter's shape, from each rank's ``own``
+    [owned] (collective).
     """
     whole = torch.zeros(parameter.numel(), dtype=own.dtype, device=flat.full.device)
     first, start, stop = flat.spec.own_range(name_of(parameter))
@@ -272,8 +275,8 @@ def _write(
 
 @torch.no_grad()
 def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The whole fp32 master weights of ``parameter``, on every rank (collective); None for a
-    frozen one without masters.
+    """Return the whole fp32 master weights of ``parameter``, on every rank (collective); None for a
+    frozen one without master weights.
     """
     flat = owner_of(parameter)
     if flat is None:
@@ -285,7 +288,7 @@ def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
 
 @torch.no_grad()
 def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Set master and working weights of ``parameter`` from the whole ``value``, which every rank
+    """Set master and working weights of ``parameter`` to the whole ``value``, which every rank
     passes (collective).
     """
     if owner_of(parameter) is None:
@@ -303,8 +306,8 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
 
 @torch.no_grad()
 def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The whole gradient of ``parameter`` between backward and step: averaged over ranks, loss
-    scale removed (collective).
+    """Return the whole gradient of ``parameter`` between backward and step: averaged over ranks,
+    without the loss scale (collective).
 
     None before the first backward of a step, and for a frozen parameter.
     """
@@ -319,7 +322,7 @@ def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
 
 @torch.no_grad()
 def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Replace the gradient that the next step will use; every rank passes the whole tensor."""
+    """Replace the gradient for the next step; every rank passes the whole tensor."""
     flat = _trains(parameter, "safe_set_full_grad")
     engine, _ = _gradient_to_replace(flat, parameter, "safe_set_full_grad")
     _check_shape(parameter, value, "safe_set_full_grad")
@@ -340,7 +343,7 @@ def _state(flat: FlatBuffer, parameter: torch.Tensor, name: str, what: str) -> t
 
 @torch.no_grad()
 def safe_get_full_optimizer_state(parameter: torch.Tensor, name: str) -> torch.Tensor | None:
-    """The whole optimizer state ``name`` ("exp_avg", ...) of ``parameter``, on every rank
+    """Return the whole optimizer state ``name`` ("exp_avg", ...) of ``parameter``, on every rank
     (collective); None for a frozen one.
     """
     flat = _reads(parameter, "safe_get_full_optimizer_state")

@@ -1,8 +1,8 @@
-"""This rank's part of a parameter's master weights, gradient and optimizer state, and gradients of
-several parameters at once.
+"""Access to this rank's part of a parameter's master weights, gradient and optimizer state, and to
+gradients of several parameters at once.
 
-A part is 1-D: the elements of the parameter that this rank keeps, which differ in number from rank
-to rank and may be none.
+A part is 1-D: the elements of the parameter that this rank owns. Their number differs between ranks
+and may be 0.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _part(parameter: torch.Tensor, own: torch.Tensor, what: str) -> torch.Tensor
 def _check_numel(
     parameter: torch.Tensor, own: torch.Tensor, value: torch.Tensor, what: str
 ) -> torch.Tensor:
-    """This rank's part of ``own``, which ``value`` fits, or PartitionError."""
+    """Return this rank's part of ``own``; raise PartitionError unless ``value`` fits."""
     part = _part(parameter, own, what)
     if value.numel() != part.numel():
         raise PartitionError(
@@ -49,7 +49,7 @@ def _put(parameter: torch.Tensor, own: torch.Tensor, value: torch.Tensor, what: 
 
 @torch.no_grad()
 def safe_get_local_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
-    """This rank's fp32 master weights of ``parameter``: a copy; None for a frozen one."""
+    """Return a copy of this rank's fp32 master weights of ``parameter``; None for a frozen one."""
     flat = _reads(parameter, "safe_get_local_fp32_param")
     if flat is None:
         return None
@@ -61,7 +61,7 @@ def safe_get_local_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
 
 @torch.no_grad()
 def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Set this rank's master weights of ``parameter`` and the working weights from them
+    """Set this rank's master weights of ``parameter``, and the working weights from them
     (collective).
     """
     flat = _trains(parameter, "safe_set_local_fp32_param")
@@ -76,9 +76,9 @@ def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> N
 
 @torch.no_grad()
 def safe_get_local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """This rank's part of the averaged gradient of ``parameter``, loss scale removed: a copy; None
-    for a frozen one, and before the first backward of a step (collective: what is unreduced is
-    reduced).
+    """Return a copy of this rank's part of the averaged gradient of ``parameter``, without the loss
+    scale; None for a frozen one, and before the first backward of a step. Collective: reduces
+    unreduced gradients.
     """
     flat = _reads(parameter, "safe_get_local_grad")
     if flat is None:
@@ -91,7 +91,7 @@ def safe_get_local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
 
 @torch.no_grad()
 def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Replace this rank's part of the gradient that the next step will use (collective)."""
+    """Replace this rank's part of the gradient for the next step (collective)."""
     flat = _trains(parameter, "safe_set_local_grad")
     engine, own = _gradient_to_replace(flat, parameter, "safe_set_local_grad")
     _check_numel(parameter, own, value, "safe_set_local_grad")
@@ -100,8 +100,8 @@ def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 @torch.no_grad()
 def safe_get_local_optimizer_state(parameter: torch.Tensor, name: str) -> torch.Tensor | None:
-    """A copy of this rank's part of the state ``name`` ("exp_avg", ...) of ``parameter``; None for
-    a frozen one.
+    """Return a copy of this rank's part of the state ``name`` ("exp_avg", ...) of ``parameter``;
+    None for a frozen one.
     """
     flat = _reads(parameter, "safe_get_local_optimizer_state")
     if flat is None:
@@ -125,8 +125,8 @@ def safe_update_full_grad_vectorized(
     parameters: Iterable[torch.Tensor],
     update: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Replace the gradient of each parameter that has one by ``update(gradient, parameter)``,
-    which every rank calls on the whole averaged gradient (collective).
+    """Replace the gradient of each parameter that has one by ``update(gradient, parameter)``, which
+    every rank calls on the whole averaged gradient (collective).
     """
     for parameter in parameters:
         if owner_of(parameter) is None:

@@ -25,7 +25,7 @@ from hf_zero.zero.layout.unit import RootForward, Unit, UnitForward
 from hf_zero.zero.reduce.gradient_reducer import GradientReducer
 from hf_zero.zero.reduce.reduction_order import Outstanding
 
-FORWARDS_TOLD_APART = 4  # this many or more forwards of one kind before
+FORWARDS_TOLD_APART = 4  # this many forwards of a kind, or more, before
 
 graph_task = torch._C._current_graph_task_id  # number of the backward that this thread runs, or -1
 

@@ -1,16 +1,17 @@
-"""The hooks on modules: they say when a unit is needed and when a forward has ended, and put hooks
-on its graph, which say when its backward begins and when it is over.
+"""Hooks on modules: pre-forward and post-forward ones gather and release units, and register hooks
+on the autograd graph that mark the beginning and the end of a unit's backward.
 
 [Note: the end of a unit's backward]
-Autograd runs ready nodes in reverse order of creation. The mark on a unit's inputs is made before
-every node of its forward, so its backward runs after all of them: gradients are complete and no
-saved weight will be read again. Where no input requires grad there is no mark, and the end of the
-whole backward is taken instead.
+Autograd runs ready nodes in reverse order of creation. The mark on a unit's inputs is created
+before every node of its forward, so its backward runs after all of them: gradients are complete and
+no saved weight will be read again. If no input requires grad there is no mark, and the unit's
+backward ends with the whole backward.
 
-Where a module takes what another of its unit has just returned, both are one call: the marks of the
-first are the end of both, and the second has no marks. A backward may begin behind either.
+If the input of a module is the output that another module of its unit has just returned, they count
+as one call: its backward has ended when the marks on the first module's inputs have fired, and the
+second module has no marks. A backward may begin at the outputs of either.
 
-Calls are tokens in sets, not counts: a forward that is dropped takes its token with it.
+Calls are tokens in sets, not counts: the token of a dropped forward is dropped with it.
 Recomputation (activation checkpointing) runs forwards inside a backward; a forward there never
 releases.
 """
@@ -41,14 +42,14 @@ from hf_zero.zero.layout.tree import requiring_grad, tensors_in, transformed, wi
 from hf_zero.zero.layout.unit import RootForward, Unit, UnitForward
 
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-# With these a decoder step of generate goes another way than a whole forward. Other keywords may be
-# None on some ranks only.
+# Arguments that make a decoder step of generate take another path than a whole forward. Others may
+# be None on some ranks only.
 CHOOSES_THE_WAY = ("past_key_values", "cache_params", "encoder_outputs")
 
 
 def _last_node() -> int:
-    """The number of the last node of a graph that this thread has recorded; a backward comes to
-    higher numbers first.
+    """Return the sequence number of this thread's last autograd node; a backward runs higher
+    numbers first.
     """
     return torch.autograd._get_sequence_nr() - 1
 
@@ -56,12 +57,12 @@ def _last_node() -> int:
 def _mark(
     inputs: Iterable[torch.Tensor], call: UnitForward, over: Callable[..., None]
 ) -> Sequence[torch.Tensor]:
-    """``inputs`` again as views, which a block may change in place, with ``over`` called once all
+    """Return views of ``inputs``, which a block may change in place, and call ``over`` once all
     their gradients are known.
 
-    Not each of several inputs has a part in every backward: those that have are counted when the
-    backward of ``call`` begins. No dispatch mode sees the views: selective checkpointing compares
-    the operations of a forward with those of its recomputation, which marks other calls.
+    Not every input takes part in every backward: those that do are counted when the backward of
+    ``call`` begins. The views are hidden from dispatch modes: selective checkpointing compares the
+    operations of a forward with those of its recomputation, which marks other calls.
     """
     if _modes():
         with _disable_current_modes():
@@ -85,8 +86,8 @@ def _mark(
 
 
 def _accumulated(tracker: weakref.ref[BackwardTracker], parameter: torch.Tensor) -> None:
-    """A gradient has come that no unit's hook need have announced: that of a penalty on the
-    weights, say.
+    """Begin a backward at a gradient that no unit's hook has announced, such as that of a penalty
+    on the weights.
     """
     alive = tracker()
     if alive is not None:
@@ -94,8 +95,8 @@ def _accumulated(tracker: weakref.ref[BackwardTracker], parameter: torch.Tensor)
 
 
 class Hooks:
-    """Connects the modules of ``model`` with the schedule of gathers and the tracker of
-    backwards.
+    """Connect the modules of ``model`` with the schedule of gathers and the tracker
+    of backwards.
     """
 
     def __init__(
@@ -109,14 +110,14 @@ class Hooks:
         self._units = list(units)
         self._schedule = schedule
         self._tracker = tracker
-        self._nested = 0  # hooked modules whose forward is under way
+        self._nested = 0  # number of hooked modules whose forward is running
         self._outer: RootForward | None = None  # the forward under way
-        # the call left last, an output of it, and the marks of its inputs
+        # the last call that has ended, an output of it, and the marks of its inputs
         self._last: tuple[UnitForward, torch.Tensor, Sequence[Node]] | None = None
-        # Called with each outermost forward that is to have a graph: gives the modules that no
-        # rank is going to run in it.
+        # Called with each outermost forward with a graph; return the modules that no rank runs in
+        # it.
         self.draws: list[Callable[[RootForward], Collection[nn.Module]]] = []
-        # by module: the parameters that it alone holds, as places in flat buffers
+        # by module: parameters that no other module holds, as bits in flat buffers
         self._held: dict[nn.Module, list[tuple[FlatBuffer, int]]] = {}
         self._removable: list[Any] = []
         self._watches = False
@@ -133,7 +134,8 @@ class Hooks:
         root = self._units[0]
         in_root = {id(parameter) for flat in root.flats for parameter, _ in flat.items}
         for module in model.modules():
-            # Scripts call parts of models: each module with a parameter of the root gathers it.
+            # Scripts call parts of models, so each module with a parameter of the root gathers the
+            # root.
             if module not in around and any(
                 id(p) in in_root for p in module._parameters.values() if p is not None
             ):
@@ -154,14 +156,14 @@ class Hooks:
             ]
 
     def watch_gradients(self) -> None:
-        """From now on every gradient that comes begins a backward: what it carries must be known
+        """Let every accumulated gradient begin a backward from now on: its loss scale must be known
         then (``losses.py``).
         """
         if self._watches or not self._removable:
             return
         self._watches = True
-        # Weakly, because Python's collector does not see these hooks: a cycle through one would
-        # never be freed.
+        # A weak reference, because Python's garbage collector does not see these hooks: a cycle
+        # through one would never be freed.
         accumulated = partial(_accumulated, weakref.ref(self._tracker))
         self._removable += [
             parameter.register_post_accumulate_grad_hook(accumulated)
@@ -169,10 +171,10 @@ class Hooks:
         ]
 
     def take_in_unannounced(self) -> None:
-        """Take in what is on parameters that no hook has announced: what the backward of a penalty
-        on the weights has left, say, or a script has put there (collective).
+        """Take in gradients on parameters that no hook has announced, from a penalty on the weights
+        or assigned by a script (collective).
 
-        Outside forward and backward. Every rank comes here at the same places of the script.
+        Called outside forward and backward, at the same places of the script on every rank.
         """
         if (
             not self._tracker.tasks
@@ -184,7 +186,7 @@ class Hooks:
 
     @contextmanager
     def announced(self, loss: torch.Tensor) -> Iterator[None]:
-        """The backward of ``loss`` goes on inside, and is this engine's wherever it leads."""
+        """Context for the backward of ``loss``: this engine's, even if it reaches no module."""
         handle = loss.register_hook(lambda _: self._tracker.enter()) if loss.requires_grad else None
         try:
             yield
@@ -239,7 +241,7 @@ class Hooks:
             and last[0] in unit.forwards.pending
             and not inside
         ):
-            # the call goes on: whatever of its graph runs in a backward does so before its marks
+            # the call continues: in a backward, all nodes of its graph run before its marks
             call = last[0]
             call.marks = last[2]
             unit.forwards.in_forward.append(call)
@@ -261,8 +263,10 @@ class Hooks:
         return with_replaced(args, kwargs, dict(zip(inputs, views)))
 
     def _enter_transformed(self, unit: Unit | None) -> None:
-        """A forward under grad, vmap or another transform of torch.func, whose graphs are its
-        own: no pass of this engine.
+        """Handle a forward under grad, vmap or another torch.func transform, which has its own
+        graphs: it is no pass of this engine.
+
+        Raises PartitionError for sharded units and for modules that compute with changed values.
         """
         if unit is None:
             return
@@ -282,20 +286,22 @@ class Hooks:
         unit.wait_for_update()
 
     def gather_on_use(self, unit: Unit) -> bool:
-        """Gather ``unit`` for a module that reads a parameter of another one in its forward;
+        """Gather ``unit`` for a module that reads another module's parameter in its forward; return
         False outside forwards.
         """
         if not self._nested:
             return False
         self._tracker.enter()
         self._schedule.ensure_gathered(unit)
-        self._schedule.reshard_later(unit)  # what reads it now tells of the graph by itself
+        self._schedule.reshard_later(unit)  # hold() covers a graph recorded on it
         return True
 
     def _draw(self, outer: RootForward, name: str) -> None:
-        """Let what changes the training draw for the forward ``outer`` of the module ``name``."""
+        """Let techniques draw the modules to leave out of the forward ``outer`` of
+        module ``name``.
+        """
         modules = {module for draw in self.draws for module in draw(outer)}
-        if name:  # a block that is called by itself is kept
+        if name:  # a module that is called by itself is kept
             part = self._model.get_submodule(name)
             modules &= {*part.modules()} - {part}
         if modules:
@@ -307,7 +313,7 @@ class Hooks:
             outer.idle = self._idle(modules)
 
     def _idle(self, modules: set[nn.Module]) -> dict[FlatBuffer, int]:
-        """A bit for each parameter that one of ``modules`` holds and nothing else does."""
+        """Return a bit for each parameter held by ``modules`` only."""
         if not modules <= self._held.keys():
             places = {
                 id(parameter): (flat, 1 << place)
@@ -339,7 +345,7 @@ class Hooks:
 
     @property
     def forward_at_work(self) -> RootForward | None:
-        """The outermost forward under way; in a backward, the one that it runs again."""
+        """The outermost forward under way; in a backward, the one that is recomputed."""
         return self._outer if graph_task() == -1 else self._tracker.reached
 
     def _current(self) -> RootForward:
@@ -349,8 +355,8 @@ class Hooks:
         return outer
 
     def hold(self, unit: Unit, node: torch.autograd.graph.Node) -> None:
-        """Keep ``unit``, which is gathered, as long as ``node``, recorded outside the unit's own
-        forward, waits for its backward.
+        """Keep ``unit`` gathered for the backward of ``node``, which was recorded outside the
+        unit's own forward.
         """
         outer = RootForward(whole=self._nested > 0 or graph_task() != -1)
         keep_for_backward(unit, outer)
@@ -393,7 +399,7 @@ class Hooks:
         raised: BaseException | None,
     ) -> None:
         marks, call.marks = call.marks, ()
-        self._last, last = None, call.last_node  # later ones are the forward's
+        self._last, last = None, call.last_node  # nodes after it belong to the forward
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
             node = tensor.grad_fn
             if node is not None:
@@ -401,18 +407,18 @@ class Hooks:
                 node.register_prehook(partial(self._tracker.reach_outputs, call, module, marks))
                 self._last = call, tensor, marks
             elif tensor.requires_grad:
-                # a parameter itself, which is read again in backward
+                # a parameter itself, read again in backward
                 keep_for_backward(call.unit, call.outer)
         if self._last is not None and call not in call.unit.forwards.pending:
             self._tracker.add_call(call)
-        # What was recorded after it has left another way: into an object, a dict, ``self``. Its
-        # backward comes before the hooks.
+        # Nodes recorded after the outputs belong to values returned in another way: in an object, a
+        # dict, or ``self``. Their backward runs before the hooks.
         if raised is None and (call.marked or call.unit.trainable) and last < _last_node():
             keep_for_backward(call.unit, call.outer)
 
     def reset(self) -> None:
-        """Put away what an exception has left open in a forward or a backward; no forward can be
-        under way. KeyboardInterrupt passes by the hooks on leaving.
+        """Abort a forward or backward that an exception has left open; none may be running.
+        KeyboardInterrupt bypasses the post-forward hooks.
         """
         self._tracker.put_away_broken()
         if self._nested and graph_task() == -1:

@@ -1,10 +1,10 @@
-"""Which unit is reduced when: units as they become ready, in one order on all ranks.
+"""Reduction of gradients: units are reduced as they become ready, in one order on all ranks.
 
 [Note: order of reductions]
-All ranks launch the reductions of all trainable units, in one fixed order
-(``reduction_order.py``), in every backward that reduces. A unit waits for its predecessors; one for
-which nothing can come any more on this rank (:class:`Outstanding`) is launched at once, with zeros
-where nothing came. What all ranks leave out of the backward, and know it, is passed over.
+In every backward that reduces, all ranks launch the reductions of all trainable units in one fixed
+order (``reduction_order.py``). A unit waits for its predecessors; one that can get no more
+gradients on this rank (:class:`Outstanding`) is launched at once, with zeros if it has none. Units
+that all ranks leave out of the backward, and know it, are skipped.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from hf_zero.zero.reduce.usage import IdleParameters, Usage, settle_left_out
 
 @dataclass(frozen=True)
 class ReductionOptions:
-    """How gradients are scaled and travel.
+    """Scaling and wire format of gradients.
 
-    wire_dtype: what travels; None: the dtype of the parameters. kernels: the configuration's.
-    packed: elements that consecutive units may have together in one message.
+    wire_dtype: dtype of messages; None: that of the parameters. kernels: the configuration's.
+    packed: maximum number of elements of consecutive units in one message.
     """
 
     scaling: Scaling
@@ -56,30 +56,31 @@ class Broken(Enum):
     """Whether an exception has broken a backward since the last step or ``zero_grad``."""
 
     NO = auto()
-    UNHARMED = auto()  # before it had brought a gradient
+    UNHARMED = auto()  # before it produced a gradient
     GRADIENTS_LOST = auto()
 
 
 @dataclass(eq=False)
 class _BackwardPass:
-    """One backward. ``key`` tells the kinds of backward apart, alike on all ranks."""
+    """One backward. ``key`` identifies its kind, equal on all ranks."""
 
     key: Hashable = None
     under_way: bool = False
     units: Sequence[Unit] = ()  # those to be reduced in it, in their order
     next: int = 0  # place in the order of the next unit to be launched
-    # gathers that any rank may wait for before it launches the last reduction launched here
+    # number of gathers that any rank may wait for before it launches the last reduction launched
+    # here
     depth: int = 0
-    # units that became complete, with what was on their parameters then, where that is learned
+    # units that became complete, with the versions of their gradients then, if this pass learns
     ready: dict[Unit, list[Any] | None] = field(default_factory=dict)
     reduced: set[FlatBuffer] = field(default_factory=set)
     shown: Shown = field(default_factory=lambda: Shown(False))
 
 
 class GradientReducer:
-    """Takes gradients in as units become ready and reduces them in order.
+    """Takes gradients in as units become ready, and reduces them in order.
 
-    ``offload`` takes offloaded gradients off a GPU.
+    ``offload`` copies offloaded gradients from a GPU to the host.
     """
 
     def __init__(
@@ -109,28 +110,28 @@ class GradientReducer:
             options.packed,
             self._issue_gathers,
         )
-        self._known: set[Hashable] = set()  # kinds of backward that have been learned
+        self._known: set[Hashable] = set()  # kinds of backward whose order is known
         self._pass = _BackwardPass()
-        # units that the backward under way has seemed to leave out, and uses: reduced last
+        # units left out of the backward under way that it uses after all: reduced last
         self._brought_back: set[Unit] = set()
         self.idle = IdleParameters()
         self._batch = MicroBatch()
         self._gathers: Gathers | None = None
         self._outstanding: Outstanding | None = None
         self.broken = Broken.NO
-        # backwards that have brought gradients since the last step or ``zero_grad``
+        # number of backwards with gradients since the last step or ``zero_grad``
         self.backwards = 0
 
     def connect(self, gathers: Gathers, outstanding: Outstanding) -> None:
-        """Make known the gathers of the passes, and what may still come."""
+        """Set the gathers of the passes, and the tracker of outstanding forwards."""
         self._gathers, self._outstanding = gathers, outstanding
 
     def start(self, batch: MicroBatch) -> None:
-        """The backward of ``batch`` is about to begin."""
+        """Set ``batch`` for the next backward."""
         self._batch = batch
 
     def begin(self, key: Hashable) -> None:
-        """A backward starts; ``key`` tells kinds apart, alike on all ranks."""
+        """Begin a backward; ``key`` identifies its kind, equal on all ranks."""
         self.wait()
         gathers = self._gathers is not None and self._gathers.gathers
         self._mesh.passes.begin("backward", key, joint=self._reduces_now or gathers)
@@ -141,24 +142,24 @@ class GradientReducer:
         self._reductions.begin(
             self.learns and gathers, None if self._batch.on_reduced is None else self._on_reduced
         )
-        # others are going to be added; as long as nothing is held, an upcast copies nothing
+        # more gradients will be added; an upcast copies nothing as long as none are held
         if not self._reduces_now:
             for flat in (flat for unit in self._pass.units for flat in unit.trainable):
                 self._intake.upcast(flat)
 
     def leave_out(self, units: frozenset[Unit]) -> None:
-        """No rank uses ``units`` in the backward under way, as all know. Before its first
-        reduction.
+        """Leave ``units`` out of the backward under way: all ranks know that none uses them. Called
+        before the first reduction.
         """
         self._pass.units = self._order.without(units, self._reduces_now)
 
     def bring_back(self, units: frozenset[Unit]) -> None:
-        """The backward under way uses ``units`` after all, on all ranks: they are reduced last."""
+        """Undo leaving out ``units``, which all ranks use after all: they are reduced last."""
         self._brought_back |= units
 
     def wait_for_older(self) -> None:
-        """An older forward still waits for its backward, and this one may go through it: nothing
-        is complete before the end.
+        """Treat no unit as complete before the end of this backward: it may go through an older
+        forward whose backward is pending.
         """
         self._pass.shown.waits = True
         self._reductions.hold(self._gathers is not None and self._gathers.gathers)
@@ -169,15 +170,13 @@ class GradientReducer:
 
     @property
     def learns(self) -> bool:
-        """Whether this backward is the first of its kind, or shows anew in which order gathers
-        come.
-        """
+        """Whether this backward is the first of its kind, or its gathers are recorded anew."""
         return self._pass.key not in self._known or (
             self._gathers is not None and self._gathers.recording
         )
 
     def ready(self, unit: Unit) -> None:
-        """The gradients of ``unit`` are complete on this rank, as far as hooks tell."""
+        """Mark the gradients of ``unit`` as complete on this rank, as far as hooks can tell."""
         backward = self._pass
         if not unit.trainable or unit in backward.ready or not backward.under_way:
             return
@@ -189,8 +188,8 @@ class GradientReducer:
             backward.shown.brought |= self._intake.accumulate(unit, self._batch)
 
     def advance(self) -> None:
-        """Launch the reductions whose turn it is and for which nothing can come any more on this
-        rank.
+        """Launch the next reductions in order, up to the first unit that may still get gradients on
+        this rank.
         """
         backward, outstanding = self._pass, self._outstanding
         if not backward.under_way or not self._reduces_now or outstanding is None:
@@ -206,24 +205,24 @@ class GradientReducer:
 
     @property
     def depth(self) -> int:
-        """How many gathers of the plan any rank may have waited for before it launches what this
-        rank has launched.
+        """Number of gathers of the plan that any rank may wait for before it launches the
+        reductions that this rank has launched.
         """
         return self._pass.depth
 
     @property
     def launched(self) -> int:
-        """How many messages of reductions this rank has sent in the backward under way."""
+        """Number of reduction messages that this rank has sent in the backward under way."""
         return self._reductions.sent if self._pass.under_way else 0
 
     def land_launched(self, number: int) -> None:
-        """Wait for reductions beyond those that may be under way, among the first ``number``
-        messages, which all ranks have sent.
+        """Wait for the oldest reductions in excess of those that may be in flight, among the first
+        ``number`` messages, which all ranks have sent.
         """
         self._reductions.finish_beyond(number)
 
     def note_unfinished(self) -> None:
-        """The backward is over: remember for which units gradients could have come until now."""
+        """Record, at the end of a backward, the units that could have got gradients until now."""
         backward, outstanding = self._pass, self._outstanding
         if backward.under_way and outstanding is not None and self.learns:
             left = (unit for unit in backward.units[backward.next :] if unit not in backward.ready)
@@ -232,10 +231,10 @@ class GradientReducer:
             ]
 
     def finish(self, learns: bool = False) -> None:
-        """The backward is over, and all its gathers are issued: reduce what is left, in order, and
-        wait for all of it.
+        """Finish the backward, after all its gathers are issued: reduce the remaining units in
+        order, and wait for all reductions.
 
-        ``learns``: the order of gathers was recorded in it.
+        ``learns``: the order of gathers was recorded in this backward.
         """
         backward = self._pass
         if not backward.under_way:
@@ -271,8 +270,8 @@ class GradientReducer:
                     drop_grads(flat)
 
     def _used_after_all(self, units: Sequence[Unit]) -> list[Unit]:
-        """What is not among ``units`` and has a part in the backward that is over: a forward that
-        was reached later has used it, or a penalty on the weights has brought gradients.
+        """Return the units outside ``units`` with a part in the finished backward: a forward
+        reached later has used them, or a penalty on the weights gave them gradients.
         """
         left_out = set(self._order.units).difference(units)
         return [
@@ -290,8 +289,8 @@ class GradientReducer:
         self._reductions.hold(False)
 
     def _issue_gathers(self) -> None:
-        """Before a reduction is waited for: the gathers that other ranks may wait for before they
-        launch it.
+        """Issue the gathers that other ranks may wait for before they launch a reduction that this
+        rank is about to wait for.
         """
         if self._pass.under_way and self._gathers is not None:
             self._gathers.issue_through(self._pass.depth)
@@ -355,34 +354,34 @@ class GradientReducer:
         self._settle()
 
     def _settle(self) -> None:
-        """The gradients of the window are reduced."""
+        """Record idle and left-out parameters once the gradients of the window are reduced."""
         if self._order.left_some_out:
             settle_left_out(self._order.units)
             self._order.left_some_out = False
         self.idle.settle()
 
     def unreduced(self, flat: FlatBuffer) -> float:
-        """What an accumulated gradient of ``flat`` is a multiple of that is the same on all its
-        ranks: its average is yet to be taken.
+        """Return the factor in an accumulated gradient of ``flat`` that is equal on all its ranks,
+        relative to the average that a reduction would give.
         """
         return 1.0 / (flat.mesh.size * flat.mesh.gain * self._intake.scaling.post)
 
     def wait(self) -> None:
-        """Return when every gradient that was reduced can be read."""
+        """Wait until every reduced gradient can be read."""
         self._offload.wait()
 
     def close(self) -> None:
-        """Let go of everything: the engine is destroyed."""
+        """Free everything: the engine is destroyed."""
         self.clear()
         self._buffers.clear()
         self._offload.close()
 
     def abandon(self) -> None:
-        """Forget the backward under way, which an exception has broken, and the gradients it
-        left on the parameters.
+        """Abort the backward under way after an exception, and drop the gradients it left on the
+        parameters.
 
-        If it had brought any, or was a part of a reduction, the window is spoiled until
-        :meth:`clear`: what plain PyTorch would keep in ``.grad`` is lost.
+        If it had produced any, or had begun a reduction, the window is spoiled until :meth:`clear`:
+        gradients that plain PyTorch would keep in ``.grad`` are lost.
         """
         backward = self._pass
         if self.broken is Broken.NO:
@@ -396,18 +395,18 @@ class GradientReducer:
         self._drop()
 
     def lose_gradients(self) -> None:
-        """Gradients of the window have come that are in no reduction: it is spoiled until
-        :meth:`clear`.
+        """Mark the window as spoiled until :meth:`clear`: some of its gradients are in no
+        reduction.
         """
         self.broken = Broken.GRADIENTS_LOST
 
     @property
     def spoiled(self) -> bool:
-        """Whether the gradients that are here are not all that backwards have brought."""
+        """Whether some gradients of the window's backwards are lost."""
         return self.broken is Broken.GRADIENTS_LOST
 
     def clear(self) -> None:
-        """Forget all gradients: after a step, and for ``zero_grad``."""
+        """Drop all gradients, after a step and for ``zero_grad``."""
         self.broken = Broken.NO
         self.backwards = 0
         self.idle.clear()
@@ -417,7 +416,7 @@ class GradientReducer:
                 flat.gradient.clear()
 
     def _drop(self) -> None:
-        """Let go of gradients on parameters and of reductions on the wire."""
+        """Drop gradients on parameters and reductions on the wire."""
         self._reductions.drop()
         self._usage.drop()
         for unit in self._units:
@@ -430,7 +429,7 @@ class GradientReducer:
             unit.await_gradients()
         else:
             self._pass.shown.brought |= self._intake.accumulate(unit, batch)
-        # the update of the unit may begin as soon as its gradients are here
+        # the update of the unit may begin once its gradients are reduced
         if batch.on_reduced is not None:
             for flat in unit.trainable:
                 mark_present(flat)
@@ -451,7 +450,7 @@ class GradientReducer:
 
     @property
     def local_scale(self) -> float:
-        """Times this, unreduced gradients are this rank's part of a mean over the ranks."""
+        """Factor from unreduced gradients to this rank's part of a mean over the ranks."""
         return self._intake.scaling.after(self._batch.weight) * self._mesh.world
 
     def _send_accumulated(self, flat: FlatBuffer) -> None:
@@ -470,12 +469,12 @@ class GradientReducer:
             self._reductions.add(flat, accumulated, None, scale)
 
     def _on_reduced(self, flat: FlatBuffer) -> None:
-        """The gradient of ``flat`` is here: where all of its unit's are that are offloaded, their
-        update may begin.
+        """Begin the update of the unit of ``flat`` once the gradients of all its offloaded flat
+        buffers are reduced.
         """
         backward, unit = self._pass, flat.unit
         backward.reduced.add(flat)
-        # In the first backward of its kind more may come.
+        # In the first backward of a kind more gradients may follow.
         if (
             self._batch.on_reduced is None
             or not self._batch.reduces

@@ -1,30 +1,30 @@
-"""When a unit is reduced: the order of reductions, how many gathers go before each of them, and for
-which units the backward under way may still bring gradients on this rank.
+"""The order of reductions, the number of gathers before each of them, and the units that may still
+get gradients on this rank in the backward under way.
 
 [Note: no circle of waits]
-A rank waits for a reduction (on a device: its stream does) when more than a few are under way, and
-for a gather when it needs the unit. Whatever blocks ranks leave out, no circle of waits can come of
-it while two things hold:
+A rank waits for a reduction (on a device: its stream does) when more than a few are in flight, and
+for a gather when it needs the unit. Whatever blocks ranks leave out, this cannot lead to a circle
+of waits while two conditions hold:
 
-- A rank launches the next reduction as soon as nothing more can come for it there
-  (:class:`Outstanding`), so that it has then waited for no gather but those that lead to this unit.
+- A rank launches the next reduction as soon as its unit can get no more gradients there
+  (:class:`Outstanding`), so it has then waited only for gathers that lead to this unit.
 - Before a rank waits for a reduction it has issued all gathers that any rank may wait for before it
-  launches the last reduction launched here. How many those are is measured in the first backward of
-  a kind (:meth:`ReductionOrder.learn`).
+  launches the last reduction launched here. Their number is measured in the first backward of a
+  kind (:meth:`ReductionOrder.learn`).
 
-So gathers and reductions have one common order, in which whatever waits comes after what it waits
-for.
+So gathers and reductions have one common order, in which each wait follows the operation that it
+waits for.
 
 [Note: what is over]
 Autograd runs ready nodes in reverse order of creation, so a node runs after all nodes of its
-backward that were made later. Ranks therefore number the moments at which they enter and leave
+backward that were created later. Ranks therefore number the moments at which they enter and leave
 forwards of units. Once a backward has reached the output of a forward, all forwards that were
-entered after that one was left are over; where they belong to another graph, they are not in this
-backward. Forwards that were entered before, of whatever graph, may still come.
+entered after that one was left are over; those of another graph are not part of this backward.
+Forwards entered before, of whatever graph, may still follow.
 
-Reentrant checkpointing runs a forward without a graph and runs it again inside the backward: such
-forwards are counted (``Unit.reruns``) where checkpoints of that kind have been seen, and in the
-first backward of each kind.
+Reentrant checkpointing runs a forward without a graph and reruns it inside the backward: such
+forwards are counted (``Unit.reruns``) if checkpoints of that kind have been seen, and in the first
+backward of each kind.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ T = TypeVar("T")
 
 
 def merged(orders: Sequence[Sequence[T]]) -> list[T]:
-    """The first of ``orders``; what only a later one holds comes right after what precedes it
-    there.
+    """Return the first of ``orders`` with the items that only a later one holds, each right after
+    its predecessor in that order.
     """
     result = list(orders[0])
     held = set(result)
@@ -59,8 +59,8 @@ def merged(orders: Sequence[Sequence[T]]) -> list[T]:
 
 
 def places(record: Sequence[T], plan: Sequence[T]) -> list[int]:
-    """After how many gathers of ``plan`` the first 0, 1, 2... of ``record``, which is part of it
-    in this order, are issued.
+    """Return the number of gathers of ``plan`` issued after the first 0, 1, 2... of ``record``,
+    which is a subsequence of it.
     """
     found = [0]
     for each in record:
@@ -69,7 +69,7 @@ def places(record: Sequence[T], plan: Sequence[T]) -> list[int]:
 
 
 class Gathers(Protocol):
-    """What reductions must know of the gathers of the pass under way."""
+    """The gathers of the pass under way, as its reductions see them."""
 
     @property
     def recording(self) -> bool: ...
@@ -91,37 +91,37 @@ class Gathers(Protocol):
 
 @dataclass
 class Shown:
-    """What a backward has shown on one rank; units by index."""
+    """Observations from one backward on one rank; units by index."""
 
-    # an older forward still waits for its backward, so that units were not complete before the end
+    # an older forward's backward was pending, so units were not complete before the end
     waits: bool
-    brought: bool = False  # gradients to parameters, which torch.autograd.grad does not
-    complete: list[int] = field(default_factory=list)  # in the order in which units became complete
-    depths: dict[int, int] = field(default_factory=dict)  # gathers issued until then, by unit
-    # units of which gradients came after their reduction was launched
+    brought: bool = False  # gradients on parameters, which torch
+    complete: list[int] = field(default_factory=list)  # units in the order of completion
+    # number of gathers issued before it, by unit
+    depths: dict[int, int] = field(default_factory=dict)
+    # units that got gradients after their reduction was launched
     late: list[int] = field(default_factory=list)
-    # others of which gradients came after they seemed complete
+    # other units that got gradients after they seemed complete
     parts: list[int] = field(default_factory=list)
     # units that could have got gradients until the end
     unfinished: list[int] = field(default_factory=list)
 
 
 class ReductionOrder:
-    """One order for all ranks.
-
-    It is that of the definition, backwards, until the first backward has shown a better one.
+    """One order for all ranks: the reversed order of definition, until the first backward has shown
+    a better one.
     """
 
     def __init__(self, units: Sequence[Unit]):
         self.units = [unit for unit in [*reversed(units[1:]), units[0]] if unit.trainable]
-        self.deferred: set[Unit] = set()  # units whose gradients come in parts: reduced last
+        self.deferred: set[Unit] = set()  # units with gradients in several parts: reduced last
         self._known = False
         self._depths: dict[Hashable, dict[int, int]] = {}
         self.left_some_out = False  # in a backward of the window
 
     def without(self, left_out: frozenset[Unit], reduces: bool) -> list[Unit]:
-        """The order without units that no rank uses in a backward; where that ``reduces``, what
-        earlier ones have left unreduced goes with it.
+        """Return the order without units that no rank uses in a backward. If it ``reduces``, units
+        with unreduced gradients of earlier backwards stay in.
         """
         if not left_out:
             return list(self.units)
@@ -134,18 +134,19 @@ class ReductionOrder:
         ]
 
     def depth(self, key: Hashable, unit: Unit) -> int:
-        """How many gathers of the plan of ``key`` a rank may wait for before it launches the
-        reduction of ``unit``.
+        """Return the number of gathers of the plan of ``key`` that a rank may wait for before it
+        launches the reduction of ``unit``.
         """
         return self._depths.get(key, {}).get(unit.index, 0)
 
     def learn(
         self, key: Hashable, shown: Sequence[Shown], places: Sequence[int], plan: Sequence[int]
     ) -> None:
-        """Take over what the first backward of a kind has shown on each rank. Alike on all ranks.
+        """Update the order from the observations of each rank in the first backward of a kind.
+        Equal on all ranks.
 
-        places: where in the plan each of the gathers that were issued stands, after 0 of them, 1,
-        and so on. plan: the gathers of the plan, by unit.
+        places: position in the plan after 0, 1, ... of the issued gathers. plan: unit indices of
+        the gathers of the plan.
         """
         by_index = {unit.index: unit for unit in self.units}
         late = {by_index[index] for each in shown for index in (*each.late, *each.parts)}
@@ -177,12 +178,13 @@ _began = attrgetter("began")
 
 
 class Outstanding:
-    """The forwards whose backward may still come in the backward under way."""
+    """The forwards that the backward under way may still reach."""
 
     def __init__(self) -> None:
         self._moments = 0
         self._reached = END  # calls entered at this moment or later are over
-        self._unmarked: list[UnitForward] = []  # calls under way whose end no mark tells
+        # calls in backward without marks, whose end no hook tells
+        self._unmarked: list[UnitForward] = []
         self.recomputation: RootForward | None = (
             None  # what runs forwards in the backward under way
         )
@@ -193,7 +195,7 @@ class Outstanding:
         return self._moments
 
     def begin(self, recomputation: RootForward) -> None:
-        """A backward starts."""
+        """Begin a backward."""
         self._reached, self.recomputation = END, recomputation
         self._unmarked.clear()
 
@@ -202,13 +204,13 @@ class Outstanding:
         self._unmarked.clear()
 
     def starts(self, call: UnitForward) -> None:
-        """The backward of ``call`` starts."""
+        """Begin the backward of ``call``."""
         if not call.marked:
             self._unmarked.append(call)
 
     def reach(self, moment: int) -> Sequence[Unit]:
-        """The backward has come to ``moment``; gives the units of calls without a mark that are
-        over by that.
+        """Advance the backward to ``moment``; return the units of calls without marks that are over
+        by then.
         """
         if moment >= self._reached:
             return ()
@@ -219,9 +221,9 @@ class Outstanding:
         return [call.unit for call in over if not self.awaits_calls(call.unit)]
 
     def awaits_calls(self, unit: Unit) -> bool:
-        """Whether the backward of a call of ``unit`` may still come or is under way."""
-        # Several blocks may share a unit, and each of their calls asks: the one that was found last
-        # time answers most of them.
+        """Whether the backward of a call of ``unit`` is pending or running."""
+        # Several blocks may share a unit, and each of their calls asks: the call found last time
+        # answers most of them.
         found = unit.forwards.awaited()
         if (
             found is not None
@@ -237,21 +239,21 @@ class Outstanding:
         ]
         if not coming:
             return False
-        unit.forwards.awaited = weakref.ref(min(coming, key=_began))  # a backward comes to it last
+        unit.forwards.awaited = weakref.ref(min(coming, key=_began))  # a backward reaches it last
         return True
 
     def _may_come(self, call: UnitForward) -> bool:
         return call.began < self._reached or call.outer is self.recomputation
 
     def awaits_reruns(self, unit: Unit, learning: bool) -> bool:
-        """Whether a checkpoint may still run ``unit`` again.
+        """Whether a checkpoint may still rerun ``unit``.
 
-        ``learning``: the first backward of its kind is under way.
+        ``learning``: this backward is the first of its kind.
         """
         return unit.forwards.reruns > 0 and (learning or self.reruns_seen)
 
     def awaits(self, unit: Unit, learning: bool) -> bool:
-        """Whether gradients of ``unit`` may still come."""
+        """Whether ``unit`` may still get gradients."""
         return (
             bool(unit.forwards.in_forward or unit.forwards.pinned_by)
             or self.awaits_reruns(unit, learning)

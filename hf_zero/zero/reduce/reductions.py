@@ -1,5 +1,5 @@
-"""Reductions of gradients under way: messages sent, waited for, and written into each rank's part
-of the gradient.
+"""Reductions in flight: messages are sent, waited for, and written into each rank's shard of the
+gradient.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ IN_FLIGHT = 2  # acquired buffers that may be on the wire at once
 
 @dataclass(eq=False)
 class _Reduction:
-    """The reduction of one flat buffer: its result goes to the gradient shard times ``scale``."""
+    """The reduction of one flat buffer; its result times ``scale`` goes to the gradient shard."""
 
     flat: FlatBuffer
-    wire: torch.Tensor  # [padded], what is summed
+    wire: torch.Tensor  # [padded], to be summed
     scale: float
     acquired: torch.Tensor | None  # ``wire``, where it is to be released
 
 
 @dataclass(eq=False)
 class _Message:
-    """A message under way, with the reductions of one flat buffer or of several small ones."""
+    """A message in flight, with the reduction of one flat buffer or of several small ones."""
 
     reductions: Sequence[_Reduction]
     handles: Sequence[Handle]  # of each
     number: int  # of the message in its backward
-    takes_memory: bool  # further to the gradients themselves, until it is over
-    # where a sum over the shard axis goes that is yet to be summed over the replicas
+    takes_memory: bool  # besides the gradients themselves, until it is over
+    # the sum over the shard axis, which is yet to be summed over the replicas
     part: torch.Tensor | None = None
 
 
 def _nothing() -> None:
-    """Nothing is to be issued before a wait."""
+    """Default of ``before_wait``."""
 
 
 class Reductions:
-    """Sends the reductions of one engine, in the order in which they are given.
+    """Sends the reductions of one engine, in call order.
 
-    ``before_wait`` is called before one is waited for in a backward. Small ones of at most
-    ``packed`` elements together travel in one message; larger ones do not wait for them.
+    ``before_wait`` is called before this waits for a reduction in a backward. Small ones, of at
+    most ``packed`` elements together, share a message; larger ones are sent at once.
     """
 
     def __init__(
@@ -71,27 +71,27 @@ class Reductions:
         self._buffers = buffers
         self._offload = offload
         self._kernels = kernels
-        self._pack = Pack(packed if mesh.world > 1 else 0)  # of those that wait
+        self._pack = Pack(packed if mesh.world > 1 else 0)  # of the waiting reductions
         self._before_wait = before_wait
-        self.waiting: list[_Reduction] = []  # for others, to be sent in one message
+        self.waiting: list[_Reduction] = []  # to share a message with others
         self._messages: list[_Message] = []
-        self._taking_memory = 0  # messages that do
-        # Alone, nothing is on the wire, and what has to go to the host should leave at once.
+        self._taking_memory = 0  # number of such messages
+        # On a single rank nothing is on the wire, and gradients for the host should leave at once.
         self._most = IN_FLIGHT if mesh.world > 1 else 0
         self._holds = False
         self._on_reduced: Callable[[FlatBuffer], None] | None = None
         self.sent = 0  # messages in this backward
 
     def begin(self, holds: bool, on_reduced: Callable[[FlatBuffer], None] | None) -> None:
-        """A backward starts. ``holds`` as in :meth:`hold`; ``on_reduced`` is called with each flat
+        """Begin a backward. ``holds`` as in :meth:`hold`; ``on_reduced`` is called with each flat
         buffer whose reduction is over.
         """
         self.sent, self._on_reduced = 0, on_reduced
         self.hold(holds)
 
     def hold(self, holds: bool) -> None:
-        """Whether none is waited for before the backward is over, but those that all ranks have
-        launched: all of them, on one rank.
+        """Set whether, before the end of the backward, this waits only for reductions that all
+        ranks have launched. No effect on a single rank.
         """
         self._holds = holds and self._mesh.world > 1
 
@@ -100,11 +100,11 @@ class Reductions:
     def add(
         self, flat: FlatBuffer, wire: torch.Tensor, acquired: torch.Tensor | None, scale: float
     ) -> None:
-        """Sum ``wire`` [padded] over the ranks. ``acquired`` is ``wire`` where it is to be released
+        """Sum ``wire`` [padded] over the ranks. ``acquired`` is ``wire`` if it must be released
         afterwards.
         """
         elements = flat.layout.padded
-        # small ones that wait go on waiting for others
+        # small ones that are waiting continue to wait for others
         if not self._is_small(flat):
             self._send([_Reduction(flat, wire, scale, acquired)])
             return
@@ -114,16 +114,16 @@ class Reductions:
         self._pack.add(elements, wire.dtype, flat.mesh)
 
     def flush_unless_fits(self, flats: Sequence[FlatBuffer]) -> None:
-        """Send what waits, unless small ones among ``flats``, which come next, may travel with
-        it.
+        """Send the waiting reductions, unless the small ones of ``flats``, the next flat buffers,
+        fit into their message.
         """
         small = [flat.layout.padded for flat in flats if self._is_small(flat)]
         if not small or not self._pack.has_room(sum(small)):
             self.flush()
 
     def _is_small(self, flat: FlatBuffer) -> bool:
-        """Whether the gradient of ``flat`` may travel with others. A sum over two axes is two
-        messages a flat buffer.
+        """Whether the gradient of ``flat`` may share a message. A sum over two axes needs two
+        messages per flat buffer and does not.
         """
         return (
             flat.layout.padded <= self._pack.limit
@@ -132,7 +132,7 @@ class Reductions:
         )
 
     def flush(self) -> None:
-        """Send what waits, in one message."""
+        """Send the waiting reductions in one message."""
         reductions, self.waiting = self.waiting, []
         self._pack.clear()
         if reductions:
@@ -172,21 +172,21 @@ class Reductions:
     # ---- results ----
 
     def finish(self) -> None:
-        """Send what waits, and wait for all of it."""
+        """Send the waiting reductions, and wait for all of them."""
         self.flush()
         while self._messages:
             self._finish_oldest()
 
     def finish_beyond(self, number: int) -> None:
-        """Wait for messages beyond those that may be under way, among the first ``number``, which
-        all ranks have sent.
+        """Wait for the oldest messages in excess of those that may be in flight, among the first
+        ``number``, which all ranks have sent.
         """
         # so that all ranks wait for the same ones
         while self._messages and self._messages[0].number < number - IN_FLIGHT:
             self._finish_oldest()
 
     def drop(self) -> None:
-        """Let go of what is under way: its results are not wanted."""
+        """Drop all reductions and their results."""
         for message in self._messages:
             for reduction, handle in zip(message.reductions, message.handles):
                 handle.drop()
@@ -230,13 +230,15 @@ class Reductions:
     def _send_to_host(
         self, reduction: _Reduction, handle: Handle, adds: bool
     ) -> torch.Tensor | None:
-        """Copy the result to host memory; its sum of squares, if it is the whole gradient."""
+        """Copy the result to host memory; return its sum of squares, if it is the
+        whole gradient.
+        """
         gradient, wire = reduction.flat.gradient, reduction.acquired
         if wire is None:
-            wire = gradient.accumulated_grad  # in 32 bits by now, if it was upcast meanwhile
+            wire = gradient.accumulated_grad  # 32 bits by now, if it was upcast meanwhile
         assert gradient.shard is not None and wire is not None
         values = torch.empty(gradient.shard.numel(), dtype=wire.dtype, device=wire.device)
-        # What the host adds or casts, it multiplies as well.
+        # If the host adds or casts, it also multiplies.
         later = reduction.scale if adds or gradient.shard.dtype != wire.dtype else 1.0
         with span("wait_reduction", gradient.key):
             handle.reduce_into(values, False, reduction.scale / later)
