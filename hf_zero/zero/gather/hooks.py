@@ -297,9 +297,7 @@ class Hooks:
         return True
 
     def _draw(self, outer: RootForward, name: str) -> None:
-        """Let techniques draw the modules to leave out of the forward ``outer`` of
-        module ``name``.
-        """
+        """Let techniques draw the modules to leave out of the forward ``outer`` of ``name``."""
         modules = {module for draw in self.draws for module in draw(outer)}
         if name:  # a module that is called by itself is kept
             part = self._model.get_submodule(name)

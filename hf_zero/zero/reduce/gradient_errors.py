@@ -1,4 +1,4 @@
-"""What gradients have lost on their way in few bits, where it is fed back (LoCo)."""
+"""Error feedback for compressed gradients (LoCo)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hf_zero.zero.layout.flat_buffer import FlatBuffer
 
 
 class GradientErrors:
-    """The error buffers of ``flats``, which are cleared after each ``every`` steps.
+    """The error buffers of ``flats``, cleared after every ``every`` steps.
 
-    ``scale``: the loss scale that gradients carry.
+    ``scale``: the loss scale in gradients.
     """
 
     def __init__(self, flats: Iterable[FlatBuffer], every: int, scale: float):
@@ -20,7 +20,7 @@ class GradientErrors:
         self._every, self._scale = every, scale
 
     def end_step(self, number: int, overflow: bool, scale: float) -> None:
-        """Step ``number``, from 1 on, is over; ``scale`` is that of the next one."""
+        """End step ``number``, counted from 1; ``scale`` is the loss scale of the next one."""
         if overflow or number % self._every == 0:
             self.clear(scale)
         elif scale != self._scale:
@@ -29,7 +29,7 @@ class GradientErrors:
         self._scale = scale
 
     def clear(self, scale: float) -> None:
-        """Gradients are those of other weights, with ``scale``."""
+        """Clear the errors, for other weights and the loss scale ``scale``."""
         for codec in self._codecs:
             codec.clear()
         self._scale = scale

@@ -1,4 +1,4 @@
-"""Gradients taken from the parameters into flat memory.
+"""Intake of gradients: from the parameters into flat memory.
 
 [Note: who divides]
 A backward leaves the gradient of the loss it was given, times the fp16 loss scale. The engine
@@ -28,17 +28,17 @@ from hf_zero.zero.layout.raw_grads import any_raw_grad, drop_raw_grads, raw_grad
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.reduce.gradient_offload import GradientOffload, NoGradientOffload
 
-_warned: weakref.WeakSet[Mesh] = weakref.WeakSet()  # of engines
+_warned: weakref.WeakSet[Mesh] = weakref.WeakSet()  # meshes of engines
 KEPT = 2  # buffers of one size that are kept for the next unit
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What the backward under way carries.
+    """Properties of the backward under way.
 
-    weight: of the micro-batch, the same on all ranks. unscale: this rank's own factor, multiplied
-    in before the reduction. reduces: the backward ends an accumulation window. on_reduced: called
-    with each unit whose last gradient of the window has been reduced.
+    weight: of the micro-batch, equal on all ranks. unscale: this rank's own factor, applied before
+    the reduction. reduces: the backward ends an accumulation window. on_reduced: called with each
+    unit whose last gradient of the window has been reduced.
     """
 
     weight: float = 1.0
@@ -48,20 +48,20 @@ class MicroBatch:
 
 
 class WireBuffers:
-    """Buffers that gradients travel in, kept for units of the same size."""
+    """Buffers for gradients in messages, reused by units of the same size."""
 
     def __init__(self, flats: Iterable[FlatBuffer]):
         self._sizes = Counter(flat.layout.padded for flat in flats)
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
     def acquire(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory that is this caller's until :meth:`release`: [numel], with any values."""
+        """Return memory for this caller's use until :meth:`release`: [numel], uninitialised."""
         free = self._free.get((numel, dtype))
         return free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
 
     def release(self, buffer: torch.Tensor | None) -> None:
-        """Give ``buffer`` back. The size of an embedding or a head comes once a backward and is not
-        kept.
+        """Return ``buffer`` to the pool. Sizes that occur once in a backward, as of an embedding or
+        a head, are not kept.
         """
         if buffer is not None and self._sizes[buffer.numel()] > 1:
             free = self._free.setdefault((buffer.numel(), buffer.dtype), [])
@@ -69,7 +69,7 @@ class WireBuffers:
                 free.append(buffer)
 
     def clear(self) -> None:
-        """Keep none."""
+        """Free all buffers."""
         self._free.clear()
 
 
@@ -84,8 +84,8 @@ class GradientIntake:
         self._offload = offload
 
     def accumulate(self, unit: Unit, batch: MicroBatch) -> bool:
-        """Add this backward's gradients to the whole gradients that are kept for the window; return
-        whether there was any.
+        """Add this backward's gradients to the whole gradients of the window; return whether there
+        were any.
         """
         unit.await_gradients()
         brought = False
@@ -100,7 +100,7 @@ class GradientIntake:
             accumulated = gradient.accumulated_grad
             assert accumulated is not None
             if adds and accumulated.dtype != flat.dtype:
-                # A list of another dtype would be added one parameter after the other.
+                # A list with another dtype would be added one parameter at a time.
                 taken = self._buffers.acquire(flat.layout.padded, flat.dtype, flat.full.device)
                 used = take_in(flat, taken, False, 1.0)
                 accumulated.add_(taken, alpha=factor)
@@ -112,8 +112,8 @@ class GradientIntake:
         return brought
 
     def upcast(self, flat: FlatBuffer) -> None:
-        """Something is going to be added to the gradient of ``flat``, which was kept in 16 bits as
-        long as nothing was expected to be.
+        """Upcast the gradient of ``flat``, which was kept in 16 bits, before something is added to
+        it.
         """
         if flat.gradient.upcast_on_accumulate:
             self._offload.wait()
@@ -122,7 +122,7 @@ class GradientIntake:
 
 
 def grad_versions(unit: Unit) -> list[Any]:
-    """What changes when autograd adds to a gradient of ``unit``."""
+    """Return a value that changes when autograd adds to a gradient of ``unit``."""
     grads = (grad for flat in unit.trainable for grad in raw_grads(flat.members))
     return [
         None if grad is None else (grad._version, id(grad) if grad.is_sparse else grad.data_ptr())
@@ -131,7 +131,7 @@ def grad_versions(unit: Unit) -> list[Any]:
 
 
 def mark_present(flat: FlatBuffer) -> None:
-    """Note which parameters of ``flat`` have a gradient that is yet to be taken in."""
+    """Record the parameters of ``flat`` with a gradient that is not taken in yet."""
     bits = 0
     for place, grad in enumerate(raw_grads(flat.members)):
         if grad is not None:
@@ -140,18 +140,18 @@ def mark_present(flat: FlatBuffer) -> None:
 
 
 def drop_grads(flat: FlatBuffer) -> None:
-    """Take what autograd left off the parameters of ``flat``, unused."""
+    """Drop unused gradients from the parameters of ``flat``."""
     if any_raw_grad(flat.members):
         drop_raw_grads(flat.members)
 
 
 @torch.no_grad()
 def take_in(flat: FlatBuffer, target: torch.Tensor, accumulate: bool, factor: float) -> int:
-    """``target = factor * grad`` (or ``+=``) for every parameter; one without gradient counts as
-    zero. Empties ``.grad``. Returns a bit for each parameter that has had a gradient.
+    """Compute ``target = factor * grad`` (or ``+=``) for every parameter; a missing gradient counts
+    as zero. Clears ``.grad``. Return a bit for each parameter with a gradient.
     """
     grads, views = [], []
-    # Parameters lie end to end: one call gives the views of all, and one takes all gradients in.
+    # Parameters are adjacent: one call creates the views of all, and one takes all gradients in.
     given = raw_grads(flat.members)
     lacking = 0
     for place, (grad, view) in enumerate(
@@ -178,8 +178,8 @@ def take_in(flat: FlatBuffer, target: torch.Tensor, accumulate: bool, factor: fl
 
 
 def dense(flat: FlatBuffer, place: int, grad: torch.Tensor) -> torch.Tensor:
-    """``grad``, the sparse gradient of the parameter at ``place`` of ``flat``, as a dense
-    tensor; the log says so once.
+    """Return ``grad``, the sparse gradient of the parameter at ``place`` of ``flat``, as a dense
+    tensor; logs this once per engine.
     """
     if flat.engine_mesh not in _warned:
         _warned.add(flat.engine_mesh)

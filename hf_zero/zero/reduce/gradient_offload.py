@@ -1,4 +1,4 @@
-"""Copies of gradients from a GPU to the host memory that offloaded ones are kept in."""
+"""Copies of offloaded gradients from a GPU to host memory."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from hf_zero.storage.base import Allocator
 from hf_zero.zero.layout.gradient_buffer import GradientBuffer
 
 STAGED = 2  # gradients that are to be added to others, on their way at once
-# gradients whose copy on the GPU is kept; the host waits for the oldest, so that it does not run
-# ahead with all of them
+# gradients whose GPU memory is kept for the copy; the host waits for the oldest, so that its lead
+# over the device is bounded
 UNDER_WAY = 4
 
 
 @dataclass(eq=False)
 class GradientCopy:
-    """One gradient on its way."""
+    """One gradient being copied."""
 
     gradient: GradientBuffer
     values: torch.Tensor  # on the GPU; kept until they have been copied
     copied: streams.Event
     staged: torch.Tensor | None
-    adds: bool  # what was staged is added; else it is cast into the place of what was there
-    scale: float  # by which it is multiplied there
+    adds: bool  # the staged values are added; else cast into the destination
+    scale: float  # factor applied by the host
 
 
 class GradientOffload:
-    """Copies on a stream of their own, while the backward goes on.
+    """Copies gradients on a stream of its own while the backward continues.
 
-    ``allocator`` gives memory that a GPU can copy to.
+    ``allocator`` allocates memory that a GPU can copy to.
     """
 
     copies = True
@@ -50,9 +50,9 @@ class GradientOffload:
     def send(
         self, gradient: GradientBuffer, values: torch.Tensor, accumulate: bool, scale: float = 1.0
     ) -> None:
-        """``gradient.shard = scale * values``, or ``+=``; done when :meth:`wait` returns.
+        """Begin ``gradient.shard = scale * values``, or ``+=``; done when :meth:`wait` returns.
 
-        ``scale`` is 1 where the dtypes are one and nothing is added.
+        ``scale`` is 1 if the dtypes are equal and nothing is added.
         """
         if self._stream is None:
             self._stream = streams.side_stream(self._device, streams.Use.GRADIENTS)
@@ -73,12 +73,12 @@ class GradientOffload:
 
     @property
     def is_adding(self) -> bool:
-        """Whether something is on its way that the host has to add or to cast."""
+        """Whether a copy is under way that the host must add or cast."""
         return any(copy.staged is not None for copy in self._copies)
 
     def event(self, gradient: GradientBuffer) -> streams.Event | None:
-        """The end of the last copy of ``gradient``; nothing if none was sent. What the host has to
-        add may follow.
+        """Return the end of the last copy of ``gradient``, None if none was sent. The host's
+        addition may follow it.
         """
         return self._events.get(gradient)
 
@@ -91,7 +91,7 @@ class GradientOffload:
         if fitting is not None:
             return self._staging.pop(fitting)
         if self._staging:
-            self._staging.pop()  # a larger one takes its place
+            self._staging.pop()  # replaced by a larger one
         return self._allocator(nbytes, torch.uint8)
 
     def _finish_oldest(self) -> None:
@@ -104,25 +104,25 @@ class GradientOffload:
             self._staging.append(copy.staged)
 
     def finish_sums(self) -> None:
-        """Return when the host has added what it has to; copies may go on."""
+        """Wait for the host's additions; plain copies may continue."""
         if self.is_adding:
             self.wait()
 
     def wait(self) -> None:
-        """Return when all that was sent is there."""
+        """Wait for everything that was sent."""
         while self._copies:
             self._finish_oldest()
 
     def close(self) -> None:
-        """Let go of everything: no gradient that was sent is wanted any more."""
+        """Free everything and drop the gradients that were sent."""
         if self._stream is not None:
             self._stream.synchronize()
         self._copies, self._staging, self._events, self.last = [], [], {}, None
 
 
 class NoGradientOffload:
-    """In the place of :class:`GradientOffload` where gradients stay on the device that has reduced
-    them, be it the host.
+    """Replacement for :class:`GradientOffload` if gradients stay on the device that has reduced
+    them, possibly the host.
     """
 
     copies = False
@@ -132,26 +132,26 @@ class NoGradientOffload:
     def send(
         self, gradient: GradientBuffer, values: torch.Tensor, accumulate: bool, scale: float = 1.0
     ) -> None:
-        """``gradient.shard = scale * values``, or ``+=``, at once."""
+        """Compute ``gradient.shard = scale * values``, or ``+=``, at once."""
         assert gradient.shard is not None
         _put(gradient.shard, values, accumulate, scale)
 
     def event(self, gradient: GradientBuffer) -> streams.Event | None:
-        """None is sent."""
+        """Return None: nothing is sent."""
 
     def finish_sums(self) -> None:
-        """Nothing is on its way."""
+        """Do nothing: no copy is under way."""
 
     def wait(self) -> None:
-        """Nothing is on its way."""
+        """Do nothing: no copy is under way."""
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing: it holds no memory."""
 
 
 def _put(grad: torch.Tensor, values: torch.Tensor, adds: bool, scale: float) -> None:
-    """``grad = scale * values``, or ``+=``, in host memory; the kernels of the host know 32 bits
-    and fewer.
+    """Compute ``grad = scale * values``, or ``+=``, in host memory; host kernels support 32 bits
+    and fewer, torch does the rest.
     """
     if grad.dtype == torch.float64:
         grad.add_(values, alpha=scale) if adds else grad.copy_(values).mul_(scale)

@@ -361,8 +361,8 @@ class GradientReducer:
         self.idle.settle()
 
     def unreduced(self, flat: FlatBuffer) -> float:
-        """Return the factor in an accumulated gradient of ``flat`` that is equal on all its ranks,
-        relative to the average that a reduction would give.
+        """Return the factor from an averaged gradient to an accumulated one of ``flat``, equal on
+        all its ranks, that the reduction averages back to it.
         """
         return 1.0 / (flat.mesh.size * flat.mesh.gain * self._intake.scaling.post)
 

@@ -1,13 +1,13 @@
-"""What a loss carries into a backward: its weight in the window, and the fp16 loss scale, which
-must be in a gradient once.
+"""The weight of a loss in its window and its fp16 loss scale, which each gradient must carry
+exactly once.
 
 [Note: one loss, several engines]
-The backward of one loss may go through several engines of a rank: a loss over two models, one model
-fed by another. What its root carries holds for all of them, so they share one record.
-``engine.backward(loss)`` puts a scale in at the root, and every engine takes its gradients in as if
+The backward of one loss may go through several engines of a rank: a loss over two models, or one
+model fed by another. The factors at its root hold for all of them, so they share one record.
+``engine.backward(loss)`` applies a scale at the root, and every engine takes its gradients in as if
 the scale had been its own. A plain ``loss.backward()`` can only be scaled where it reaches the
-outputs of a model; beyond that it cannot be known what has been scaled, so it may go through one
-engine alone.
+outputs of a model; behind these it is unknown what has been scaled, so it may go through only one
+engine.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SCALED_ONCE = (
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """Identity whose backward multiplies by the fp16 loss scale, for a loss that is not passed
-    to ``engine.backward``.
+    """Identity whose backward multiplies by the fp16 loss scale, for a loss that is not passed to
+    ``engine.backward``.
     """
 
     @staticmethod
@@ -52,22 +52,22 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 class _Rank:
-    """What the engines of one rank share about the backward under way."""
+    """State of the backward under way that the engines of one rank share."""
 
     def __init__(self) -> None:
         self.engines: weakref.WeakSet[Losses] = weakref.WeakSet()
-        self.scale_owner: Losses | None = None  # whose scale is in
+        self.scale_owner: Losses | None = None  # the engine whose scale is applied
         self.scale = 1.0
-        self.weight: float | None = None  # of the micro-batch, where the caller has said it
-        # of the backward that found the scale missing; an exception that ends it drops it
+        self.weight: float | None = None  # of the micro-batch, if given by the caller
+        # end callback of the backward that was scaled at outputs; an exception drops it
         self._task: weakref.ref[Any] | None = None
 
     def put(self, scale_owner: Losses, scale: float, weight: float | None) -> None:
-        """The loss of a backward to come carries these at its root."""
+        """Set the factors at the root of the next backward's loss."""
         self.scale_owner, self.scale, self.weight, self._task = scale_owner, scale, weight, None
 
     def put_at_outputs(self, scale_owner: Losses, scale: float) -> None:
-        """The backward under way carries the scale of ``scale_owner`` from here to its end."""
+        """Set the scale of ``scale_owner`` for the backward under way, from here to its end."""
         callback = partial(self.clear)
         self.scale_owner, self.scale, self.weight, self._task = (
             scale_owner,
@@ -92,12 +92,13 @@ _ranks: dict[int, _Rank] = {}  # by rank, because ranks may be threads of one pr
 
 
 class Losses:
-    """One engine's side of it.
+    """Loss scaling of one engine.
 
-    ``scales``: losses are multiplied by the scale of ``scaler``, in a pipeline also where all that
-    this rank holds is frozen. ``in_backward`` says whether a backward is under way in this engine,
-    ``awaits_backward`` whether one may come to it; ``watch`` makes every gradient begin one: where
-    an engine of the rank scales losses, what a gradient carries is known in its backward alone.
+    ``scales``: losses are multiplied by the scale of ``scaler``, in a pipeline also if all
+    parameters of this rank are frozen. ``in_backward``: whether a backward is under way in this
+    engine; ``awaits_backward``: whether one may reach it. ``watch`` makes every gradient begin a
+    backward: if an engine of the rank scales losses, the scale in a gradient is known only in its
+    backward.
     """
 
     def __init__(
@@ -115,10 +116,10 @@ class Losses:
         self._scales = scales
         self._in_backward = in_backward
         self._awaits_backward = awaits_backward
-        # whose scale the gradients held here have carried, if not this engine's
+        # the engine whose scale the gradients held here have carried, if not this one
         self._scale_owner: Losses | None = None
         self._borrowed_scale = 1.0  # that scale
-        # a gradient that carried this engine's scale has overflowed in another engine
+        # a gradient with this engine's scale has overflowed in another engine
         self._overflow_reported = False
         self._rank = _ranks.setdefault(rank, _Rank())
         self._watch = watch
@@ -128,7 +129,7 @@ class Losses:
                 each._watch()
 
     def close(self) -> None:
-        """The engine is destroyed."""
+        """Unregister the engine, which is destroyed."""
         self._scale_owner = None
         self._rank.engines.discard(self)
         if self._rank.scale_owner is self:
@@ -138,11 +139,12 @@ class Losses:
 
     @contextmanager
     def carrying(self, dtype: torch.dtype, weight: float | None) -> Iterator[float]:
-        """Around the backward of a loss of ``dtype`` that was given to this engine: the factor to
-        multiply the loss by.
+        """Context for the backward of a loss of ``dtype`` given to this engine; yields the factor
+        for the loss.
 
-        Where this engine has no scale of its own, the largest one of the rank's engines that the
-        backward may reach keeps their gradients from vanishing.
+        If this engine has no scale of its own, it uses the largest scale of the rank's engines that
+        the backward may reach, so that their gradients do not vanish. Raises PartitionError for an
+        fp16 loss that cannot represent the scale.
         """
         scale_owner = self
         if not self._scales:
@@ -166,13 +168,13 @@ class Losses:
             self._rank.clear()
 
     def begin(self, weight: float) -> tuple[float, float]:
-        """A backward reaches this engine: the weight of its micro-batch, and what takes the scale
-        of another engine out of its gradients.
+        """Return the weight of the micro-batch, and the factor that removes another engine's scale
+        from the gradients, when a backward reaches this engine.
 
-        The weight is the same on all ranks. The second factor need not be: an engine that was
-        dropped without ``destroy`` gives its scale until it is collected, which ranks do at
-        different times. So it goes before the reduction, but in fp16, where the gradients have a
-        scale of their own, and either could be out of range in the other's.
+        The weight is equal on all ranks. The second factor need not be: an engine that was dropped
+        without ``destroy`` provides its scale until it is garbage-collected, at different times on
+        different ranks. So it is applied before the reduction, except in fp16: there the gradients
+        have a scale of their own, and either could be out of range with the other's.
         """
         rank = self._rank
         if rank.by_outputs and rank.scale_owner is not self and self._training:
@@ -190,11 +192,11 @@ class Losses:
         return (weight * unscale, 1.0) if self._scales else (weight, unscale)
 
     def scale_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """A forward hook of the model: a loss that nothing else scales is scaled where its backward
-        reaches these outputs.
+        """Scale an otherwise unscaled loss where its backward reaches these outputs: a forward hook
+        of the model.
         """
         if transformed():
-            return None  # the gradients are the script's
+            return None  # the script owns these gradients
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if not self._scales or not tensors or not torch.is_grad_enabled() or self._in_backward():
             return None
@@ -213,7 +215,9 @@ class Losses:
         return self.scaler.scale
 
     def part_joins(self) -> None:
-        """The backward reaches a part of the model that was called alone."""
+        """Raise PartitionError if the backward, scaled at outputs, reaches a part of the model that
+        was called alone.
+        """
         if self._rank.by_outputs:
             raise PartitionError(SCALED_ONCE)
 
@@ -225,8 +229,8 @@ class Losses:
         return self._scales or self._scale_owner is not None
 
     def update_scale(self, overflow: bool) -> Fp16LossScaler:
-        """Gradients have been used, or skipped because of ``overflow``: move the scale they
-        carried, which is returned.
+        """Update the scale that the gradients carried, after a step or one skipped because of
+        ``overflow``. Return the scaler of that scale.
         """
         owner, self._scale_owner = self._scale_owner, None
         if owner is not None and overflow:
@@ -237,7 +241,7 @@ class Losses:
         return self.scaler if owner is None else owner.scaler
 
     def forget(self) -> None:
-        """Gradients have been dropped."""
+        """Reset the record of the scale: gradients have been dropped."""
         self._scale_owner = None
         if self._overflow_reported:
             self._overflow_reported = False

@@ -1,4 +1,4 @@
-"""The norm of gradients, summed in fp64 wherever they are."""
+"""The norm of gradients on any device, summed in fp64."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ RUN = 1 << 14  # elements summed in fp32 before fp64 takes over
 def squared_norm(
     gradients: Sequence[GradientBuffer], device: torch.device, kernels: Any = "off"
 ) -> torch.Tensor:
-    """Sum of squares of this rank's part of ``gradients`` (0-dim, float64); not finite on overflow.
+    """Return the sum of squares of this rank's part of ``gradients`` (0-dim, float64); not finite
+    on overflow.
 
     ``kernels`` is the configuration's: whether one kernel may read all gradients of a device.
     """
-    # One by one, so that the sum is the same bits wherever some of them are.
+    # One by one: the sum has the same bits wherever some of them are.
     here = [each for each in gradients if each.shard is not None and each.grad_sq_norm is None]
     taken = dict(
         zip(here, sums_of_squares([each.shard for each in here if each.shard is not None], kernels))
     )
-    # those in host memory cross together, and the host does not wait
+    # those in host memory are uploaded together, without a wait on the host
     here = [each for each in here if taken[each].device != device]
     if here:
         crossed = upload(torch.stack([taken[each] for each in here]), device)
@@ -41,8 +42,8 @@ def squared_norm(
 
 
 def sums_of_squares(grads: Sequence[torch.Tensor], kernels: Any = "off") -> list[torch.Tensor]:
-    """The sum of squares of each of ``grads`` (0-dim, float64, on its device); not finite if an
-    element is not.
+    """Return the sum of squares of each of ``grads`` (0-dim, float64, on its device); not finite if
+    an element is not.
     """
     sums: dict[int, torch.Tensor] = {}
     by_device: dict[torch.device, list[int]] = {}
@@ -63,7 +64,7 @@ def sums_of_squares(grads: Sequence[torch.Tensor], kernels: Any = "off") -> list
 def _sum_of_squares(grad: torch.Tensor) -> torch.Tensor:
     if grad.device.type == "cpu" and grad.dtype != torch.float64:
         return torch.tensor(host.squared_norm(grad), dtype=torch.float64)
-    # One long fp32 sum is wrong in the third digit, many short ones are not.
+    # A single long fp32 sum is wrong in the third digit, many short ones are not.
     even = grad.numel() // RUN * RUN
     pieces = [grad[:even].view(-1, RUN), grad[even:].view(1, -1)]
     kind = torch.float64 if grad.dtype == torch.float64 else torch.float32

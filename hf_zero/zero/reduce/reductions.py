@@ -230,9 +230,7 @@ class Reductions:
     def _send_to_host(
         self, reduction: _Reduction, handle: Handle, adds: bool
     ) -> torch.Tensor | None:
-        """Copy the result to host memory; return its sum of squares, if it is the
-        whole gradient.
-        """
+        """Copy the result to host memory; return its sum of squares, if all is in it."""
         gradient, wire = reduction.flat.gradient, reduction.acquired
         if wire is None:
             wire = gradient.accumulated_grad  # 32 bits by now, if it was upcast meanwhile

@@ -1,15 +1,16 @@
-"""Which parameters have a gradient: on this rank, and on any.
+"""The parameters that have a gradient: on this rank, and on any rank.
 
 [Note: unused parameters]
-A parameter for which no rank has a gradient in an accumulation window is left as it is by the step,
-weight and optimizer state, as plain PyTorch leaves one whose ``.grad`` is None. Every rank adds
-what it has used to one message, which travels with the sum of the gradient norm. What this rank has
-used itself is used, and what all ranks have left out of every backward (:class:`IdleParameters`) is
-known to be unused: so the message is read, which on a GPU waits for the device, only where another
-parameter lacks a gradient here. A rank that has all of them reads nothing. One that has a gradient
-of what all have left out, of a penalty on the weights, reads whether all others have it, too.
+A parameter without a gradient on any rank in an accumulation window is unchanged by the step,
+weight and optimizer state, as plain PyTorch skips one whose ``.grad`` is None. Every rank adds the
+parameters it has used to one message, which is sent with the sum of the gradient norm. Parameters
+used on this rank are used, and those that all ranks leave out of every backward
+(:class:`IdleParameters`) are known to be unused. So the message is read, which on a GPU waits for
+the device, only if another parameter has no gradient on this rank. A rank with all gradients reads
+nothing. A rank with a gradient of a left-out parameter, from a penalty on the weights, reads
+whether all others have it, too.
 
-The message counts ranks: the counts of as many parameters share an fp64 number as it holds exactly.
+The message counts ranks: an fp64 number holds the counts of as many parameters as fit exactly.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ EXACT = 1 << 53  # integers up to here are exact in fp64
 
 
 class Usage:
-    """The parameters of ``flats``, which train, by their places in the message."""
+    """The trainable parameters of ``flats``, by their places in the message."""
 
     def __init__(self, flats: Sequence[FlatBuffer], mesh: Mesh, device: torch.device):
         self._flats = list(flats)
@@ -41,14 +42,14 @@ class Usage:
         self._powers = [1]
         while self._powers[-1] * self._base**2 <= EXACT:
             self._powers.append(self._powers[-1] * self._base)
-        # of a rank that has used everything
+        # the message of a rank that has used all parameters
         self._all = self._message(self._flats, [flat.gradient.all_used for flat in self._flats])
         self._units: dict[Unit, tuple[torch.Tensor, Handle]] = {}
         for axis in mesh.sums:
             axis.allow_small_sums(2 + self._all.numel())
 
     def _message(self, flats: Sequence[FlatBuffer], used: Sequence[int]) -> torch.Tensor:
-        """[words] fp64: a digit for each parameter, 1 where the bit of it in ``used`` is set."""
+        """Return [words] fp64: a digit for each parameter, 1 if its bit in ``used`` is set."""
         digits = [
             bits >> place & 1
             for flat, bits in zip(flats, used)
@@ -62,8 +63,11 @@ class Usage:
         return upload(torch.tensor(words, dtype=torch.float64), self._device)
 
     def agree(self, numbers: torch.Tensor, step: int) -> torch.Tensor:
-        """The sum over all ranks of ``numbers`` (a few, fp64), of which each replica has all; flats
-        learn which of their parameters are unused (collective).
+        """Return the sum over all ranks of ``numbers`` (a few, fp64), of which each replica has
+        all, and set the unused parameters of the flat buffers (collective).
+
+        Raises PartitionError if some ranks only have a gradient of a parameter that all have left
+        out.
         """
         sums, repeats, stages = self._mesh.sums
         stages.all_reduce(numbers, "gradient norm of stages").wait()
@@ -80,7 +84,7 @@ class Usage:
             numbers, words = both[: numbers.numel()], both[numbers.numel() :]
         if repeats.size > 1:
             words = words.clone()
-            # Its name shows a rank that is at another micro-batch.
+            # The collective's name reveals a rank that is at another micro-batch.
             handle = repeats.verify_same_collective(
                 f"step {step} after {repeats.reductions.sequence_number} reductions", words
             )
@@ -93,7 +97,7 @@ class Usage:
         return numbers
 
     def missing(self) -> list[str]:
-        """Names of parameters that have no gradient on one rank or more, alike on all ranks
+        """Return the names of parameters without a gradient on one rank or more. Equal on all ranks
         (collective).
         """
         words = self._message(self._flats, [flat.gradient.used for flat in self._flats])
@@ -108,8 +112,8 @@ class Usage:
         ]
 
     def send(self, unit: Unit) -> None:
-        """As :meth:`agree` for one unit, whose last gradients of the window are on the wire;
-        :meth:`receive` follows (collective).
+        """Begin :meth:`agree` for one unit, whose last gradients of the window are on the wire;
+        :meth:`receive` completes it (collective).
         """
         each, repeats, _ = self._mesh.sums
         axis = each if each.size > 1 else repeats
@@ -133,7 +137,7 @@ class Usage:
             self._read(unit.trainable, words)
 
     def drop(self) -> None:
-        """Wait for what was sent and not received: nothing needs it."""
+        """Wait for messages sent and not received, and drop them."""
         for _, handle in self._units.values():
             handle.wait()
         self._units.clear()
@@ -142,7 +146,7 @@ class Usage:
         for flat, counts in zip(flats, self._counts(flats, total)):
             gradient = flat.gradient
             if gradient.unused and gradient.all_unused:
-                continue  # as all ranks know; those that lack nothing else send that they have all
+                continue  # all ranks know this; those that lack nothing else
             lacking = sum(1 << place for place, count in enumerate(counts) if count == 0)
             few = sum(1 << place for place, count in enumerate(counts) if count < self._mesh.world)
             if refused := _names(flat, few & gradient.used & gradient.idle):
@@ -155,7 +159,7 @@ class Usage:
             gradient.set_unused(_names(flat, lacking))
 
     def _counts(self, flats: Sequence[FlatBuffer], total: torch.Tensor) -> list[list[int]]:
-        """How many ranks have a gradient, for each parameter of each flat."""
+        """Return the number of ranks with a gradient, for each parameter of each flat buffer."""
         words = [int(word) for word in total.tolist()]
         digits = iter([word // power % self._base for word in words for power in self._powers])
         return [[next(digits) for _ in flat.members] for flat in flats]
@@ -171,7 +175,9 @@ class IdleParameters:
         self._of_window: Mapping[FlatBuffer, int] | None = None
 
     def reach(self, idle: Mapping[FlatBuffer, int]) -> None:
-        """The backward under way comes to a forward that has used none of ``idle``."""
+        """Record that the backward under way has reached a forward that left out the parameters
+        ``idle``.
+        """
         self._of_backward = _both(self._of_backward, idle)
 
     def end_backward(self) -> None:
@@ -179,12 +185,14 @@ class IdleParameters:
         self._of_backward = None
 
     def settle(self) -> None:
-        """The gradients of the window are reduced."""
+        """Set the idle parameters of the flat buffers once the gradients of the
+        window are reduced.
+        """
         for flat, bits in (self._of_window or {}).items():
             flat.gradient.set_idle(bits)
 
     def clear(self) -> None:
-        """Another window begins."""
+        """Begin another window."""
         self._of_backward = self._of_window = None
 
 
@@ -197,20 +205,20 @@ def _both(
 
 
 def _mark_idle(flats: Sequence[FlatBuffer]) -> None:
-    """What is idle in ``flats`` is unused."""
+    """Mark the idle parameters of ``flats`` as unused."""
     for flat in flats:
         if flat.gradient.idle and not flat.gradient.all_unused:
             flat.gradient.set_unused(_names(flat, flat.gradient.idle))
 
 
 def _names(flat: FlatBuffer, bits: int) -> frozenset[str]:
-    """The names of the parameters of ``flat`` whose bits are set."""
+    """Return the names of the parameters of ``flat`` in ``bits``."""
     return frozenset(slot.name for at, slot in enumerate(flat.layout.slots) if bits >> at & 1)
 
 
 def settle_left_out(units: Sequence[Unit]) -> None:
-    """The gradients of a window are reduced: zero is that of what all ranks have left out of every
-    backward.
+    """Set the gradient to zero, once the window is reduced, for flat buffers that all ranks have
+    left out of every backward.
     """
     flats = [flat for unit in units for flat in unit.trainable]
     empty = [flat for flat in flats if flat.gradient.state is GradState.EMPTY]
@@ -221,8 +229,8 @@ def settle_left_out(units: Sequence[Unit]) -> None:
 
 
 def _complete(flats: Sequence[FlatBuffer]) -> bool:
-    """Whether nothing has to be read to know which parameters of ``flats`` are unused: each is
-    either used here or idle.
+    """Whether the unused parameters of ``flats`` are known without reading the message: each
+    parameter is either used on this rank or idle.
     """
     for flat in flats:
         gradient = flat.gradient
