@@ -1,4 +1,4 @@
-"""How ranks that must go on alike see that they do: hashes of tensors, compared before some of the
+"""Detect ranks that have diverged: compare hashes of tensors between ranks before some of the
 forwards.
 """
 
@@ -11,18 +11,18 @@ import torch
 
 from hf_zero.distributed.collectives import MeshDim
 
-EVERY = 256  # calls from one comparison to the next; the first ones are nearer
+EVERY = 256  # calls between two comparisons; the first comparisons are closer together
 
 
 def due(count: int) -> bool:
-    """Whether the call number ``count`` is one to compare at: the first, second, fourth and so on,
-    then each :data:`EVERY`.
+    """Return whether call number ``count`` is compared: the first, second, fourth and so on, then
+    every :data:`EVERY` calls.
     """
     return count % EVERY == 0 or (count < EVERY and count & (count - 1) == 0)
 
 
 class Calls:
-    """The calls of a model, counted from each change between training and evaluation."""
+    """Counter of a model's calls, restarted at each change between training and evaluation."""
 
     def __init__(self) -> None:
         self._training: bool | None = None
@@ -32,7 +32,7 @@ class Calls:
         self._count = 0
 
     def due(self, training: bool) -> bool:
-        """Count one more; whether it is :func:`due`."""
+        """Count one call and return whether it is :func:`due`."""
         if training is not self._training:
             self._training, self._count = training, 0
         self._count += 1
@@ -42,8 +42,8 @@ class Calls:
 def differing(
     dims: Sequence[MeshDim], codes: Sequence[int | None], device: torch.device, name: str
 ) -> list[bool]:
-    """Which of ``codes`` differ between ranks along ``dims`` (collective); None on a rank that does
-    not know it.
+    """Return for each of ``codes`` whether it differs between ranks along ``dims`` (collective). A
+    rank that does not know a code passes None.
     """
     unknown = -torch.inf
     given = [sign * code if code is not None else unknown for code in codes for sign in (1, -1)]
@@ -56,7 +56,7 @@ def differing(
 
 
 def hash_of(tensors: Iterable[torch.Tensor]) -> int:
-    """32 bits of what ``tensors`` are. The host waits for them."""
+    """Return a 32-bit hash of ``tensors`` (shape, dtype, values). The host waits for the device."""
     code = 0
     for tensor in tensors:
         code = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), code)

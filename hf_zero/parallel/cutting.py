@@ -1,5 +1,5 @@
-"""Parameters of which a rank keeps its part, in place: whether their values are here, or still in
-files.
+"""Cut parameters in place to the part of this rank, whether their values are loaded or still in
+checkpoint files.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from hf_zero.zero.layout.sharding import Sharding, set_sharding, sharding_of
 
 @torch.no_grad()
 def cut(parameter: nn.Parameter, sharding: Sharding) -> None:
-    """Keep of ``parameter`` what is in the box of ``sharding``, of which it may be a larger part
-    already. Collective over all ranks of the job where its values are here and whole: they are
-    rank 0's, or those of the first rank that has this expert.
+    """Keep only the elements of ``parameter`` inside the box of ``sharding``; it may have been cut
+    to a larger part before. Collective over all ranks of the job if the values are loaded and
+    whole: all ranks take rank 0's, or those of the first rank that holds this expert.
 
     Raises PartitionError for a parameter that belongs to an engine.
     """
@@ -44,7 +44,7 @@ def cut(parameter: nn.Parameter, sharding: Sharding) -> None:
         whole = parameter.data
         if not done and expert_group(parameter) in (None, ALONE):
             world_group.broadcast(whole, 0)
-        elif not done:  # ranks hold other experts under its name
+        elif not done:  # ranks hold different experts under this name
             whole = _of_first(whole, sharding)
         parameter.data = box.take(whole).clone(memory_format=torch.contiguous_format)
     else:
@@ -55,16 +55,16 @@ def cut(parameter: nn.Parameter, sharding: Sharding) -> None:
 
 
 def _of_first(whole: torch.Tensor, sharding: Sharding) -> torch.Tensor:
-    """What the first rank along the axis of ``sharding`` has of ``whole`` (collective over it)."""
+    """Return ``whole`` of the first rank along the axis of ``sharding`` (collective over it)."""
     groups = get_parallel()
     assert groups is not None
     return of_ranks(groups, sharding.axes[-1], whole, "an expert that is cut")[0]
 
 
 class HoldsParts(nn.Module):
-    """What comes before the class of a module whose parameters :func:`cut` has cut: state dicts
-    have whole tensors before an engine takes the model and after it is destroyed, too (collective
-    over the ranks of the parts). While it holds them, its own hooks do that.
+    """Mixin before the class of a module whose parameters :func:`cut` has cut: its state dicts hold
+    whole tensors before an engine takes the model and after the engine is destroyed (collective
+    over the ranks of the parts). In between, the engine's own state-dict hooks do that.
     """
 
     def _save_to_state_dict(

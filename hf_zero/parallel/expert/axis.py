@@ -14,19 +14,20 @@ AXIS = "expert"
 
 
 def expert_axis(size: int, asked: str) -> MeshDim | None:
-    """The axis of ``size`` ranks, made at the first call (collective over all ranks of the job);
-    None for one rank. Arguments and errors: :func:`expert_dims`.
+    """Return the mesh dimension of ``size`` expert-parallel ranks, or None for one rank. The first
+    call creates it (collective over all ranks of the job). Arguments and errors:
+    :func:`expert_dims`.
     """
     dims = expert_dims(size, asked)
     return None if dims is None else init_parallel(dims).along(AXIS)
 
 
 def expert_dims(size: int, asked: str) -> ParallelDims | None:
-    """The axes of the job with experts spread over ``size`` ranks; None for one rank. ``asked``:
-    what asks for it, for errors.
+    """Return the job's mesh dimensions with experts spread over ``size`` ranks, or None for one
+    rank. ``asked``: the setting that requests the size, for error messages.
 
-    Raises ConfigError for a size that is none, or does not divide the ranks that read different
-    tokens, and for a second size in a job.
+    Raises ConfigError for an invalid size, a size that does not divide the ranks that read
+    different tokens, and a second size in a job.
     """
     check_size(size, asked)
     if size == 1:

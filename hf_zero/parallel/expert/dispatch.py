@@ -1,9 +1,9 @@
-"""Tokens to the ranks of their experts and back: expert parallelism's two all-to-alls.
+"""Dispatch tokens to the ranks of their experts and back: expert parallelism's two all-to-alls.
 
-Rank r of an expert axis of n ranks holds experts r E/n to (r + 1) E/n - 1. Each pair of a token and
-an expert travels as it is, without padding; how many go where is exchanged first and read by the
-host, once a layer and forward. The backward sends gradients the same ways back, and a recomputation
-in it sends rows where its forward did (hf_zero/parallel/expert/recomputed.py).
+Rank r of an expert axis of n ranks holds experts r E/n to (r + 1) E/n - 1. Each (token, expert)
+pair is sent without padding; the ranks first exchange the row counts, which the host reads once per
+layer and forward. The backward sends gradients along the same routes, and a recomputation in it
+reuses the routes of its forward (hf_zero/parallel/expert/recomputed.py).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 
 from hf_zero.distributed.collectives import MeshDim
 
-# Rows [n, hidden], the number of each one's expert among those of this rank [n], and how many rows
-# each of those has, to [n, hidden].
+# Computes [n, hidden] from rows [n, hidden], the index of each row's expert among this rank's
+# experts [n], and the number of rows of each of these experts.
 RunExperts = Callable[[torch.Tensor, torch.Tensor, Sequence[int]], torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """Where the rows of one forward of a layer go.
+    """Routing of the rows of one forward of a layer between ranks.
 
-    sent, received: rows to and from each rank. sizes: rows of each expert of this rank. pairs:
-    which of all pairs of a token and a choice each row is. numbers: the expert of each row that is
-    received, among those of this rank.
+    sent, received: rows to and from each rank. sizes: rows of each expert of this rank. pairs: for
+    each row, its index among all (token, choice) pairs. numbers: for each received row, its expert
+    among those of this rank.
     """
 
     sent: Sequence[int]
@@ -38,13 +38,15 @@ class Routes:
     numbers: torch.Tensor
 
 
-# Gives the routes of the forward under way, from what finds them where they are not known.
+# Returns the routes of the current forward; calls its argument to compute them if not known.
 KeepRoutes = Callable[[Callable[[], Routes]], Routes]
 
 
 @dataclass(frozen=True)
 class _Swap:
-    """Rows to and from each rank of ``axis``, and what the ledger calls them."""
+    """All-to-all of rows along ``axis``: row counts to and from each rank; ``name`` in the
+    ledger.
+    """
 
     axis: MeshDim
     sent: Sequence[int]
@@ -88,17 +90,17 @@ def run_experts(
     name: str = "experts",
     keep: KeepRoutes | None = None,
 ) -> torch.Tensor:
-    """The weighted sum of its experts' outputs for each token: [S, hidden]. Collective over
+    """Return for each token the weighted sum of its experts' outputs: [S, hidden]. Collective over
     ``axis``, in forward and backward.
 
     Args:
         tokens: [S, hidden]; a rank may have none.
-        experts: [S, k], numbers among all experts; ``count`` where a token has none.
+        experts: [S, k], indices among all experts; ``count`` where a token has none.
         weights: [S, k]; 0 where a token has none.
-        count: experts on all ranks of ``axis`` together.
-        run: this rank's experts.
-        axis: None: all experts are here.
-        keep: what keeps the routes of forwards for their recomputations.
+        count: number of experts on all ranks of ``axis`` together.
+        run: computes this rank's experts.
+        axis: mesh dimension of the expert ranks; None: this rank holds all experts.
+        keep: keeps the routes of forwards for their recomputations.
     """
 
     def find() -> Routes:
@@ -114,14 +116,14 @@ def run_experts(
     if swap is not None:
         outputs = _Exchange.apply(outputs, swap.back())
     weighted = outputs * weights.reshape(-1)[pairs, None].to(outputs.dtype)
-    # Not added up in place: the order of such sums is not defined on a GPU.
+    # No index_add_: its order of summation is not deterministic on a GPU.
     whole = outputs.new_zeros(experts.numel(), outputs.shape[-1]).index_copy(0, pairs, weighted)
     return whole.view(len(tokens), k, outputs.shape[-1]).sum(1)
 
 
 def _routes(experts: torch.Tensor, count: int, axis: MeshDim | None, name: str) -> Routes:
-    """The routes of tokens whose ``experts`` [S, k] are of ``count`` (collective over ``axis``).
-    The host waits for the device once.
+    """Return the routes of tokens whose ``experts`` [S, k] are indices among ``count`` (collective
+    over ``axis``). The host waits for the device once.
     """
     flat = experts.reshape(-1)
     by_expert = flat.argsort(stable=True)
@@ -138,15 +140,15 @@ def _routes(experts: torch.Tensor, count: int, axis: MeshDim | None, name: str) 
 
 
 def _exchange_counts(axis: MeshDim, counts: torch.Tensor, name: str) -> torch.Tensor:
-    """Rows of each expert of this rank by the rank that they come from, of ``counts`` [ranks,
-    experts of a rank] that this one sends.
+    """Exchange row counts: from ``counts`` [ranks, experts per rank] sent by this rank, return the
+    rows that each expert of this rank receives, by source rank.
     """
     ones = [1] * axis.size
     return _Swap(axis, ones, ones, f"counts of {name}")(counts)
 
 
 def _on_host(sent: torch.Tensor, arriving: torch.Tensor) -> list[list[int]]:
-    """``sent`` [ranks] and the rows of ``arriving`` [ranks, experts], in one wait of the host."""
+    """Copy ``sent`` [ranks] and ``arriving`` [ranks, experts] to the host, by rows, in one wait."""
     numbers = torch.cat([sent, arriving.reshape(-1)]).tolist()
     ranks, experts = arriving.shape
     starts = range(ranks, len(numbers), experts)

@@ -1,5 +1,5 @@
-"""Which parameters belong to experts that are spread over ranks: DeepSpeed's marks on them, and
-the groups that an optimizer has of them.
+"""DeepSpeed's marks on the parameters of experts that are spread over ranks, and the optimizer
+groups of these parameters.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ ALONE = "ep_size_1"  # the expert group of a rank that has all experts
 
 
 def mark(parameter: torch.Tensor, group: str | None) -> None:
-    """Make ``parameter`` one of experts, whose gradients are averaged over those ranks alone that
-    hold the same ones: ``group`` names their expert group.
+    """Mark ``parameter`` as an expert parameter, whose gradient is averaged only over the ranks
+    that hold the same experts. ``group``: name of their expert group.
     """
     parameter.allreduce = False  # type: ignore[attr-defined]
     parameter.group_name = group  # type: ignore[attr-defined]
@@ -26,12 +26,12 @@ def is_expert_parameter(parameter: torch.Tensor) -> bool:
 
 
 def expert_group(parameter: torch.Tensor) -> str | None:
-    """The name of the expert group of ``parameter``."""
+    """Return the name of the expert group of ``parameter``, or None."""
     return getattr(parameter, "group_name", None)
 
 
 def split(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Those of all ranks, and those of experts."""
+    """Return the shared parameters and the expert parameters, as two lists."""
     given = list(parameters)
     return (
         [p for p in given if not is_expert_parameter(p)],
@@ -42,10 +42,11 @@ def split(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], list[
 def split_groups(
     groups: dict[str, Any] | Sequence[dict[str, Any]], max_group_size: int | None = None
 ) -> list[dict[str, Any]]:
-    """``groups`` of an optimizer without the parameters of experts, then groups of those.
+    """Return the optimizer's ``groups`` without expert parameters, followed by groups of expert
+    parameters.
 
-    A group of experts has the options of the one it comes from, "moe": True and its expert group
-    as "name"; those with more than ``max_group_size`` elements are cut between parameters.
+    An expert group has the options of its original group, "moe": True and the name of its expert
+    group as "name"; groups of more than ``max_group_size`` elements are split between parameters.
     """
     given = [groups] if isinstance(groups, dict) else list(groups)
     shared: list[dict[str, Any]] = []

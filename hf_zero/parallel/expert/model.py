@@ -26,15 +26,15 @@ from hf_zero.parallel.expert.recomputed import KEPT, RoutesOfForwards
 from hf_zero.parallel.tensor.layers import is_sharded, put_on, take_off
 from hf_zero.zero.layout.sharding import Sharding, set_sharding, sharding_of
 
-# what plans of transformers say of the parameters that hold one expert after another
+# style of stacked expert parameters in plans of transformers
 STACKED = "grouped_gemm"
 RECORD = "_hf_zero_experts"
-_WRAPPED = ".base_layer"  # in the path of what PEFT has put adapters around
+_WRAPPED = ".base_layer"  # path component of a layer that PEFT has wrapped in adapters
 
 
 @dataclass(frozen=True)
 class _Experts:
-    """How the experts of one module are spread: an attribute of it."""
+    """Distribution of one module's experts over ranks, stored as an attribute of the module."""
 
     axis: MeshDim
     count: int  # on all ranks
@@ -45,8 +45,8 @@ class _Experts:
 
 
 class Dispatches(HoldsParts):
-    """What comes before the class of a module of experts, on the classes of which each rank has
-    its part: their tokens are sent to them.
+    """Mixin before the class of a module of experts of which each rank holds a part: it sends
+    tokens to the ranks of their experts.
     """
 
     def forward(
@@ -55,7 +55,7 @@ class Dispatches(HoldsParts):
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
-        """States [S, hidden], numbers of experts and weights [S, k] to [S, hidden]."""
+        """Compute [S, hidden] from states [S, hidden], expert indices [S, k] and weights [S, k]."""
         held: _Experts = self.__dict__[RECORD]
         output = run_experts(
             hidden_states,
@@ -73,25 +73,25 @@ class Dispatches(HoldsParts):
         forward = super().forward
         if len(rows):
             return forward(rows, numbers[:, None], rows.new_ones(len(rows), 1))
-        # A row of nothing, so that the gradients of this rank's experts are zero and not missing,
-        # and the backward has its exchanges.
+        # Without tokens, run one dummy row: the gradients of this rank's experts are then zero
+        # rather than missing, and the backward runs its all-to-alls.
         none = rows.sum(0, keepdim=True)
         return forward(none, numbers.new_zeros(1, 1), rows.new_ones(1, 1))[:0]
 
 
 def expert_parallel(model: nn.Module, size: int) -> nn.Module:
-    """Let each of ``size`` neighbouring ranks keep its part of the experts of ``model``, in place
-    (collective over all ranks).
+    """Cut ``model`` in place so that each of ``size`` neighbouring ranks keeps its part of the
+    experts (collective over all ranks).
 
-    Ranks read different batches; each sends its tokens to the ranks of their experts and has the
-    results back. Values that are here are rank 0's; those of a model that is loaded in shards are
-    read by each rank in its own part.
+    Ranks read different batches; each sends its tokens to the ranks of their experts and receives
+    the results. Loaded values are taken from rank 0; of a model that is loaded in shards each rank
+    reads its own part.
 
     Args:
-        model: a mixture of experts of transformers, which names the parameters that hold
-            experts (``ep_plan``).
-        size: ranks that hold one set of experts together; it divides the experts, and the ranks
-            that read different batches.
+        model: a mixture of experts of transformers that names its expert parameters (``ep_plan``).
+        size: number of ranks that hold one set of experts together; it divides the experts, and
+            the ranks that read different batches.
+
 
     Returns:
         ``model``.
@@ -112,7 +112,7 @@ def expert_parallel(model: nn.Module, size: int) -> nn.Module:
         return model
     rank = dims.coordinate(process_group.get_rank(), AXIS)
     cuts = cuts_of_experts(model, rank, size)
-    # All is known to be right: what is refused leaves the job as it was.
+    # All checks have passed: a refused call leaves the job unchanged.
     axis = init_parallel(dims).along(AXIS)
     for parameter, sharding in cuts.items():
         cut(parameter, sharding)
@@ -124,8 +124,8 @@ def expert_parallel(model: nn.Module, size: int) -> nn.Module:
 
 
 def _dispatch(module: Any, held: _Experts) -> None:
-    """Have ``module`` send its tokens to the ranks of their experts: within what tensor
-    parallelism sums up, so that it sums one row for each token.
+    """Make ``module`` send its tokens to the ranks of their experts, inside the sum of tensor
+    parallelism, so that the sum has one row per token.
     """
     around = take_off(module) if is_sharded(module) else None
     module.__dict__[RECORD] = held
@@ -138,8 +138,8 @@ def _dispatch(module: Any, held: _Experts) -> None:
 
 
 def spread_experts(model: nn.Module, config: ZeroConfig) -> None:
-    """Spread the experts of ``model`` over ranks as ``config`` says, and give its layers of class
-    MoE the ranks of their experts (collective over all ranks of the job where any are spread).
+    """Spread the experts of ``model`` over ranks by ``config``, and give its MoE layers their
+    expert axis (collective over all ranks of the job if any are spread).
     """
     expert_parallel(model, config.expert_parallel.size)
     for path, module in _spread_layers(model):
@@ -156,22 +156,22 @@ def spread_experts(model: nn.Module, config: ZeroConfig) -> None:
 
 
 def on_model(model: nn.Module) -> dict[str, RoutesOfForwards]:
-    """What an engine puts on ``model`` for its experts, among its techniques."""
+    """Return the techniques that an engine installs on ``model`` for its experts."""
     spread = [module for module in model.modules() if RECORD in module.__dict__]
     spread += [module for _, module in _spread_layers(model)]
     return {AUTOEP_SIZE: RoutesOfForwards(spread)} if spread else {}
 
 
 def _spread_layers(model: nn.Module) -> Iterator[tuple[str, MOELayer]]:
-    """Layers of class MoE of which ranks hold different experts, with their paths."""
+    """Yield the MoE layers whose experts differ between ranks, with their paths."""
     for path, module in model.named_modules():
         if isinstance(module, MOELayer) and module.ep_size > 1:
             yield path, module
 
 
 def experts_of_layers(model: nn.Module) -> dict[nn.Parameter, int]:
-    """Parameters of experts in layers of class MoE, and how many ranks hold others under their
-    names.
+    """Return the expert parameters of MoE layers, each with the number of ranks that hold other
+    experts under its name.
     """
     return {
         parameter: module.ep_size
@@ -183,10 +183,10 @@ def experts_of_layers(model: nn.Module) -> dict[nn.Parameter, int]:
 def cuts_of_experts(
     model: nn.Module, rank: int, size: int, others: Mapping[nn.Parameter, Sharding] | None = None
 ) -> dict[nn.Parameter, Sharding]:
-    """How the parameters of ``model`` that hold experts, of which each rank has all, are cut for
-    ``rank`` of ``size``. ``others``: how some are going to be spread otherwise before.
+    """Return the sharding of the expert parameters of ``model`` that are whole so far, for ``rank``
+    of ``size``. ``others``: shardings planned for some of them along other axes, applied before.
 
-    Raises ConfigError for a model that names none, and for experts that do not divide.
+    Raises ConfigError for a model that names no experts, and for experts that do not divide.
     """
     found: dict[nn.Parameter, Sharding] = {}
     named = False
@@ -214,7 +214,7 @@ def cuts_of_experts(
 
 
 def _stacked(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
-    """Modules of experts with their paths, and their parameters that hold one after another."""
+    """Yield the modules of experts with their paths and the names of their stacked parameters."""
     for at, inner in model.named_modules():
         plan = getattr(inner, "ep_plan", None)
         if not plan:

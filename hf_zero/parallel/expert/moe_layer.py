@@ -1,4 +1,4 @@
-"""Layers of experts for any model: what ``deepspeed.moe`` offers, over :mod:`routing` and
+"""Mixture-of-experts layers for any model: the API of ``deepspeed.moe``, over :mod:`routing` and
 :mod:`dispatch` (DeepSpeed-MoE, arXiv 2201.05596).
 """
 
@@ -25,7 +25,7 @@ NOISE = (None, "Jitter", "RSample")
 
 
 class _InFloat32(nn.Linear):
-    """A linear layer that computes in fp32, whatever its weight and inputs are: gates are
+    """A linear layer that computes in fp32, whatever the dtypes of its weight and inputs: gates are
     sensitive to rounding (Switch, section 2.4).
     """
 
@@ -34,16 +34,16 @@ class _InFloat32(nn.Linear):
 
 
 class TopKGate(nn.Module):
-    """Sends each token to its ``k`` (1 or 2) best experts: :mod:`routing`.
+    """Gate that sends each token to its ``k`` (1 or 2) best experts: :mod:`routing`.
 
     Args:
-        capacity_factor, eval_capacity_factor, min_capacity, drop_tokens: what an expert takes, in
+        capacity_factor, eval_capacity_factor, min_capacity, drop_tokens: capacity of an expert, in
             training and in evaluation.
         noisy_gate_policy: in training, "RSample" draws the expert of a top-1 gate by the gates,
-            "Jitter" multiplies what a gate reads by noise.
-        use_rts: an expert of a top-1 gate that gets too many tokens selects among them at random.
-        top2_2nd_expert_sampling: the second expert is drawn.
-        ep_group: without effect: nothing has to be alike on all ranks.
+            "Jitter" multiplies the gate's inputs by noise.
+        use_rts: an expert of a top-1 gate with too many tokens takes a random selection of them.
+        top2_2nd_expert_sampling: draw the second expert.
+        ep_group: without effect: nothing has to be equal on all ranks.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class TopKGate(nn.Module):
         }
 
     def route(self, tokens: torch.Tensor, used: torch.Tensor | None = None) -> Routing:
-        """Where ``tokens`` [S, model_dim] go; those of which ``used`` [S] is 0 go nowhere."""
+        """Return the routing of ``tokens`` [S, model_dim]; those with ``used`` [S] 0 have none."""
         capacity = self._capacities[self.training]
         if self.noisy_gate_policy == "Jitter" and self.training:
             tokens = routing.jittered(tokens.float())
@@ -97,8 +97,8 @@ class TopKGate(nn.Module):
         used_token: torch.Tensor | None = None,
         use_tutel: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The auxiliary loss, weights and mask by token, expert and place [S, E, C], and tokens by
-        expert [E].
+        """Return the auxiliary loss, weights and mask by token, expert and place [S, E, C], and the
+        token count of each expert [E].
         """
         _refuse_tutel(use_tutel)
         found = self.route(input, used_token)
@@ -107,9 +107,9 @@ class TopKGate(nn.Module):
 
 
 class Experts(nn.Module):
-    """``num_local_experts`` copies of ``expert``: those of this rank.
+    """This rank's experts: ``num_local_experts`` copies of ``expert``.
 
-    Their parameters are marked as an expert group's, by ``expert_group_name``.
+    Their parameters are marked as members of the expert group ``expert_group_name``.
     """
 
     def __init__(
@@ -124,20 +124,20 @@ class Experts(nn.Module):
             mark(parameter, expert_group_name)
 
     def forward(self, inputs: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """``inputs`` [n, hidden] through the experts, ``sizes`` rows through each in turn; without
-        ``sizes``, equal parts of dimension 1 of [ranks, experts, places, hidden].
+        """Run ``inputs`` [n, hidden] through the experts, ``sizes`` rows through each in turn;
+        without ``sizes``, equal parts of dimension 1 of [ranks, experts, places, hidden].
         """
         dim = 1 if sizes is None else 0
         parts = (
             inputs.chunk(self.num_local_experts, 1) if sizes is None else inputs.split(list(sizes))
         )
-        # Every expert runs, also without rows: all ranks gather the same parameters.
+        # Every expert runs, even without rows, so that all ranks gather the same parameters.
         outputs = [expert(part) for expert, part in zip(self.deepspeed_experts, parts)]
         return torch.cat([out[0] if isinstance(out, tuple) else out for out in outputs], dim)
 
 
 class MOELayer(nn.Module):
-    """Tokens through ``gate`` to ``experts`` on the ranks of the expert axis, and back.
+    """Send tokens through ``gate`` to ``experts`` on the ranks of the expert axis, and back.
 
     ``l_aux`` and ``exp_counts`` are those of the last forward.
     """
@@ -163,7 +163,9 @@ class MOELayer(nn.Module):
         self.exp_counts: torch.Tensor | None = None
 
     def forward(self, *input: Any) -> torch.Tensor:
-        """The output for hidden states [..., hidden], and tokens that are used [S], if given."""
+        """Return the output for hidden states [..., hidden] and an optional mask of used tokens
+        [S].
+        """
         if self.ep_size > 1 and self.axis is None:
             raise ConfigError(
                 f"a layer of experts over {self.ep_size} ranks (ep_size={self.ep_size}) runs "
@@ -195,17 +197,17 @@ class MoE(nn.Module):
     """A mixture of ``num_experts`` copies of ``expert``, spread over ``ep_size`` ranks.
 
     Args:
-        hidden_size: of what is read, and of what each expert reads.
-        expert: a module from [n, hidden] to [n, hidden]; of a tuple the first.
-        num_experts: on all ranks together; ``ep_size`` divides it, and the number of ranks.
+        hidden_size: size of the input, and of each expert's input.
+        expert: a module from [n, hidden] to [n, hidden]; of a returned tuple the first item counts.
+        num_experts: number on all ranks together; ``ep_size`` divides it, and the number of ranks.
         k, capacity_factor, eval_capacity_factor, min_capacity, noisy_gate_policy, drop_tokens,
             use_rts, top2_2nd_expert_sampling: :class:`TopKGate`.
-        use_residual: every token also goes through a module like ``expert``, and a softmax of two
-            learned coefficients weighs both (Residual-MoE of DeepSpeed-MoE).
+        use_residual: run every token also through a module like ``expert``, and weigh both outputs
+            by a softmax of two learned coefficients (Residual-MoE of DeepSpeed-MoE).
         use_tutel: refused.
-        enable_expert_tensor_parallelism: without effect where nothing is tensor-parallel.
+        enable_expert_tensor_parallelism: without effect unless the job is tensor parallel.
 
-    Raises ConfigError where ``ep_size`` does not divide ``num_experts``.
+    Raises ConfigError if ``ep_size`` does not divide ``num_experts``.
     """
 
     def __init__(
@@ -268,8 +270,8 @@ class MoE(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Output like ``hidden_states`` [..., hidden], the auxiliary loss (0-dim, this rank's
-        tokens alone) and tokens by expert [E].
+        """Return the output, like ``hidden_states`` [..., hidden], the auxiliary loss (0-dim, over
+        this rank's tokens only) and the token count of each expert [E].
         """
         output = self.deepspeed_moe(hidden_states, used_token)
         if self.use_residual:

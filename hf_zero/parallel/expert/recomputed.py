@@ -1,6 +1,6 @@
-"""The routes of forwards, kept for recomputations: what a checkpoint runs again in the backward
-sends rows where its forward did, without asking other ranks and without reading from the device. So
-a token whose gates are rounded otherwise the second time changes no shape.
+"""Keep the routes of forwards for their recomputations: a checkpointed segment that runs again in
+the backward sends rows to the same ranks as its forward, without communication and without reading
+from the device. A token whose gates round differently the second time thus changes no shape.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import nn
 from hf_zero.parallel.expert.dispatch import Routes
 from hf_zero.zero.gather.model_patches import Stateless
 
-KEPT = "_hf_zero_routes"  # on modules of experts: what keeps theirs
+KEPT = "_hf_zero_routes"  # attribute of expert modules: the :class:`_Kept` of their routes
 _SEVERAL = object()  # a module that one forward has called more than once
 
 
 class RoutesOfForwards(Stateless):
-    """Keeps the routes of ``modules`` with the forwards of one engine, among its techniques."""
+    """Technique of one engine: keep the routes of ``modules`` by forward."""
 
     def __init__(self, modules: Sequence[nn.Module]):
         self._modules = list(modules)
@@ -35,7 +35,7 @@ class RoutesOfForwards(Stateless):
 
 
 class _Kept:
-    """The routes of one module, by forward; a copy of the module, or a pickle, knows none."""
+    """The routes of one module, by forward. Copies and pickles of it start empty."""
 
     def __init__(self, hooks: Any = None):
         self._hooks = hooks

@@ -1,18 +1,18 @@
-"""Which expert computes which token: top-1 and top-2 gates with capacities.
+"""Routing of tokens to experts: top-1 and top-2 gates with capacities.
 
-Of S tokens and E experts with gates g = softmax(logits) [S, E], a token goes to the experts of its
-k largest gates, and its output is the sum of theirs, weighted:
+For S tokens and E experts with gates g = softmax(logits) [S, E], a token goes to the experts of its
+k largest gates, and its output is the weighted sum of theirs:
 
 - k = 1 (Switch, arXiv 2101.03961): the weight is the gate itself.
-- k = 2 (GShard, arXiv 2006.16668): the weights are both gates divided by their sum, of those of
+- k = 2 (GShard, arXiv 2006.16668): the weights are both gates divided by their sum over those of
   its experts that take the token. The second expert is drawn by the gates without the first one
-  (Gumbel-max), or the one of the second largest gate.
+  (Gumbel-max), or is the one of the second largest gate.
 
-An expert takes at most C = max(ceil(k S / E * capacity_factor), min_capacity) tokens; what it does
-not take is dropped and adds nothing to the output. First choices go before second ones, and among
-those the order of the tokens decides; of a top-1 gate also chance may (random token selection). The
-auxiliary loss is E * sum_e mean_s(g[s, e]) * mean_s(e is the first choice of s), which is 1 where
-the tokens are spread evenly.
+An expert takes at most C = max(ceil(k S / E * capacity_factor), min_capacity) tokens; further ones
+are dropped and add nothing to the output. First choices have priority over second ones; among
+equals the order of the tokens decides, or for a top-1 gate optionally chance (random token
+selection). The auxiliary loss is E * sum_e mean_s(g[s, e]) * mean_s(e is the first choice of s),
+which is 1 for an even spread.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ JITTER = 1e-2  # inputs of a gate with noise are multiplied by 1 - JITTER to 1 +
 
 @dataclass(frozen=True)
 class Capacity:
-    """How many tokens an expert takes: see the module. ``drops`` False: all that it gets."""
+    """Maximum token count of an expert, by the module's formula. ``drops`` False: no limit."""
 
     factor: float
     least: int
     drops: bool = True
 
     def of(self, tokens: int, experts: int, k: int) -> int | None:
-        """For ``tokens`` and ``experts``; None: all."""
+        """Return the capacity for ``tokens``, ``experts`` and ``k`` choices; None: no limit."""
         if not self.drops:
             return None
         return max(math.ceil(tokens / experts * self.factor * k), self.least)
@@ -42,11 +42,11 @@ class Capacity:
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Where the tokens of one forward go.
+    """Assignment of the tokens of one forward to experts.
 
     experts: [S, k] int64, the number of experts where a token is dropped. weights: [S, k], 0 there.
-    places: [S, k] int64, which of its expert's tokens it is. aux_loss: 0-dim. counts: [E] int64,
-    tokens of each expert before any is dropped.
+    places: [S, k] int64, the token's position among those of its expert. aux_loss: 0-dim. counts:
+    [E] int64, tokens of each expert before any is dropped.
     """
 
     experts: torch.Tensor
@@ -57,24 +57,24 @@ class Routing:
     capacity: int | None
 
     def dense(self) -> torch.Tensor:
-        """Weights by token, expert and place: [S, E, C], with C the largest count where nothing
-        is dropped.
+        """Return the weights by token, expert and place: [S, E, C]. C is the largest count if
+        nothing is dropped.
         """
         tokens, experts = len(self.experts), len(self.counts)
         capacity = int(self.counts.max()) if self.capacity is None else self.capacity
         whole = self.weights.new_zeros(tokens, experts + 1, capacity)
         rows = torch.arange(tokens, device=whole.device)[:, None].expand_as(self.experts)
-        places = self.places.clamp(max=capacity - 1)  # of what is dropped: it adds 0
+        places = self.places.clamp(max=capacity - 1)  # clamped ones are dropped and add 0
         return whole.index_put((rows, self.experts, places), self.weights, accumulate=True)[:, :-1]
 
 
 def jittered(inputs: torch.Tensor) -> torch.Tensor:
-    """``inputs`` times noise, uniform in 1 ± :data:`JITTER` (Switch)."""
+    """Return ``inputs`` times noise that is uniform in 1 ± :data:`JITTER` (Switch)."""
     return inputs * torch.empty_like(inputs).uniform_(1.0 - JITTER, 1.0 + JITTER)
 
 
 def gumbel(like: torch.Tensor) -> torch.Tensor:
-    """Noise n for which argmax(logits + n) is a draw from softmax(logits)."""
+    """Return noise n such that argmax(logits + n) is a draw from softmax(logits)."""
     return -torch.empty_like(like).exponential_().log()
 
 
@@ -85,10 +85,10 @@ def top1(
     noisy: bool = False,
     selects_at_random: bool = True,
 ) -> Routing:
-    """Each token [S] to one expert of ``logits`` [S, E].
+    """Route each token [S] to one expert by ``logits`` [S, E].
 
-    ``used`` [S]: tokens that are 0 go nowhere. ``noisy``: the expert is drawn by the gates.
-    ``selects_at_random``: so does an expert select among more tokens than it takes.
+    ``used`` [S]: tokens with 0 go to no expert. ``noisy``: draw the expert by the gates.
+    ``selects_at_random``: an expert with too many tokens takes a random selection of them.
     """
     experts = logits.shape[1]
     gates = logits.softmax(1)
@@ -111,7 +111,7 @@ def top1(
 
 
 def top2(logits: torch.Tensor, capacity: Capacity, samples: bool = True) -> Routing:
-    """Each token to two experts of ``logits`` [S, E]; ``samples``: the second is drawn."""
+    """Route each token to two experts by ``logits`` [S, E]; ``samples``: draw the second one."""
     tokens, experts = logits.shape
     gates = logits.softmax(1)
     first = gates.argmax(1)
@@ -137,7 +137,7 @@ def top2(logits: torch.Tensor, capacity: Capacity, samples: bool = True) -> Rout
 
 
 def _of(gates: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """The gate of each row's chosen expert; of any, where it has none."""
+    """Return the gate of each row's chosen expert; any gate for a row without one."""
     return gates.gather(1, chosen.clamp(max=gates.shape[1] - 1)[:, None])[:, 0]
 
 
@@ -151,7 +151,7 @@ def _fits(places: torch.Tensor, most: int | None) -> torch.Tensor:
 
 
 def _places(chosen: torch.Tensor, order: torch.Tensor | None = None) -> torch.Tensor:
-    """How many rows before each one, in ``order``, have chosen the same expert."""
+    """Return for each row the number of rows before it, in ``order``, with the same expert."""
     queue = chosen if order is None else chosen[order]
     ranked, by_expert = queue.sort(stable=True)
     at = torch.arange(len(queue), device=queue.device)

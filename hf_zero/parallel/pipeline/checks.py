@@ -1,4 +1,4 @@
-"""What does not go with a pipeline, refused before anything is made."""
+"""Refuse configurations that a pipeline does not support, before anything is created."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hf_zero.parallel.sequence.attention import KEY
 
 
 def check_uncut(config: ZeroConfig, module: StagedModule) -> None:
-    """Raise ConfigError where ``config``, the job or layers of ``module`` spread over ranks what
-    stages have apart already, or what is not built beside them: layers, experts, sequences.
+    """Raise ConfigError if ``config``, the job or layers of ``module`` spread over ranks what the
+    stages have already separated, or what is not built with a pipeline: layers, experts, sequences.
     """
     if next(module.parameters(), None) is None:
         raise ConfigError(
@@ -51,9 +51,9 @@ def check_uncut(config: ZeroConfig, module: StagedModule) -> None:
 def check_pipeline(
     config: ZeroConfig, module: StagedModule, techniques: Collection[str], one_bit: bool
 ) -> None:
-    """Raise ConfigError for what the engine of ``module`` cannot do: ZeRO beyond stage 1,
-    ``techniques`` (keys of those that are on), an optimizer that sends one bit, compiled blocks;
-    and UnmanagedWindowError where the script is to end accumulation windows.
+    """Raise ConfigError for features that the engine of ``module`` does not support: ZeRO beyond
+    stage 1, ``techniques`` (keys of the enabled ones), a one-bit optimizer, compiled blocks. Raise
+    UnmanagedWindowError if the script is to end accumulation windows itself.
     """
     if not config.managed_gradient_accumulation:
         raise UnmanagedWindowError(

@@ -1,4 +1,4 @@
-"""The engine of a pipeline: a step is ``train_batch``, over all micro-batches of a window."""
+"""Engine of a pipeline: a step is ``train_batch``, over all micro-batches of a window."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ E = TypeVar("E", bound=TrainingEngine)
 
 
 class PipelineTraining(TrainingEngine):
-    """An engine whose model is a :class:`StagedModule`; see :func:`pipelined`."""
+    """Engine whose model is a :class:`StagedModule`; see :func:`pipelined`."""
 
     module: StagedModule
     pipeline_parallelism = True
@@ -55,15 +55,15 @@ class PipelineTraining(TrainingEngine):
         self._window: list[tuple[Any, Any]] = []  # inputs and labels of the micro-batches
         self._calls = Calls()
 
-    # ---- what a step does ----
+    # ---- training and evaluation ----
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Train one step on the next micro-batches of ``data_iter``, as many as
-        ``gradient_accumulation_steps`` (all ranks together): the mean loss, on every rank.
+        """Train one step on the next ``gradient_accumulation_steps`` micro-batches of ``data_iter``
+        (collective over all ranks); return the mean loss, on every rank.
 
-        The ranks of the first and the last stage read, each those of its own data-parallel
-        coordinate; None: what :meth:`set_dataiterator` was given, or the loader of ``initialize``.
-        Raises PipelineError inside ``torch.no_grad()``.
+        The ranks of the first and the last stage read data, each that of its data-parallel
+        coordinate. None: the iterator given to :meth:`set_dataiterator`, or the loader of
+        ``initialize``. Raises PipelineError inside ``torch.no_grad()``.
         """
         if not torch.is_grad_enabled():
             raise PipelineError(
@@ -102,14 +102,15 @@ class PipelineTraining(TrainingEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Run micro-batches of ``data_iter`` forward, without gradients (all ranks together), as
-        many as ``num_micro_batches`` or those of a step: their mean loss, on every rank.
+        """Run micro-batches of ``data_iter`` forward, without gradients (collective over all
+        ranks); ``num_micro_batches`` of them, or as many as a step has. Return their mean loss, on
+        every rank.
 
-        ``return_logits``: (loss, what the last stage has given, joined along the first dimension,
-        or a list where shapes differ; None on other stages). ``reduce_output`` None: the losses one
-        by one, and without ``compute_loss`` the outputs: on the ranks of the last stage, None
-        elsewhere. The model is in evaluation mode afterwards. Raises ConfigError for another
-        ``reduce_output``.
+        ``return_logits``: return (loss, outputs of the last stage, concatenated along the first
+        dimension, or a list if shapes differ; None on other stages). ``reduce_output`` None: return
+        the losses one by one. Without ``compute_loss``: return the outputs. Both only on the ranks
+        of the last stage, None elsewhere. The model is in evaluation mode afterwards. Raises
+        ConfigError for another ``reduce_output``.
         """
         if reduce_output not in ("avg", None):
             raise ConfigError(f'reduce_output is {reduce_output!r}; it is "avg" or None')
@@ -163,7 +164,7 @@ class PipelineTraining(TrainingEngine):
             self._window = []
 
     def _load(self, micro_batches: int) -> Iterator[tuple[Any, Any]]:
-        """The inputs and labels of the next micro-batches, on the ranks that use them."""
+        """Yield the inputs and labels of the next micro-batches, on the ranks that use them."""
         if not (self.is_first_stage() or self.is_last_stage()):
             return
         if self._batches is None:
@@ -190,10 +191,10 @@ class PipelineTraining(TrainingEngine):
             yield inputs, labels
 
     def _compare_batches(self) -> None:
-        """Raise RankMismatchError on all ranks of a pipeline where those that read have read
+        """Raise RankMismatchError on all ranks of a pipeline if its reading ranks have read
         different batches (collective).
 
-        Inputs and labels are compared apart: a rank may have only those that it uses.
+        Inputs and labels are compared separately: a rank may have only those that it uses.
         """
         codes: list[int | None] = []
         for place in (0, 1):
@@ -227,7 +228,7 @@ class PipelineTraining(TrainingEngine):
             super().backward(outputs[0])
 
     def _mean(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The mean of the losses of all ranks of the last stage, the same on every rank."""
+        """Return the mean of the losses of all ranks of the last stage, the same on every rank."""
         mean = torch.zeros(1, dtype=torch.float64, device=self.device)
         if losses:
             mean += torch.stack([loss.detach().double() for loss in losses]).mean()
@@ -236,10 +237,10 @@ class PipelineTraining(TrainingEngine):
             axis.all_reduce(mean, "loss of the pipeline").wait()
         return (mean / mesh.world).float().squeeze(0)
 
-    # ---- its data ----
+    # ---- data ----
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Read micro-batches from ``loader`` from now on, which begins anew when it ends."""
+        """Read micro-batches from ``loader`` from now on; restart it when it ends."""
         self.set_dataiterator(_repeated(loader))
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
@@ -247,13 +248,13 @@ class PipelineTraining(TrainingEngine):
         self._batches = iter(iterator)
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Have ``fn`` make (inputs, labels) of what the data gives."""
+        """Set ``fn`` to convert each item of the data to (inputs, labels)."""
         self._batch_function = fn
 
     def reset_activation_shape(self) -> None:
-        """Nothing: shapes may differ from one micro-batch to the next."""
+        """Do nothing: shapes may differ from one micro-batch to the next."""
 
-    # ---- what it says about itself ----
+    # ---- position of this rank ----
 
     @property
     def elsewhere(self) -> frozenset[str]:  # type: ignore[override]
@@ -270,12 +271,12 @@ class PipelineTraining(TrainingEngine):
 
     @property
     def num_stages(self) -> int:
-        """The ranks that a sample passes."""
+        """The number of ranks that a sample passes."""
         return self.module.num_stages
 
     @property
     def stage_id(self) -> int:
-        """Where this rank stands among them."""
+        """Position of this rank among the ``num_stages`` ranks of its pipeline."""
         return self.module.stage_id
 
     @property
@@ -288,15 +289,15 @@ class PipelineTraining(TrainingEngine):
 
     @property
     def grid(self) -> PipelineParallelGrid:
-        """Where this rank stands, by the names of a Megatron ``mpu``."""
+        """Position of this rank in the topology, with the method names of a Megatron ``mpu``."""
         return PipelineParallelGrid(self.module.topology)
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a step."""
+        """The number of micro-batches of a step."""
         return self.gradient_accumulation_steps()
 
-    # ---- what a pipeline cannot do ----
+    # ---- methods that a pipeline does not support ----
 
     def consolidated(self, dtype: torch.dtype | None = None) -> NoReturn:  # type: ignore[override]
         _refuse_whole("consolidated")
@@ -334,7 +335,7 @@ def _refuse_whole(name: str) -> NoReturn:
 
 
 def _repeated(loader: Iterable[Any]) -> Iterator[Any]:
-    """The batches of ``loader``, epoch after epoch."""
+    """Yield the batches of ``loader``, epoch after epoch."""
     sampler: Any = getattr(loader, "data_sampler", None) or getattr(loader, "sampler", None)
     epoch = 0
     while True:
@@ -356,7 +357,9 @@ _made: dict[type[Any], type[Any]] = {}
 
 
 def pipelined(engine_class: type[E]) -> type[E]:
-    """``engine_class`` for a model that is cut into the stages of a pipeline; one class of each."""
+    """Return a subclass of ``engine_class`` for a model in pipeline stages; one per class,
+    cached.
+    """
     if engine_class not in _made:
         told = {"__doc__": PipelineTraining.__doc__, "__module__": engine_class.__module__}
         _made[engine_class] = type("PipelineEngine", (PipelineTraining, engine_class), told)

@@ -1,4 +1,4 @@
-"""Where a rank stands in a pipeline, by the names of a Megatron ``mpu``."""
+"""Position of a rank in a pipeline, with the method names of a Megatron ``mpu``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from hf_zero.parallel.pipeline.topology import ProcessTopology
 
 
 class PipelineParallelGrid:
-    """Where this rank stands in ``topology``, by the names of a Megatron ``mpu``. The groups are
-    those that a ``PipelineModule`` has made. Raises ConfigError before there is one.
+    """Position of this rank in ``topology``, with the method names of a Megatron ``mpu``. The
+    process groups are those that a ``PipelineModule`` has created. Raises ConfigError if none
+    exists yet.
     """
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None):
@@ -45,7 +46,7 @@ class PipelineParallelGrid:
         return self.data_parallel_id
 
     def stage_to_global(self, stage_id: int, **coords: int) -> int:
-        """The rank at ``stage_id`` of this rank's pipeline, or of the one at ``coords``."""
+        """Return the rank at ``stage_id`` of this rank's pipeline, or of the one at ``coords``."""
         here = {**self._coord._asdict(), **coords, "pipe": stage_id}
         return self._topology.get_rank(**here)
 
@@ -56,7 +57,7 @@ class PipelineParallelGrid:
         return self.pipe_parallel_size
 
     def get_pipe_parallel_group(self) -> Any:
-        """The process group of this rank's pipeline; None for one rank."""
+        """Return the process group of this rank's pipeline; None for one rank."""
         return self._groups.group("pipeline")
 
     def get_data_parallel_rank(self) -> int:
@@ -79,7 +80,7 @@ class PipelineParallelGrid:
         return self.model_parallel_size
 
     def get_model_parallel_group(self) -> Any:
-        """The process group of this rank's tensor-parallel ranks; None for one rank."""
+        """Return the process group of this rank's tensor-parallel ranks; None for one rank."""
         return self._groups.group("tensor")
 
     get_pipeline_model_parallel_rank = get_pipe_parallel_rank

@@ -1,4 +1,4 @@
-"""Layers of a pipeline that are built by the rank whose stage holds them."""
+"""Pipeline layers that are built only by the rank whose stage holds them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def set_random_seed(seed: int) -> None:
 
 
 class LayerSpec:
-    """A layer to be: ``typename(*module_args, **module_kwargs)``, a module."""
+    """Specification of a layer, built later as ``typename(*module_args, **module_kwargs)``."""
 
     def __init__(self, typename: Callable[..., nn.Module], *module_args: Any, **module_kwargs: Any):
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
@@ -43,9 +43,9 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares its parameters with all others of the same ``key``; where those lie on
-    several stages, the engine adds their gradients up. ``forward_fn(module, inputs)`` takes the
-    place of its forward.
+    """A layer that shares its parameters with all others of the same ``key``; if these are on
+    several stages, the engine sums their gradients. ``forward_fn(module, inputs)`` replaces its
+    forward.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class TiedLayerSpec(LayerSpec):
         tied_weight_attr: str | Sequence[str] = ("weight",),
         **module_kwargs: Any,
     ):
-        """``tied_weight_attr`` names what DeepSpeed would tie: here it is the whole module."""
+        """``tied_weight_attr``: the weights that DeepSpeed would tie; here the whole module is."""
         super().__init__(typename, *module_args, **module_kwargs)
         self.key = key
         self.forward_fn = forward_fn
@@ -67,7 +67,7 @@ class TiedLayerSpec(LayerSpec):
 
 
 def name_of_layer(layer: Any) -> str:
-    """The class of a layer, or the name of the function that it is."""
+    """Return the class name of a layer, or the name of a function."""
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
     if isinstance(layer, nn.Module):
@@ -76,8 +76,8 @@ def name_of_layer(layer: Any) -> str:
 
 
 def training_numel(layer: Any) -> int:
-    """How many elements of parameters of ``layer`` train; what is not built yet is built without
-    memory.
+    """Return the number of trainable parameter elements of ``layer``; a layer that is not built yet
+    is built on the meta device.
     """
     if isinstance(layer, LayerSpec):
         with torch.device("meta"):

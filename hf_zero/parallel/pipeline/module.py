@@ -1,4 +1,4 @@
-"""``PipelineModule``: a list of layers as the stages of a pipeline."""
+"""``PipelineModule``: a list of layers divided into the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _recompute = partial(checkpoint, use_reentrant=False)
 
 
 class PipelineModule(StagedModule):
-    """``layers`` one after another, of which this rank holds those of its stages.
+    """Sequence of ``layers``, of which this rank holds those of its stages.
 
-    A layer is a module, a function, or a :class:`LayerSpec`, which only the rank that holds it
-    builds. What one gives is what the next is called with: a tensor, or a tuple of them. Names of
-    parameters begin with the number of their layer in the list, those of tied ones with
-    ``tied_modules.KEY``: they are the same for any number of stages.
+    A layer is a module, a function, or a :class:`LayerSpec`, built only by the rank that holds it.
+    Its output, a tensor or a tuple of tensors, is the input of the next one. Parameter names begin
+    with the index of their layer in the list, those of tied layers with ``tied_modules.KEY``; they
+    are the same for any number of stages.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class PipelineModule(StagedModule):
     ):
         """
         Args:
-            num_stages: ranks that a sample passes; or ``topology``, with an axis "pipe".
-            loss_fn: of the last layer's output and the labels, a mean; None: that output is it.
-            seed_layers: seed the generators with ``base_seed`` and the number of the layer before
-                each layer is built, and in each forward with ``seed_fn`` (None: all of them), so
-                that values do not depend on the stages.
+            num_stages: number of ranks that a sample passes; or ``topology``, with an axis "pipe".
+            loss_fn: mean loss of the last layer's output and the labels; None: that output itself.
+            seed_layers: seed the generators with ``base_seed`` plus the index of the layer before
+                each layer is built, and in each forward with ``seed_fn`` (None: all generators),
+                so that values do not depend on the stages.
             partition_method: "parameters", "uniform", or "type:regex" on the classes of layers.
-            activation_checkpoint_interval: so many layers are recomputed together in the
-                backward, by ``activation_checkpoint_func``; 0: none. ``checkpointable_layers``:
-                the classes of which all of them must be, None: those with parameters.
+            activation_checkpoint_interval: number of layers recomputed together in the backward,
+                by ``activation_checkpoint_func``; 0: none. ``checkpointable_layers``: class names
+                that all of these layers must have; None: any, if one has parameters.
             dynamic_shape: accepted; shapes may differ from one micro-batch to the next.
             stages_per_rank: more than 1 for an interleaved schedule.
 
@@ -93,7 +93,7 @@ class PipelineModule(StagedModule):
         )
         self.parts = bounds_of(partition_method, count, names, numels)
         self.tied_modules = nn.ModuleDict()
-        # by stage of this rank: the functions of its layers, and the number of the first
+        # by stage of this rank: the functions that run its layers
         self._functions = {
             stage: [
                 self._build(index, layers[index])
@@ -113,7 +113,9 @@ class PipelineModule(StagedModule):
             )
 
     def _build(self, index: int, layer: Any) -> Callable[[Any], Any]:
-        """Register layer number ``index``, built if it has to be; what runs it."""
+        """Register layer ``index``, built from its spec if needed; return the callable that runs
+        it.
+        """
         if self.seed_layers:
             self.seed_fn(self.base_seed + index)
         if isinstance(layer, TiedLayerSpec):
@@ -127,7 +129,7 @@ class PipelineModule(StagedModule):
         function: Callable[[Any], Any] = built
         return function
 
-    # ---- a forward ----
+    # ---- forward and loss ----
 
     def forward(self, inputs: Any, stage: int | None = None) -> Any:
         stage = self.stage_id if stage is None else stage
@@ -167,14 +169,14 @@ class PipelineModule(StagedModule):
             return answer
         return self.loss_fn(output, labels)
 
-    # ---- what it says about itself ----
+    # ---- partition and position ----
 
     def partitions(self) -> list[int]:
-        """Where the layers of each stage begin, and the end."""
+        """Return the index of the first layer of each stage, and the number of layers."""
         return self.parts
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The stage that holds layer ``layer_idx``. Raises ConfigError for no layer of it."""
+        """Return the stage that holds layer ``layer_idx``. Raises ConfigError for no such layer."""
         for stage, (start, stop) in enumerate(zip(self.parts, self.parts[1:])):
             if start <= layer_idx < stop:
                 return stage
@@ -183,12 +185,12 @@ class PipelineModule(StagedModule):
         )
 
     def mpu(self) -> PipelineParallelGrid:
-        """Where this rank stands."""
+        """Return the position of this rank, with the method names of a Megatron ``mpu``."""
         return PipelineParallelGrid(self.topology)
 
     def num_pipeline_stages(self) -> int:
         return self.num_stages
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Recompute so many layers together from now on; 0: none."""
+        """Recompute ``interval`` layers together from now on; 0: none."""
         self.activation_checkpoint_interval = interval

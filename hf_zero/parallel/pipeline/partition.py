@@ -1,4 +1,4 @@
-"""Which layers a stage of a pipeline holds."""
+"""Partition of a list of layers into the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hf_zero.errors import ConfigError
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Where the parts of ``num_items`` begin, and the end: sizes differ by one at most, the first
-    parts are the larger ones.
+    """Return the first index of each part of ``num_items``, and the end. Sizes differ by at most
+    one; the first parts are the larger ones.
     """
     size, rest = divmod(num_items, num_parts)
     return [part * size + min(part, rest) for part in range(num_parts + 1)]
 
 
 def partition_balanced(weights: Sequence[int], num_parts: int) -> list[int]:
-    """Where the parts of a list begin, and its end, so that the heaviest part is as light as it
-    can be, and then the lightest as heavy as it can be.
+    """Return the first index of each part of a list, and its end, such that the heaviest part is as
+    light as possible, and then the lightest part as heavy as possible.
     """
     sums = [0, *accumulate(weights)]
     low, high = max(weights, default=0), sums[-1]
@@ -34,9 +34,9 @@ def partition_balanced(weights: Sequence[int], num_parts: int) -> list[int]:
 
 
 def _even(sums: Sequence[int], num_parts: int, most: int) -> list[int]:
-    """Parts that hold at most ``most``, of which the lightest is as heavy as it can be."""
+    """Return the bounds of parts of at most ``most`` whose lightest is as heavy as possible."""
     ends = range(len(sums))
-    # by end: the lightest of the parts so far, and where the last of them begins
+    # by end: the weight of the lightest part so far, and the first index of the last part
     lightest: list[list[tuple[float, int]]] = [[(math.inf if end == 0 else -1, 0) for end in ends]]
     for _ in range(num_parts):
         before = lightest[-1]
@@ -57,7 +57,7 @@ def _even(sums: Sequence[int], num_parts: int, most: int) -> list[int]:
 
 
 def _packed(sums: Sequence[int], most: int) -> list[int]:
-    """Parts that hold as much as they may, ``most``, one after another."""
+    """Return the bounds of parts filled greedily, each up to ``most``."""
     parts = [0]
     for item in range(1, len(sums)):
         if sums[item] - sums[parts[-1]] > most:
@@ -66,12 +66,12 @@ def _packed(sums: Sequence[int], most: int) -> list[int]:
 
 
 def bounds_of(method: str, parts: int, names: Sequence[str], numels: Sequence[int]) -> list[int]:
-    """Where the ``parts`` of a list of layers begin, and its end. ``names`` are the classes of the
-    layers, ``numels`` the parameters of each that train.
+    """Return the first index of each of the ``parts`` of a list of layers, and its end. ``names``:
+    classes of the layers. ``numels``: trainable parameter elements of each layer.
 
-    ``method``: "uniform" divides the layers, "parameters" their parameters, "type:regex" the layers
-    whose class matches the expression, upper case or lower. Raises ConfigError for another one, for
-    an expression that matches no layer, and for fewer layers than parts.
+    ``method``: "uniform" balances the number of layers, "parameters" that of their parameters,
+    "type:regex" that of the layers whose class matches the expression, ignoring case. Raises
+    ConfigError for another method, an expression without a match, and fewer layers than parts.
     """
     if len(names) < parts:
         raise ConfigError(
@@ -99,7 +99,9 @@ def bounds_of(method: str, parts: int, names: Sequence[str], numels: Sequence[in
 
 
 def _filled(bounds: list[int]) -> list[int]:
-    """``bounds`` with a layer in each part: what weighs nothing leaves some without."""
+    """Return ``bounds`` with at least one layer per part; weightless layers may leave some
+    empty.
+    """
     for part in range(1, len(bounds) - 1):
         bounds[part] = max(bounds[part], bounds[part - 1] + 1)
     for part in range(len(bounds) - 2, 0, -1):

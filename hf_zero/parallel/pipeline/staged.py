@@ -1,4 +1,4 @@
-"""A model that is cut into the stages of a pipeline: what an engine asks of it."""
+"""Base of models that are cut into pipeline stages: the methods that an engine calls."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from hf_zero.zero.layout.sharding import sharding_of
 
 
 class StagedModule(nn.Module):
-    """The stages that this rank holds: ``stages_per_rank`` of a pipeline of as many times
-    ``num_stages``, which is the number of ranks that a sample passes. Stage k lies on the rank at
-    ``k % num_stages`` of the axis "pipe" of ``topology``.
+    """The stages that this rank holds: ``stages_per_rank`` of the ``stages_per_rank * num_stages``
+    stages of a pipeline. A sample passes ``num_stages`` ranks. Stage k is on the rank at ``k %
+    num_stages`` of the axis "pipe" of ``topology``.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class StagedModule(nn.Module):
         topology: ProcessTopology | None = None,
         stages_per_rank: int = 1,
     ):
-        """Raises ConfigError where the ranks that were started are not those of the topology."""
+        """Raises ConfigError if the started ranks do not match the topology."""
         super().__init__()
         if not process_group.is_initialized():
             init.init_distributed()
@@ -60,19 +60,19 @@ class StagedModule(nn.Module):
 
     @property
     def stages_here(self) -> list[int]:
-        """The stages of this rank."""
+        """The stages that this rank holds."""
         return list(range(self.stage_id, self.num_stages * self.stages_per_rank, self.num_stages))
 
     def forward(self, inputs: Any, stage: int | None = None) -> Any:
-        """What stage ``stage`` gives for ``inputs``; None: the only one of this rank."""
+        """Return the output of ``stage`` for ``inputs``; None: the only stage of this rank."""
         raise NotImplementedError
 
     def loss(self, output: Any, labels: Any) -> torch.Tensor:
-        """The mean loss of what the last stage has given."""
+        """Return the mean loss of the last stage's output."""
         raise NotImplementedError
 
     def split_batch(self, batch: Any) -> tuple[Any, Any]:
-        """A micro-batch as the inputs of the first stage, and what the loss compares."""
+        """Split a micro-batch into the inputs of the first stage and the labels of the loss."""
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ConfigError(
                 f"a micro-batch of a pipeline is (inputs, labels), not a {type(batch).__name__}; "
@@ -82,8 +82,8 @@ class StagedModule(nn.Module):
 
 
 def make_parallel_for(model: nn.Module) -> None:
-    """Let the job be parallel over stages and within layers only as ``model`` is: another model of
-    this process may have made it otherwise (collective where that is so).
+    """Reset the job's pipeline and tensor parallelism to those of ``model``, since another model of
+    this process may have set others (collective if so).
     """
     held = get_parallel()
     if held is None:
@@ -94,15 +94,15 @@ def make_parallel_for(model: nn.Module) -> None:
     elif max(held.dims.pipeline, held.dims.tensor) > 1:
         sizes = {axis: held.dims.size(axis) for axis in ("tensor", "sequence", "expert")}
         marks = map(sharding_of, model.parameters())
-        # experts lie on ranks that differ with the tensor-parallel size
+        # the tensor-parallel size determines the ranks of the experts
         if held.dims.expert == 1 and not any(mark.axes or mark.partial for mark in marks):
             sizes["tensor"] = 1
         init_parallel(ParallelDims.over(held.dims.world, **sizes))
 
 
 def _topology_of(num_stages: int, world: int) -> ProcessTopology:
-    """The places of ``world`` ranks in pipelines of ``num_stages``, beside what else the job is
-    parallel in.
+    """Return the topology of ``world`` ranks in pipelines of ``num_stages``, with the job's
+    tensor-parallel ranks as its last axis.
     """
     held = get_parallel()
     tensor = 1 if held is None else held.dims.tensor
@@ -119,8 +119,8 @@ def _topology_of(num_stages: int, world: int) -> ProcessTopology:
 
 
 def _make_parallel(topology: ProcessTopology) -> None:
-    """Make the job parallel as ``topology`` says (collective). Raises ConfigError for axes in
-    another order, and where the job is parallel in another way already.
+    """Initialize the job's process groups by ``topology`` (collective). Raises ConfigError for axes
+    in another order, and if the job is already parallel in another way.
     """
     if topology.axes not in (["pipe", "data"], ["pipe", "data", "model"]):
         raise ConfigError(
@@ -132,7 +132,7 @@ def _make_parallel(topology: ProcessTopology) -> None:
         topology.world_size(), tensor=tensor, pipeline=topology.get_dim("pipe")
     )
     held = get_parallel()
-    # what is tensor parallel already stays so: its ranks are neighbours, with stages or without
+    # Stages may be added to tensor parallelism: its ranks are neighbours with and without stages.
     if held is None or held.dims in (dims, ParallelDims.over(dims.world, tensor=tensor)):
         init_parallel(dims)
     elif max(held.dims.sequence, held.dims.expert) > 1:

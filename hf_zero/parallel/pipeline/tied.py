@@ -1,8 +1,8 @@
-"""Parameters that several stages of a pipeline hold: the same names on all of them.
+"""Tied parameters: held by several stages of a pipeline, under the same name on all of them.
 
-Each stage trains its own copy, with the sum of the gradients of all: after the data-parallel ranks
-of each stage have averaged theirs, the shards are summed over the stages. First values are those of
-the first stage that holds one, so that the copies stay alike to the bit.
+Each stage trains its own copy, with the sum of all stages' gradients: after the data-parallel ranks
+of each stage have averaged theirs, the shards are summed over the stages. Initial values are those
+of the first stage that holds the parameter, so that the copies stay bit-identical.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from hf_zero.zero.layout.sharding import set_sharding, sharding_of
 
 
 class TiedParameters:
-    """Those of ``module``, which are told of it and get the values of their first stage when this
-    is made, before its engine (collective over all ranks).
+    """The tied parameters of ``module``. The constructor marks them with their stages and sets the
+    values of their first stage, before the engine is built (collective over all ranks).
     """
 
     def __init__(self, module: StagedModule, groups: ParallelGroups, timeout: float):
@@ -65,7 +65,7 @@ class TiedParameters:
 
     @torch.no_grad()
     def _take_first(self, parameter: torch.Tensor, along: MeshDim, name: str) -> None:
-        """Give all stages the value that the first has: the others send zeros."""
+        """Broadcast the value of the first stage to all stages: the others add zeros to it."""
         value = parameter.detach().to(self._device, copy=True)
         if along.rank:
             value.zero_()
@@ -74,8 +74,8 @@ class TiedParameters:
 
     def check(self, flats: Sequence[FlatBuffer]) -> None:
         """Raise PartitionError, on all ranks, unless the stages of each pipeline hold tied
-        parameters in the same flat buffers (collective over all ranks). Those of another pipeline
-        may be another part of the parameters.
+        parameters in the same flat buffers (collective over all ranks). Those of different
+        pipelines may differ: they may hold another part of the parameters.
         """
         if not self._along:
             return
@@ -94,7 +94,7 @@ class TiedParameters:
                 )
 
     def _flats(self, flats: Sequence[FlatBuffer]) -> dict[tuple[int, ...], list[FlatBuffer]]:
-        """Tied ones, by their stages, in an order that all stages share."""
+        """Return the flat buffers of tied parameters by stages, in an order equal on all stages."""
         found: dict[tuple[int, ...], list[FlatBuffer]] = {}
         for flat in flats:
             if flat.spec.sharding.stages and flat.trainable:

@@ -1,4 +1,4 @@
-"""Ranks as points of a grid with named axes."""
+"""Topology of ranks: points of a grid with named axes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_zero.errors import ConfigError
 
 
 class ProcessTopology:
-    """``dims[i]`` ranks along ``axes[i]``; of the last axis neighbours have consecutive ranks."""
+    """Grid of ranks: ``dims[i]`` along ``axes[i]``, consecutive along the last axis."""
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]):
         self.axes = list(axes)
@@ -24,7 +24,9 @@ class ProcessTopology:
         self._coords = list(self.mapping)
 
     def get_rank(self, **coords: int) -> int:
-        """The rank at one point. Raises ConfigError unless every axis has a coordinate inside."""
+        """Return the rank at a point. Raises ConfigError unless every axis has a valid
+        coordinate.
+        """
         rank = None
         if set(coords) == set(self.axes):
             rank = self.mapping.get(self.ProcessCoord(**coords))
@@ -45,7 +47,7 @@ class ProcessTopology:
         inner_sep: str = "_",
         outer_sep: str = "-",
     ) -> str:
-        """The coordinates of ``rank`` as text, such as "model_00"."""
+        """Return the coordinates of ``rank`` as text, such as "model_00"."""
         coord, left_out = self.get_coord(rank), set(omit_axes)
         return outer_sep.join(
             f"{axis}{inner_sep}{getattr(coord, axis):02d}"
@@ -54,11 +56,11 @@ class ProcessTopology:
         )
 
     def get_dim(self, axis: str) -> int:
-        """The number of ranks along ``axis``; 0 where there is no such axis."""
+        """Return the number of ranks along ``axis``; 0 if there is no such axis."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
-        """The point of ``rank``, a named tuple. Raises ConfigError for no rank of it."""
+        """Return the point of ``rank``, a named tuple. Raises ConfigError for an unknown rank."""
         if not 0 <= rank < len(self._coords):
             raise ConfigError(
                 f"rank {rank} is not in {self}, which has {self.world_size()} ranks; start as many "
@@ -67,7 +69,7 @@ class ProcessTopology:
         return self._coords[rank]
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The sets of ranks that differ along ``axis`` alone; none for an axis that is not."""
+        """Return the sets of ranks that differ only along ``axis``; [] for an unknown axis."""
         if axis not in self.axes:
             return []
         others = [each for each in self.axes if each != axis]
@@ -77,7 +79,7 @@ class ProcessTopology:
         ]
 
     def filter_match(self, **coords: int) -> list[int]:
-        """The ranks whose coordinates are these."""
+        """Return the ranks with these coordinates."""
         return [
             rank
             for coord, rank in self.mapping.items()
@@ -85,7 +87,7 @@ class ProcessTopology:
         ]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """The ranks at ``idx`` of ``axis``."""
+        """Return the ranks at ``idx`` of ``axis``."""
         return self.filter_match(**{axis: idx})
 
     def world_size(self) -> int:
@@ -96,14 +98,14 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Stages of ``num_dp`` data-parallel ranks each, whose ranks are consecutive."""
+    """Stages of ``num_dp`` data-parallel ranks each; the ranks of a stage are consecutive."""
 
     def __init__(self, num_pp: int, num_dp: int):
         super().__init__(["pipe", "data"], [num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Stages, data-parallel ranks and tensor-parallel ranks, of which the last are consecutive."""
+    """Stages, data-parallel ranks and tensor-parallel ranks; the last are consecutive."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int):
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
