@@ -148,7 +148,7 @@ def _exchange_counts(axis: MeshDim, counts: torch.Tensor, name: str) -> torch.Te
 
 
 def _on_host(sent: torch.Tensor, arriving: torch.Tensor) -> list[list[int]]:
-    """Copy ``sent`` [ranks] and ``arriving`` [ranks, experts] to the host, by rows, in one wait."""
+    """Return ``sent`` [ranks] and each row of ``arriving`` [ranks, experts] as lists; one wait."""
     numbers = torch.cat([sent, arriving.reshape(-1)]).tolist()
     ranks, experts = arriving.shape
     starts = range(ranks, len(numbers), experts)

@@ -1,5 +1,5 @@
-"""Whether the ranks that share sequences read parts of the same ones, and which documents these
-hold. The numbers travel between hosts where the process group has a backend for it: so a forward
+"""Check that ranks that share sequences read parts of the same batches, and find the documents in
+these. The numbers travel between hosts if the process group has a backend for it, so that a forward
 does not wait for the device.
 """
 
@@ -20,16 +20,16 @@ from hf_zero.parallel.sequence.batches import documents_of
 from hf_zero.parallel.sequence.documents import Documents
 from hf_zero.parallel.sequence.exchange import all_gather
 
-KEPT = 64  # hashes of batches that were cut and not read yet
+KEPT = 64  # maximum number of hashes of batches that were cut but not read yet
 _UNKNOWN = 0
 
 
 class SameBatches:
-    """Compares the batches whose parts the ranks along an axis read.
+    """Compare the batches whose parts the ranks along an axis read.
 
-    A part alone does not tell what it was cut from. So the hash of some of the batches is kept when
-    they are cut, until a forward reads the part that has come of them. Parts that a script has cut
-    by itself are compared in their sizes alone.
+    A part alone does not identify its batch. So the hash of some batches is kept when they are cut,
+    until a forward reads the part cut from them. Only the sizes are compared for parts that a
+    script has cut itself.
     """
 
     def __init__(self) -> None:
@@ -38,11 +38,13 @@ class SameBatches:
 
     @staticmethod
     def along(dim: MeshDim) -> SameBatches:
-        """The one of ``dim``, whoever cuts batches for its ranks."""
+        """Return the shared instance of ``dim``, whoever cuts batches for its ranks."""
         return _by_axis.setdefault(dim, SameBatches())
 
     def remember(self, batch: Mapping[str, Any], part: Mapping[str, Any]) -> None:
-        """``part`` of ``batch`` is this rank's."""
+        """Record that this rank's part of ``batch`` is ``part``; hashes only the calls that are
+        due.
+        """
         self._cuts += 1
         if not due(self._cuts):
             return
@@ -54,7 +56,7 @@ class SameBatches:
             for _, each in sorted(batch.items())
             if isinstance(each, torch.Tensor) and not each.is_floating_point()
         )
-        # of parts that are alike, such as those of padding, it is not known which is read
+        # equal parts of different batches, such as pure padding, do not identify their batch
         self._known[own] = whole if self._known.get(own, whole) == whole else _UNKNOWN
         while len(self._known) > KEPT:
             self._known.popitem(last=False)
@@ -62,11 +64,12 @@ class SameBatches:
     def compare(
         self, dim: MeshDim, positions: torch.Tensor, inputs: Mapping[str, Any]
     ) -> Documents:
-        """Return the documents of the batch that a forward over ``inputs`` with ``positions``
-        [rows, tokens] reads a part of. Collective along ``dim``; all its ranks raise
-        RankMismatchError where their batches differ.
+        """Return the documents of the batch of which a forward over ``inputs`` with ``positions``
+        [rows, tokens] reads a part. Collective along ``dim``; all its ranks raise RankMismatchError
+        if their batches differ.
 
-        Positions that a script has made or changed are gathered and read, for which the host waits.
+        Positions that a script has created or changed are gathered and read; the host waits for
+        them.
         """
         documents = documents_of(positions)
         whole = _UNKNOWN

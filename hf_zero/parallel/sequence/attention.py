@@ -1,5 +1,5 @@
 """Attention over sequences that are split among ranks: each rank computes some of the heads over
-all tokens, and the tokens come back.
+all tokens, and the outputs return to the ranks of their tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hf_zero.parallel.sequence.documents import Documents
 from hf_zero.parallel.sequence.exchange import gather_heads, scatter_heads
 
 KEY = "sequence_parallel_size"
-# of q [B, H, S, D], k and v [B, Hkv, S, D] to [B, S, H, D]
+# computes [B, S, H, D] from q [B, H, S, D], k and v [B, Hkv, S, D]
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -29,12 +29,12 @@ def attend(
     value: torch.Tensor,
     documents: Documents,
 ) -> torch.Tensor:
-    """``core`` over the tokens of all ranks, on this rank's share of the heads.
+    """Run ``core`` over the tokens of all ranks, on this rank's share of the heads.
 
-    Shapes: query [B, H, s, D], key and value [B, Hkv, s, D] of this rank's s tokens, to
-    [B, s, H, D]. Heads of keys and values that are fewer than the ranks, or do not divide among
-    them, are repeated before they travel. ``core`` sees one document at a time, those of one length
-    together as a batch. Raises ConfigError for heads or tokens that do not divide.
+    Shapes: query [B, H, s, D], key and value [B, Hkv, s, D] of this rank's s tokens, to [B, s, H,
+    D]. Key and value heads that do not divide among the ranks, or are fewer, are repeated before
+    the exchange. ``core`` computes one document at a time; those of equal length form a batch.
+    Raises ConfigError for heads or tokens that do not divide.
     """
     if query.shape[2] * dim.size != documents.length or key.shape[2] != query.shape[2]:
         raise ConfigError(
@@ -51,9 +51,9 @@ def attend(
 def spread_heads(
     dim: MeshDim, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """This rank's share of the heads of query [B, H, s, D], key and value [B, Hkv, s, D], over the
-    tokens of all ranks: [B, heads, S, D]. Heads of keys and values are repeated where the ranks
-    cannot share them. Raises ConfigError for heads that do not divide.
+    """Return this rank's share of the heads of query [B, H, s, D], key and value [B, Hkv, s, D],
+    over the tokens of all ranks: [B, heads, S, D]. Key and value heads are repeated if they do not
+    divide among the ranks. Raises ConfigError for query heads that do not divide.
     """
     heads, shared = query.shape[1], key.shape[1]
     check_heads(heads, shared, dim.size)
@@ -63,15 +63,16 @@ def spread_heads(
     dtype = value.dtype
     kind = query.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        # what attention would cast them to, before they travel
+        # attention would cast them to this dtype; casting first sends fewer bytes
         dtype = torch.get_autocast_dtype(kind)
     sent = (each.to(dtype) for each in (query, key, value))
     return scatter_heads(dim, "queries, keys and values", *sent)
 
 
 def check_heads(heads: int, shared: int, ranks: int, tensor: int = 1) -> None:
-    """Raise ConfigError unless each of ``ranks`` can have as many of ``heads``, with the heads of
-    keys and values that they read, ``shared`` in all. ``tensor`` ranks have such heads each.
+    """Raise ConfigError unless ``ranks`` divides ``heads``. ``shared``: number of key and value
+    heads, for the message. ``tensor``: number of tensor-parallel ranks that have so many heads
+    each.
     """
     if heads % ranks:
         of = f" of each of {tensor} tensor-parallel ranks" if tensor > 1 else ""
@@ -85,7 +86,9 @@ def check_heads(heads: int, shared: int, ranks: int, tensor: int = 1) -> None:
 def _by_document(
     core: Core, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents
 ) -> torch.Tensor:
-    """[B, S, H, D] of whole sequences."""
+    """Run ``core`` on each document of whole sequences, those of equal length as a batch: [B, S, H,
+    D].
+    """
     if not documents.packed:
         return core(q, k, v)
     rows, tokens = q.shape[0], q.shape[2]
@@ -99,14 +102,14 @@ def _by_document(
     return whole.view(rows, tokens, *out.shape[1:])
 
 
-@functools.lru_cache(maxsize=4)  # all blocks of a forward ask
+@functools.lru_cache(maxsize=4)  # called by every block of a forward
 def _places(
     documents: Documents, rows: int, device: torch.device
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Where each document's tokens are among the ``rows`` x length of a batch, those of one length
-    behind another: all of them, [rows x length], and by length, [documents, length] each.
+    """Return the token indices of each document in ``rows`` x length, documents of equal length one
+    after another: all of them, [rows x length], and by length, [documents, length] each.
     """
-    with torch.inference_mode(False):  # autograd keeps them, if only for a later forward
+    with torch.inference_mode(False):  # autograd of a later forward may save these cached tensors
         found = [
             torch.tensor(starts)[:, None] + torch.arange(length)
             for length, starts in documents.by_length(rows).items()

@@ -1,8 +1,8 @@
 """Batches cut along their sequences, and loaders of them.
 
-What a rank's loader gives is a batch of that rank: those of the sequence-parallel ranks are trained
-on one after another, each by all of these ranks together. A loader that shares samples out among
-all ranks needs no change for it, and gives as many batches times as many ranks.
+Each rank's loader yields batches of that rank. The sequence-parallel ranks train on the batches of
+all of them in turn, each batch by all of these ranks together. A loader that distributes samples
+over all ranks needs no change, and yields as many times more batches as there are ranks in a group.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hf_zero.parallel.sequence.attention import KEY
 from hf_zero.parallel.sequence.documents import Documents
 from hf_zero.parallel.sequence.exchange import all_gather
 
-# an attribute of loaders: makes one that is shared out among groups; True of one that is
+# attribute of loaders: a function that returns one distributed over groups; True on the result
 SHARE = "_hf_zero_share"
-IGNORED = -100  # what losses of transformers ignore
-# an attribute of the position_ids of parts: the documents of the whole batch, the version of the
-# tensor then, the tokens of that batch, and whether the positions were made here
+IGNORED = -100  # the label that losses of transformers ignore
+# attribute of the position_ids of parts: the documents of the whole batch, the version of the
+# tensor when it was set, the tokens of that batch, and whether :func:`cut` made the positions
 _PART = "_hf_zero_part"
-# Said by position_ids already, or of no use without a mask.
+# Redundant beside position_ids, or of no use without a mask.
 _DROPPED = (
     "attention_mask",
     "cu_seq_lens_q",
@@ -40,13 +40,14 @@ _DROPPED = (
 
 
 def cut(batch: Any, part: int, parts: int) -> dict[str, Any]:
-    """``batch``, a mapping of tensors [rows, tokens, ...], with the tokens of ``part`` alone.
+    """Return ``batch``, a mapping of tensors [rows, tokens, ...], with only the tokens of
+    ``part``.
 
-    ``labels`` are shifted by one before, so that each token has the next one for its label, across
-    the cut; they come back as ``labels`` and as ``shift_labels``. ``position_ids`` are made where
-    there are none, and are those of the whole sequence. An ``attention_mask`` is dropped: causal
-    attention does not reach padding on the right, whose labels must be ignored ones. Other values
-    than tensors of as many tokens stay as they are. Raises ConfigError for a batch that cannot be
+    ``labels`` are shifted by one first, so that the label of each token is the next one, across the
+    cut; they are returned as ``labels`` and as ``shift_labels``. Missing ``position_ids`` are
+    created; they are those of the whole sequence. An ``attention_mask`` is dropped: causal
+    attention does not reach padding on the right, whose labels must be ignored ones. Values other
+    than tensors of as many tokens stay unchanged. Raises ConfigError for a batch that cannot be
     cut.
     """
     if not isinstance(batch, Mapping):
@@ -109,29 +110,29 @@ def cut(batch: Any, part: int, parts: int) -> dict[str, Any]:
 
 
 def is_part(inputs: Mapping[str, Any]) -> bool:
-    """Whether ``inputs`` of a forward are a part that :func:`cut` made: by their position_ids, and
-    where a script has copied those, by ``shift_labels``.
+    """Whether the ``inputs`` of a forward are a part made by :func:`cut`: recognised by their
+    position_ids, or by ``shift_labels`` if a script has copied those.
     """
     return inputs.get("shift_labels") is not None or hasattr(inputs.get("position_ids"), _PART)
 
 
 def documents_of(positions: torch.Tensor) -> Documents | None:
-    """The documents of the batch that ``positions`` is a part of, where the tensor is the one that
-    :func:`cut` made, with the values it had then; None: its values have to be read.
+    """Return the documents of the batch that ``positions`` is a part of, if :func:`cut` made this
+    tensor and its values have not changed since; None: its values have to be read.
     """
     documents, version, *_ = getattr(positions, _PART, (None, 0))
     return documents if version == positions._version else None
 
 
 def are_counted(positions: torch.Tensor) -> bool:
-    """Whether :func:`cut` has made ``positions``, from 0, of a batch that had none."""
+    """Whether :func:`cut` has created ``positions``, from 0, for a batch without any."""
     _, version, _, counted = getattr(positions, _PART, (None, 0, 0, False))
     return counted and version == positions._version
 
 
 def tokens_of(positions: Any) -> int | torch.Tensor | None:
-    """The tokens without padding of the whole batch that ``positions``, a tensor that :func:`cut`
-    made, is a part of; None of others.
+    """Return the number of tokens without padding of the whole batch that ``positions`` is a part
+    of; None if :func:`cut` did not make the tensor.
     """
     tokens: int | torch.Tensor | None = getattr(positions, _PART, (None, 0, None, False))[2]
     return tokens
@@ -165,8 +166,8 @@ def _check_mask(mask: Any) -> None:
 
 
 def _check_packing(mask: torch.Tensor, positions: torch.Tensor) -> None:
-    """Transformers looks for packed sequences in batches without a mask alone; with one, tokens
-    attend to all before them in their row, whatever their positions.
+    """Raise ConfigError for packed sequences beside a mask: transformers looks for packed sequences
+    only in batches without a mask; with one, tokens attend to all before them in their row.
     """
     begins = (positions[:, 1:] - positions[:, :-1] != 1) & (mask[:, 1:] != 0)
     if bool(begins.any()):
@@ -180,25 +181,25 @@ def _check_packing(mask: torch.Tensor, positions: torch.Tensor) -> None:
 
 
 class SequenceBatches:
-    """The batches of ``loader``, and of the loaders of the other ranks along ``dim``, cut for this
-    rank. Iterating is collective; where a loader ends before the others, all end with it.
+    """Iterable over the batches of ``loader``, and of the loaders of the other ranks along ``dim``,
+    cut for this rank. Iterating is collective; all ranks end when the first loader ends.
     """
 
     def __init__(self, loader: Any, dim: MeshDim, device: Any = None):
-        """``device``: where the parts go; None: they stay on the CPU."""
+        """``device``: device to move the parts to; None: they stay on the CPU."""
         self.loader, self.dim, self.device = loader, dim, device
         self._skip = 0
 
     @property
     def turns(self) -> int:
-        """The batches that come of one batch of the loader: one of each rank of the group."""
+        """The number of batches per batch of the loader: one of each rank of the group."""
         return self.dim.size
 
     def __len__(self) -> int:
         return len(self.loader) * self.turns - self._skip
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # of a copy under way
+        if name == "loader":  # not set yet while copy.copy builds the copy
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -216,7 +217,7 @@ class SequenceBatches:
                     skip -= 1
                     continue
                 if last is not None:
-                    # Accelerate ends a window of accumulation with the last batch of a loader
+                    # Accelerate ends an accumulation window with the last batch of a loader
                     self.loader.end_of_dataloader = last and place + 1 == len(batches)
                 yield self._placed(cut(each, self.dim.rank, self.dim.size))
 
@@ -232,7 +233,7 @@ class SequenceBatches:
         return _marked(placed, documents_of(positions), tokens_of(positions), counted)
 
     def over(self, loader: Any, skip: int = 0) -> SequenceBatches:
-        """The same of another ``loader``, without the first ``skip`` batches in the next
+        """Return a copy over another ``loader``, which skips the first ``skip`` batches in the next
         iteration.
         """
         other = copy.copy(self)
@@ -241,8 +242,9 @@ class SequenceBatches:
 
 
 def share_among_groups(loader: Any) -> bool:
-    """Share out ``loader`` among groups of ranks that share sequences, in place, where whoever has
-    shared it out among single ranks can; whether the ranks of a group read the same batches now.
+    """Distribute ``loader`` over groups of ranks that share sequences, in place, if the code that
+    has distributed it over single ranks supports it. Return whether the ranks of a group now read
+    the same batches.
     """
     share = getattr(loader, "__dict__", {}).get(SHARE)
     if callable(share):
@@ -252,7 +254,7 @@ def share_among_groups(loader: Any) -> bool:
 
 
 def on_cpu(batch: Any) -> Any:
-    """``batch`` with its tensors in host memory."""
+    """Return ``batch`` with its tensors in host memory."""
     if isinstance(batch, Mapping):
         return {
             name: value.cpu() if isinstance(value, torch.Tensor) else value
@@ -262,7 +264,7 @@ def on_cpu(batch: Any) -> Any:
 
 
 def _gather_objects(dim: MeshDim, value: Any) -> list[Any]:
-    """``value`` of each rank, pickled on the way; between hosts where their process group has a
+    """All-gather ``value``, pickled, from each rank; between hosts if their process group has a
     backend for it.
     """
     if dim.size == 1:

@@ -1,4 +1,4 @@
-"""What a configuration and the ``mpu`` of ``initialize`` say about sequence parallelism."""
+"""Sequence parallelism from the configuration and the ``mpu`` of ``initialize``."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ MICRO = "train_micro_batch_size_per_gpu"
 
 
 def sequence_of(config: ZeroConfig, mpu: Any) -> tuple[ZeroConfig, SequenceParallel | None]:
-    """``config`` with the size that it or ``mpu`` names, and the sequence parallelism of the job;
-    None where there is none. Collective.
+    """Return ``config`` with the size that it or ``mpu`` gives, and the sequence parallelism of the
+    job, or None. Collective.
 
-    A train batch size beside an ``mpu`` is computed anew: Accelerate computes it from sizes of its
-    own ParallelismConfig, which need not say how many ranks there are. Raises ConfigError where the
+    A train batch size beside an ``mpu`` is computed anew: Accelerate computes it from the sizes of
+    its own ParallelismConfig, which may not match the number of ranks. Raises ConfigError if the
     two contradict each other.
     """
     written = config.sequence_parallel_size
@@ -56,7 +56,9 @@ def sequence_of(config: ZeroConfig, mpu: Any) -> tuple[ZeroConfig, SequenceParal
 
 
 def _refuse_former_groups(mpu: SequenceParallel) -> None:
-    """Other parallelism that came after ``mpu`` has moved the ranks of its groups."""
+    """Raise ConfigError if other parallelism, set up after ``mpu``, has changed its groups'
+    ranks.
+    """
     groups = get_parallel()
     if groups is not None and groups.along("sequence").ranks != mpu.dim.ranks:
         raise ConfigError(
@@ -67,12 +69,14 @@ def _refuse_former_groups(mpu: SequenceParallel) -> None:
 
 
 def check_model(model: nn.Module, sequence: SequenceParallel | None) -> None:
-    """Raise ConfigError for a model whose attention cannot be split so, before anything is made."""
+    """Raise ConfigError for a model whose attention does not support it, before anything is
+    created.
+    """
     groups = get_parallel()
     if sequence is not None:
         attention_of_models().check(model, sequence.size, groups.dims.tensor if groups else 1)
 
 
 def on_model(sequence: SequenceParallel | None) -> dict[str, OnModel]:
-    """What an engine puts on its model for it, among its techniques."""
+    """Return the techniques that an engine installs on its model for sequence parallelism."""
     return {} if sequence is None else {KEY: OnModel(sequence)}

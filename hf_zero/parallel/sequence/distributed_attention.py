@@ -1,4 +1,6 @@
-"""``DistributedAttention``: attention of a model's own over sequences that ranks read in parts."""
+"""``DistributedAttention``: wraps a model's own attention for sequences that are split among
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,14 @@ from hf_zero.parallel.sequence.sequence_parallel import AXIS
 
 
 class DistributedAttention(nn.Module):
-    """``local_attention`` over the tokens of all sequence-parallel ranks, on this rank's share of
-    the heads (Ulysses, arXiv 2309.14509). Its forward is collective over these ranks.
+    """Run ``local_attention`` over the tokens of all sequence-parallel ranks, on this rank's share
+    of the heads (Ulysses, arXiv 2309.14509). Its forward is collective over these ranks.
 
     Args:
-        local_attention: called with query, key and value of whole sequences, and what the forward
-            is given beside them.
-        sequence_process_group: the group of ``hf_zero.sequence_parallel(size)``, which comes first.
-            None: that of the job; on a job that is not sequence parallel nothing is exchanged.
+        local_attention: called with query, key and value of whole sequences, and the further
+            arguments of the forward.
+        sequence_process_group: the group of ``hf_zero.sequence_parallel(size)``, called before.
+            None: that of the job; without sequence parallelism nothing is exchanged.
         scatter_idx: the dimension of the heads.
         gather_idx: the dimension of the tokens: 0 of [tokens, batch, heads, D], 1 of [batch,
             tokens, heads, D].
@@ -65,12 +67,12 @@ class DistributedAttention(nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attention for this rank's tokens, laid out as ``query``; ``local_attention`` may join
-        the last two dimensions of what it gives, heads and D.
+        """Return the attention output for this rank's tokens, laid out like ``query``;
+        ``local_attention`` may merge the last two dimensions of its output, heads and D.
 
-        ``batch_dim_idx`` is accepted: what the heads and the tokens leave is the batch. Heads of
-        keys and values that do not divide among the ranks are repeated. Raises ConfigError for
-        heads of queries that do not, for tensors of other than four dimensions, and for
+        ``batch_dim_idx`` is accepted: the batch is the dimension that is neither heads nor tokens.
+        Key and value heads that do not divide among the ranks are repeated. Raises ConfigError for
+        query heads that do not, for queries of other than four dimensions, and for
         ``rotary_pos_emb``.
         """
         if rotary_pos_emb is not None:
@@ -93,12 +95,12 @@ class DistributedAttention(nn.Module):
         return self._tokens_of_rank(dim, whole)
 
     def _tokens_of_rank(self, dim: MeshDim, whole: torch.Tensor) -> torch.Tensor:
-        """[S, batch, H / ranks, D], or with the last two joined, to this rank's s tokens of all
-        heads.
+        """Convert [S, batch, H / ranks, D], or with the last two merged, to this rank's s tokens of
+        all heads.
         """
         joined = whole.dim() == 3
         places = self.scatter_idx, self.gather_idx
-        # heads that are joined with D are as many of one element
+        # treat merged heads and D as heads of one element
         four = (whole.unsqueeze(-1) if joined else whole).movedim(places, (1, 2))
         own = gather_heads(dim, "attention", four).movedim((1, 2), places)
         return own.squeeze(-1) if joined else own

@@ -1,9 +1,9 @@
-"""Which documents a batch holds: sequences that are packed one behind another, told apart by their
-position_ids, which begin anew.
+"""Documents of a batch: packed sequences, one behind another, told apart by their position_ids,
+which restart in each.
 
-They travel through a model in the place of its attention mask, as a small tensor on the CPU that
-is an argument of every block: so a recomputation in the backward has those of its own forward. An
-attention mask of transformers is boolean or a sum of scores; 4 dimensions of int32 are ours.
+They travel through a model in place of its attention mask, as a small CPU tensor that is an
+argument of every block, so that a recomputation in the backward has those of its own forward. An
+attention mask of transformers is boolean or additive; one of 4 dimensions in int32 is ours.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ from dataclasses import dataclass
 import torch
 
 ALL_ROWS = -1
-_of_thread = threading.local()  # .has_positions: of the mask that was asked for last
+_of_thread = threading.local()  # .has_positions: for the mask requested last
 
 
 def note_positions(given: bool) -> None:
-    """Note that a model of this thread makes a mask, and whether it has ``given`` its positions."""
+    """Note that a model of this thread creates a mask; ``given``: whether it passed its
+    positions.
+    """
     _of_thread.has_positions = given
 
 
 def knows_positions() -> bool:
-    """Whether the model that makes a mask in this thread hands over its position_ids, by which
-    transformers tells packed sequences apart. Some read them in their embeddings alone.
+    """Whether the model that creates a mask in this thread passes its position_ids, by which
+    transformers tells packed sequences apart. Some read them only in their embeddings.
     """
     return getattr(_of_thread, "has_positions", True)
 
 
 @dataclass(frozen=True)
 class Documents:
-    """``spans`` are (row, first token, last token + 1) of each document of a batch of ``length``
-    tokens a row; the row :data:`ALL_ROWS` stands for all of them. ``number`` says whose batch it
-    is.
+    """The documents of a batch of ``length`` tokens a row. ``spans``: (row, first token, last token
+    + 1) of each; the row :data:`ALL_ROWS` means every row. ``number``: that of the sequence
+    parallelism the batch belongs to.
     """
 
     number: int
@@ -45,17 +47,19 @@ class Documents:
 
     @classmethod
     def one_a_row(cls, length: int) -> Documents:
-        """One document of ``length`` tokens in each row, of a batch that has no number yet."""
+        """Return one document of ``length`` tokens per row, for a batch without a number so far."""
         return cls(0, length, ((ALL_ROWS, 0, length),))
 
     @property
     def code(self) -> int:
-        """32 bits that differ where documents do; never 0."""
+        """A 32-bit hash of length and spans; never 0."""
         return zlib.crc32(repr((self.length, self.spans)).encode()) or 1
 
     @classmethod
     def of(cls, number: int, positions: torch.Tensor) -> Documents:
-        """``positions``: [rows, tokens] of whole sequences. The host waits for a device."""
+        """Find the documents in ``positions`` [rows, tokens] of whole sequences. The host waits for
+        the device.
+        """
         positions = positions.cpu()
         rows, length = positions.shape
         begins = torch.ones(rows, length, dtype=torch.bool)
@@ -71,11 +75,11 @@ class Documents:
 
     @property
     def packed(self) -> bool:
-        """Whether some row holds more than one."""
+        """Whether a row holds more than one document."""
         return any(end - start < self.length for _, start, end in self.spans)
 
     def by_length(self, rows: int) -> dict[int, list[int]]:
-        """By the length of a document, where each of this length begins: row x length + token."""
+        """Return the first token of each document, row x length + token, by document length."""
         found = defaultdict(list)
         for row, start, end in self.spans:
             for each in range(rows) if row == ALL_ROWS else (row,):
@@ -83,13 +87,13 @@ class Documents:
         return found
 
     def as_mask(self) -> torch.Tensor:
-        """As a tensor that stands for an attention mask."""
+        """Encode the documents as a tensor that takes the place of an attention mask."""
         head = (self.number, self.length, len(self.spans))
         return torch.tensor([head, *self.spans], dtype=torch.int32)[None, None]
 
     @classmethod
     def from_mask(cls, mask: torch.Tensor | None) -> Documents | None:
-        """What :meth:`as_mask` has made; None for another mask, or none."""
+        """Decode the result of :meth:`as_mask`; None for any other mask, or None."""
         if mask is None or mask.dtype != torch.int32 or mask.dim() != 4:
             return None
         (number, length, count), *spans = mask[0, 0].tolist()

@@ -1,5 +1,5 @@
-"""All-to-alls that change what is split over the sequence-parallel ranks: the tokens, or the heads
-of attention (Ulysses, arXiv 2309.14509). Differentiable; the backward is the other exchange.
+"""All-to-alls between sequence-parallel ranks that change the split dimension: tokens, or heads of
+attention (Ulysses, arXiv 2309.14509). Differentiable; the backward is the inverse exchange.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from hf_zero.distributed.collectives import MeshDim
 
 
 def scatter_heads(dim: MeshDim, key: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of each of ``tensors`` [B, H, tokens of this rank, D], of one dtype, this rank's share of the
-    heads with the tokens of all ranks: [B, H / ranks, tokens, D]. One message to each rank.
+    """Exchange ``tensors`` [B, H, tokens of this rank, D], of one dtype, for this rank's share of
+    the heads with the tokens of all ranks: [B, H / ranks, tokens, D]. One message to each rank.
     """
     return _ScatterHeads.apply(dim, key, *tensors)  # type: ignore[no-any-return]
 
 
 def gather_heads(dim: MeshDim, key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The way back: [B, H / ranks, tokens, D] to [B, H, tokens of this rank, D], which is laid out
-    as [B, tokens, H, D].
+    """Inverse of :func:`scatter_heads`: [B, H / ranks, tokens, D] to [B, H, tokens of this rank,
+    D], laid out in memory as [B, tokens, H, D].
     """
     return _GatherHeads.apply(dim, key, tensor)  # type: ignore[no-any-return]
 
 
 def gather(dim: MeshDim, key: str, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """``tensor`` of each rank, differentiably: each gets the sum of what all ranks' losses say
-    about its own.
+    """All-gather ``tensor`` differentiably; each rank's gradient is the sum over the losses of all
+    ranks.
     """
     return _GatherTensors.apply(dim, key, tensor)  # type: ignore[no-any-return]
 
 
 def all_gather(dim: MeshDim, key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` of each rank, stacked: [ranks, ...]. Without gradients."""
+    """Return ``tensor`` of each rank, stacked: [ranks, ...]. Without gradients."""
     own = tensor.detach().contiguous()
     whole = own.new_empty(dim.size, *own.shape)
     dim.all_gather([(whole.view(-1), own.view(-1))], key).wait()
@@ -80,15 +80,15 @@ class _GatherTensors(torch.autograd.Function):
 
 
 def _to_heads(dim: MeshDim, key: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """[B, H, s, D] each to [B, H / ranks, S, D]."""
+    """Convert each of ``tensors`` from [B, H, s, D] to [B, H / ranks, S, D]."""
     rows = [each.unflatten(1, (dim.size, -1)).movedim(1, 0) for each in tensors]
     return [torch.cat(came, dim=2) for came in _swap(dim, key, rows)]
 
 
 def _to_tokens(dim: MeshDim, key: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """[B, H / ranks, S, D] each to [B, H, s, D]."""
+    """Convert each of ``tensors`` from [B, H / ranks, S, D] to [B, H, s, D]."""
     rows = [each.unflatten(2, (dim.size, -1)).movedim(2, 0) for each in tensors]
-    # modules hold heads beside each other, so that is how they lie in memory
+    # memory layout [B, s, H, D]: modules hold the heads of a token side by side
     return [
         torch.cat([part.transpose(1, 2) for part in came], dim=2).transpose(1, 2)
         for came in _swap(dim, key, rows)
@@ -96,8 +96,8 @@ def _to_tokens(dim: MeshDim, key: str, tensors: Sequence[torch.Tensor]) -> list[
 
 
 def _swap(dim: MeshDim, key: str, rows: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
-    """``rows[i][rank]`` to each rank, all of them in one message; for each i what came from the
-    ranks, in their order.
+    """Send ``rows[i][rank]`` to each rank, all in one message; return for each i the received
+    tensors in rank order.
     """
     flat = [each.reshape(dim.size, -1) for each in rows]
     sent = torch.cat(flat, dim=1) if len(flat) > 1 else flat[0].contiguous()

@@ -1,5 +1,5 @@
-"""``hf_zero.sequence_parallel``: the ranks that read parts of the same sequences, what cuts batches
-for them, and the loss of all of them.
+"""``hf_zero.sequence_parallel``: ranks that read parts of the same sequences, the cutting of their
+batches, and the mean of their losses.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ def sequence_parallel(
     attention: str | None = None,
     in_evaluation: bool = False,
 ) -> SequenceParallel:
-    """Have each ``size`` neighbouring ranks read parts of the same sequences (Ulysses). Collective
-    over all ranks where it is the first call with this size.
+    """Make groups of ``size`` neighbouring ranks that read parts of the same sequences (Ulysses).
+    The first call with a size is collective over all ranks.
 
-    Give the result to ``hf_zero.initialize(mpu=...)``, or write ``sequence_parallel_size`` in the
+    Pass the result to ``hf_zero.initialize(mpu=...)``, or set ``sequence_parallel_size`` in the
     configuration and call this afterwards without a size.
 
     Args:
         size: ranks of a group; a divisor of the number of ranks and of the attention heads. None:
-            as the job is already.
+            the current size of the job.
         attention: the implementation of transformers that computes attention within a rank; None:
             that of the model, or sdpa for a model with eager attention.
         in_evaluation: a model in ``eval()`` reads parts of sequences, too; False: each rank
             evaluates whole sequences of its own.
 
-    Raises ConfigError for a size that does not divide the ranks, and without a size where the job
-    is not sequence parallel.
+    Raises ConfigError for a size that does not divide the ranks, and without a size if the job is
+    not sequence parallel.
     """
     if not process_group.is_initialized():
         init_distributed()
@@ -64,7 +64,7 @@ def sequence_parallel(
         size = held.dims.sequence
     ranks = process_group.get_world_size()
     others = {} if held is None else {axis: held.dims.size(axis) for axis in _OTHERS}
-    # those that share a layer or a sample do not share its sequence
+    # tensor- and pipeline-parallel ranks share a sample whole, not its sequence in parts
     split = others.get("tensor", 1) * others.get("pipeline", 1)
     readers = ranks // split
     if size < 1 or readers % size:
@@ -91,39 +91,39 @@ class SequenceParallel:
         self.stats = groups.stats[AXIS]
         self.size, self.rank = self.dim.size, self.dim.rank
         self.attention, self.in_evaluation = attention, in_evaluation
-        self.length: int | None = None  # of all sequences, where it is known
+        self.length: int | None = None  # tokens of every sequence, if known
         self.agreement = SameBatches.along(self.dim)
         self.number = next(_numbers)
         _by_number[self.number] = self
 
     @staticmethod
     def numbered(number: int) -> SequenceParallel:
-        """The one with this :attr:`number`."""
+        """Return the instance with this :attr:`number`."""
         return _by_number[number]
 
     def shard(self, batch: Any) -> dict[str, Any]:
-        """This rank's part of ``batch``, which all ranks of the group have alike: a mapping of
-        tensors [rows, tokens, ...]; :func:`hf_zero.parallel.sequence.batches.cut` says how. Sends
-        nothing; a forward over parts of batches that differ raises RankMismatchError.
+        """Return this rank's part of ``batch``, a mapping of tensors [rows, tokens, ...] equal on
+        all ranks of the group; see :func:`hf_zero.parallel.sequence.batches.cut`. Not collective; a
+        forward over parts of batches that differ raises RankMismatchError.
         """
         part = cut(batch, self.rank, self.size)
         self.agreement.remember(batch, part)
         return part
 
     def batches(self, loader: Any) -> SequenceBatches:
-        """This rank's parts of the batches of ``loader``, and of those of the other ranks of the
-        group, in turn. Iterating it is collective.
+        """Return an iterable over this rank's parts of the batches of ``loader`` and of those of
+        the other ranks of the group, in turn. Iterating it is collective.
         """
         return SequenceBatches(loader, self.dim, process_group.default_device())
 
     def mean_loss(
         self, loss: torch.Tensor, labels: torch.Tensor, ignore_index: int = IGNORED
     ) -> torch.Tensor:
-        """The mean over the labelled tokens of all ranks of the group, from the mean ``loss`` over
-        those of this rank. Collective over the group.
+        """Return the mean loss over the labelled tokens of all ranks of the group, from the mean
+        ``loss`` over those of this rank. Collective over the group.
 
-        ``labels``: this rank's, shifted. The gradient is ``size`` times that of this rank's share,
-        which the engine's average over all ranks takes back.
+        ``labels``: this rank's, shifted. The gradient is ``size`` times that of this rank's share;
+        the engine's average over all ranks divides it back.
         """
         own = (labels != ignore_index).sum()
         loss = torch.where(own > 0, loss, torch.zeros_like(loss))
@@ -134,7 +134,7 @@ class SequenceParallel:
         weighted = loss * (own * self.size / total).to(loss.dtype)
         return mean + weighted - weighted.detach()
 
-    # ---- Megatron's names ----
+    # ---- Megatron's method names ----
 
     def get_sequence_parallel_group(self) -> Any:
         return self.group
@@ -147,14 +147,14 @@ class SequenceParallel:
 
 
 def attention_of_models() -> Any:
-    """What replaces the attention of models: code of Hugging Face, which this layer does not
-    know.
+    """Import and return the module that replaces the attention of models: code of Hugging Face,
+    which this layer does not import statically.
     """
     return importlib.import_module("hf_zero.integrations.fused.sequence_attention")
 
 
 class OnModel(Stateless):
-    """Sequence parallelism on the model of one engine, among its techniques."""
+    """Technique of one engine: sequence parallelism on its model."""
 
     def __init__(self, sequence: SequenceParallel):
         self.sequence = sequence

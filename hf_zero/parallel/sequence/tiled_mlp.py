@@ -1,5 +1,5 @@
-"""MLPs computed in stretches of the tokens (ALST, arXiv 2506.13996): each stretch runs by itself,
-and once more in the backward, so that what an MLP keeps and computes is that of one stretch.
+"""Tiled MLPs (ALST, arXiv 2506.13996): an MLP runs on one tile of the tokens at a time, and once
+more in the backward, so that its activations take the memory of one tile.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ KEY = "tiled_mlp"
 
 
 class TiledMlps(Stateless):
-    """The MLPs of the model of one engine in ``shards`` stretches; None: as many as the hidden size
-    goes into the tokens.
+    """Technique of one engine: run its model's MLPs in ``shards`` tiles; None: tokens divided by
+    the hidden size, rounded up.
 
-    The number is the same on all ranks, whatever lengths their sequences have: at stage 3 a module
-    that is called more often on one rank would be gathered more often.
+    The number is the same on all ranks, whatever the lengths of their sequences: at stage 3 a
+    module that is called more often on one rank would be gathered more often.
     """
 
     def __init__(self, section: TiledMlpSection):
@@ -35,11 +35,13 @@ class TiledMlps(Stateless):
 
     @classmethod
     def of(cls, config: ZeroConfig) -> TiledMlps | None:
-        """What ``config`` asks for, if anything."""
+        """Return the technique if ``config`` enables it, else None."""
         return cls(config.tiled_mlp) if config.tiled_mlp.enabled else None
 
     def install(self, engine: Any) -> None:
-        """Take over the forwards. Raises ConfigError for a model without MLPs in its blocks."""
+        """Override the forwards of the MLPs. Raises ConfigError for a model without MLPs in its
+        blocks.
+        """
         model, self._engine = engine.module, engine
         blocks = [block for _, block in repeated_blocks(model)]
         found = dict.fromkeys(
@@ -78,7 +80,7 @@ class TiledMlps(Stateless):
         return forward
 
     def _agree(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Before a forward: the most stretches that any rank needs for its tokens."""
+        """Set, before a forward, the largest number of tiles that any rank needs for its tokens."""
         tokens = next(
             (
                 each.shape[1]
