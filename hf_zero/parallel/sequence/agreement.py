@@ -38,13 +38,11 @@ class SameBatches:
 
     @staticmethod
     def along(dim: MeshDim) -> SameBatches:
-        """Return the shared instance of ``dim``, whoever cuts batches for its ranks."""
+        """Return the one instance of ``dim``, whoever cuts batches for its ranks."""
         return _by_axis.setdefault(dim, SameBatches())
 
     def remember(self, batch: Mapping[str, Any], part: Mapping[str, Any]) -> None:
-        """Record that this rank's part of ``batch`` is ``part``; hashes only the calls that are
-        due.
-        """
+        """Record that this rank's part of ``batch`` is ``part``. Hashes only calls that are due."""
         self._cuts += 1
         if not due(self._cuts):
             return

@@ -86,9 +86,7 @@ def check_heads(heads: int, shared: int, ranks: int, tensor: int = 1) -> None:
 def _by_document(
     core: Core, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents
 ) -> torch.Tensor:
-    """Run ``core`` on each document of whole sequences, those of equal length as a batch: [B, S, H,
-    D].
-    """
+    """Run ``core`` on each document of whole sequences, equal lengths in batches: [B, S, H, D]."""
     if not documents.packed:
         return core(q, k, v)
     rows, tokens = q.shape[0], q.shape[2]

@@ -69,14 +69,12 @@ def _refuse_former_groups(mpu: SequenceParallel) -> None:
 
 
 def check_model(model: nn.Module, sequence: SequenceParallel | None) -> None:
-    """Raise ConfigError for a model whose attention does not support it, before anything is
-    created.
-    """
+    """Raise ConfigError for a model with unsupported attention, before anything is created."""
     groups = get_parallel()
     if sequence is not None:
         attention_of_models().check(model, sequence.size, groups.dims.tensor if groups else 1)
 
 
 def on_model(sequence: SequenceParallel | None) -> dict[str, OnModel]:
-    """Return the techniques that an engine installs on its model for sequence parallelism."""
+    """Return the techniques for an engine to install on its model for sequence parallelism."""
     return {} if sequence is None else {KEY: OnModel(sequence)}

@@ -1,6 +1,4 @@
-"""``DistributedAttention``: wraps a model's own attention for sequences that are split among
-ranks.
-"""
+"""``DistributedAttention``: a model's own attention, for sequences split among ranks."""
 
 from __future__ import annotations
 

@@ -21,9 +21,7 @@ _of_thread = threading.local()  # .has_positions: for the mask requested last
 
 
 def note_positions(given: bool) -> None:
-    """Note that a model of this thread creates a mask; ``given``: whether it passed its
-    positions.
-    """
+    """Note that a model of this thread makes a mask; ``given``: whether it passed positions."""
     _of_thread.has_positions = given
 
 
@@ -57,9 +55,7 @@ class Documents:
 
     @classmethod
     def of(cls, number: int, positions: torch.Tensor) -> Documents:
-        """Find the documents in ``positions`` [rows, tokens] of whole sequences. The host waits for
-        the device.
-        """
+        """Find the documents in ``positions`` [rows, tokens] of whole sequences. The host waits."""
         positions = positions.cpu()
         rows, length = positions.shape
         begins = torch.ones(rows, length, dtype=torch.bool)

@@ -64,7 +64,7 @@ def sequence_parallel(
         size = held.dims.sequence
     ranks = process_group.get_world_size()
     others = {} if held is None else {axis: held.dims.size(axis) for axis in _OTHERS}
-    # tensor- and pipeline-parallel ranks share a sample whole, not its sequence in parts
+    # sequences are split among the ranks that tensor and pipeline parallelism leave
     split = others.get("tensor", 1) * others.get("pipeline", 1)
     readers = ranks // split
     if size < 1 or readers % size:

@@ -39,7 +39,7 @@ class TiledMlps(Stateless):
         return cls(config.tiled_mlp) if config.tiled_mlp.enabled else None
 
     def install(self, engine: Any) -> None:
-        """Override the forwards of the MLPs. Raises ConfigError for a model without MLPs in its
+        """Override the MLPs' forwards. Raises ConfigError for a model without MLPs in its
         blocks.
         """
         model, self._engine = engine.module, engine

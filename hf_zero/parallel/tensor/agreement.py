@@ -1,5 +1,5 @@
-"""Whether tensor-parallel ranks go on alike: they must read the same batches, and where a model
-draws random numbers hold their generators in one state.
+"""Check that tensor-parallel ranks stay in step: they must read the same batches and, if the model
+draws random numbers, hold their generators in one state.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from hf_zero.zero.gather.model_patches import Attached
 
 
 class Agreement:
-    """Compares batches and generators of tensor-parallel ranks before those forwards of a model
-    that are due by :class:`hf_zero.parallel.alike.Calls`, which each generation restarts.
-    Generators may differ until a forward draws from them.
+    """Compare batches and generators of tensor-parallel ranks before those forwards of a model that
+    are due by :class:`hf_zero.parallel.alike.Calls`, which each generation restarts. Generators may
+    differ until a forward draws from them.
     """
 
     def __init__(self, axis: TensorAxis, random: OwnRandomNumbers | None):
         self._axis, self._random = axis, random
         self._forwards = Calls()
-        self._differing: list[torch.Tensor] = []  # generators before this forward, if they differ
+        # generator states of this rank before the current forward, if those of the ranks differ
+        self._differing: list[torch.Tensor] = []
 
     def watch(self, model: nn.Module) -> None:
         model.register_forward_pre_hook(Attached(self._before), with_kwargs=True)
         model.register_forward_hook(Attached(self._after))
 
     def begin_generation(self) -> None:
-        """Let the ranks of the group draw the tokens of one generation alike: all go on with the
-        generators of the first (collective), and their next forwards are compared.
+        """Set the generators of all ranks of the group to those of its first rank (collective), so
+        that they draw the same tokens in one generation; their next forwards are compared.
         """
         self._forwards.restart()
         device = process_group.default_device()
@@ -75,8 +76,8 @@ class Agreement:
         return f"{self._axis.dim.ranks[0]}-{self._axis.dim.ranks[-1]}"
 
     def compare(self, args: Any, kwargs: Any) -> None:
-        """Raise RankMismatchError on all ranks of the group where their batches differ, and note
-        where their generators do (collective).
+        """Raise RankMismatchError on all ranks of the group if their batches differ; if their
+        generators differ, remember the states (collective).
         """
         device = process_group.default_device()
         states = _generators(device)
@@ -96,7 +97,7 @@ class Agreement:
 
 
 def _generators(device: torch.device) -> list[torch.Tensor]:
-    """The states of the generators that a forward on ``device`` may draw from."""
+    """Return the states of the generators that a forward on ``device`` may draw from."""
     states = [torch.get_rng_state()]
     if not kinds.is_host(device):
         states.append(kinds.module_of(device).get_rng_state(device))
@@ -104,8 +105,8 @@ def _generators(device: torch.device) -> list[torch.Tensor]:
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    """Those that a forward was given: what is kept in objects, such as caches of keys and values,
-    may be parts.
+    """Return the tensors in the inputs of a forward. Those inside objects, such as key-value
+    caches, are left out: they may be parts.
     """
     leaves = tree_flatten(values, is_leaf=lambda each: type(each) not in (tuple, list, dict))[0]
     return [each for each in leaves if isinstance(each, torch.Tensor)]

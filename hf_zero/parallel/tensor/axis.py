@@ -1,15 +1,16 @@
-"""The tensor-parallel ranks of this one, and what activations do at the borders of sharded layers.
+"""The tensor-parallel ranks of this rank, and the collectives on activations at the borders of
+sharded layers.
 
-Megatron's f and g (arXiv 1909.08053, section 3), and the two that end in whole tensors:
+Megatron's f and g (arXiv 1909.08053, section 3), and the two that result in whole tensors:
 
     function   forward             backward
-    copy_to    as it is            sum over the ranks
-    sum_over   sum over the ranks  as it is
+    copy_to    identity            sum over the ranks
+    sum_over   sum over the ranks  identity
     gather     parts joined        own part
     split      own part            parts joined
-    own_part   own part            zeros beside it: a part of a sum, which nobody takes here
+    own_part   own part            own part, zeros elsewhere: a partial sum, not reduced here
 
-Each is right where the gradient of a replicated tensor is the same on all ranks.
+Each is correct if the gradient of a replicated tensor is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from hf_zero.distributed.collective_handle import Handle
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.parallel.tensor.weight_gradients import WeightGradients
 
-STRETCH = 64 << 20  # bytes of whole tensors that are gathered at once
+STRETCH = 64 << 20  # bytes of joined tensors per all-gather
 
 _axes: weakref.WeakValueDictionary[int, TensorAxis] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
 class TensorAxis:
-    """The ranks along the axis "tensor" as sharded layers see them: one of all layers of a model,
-    and of its copies.
+    """The ranks along the axis "tensor" as seen by sharded layers; one instance is shared by all
+    layers of a model and of its copies.
     """
 
-    is_rehearsed = False  # its graphs are read, and never run
+    is_rehearsed = False  # True: graphs are only analysed, never run
 
     def __init__(self, dim: MeshDim):
         self.dim = dim
         self.rank, self.size = dim.rank, dim.size
-        # by which compiled code finds it
+        # compiled code passes this number to operators and finds the axis by it
         self.number = next(_numbers)
         _axes[self.number] = self
 
@@ -48,19 +49,21 @@ class TensorAxis:
         return self
 
     def sum(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """The sum of ``x`` over the ranks, a new tensor; ``name``: whose, in the ledger."""
+        """Return the sum of ``x`` over the ranks, a new tensor; ``name``: its ledger name."""
         total, under_way = self.launch_sum(x, name)
         under_way.wait()
         return total
 
     def launch_sum(self, x: torch.Tensor, name: str) -> tuple[torch.Tensor, Handle]:
-        """As :meth:`sum`, once the handle is waited for."""
+        """Launch :meth:`sum`; return the result, valid after waiting for the handle, and the
+        handle.
+        """
         total = x.detach().clone(memory_format=torch.contiguous_format)
         return total, self.dim.all_reduce(total, name)
 
     def join(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """[..., n] of each rank to [..., size * n], in stretches of at most :data:`STRETCH` bytes:
-        what arrives by rank takes no more memory than that beside the result.
+        """Join [..., n] of each rank to [..., size * n], in chunks of at most :data:`STRETCH`
+        bytes, so that the all-gather buffer takes no more memory than that beside the result.
         """
         rows = x.detach().reshape(-1, x.shape[-1])
         joined = rows.new_empty(len(rows), self.size, x.shape[-1])
@@ -72,13 +75,13 @@ class TensorAxis:
         return joined.view(*x.shape[:-1], self.size * x.shape[-1])
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of [..., size * n]: [..., n]."""
+        """Return this rank's part of [..., size * n]: [..., n]."""
         width = x.shape[-1] // self.size
         return x.narrow(-1, self.rank * width, width)
 
 
-# Compiled code calls the collectives as operators, which nothing looks into. No CUDA graph records
-# them: events of a capture cannot be asked, and a replay would leave out what the host does.
+# Compiled code calls the collectives as opaque operators. CUDA graphs exclude them: events recorded
+# in a capture cannot be queried, and a replay would skip the work on the host.
 UNSAFE = torch.Tag.cudagraph_unsafe
 
 
@@ -203,8 +206,8 @@ class _OwnPart(torch.autograd.Function):
 def copy_to(
     x: torch.Tensor, axis: TensorAxis, name: str, beside: WeightGradients | None = None
 ) -> torch.Tensor:
-    """``x``, which all ranks have alike, for layers of which each rank has a part; ``beside``: the
-    gradients of their weights that are computed while the sum is under way.
+    """Return ``x``, equal on all ranks, as input of layers of which each rank has a part.
+    ``beside``: the gradients of their weights, computed while the backward's sum is in flight.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
@@ -215,17 +218,17 @@ def copy_to(
 
 
 def copy_last_to(x: torch.Tensor, axis: TensorAxis, name: str, width: int) -> torch.Tensor:
-    """``x``, whose last ``width`` elements are for layers of which each rank has a part."""
+    """Return ``x``, whose last ``width`` elements are read by layers cut over the ranks."""
     return _CopyLast.apply(x, axis.number, name, width)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def sum_over(x: torch.Tensor, axis: TensorAxis, name: str) -> torch.Tensor:
-    """What the ranks have in sum, from what each has computed with its part."""
+    """Return the sum over the ranks of ``x``, which each has computed with its part."""
     return _SumOver.apply(x, axis.number, name)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def gather(x: torch.Tensor, axis: TensorAxis, name: str) -> torch.Tensor:
-    """[..., n] of each rank to [..., size * n] on all of them."""
+    """Join [..., n] of each rank to [..., size * n] on all of them."""
     width = x.shape[-1]
     return _Gather.apply(  # type: ignore[no-any-return,no-untyped-call]
         x, axis.number, name, axis.rank * width, width
@@ -233,7 +236,7 @@ def gather(x: torch.Tensor, axis: TensorAxis, name: str) -> torch.Tensor:
 
 
 def split(x: torch.Tensor, axis: TensorAxis, name: str) -> torch.Tensor:
-    """[..., size * n], which all ranks have alike, to this rank's [..., n]."""
+    """Return this rank's [..., n] of ``x`` [..., size * n], which is equal on all ranks."""
     width = x.shape[-1] // axis.size
     return _Split.apply(  # type: ignore[no-any-return,no-untyped-call]
         x, axis.number, name, axis.rank * width, width
@@ -241,7 +244,7 @@ def split(x: torch.Tensor, axis: TensorAxis, name: str) -> torch.Tensor:
 
 
 def own_part(x: torch.Tensor, name: str, start: int, width: int) -> torch.Tensor:
-    """[..., n], which all ranks have alike, to the ``width`` elements from ``start`` that this rank
-    goes on with. What is behind ``x`` gets a part of its gradient.
+    """Return the ``width`` elements from ``start`` of ``x`` [..., n], which is equal on all ranks.
+    The gradient of ``x`` is this rank's term of a sum.
     """
     return _OwnPart.apply(x, name, start, width)  # type: ignore[no-any-return,no-untyped-call]

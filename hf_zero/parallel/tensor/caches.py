@@ -1,5 +1,5 @@
-"""Keys and values that enter a model from outside, as those of prefix tuning do: they are of all
-heads, and a rank goes on with those of its own.
+"""Key-value caches given to a model from outside, as by prefix tuning: they hold all heads, and
+each rank keeps those of its own.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _NAME = "past_key_values"
 
 
 class EnteringCaches:
-    """Cuts the caches that a model is given and has not filled itself."""
+    """Cut the caches that a model is given and has not filled itself."""
 
     def __init__(self, axis: TensorAxis):
         self._axis = axis
-        self._own: weakref.WeakSet[Any] = weakref.WeakSet()  # of this rank's heads
+        self._own: weakref.WeakSet[Any] = weakref.WeakSet()  # caches that hold this rank's heads
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EnteringCaches:
         memo[id(self)] = made = EnteringCaches(memo.get(id(self._axis), self._axis))
@@ -57,7 +57,7 @@ class EnteringCaches:
         whole = _heads_of(model)
         latent = bool(getattr(model.config.get_text_config(), "kv_lora_rank", None))
         if heads != whole and not latent and heads == max(1, whole // size):
-            return  # a copy of this rank's
+            return  # a copy of a cache that holds this rank's heads
         if latent or not kinds or heads != whole or (whole % size and size % whole):
             raise ConfigError(
                 f"layer {place} of {_NAME} has {heads} heads, and {TENSOR_SIZE} = {size} cannot "
@@ -68,7 +68,7 @@ class EnteringCaches:
         layer.keys, layer.values = (self._own_heads(each, place) for each in (keys, values))
 
     def _own_heads(self, x: torch.Tensor, place: int) -> torch.Tensor:
-        """[B, H, S, D] of all heads to those of this rank; the gradient of ``x`` is whole."""
+        """Return this rank's heads of ``x`` [B, H, S, D]; the gradient of ``x`` is whole."""
         axis, name, heads = self._axis, f"{_NAME}.{place}", x.shape[1]
         if heads % axis.size == 0:
             return split(x.movedim(1, -1), axis, name).movedim(-1, 1)
@@ -76,14 +76,14 @@ class EnteringCaches:
 
 
 def _parts(given: Any) -> list[Any]:
-    """What of ``given`` holds layers: it, or both caches of an encoder and decoder."""
+    """Return the caches in ``given`` that hold layers: it, or both of an encoder-decoder cache."""
     names = ("self_attention_cache", "cross_attention_cache")
     parts = (given, *(getattr(given, name, None) for name in names))
     return [each for each in parts if isinstance(getattr(each, "layers", None), list)]
 
 
 def _check(given: Any) -> None:
-    """Raise ConfigError for what is no cache of transformers."""
+    """Raise ConfigError for an object that is not a cache of transformers."""
     if given and not _parts(given):
         raise ConfigError(
             f"{_NAME} is a {type(given).__name__}, of which tensor-parallel ranks cannot take "
@@ -92,7 +92,7 @@ def _check(given: Any) -> None:
 
 
 def _projections(model: nn.Module, place: int) -> list[type[nn.Module]]:
-    """The classes of the layers in the attention number ``place``."""
+    """Return the classes of the layers in the attention number ``place``."""
     return [
         type(child)
         for module in model.modules()

@@ -1,4 +1,4 @@
-"""What a configuration says of tensor parallelism, and what a model that is cut says of it."""
+"""Tensor parallelism from the configuration, and from a model that is cut already."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hf_zero.parallel.tensor.model import model_record, tensor_parallel
 
 
 def as_configured(model: nn.Module, config: ZeroConfig) -> ZeroConfig:
-    """Cut ``model`` as ``config`` says, where it is not cut yet; the configuration with the size
-    that it is cut into (collective). Adapters that came since are cut with their layers.
+    """Cut ``model`` as ``config`` says, unless it is cut already; return the configuration with the
+    size in effect (collective). Adapters added since are cut with their layers.
 
-    Raises ConfigError where both say another size.
+    Raises ConfigError if the two give different sizes.
     """
     record, size = model_record(model), config.tensor_parallel.size
     if record is not None and size == 1:
@@ -37,7 +37,7 @@ def as_configured(model: nn.Module, config: ZeroConfig) -> ZeroConfig:
 
 
 def _check_alone(config: ZeroConfig) -> None:
-    """Raise ConfigError where a rank does not compute what one process would, with its batch."""
+    """Raise ConfigError if a rank would not compute, on its batch, the same as one process."""
     others = {AUTOEP_SIZE: config.expert_parallel.size, SEQUENCE: config.sequence_parallel_size}
     for key, size in others.items():
         if size > 1:
@@ -48,8 +48,8 @@ def _check_alone(config: ZeroConfig) -> None:
 
 
 def readers() -> tuple[int, int]:
-    """How many ranks read batches of their own as far as tensor and pipeline parallelism go, and
-    which of them this rank reads as.
+    """Return the number of ranks that read different batches, as far as tensor and pipeline
+    parallelism determine it, and the index of this rank among them.
     """
     ranks, rank, groups = process_group.get_world_size(), process_group.get_rank(), get_parallel()
     if groups is not None:
@@ -60,8 +60,8 @@ def readers() -> tuple[int, int]:
 
 
 def ranks_of_a_stage() -> int:
-    """The ranks that batch sizes are computed for: all, but of a pipeline those of one stage that
-    read batches of their own.
+    """Return the number of ranks that batch sizes are computed for: all ranks of the job; in a
+    pipeline, the ranks of one stage that read different batches.
     """
     groups = get_parallel()
     stages = 1 if groups is None else groups.dims.pipeline

@@ -1,5 +1,5 @@
-"""How a model is cut: the part of each parameter that a tensor-parallel rank keeps, and its layers
-made to run as parts.
+"""Cut a model: keep a tensor-parallel rank's part of each parameter, and make the layers run as
+parts.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from hf_zero.zero.layout.sharding import Sharding, set_sharding, sharding_of
 
 @dataclass
 class TensorParallel:
-    """What a model was cut into: an attribute of it."""
+    """Record of a model's tensor parallelism, stored as an attribute of the model."""
 
     axis: TensorAxis
     random: OwnRandomNumbers | None
     plan: Mapping[str, str | None] | None
     rotary_width: int  # of multi-head latent attention
-    inputs: dict[str, SharedInputs] = field(default_factory=dict)  # by the module they are of
+    inputs: dict[str, SharedInputs] = field(default_factory=dict)  # by path of their module
     counted: set[str] = field(default_factory=set)  # modules whose numbers of heads are divided
     is_verified: bool = False  # its first forward and backward are compared with the whole model's
     agreement: Agreement = field(init=False)
@@ -54,8 +54,8 @@ def cut_layers(
     counts: bool,
     keep: Callable[[nn.Parameter, Sharding], None],
 ) -> None:
-    """Have the layers ``found``, among ``modules``, run as parts. ``keep`` keeps the part of a
-    parameter. ``counts``: attributes that count heads are divided.
+    """Make the layers ``found``, among ``modules``, run as parts. ``keep`` reduces a parameter to
+    its part. ``counts``: divide the attributes that count heads.
     """
     new = [target for target in found if not is_sharded(target.module)]
     for parameter, sharding in cuts.items():
@@ -77,7 +77,7 @@ def cut_layers(
 def cuts_for(
     modules: Mapping[str, nn.Module], found: list[Target], rank: int, size: int
 ) -> dict[nn.Parameter, Sharding]:
-    """How the parameters of ``found`` that are still whole are to be spread."""
+    """Return the sharding of each parameter of ``found`` that is still whole."""
     cuts: dict[nn.Parameter, _Cut] = {}
     named: set[tuple[nn.Module, str]] = set()
     for target in found:
@@ -110,9 +110,9 @@ def _is_cut(parameter: nn.Parameter) -> bool:
 
 
 def _stacked(target: Target, name: str, parameter: nn.Parameter) -> LayerStyle:
-    """The style of a parameter of ``target``. One that holds matrices of experts whose outputs are
-    twice the inputs of those after them holds two side by side, gates and what they gate, whatever
-    the plan says; but for classes that say they interleave them.
+    """Return the style of a parameter of ``target``. A stack of expert matrices with twice as many
+    outputs as the next matrices have inputs holds two matrices side by side, gates and the gated,
+    whatever the plan says, except in classes that declare them interleaved.
     """
     style = target.style_of(name)
     if style != COLWISE or parameter.dim() != 3:
@@ -128,7 +128,7 @@ def _stacked(target: Target, name: str, parameter: nn.Parameter) -> LayerStyle:
 
 @dataclass(frozen=True)
 class _Cut:
-    """What the plan does to a parameter, by one of its names."""
+    """The plan's treatment of a parameter, under one of its names."""
 
     name: str
     dim: int | None
@@ -146,7 +146,7 @@ class _Cut:
 
 
 def _run(target: Target, record: TensorParallel, modules: Mapping[str, nn.Module]) -> None:
-    """Have the layer of ``target`` run as its part."""
+    """Make the layer of ``target`` run as its part."""
     module: Any = target.module
     kind, axis = target.style.runs, record.axis
     if kind is None:
@@ -157,7 +157,7 @@ def _run(target: Target, record: TensorParallel, modules: Mapping[str, nn.Module
         part.inputs = record.inputs.setdefault(own, SharedInputs(own or target.name))
         part.member = part.inputs.join(module)
         if is_conv1d(module) and target.style.cuts:
-            module.nf //= axis.size  # to which its forward shapes outputs
+            module.nf //= axis.size  # output width in the forward of Conv1D
     if kind is layers.KeyValueHeads:
         heads, part.width = target.heads
         part.start = axis.rank * heads // axis.size * part.width
@@ -178,9 +178,9 @@ def _run(target: Target, record: TensorParallel, modules: Mapping[str, nn.Module
 def _spread(
     name: str, parameter: torch.Tensor, dim: int, packed: int, rank: int, size: int
 ) -> Sharding:
-    """How ``parameter`` is spread once ``rank`` has its part. Raises ConfigError where
-    the dimension does not divide, and for a quantised parameter, whose elements do not stand in
-    its layer's places.
+    """Return the sharding of ``parameter`` with the part of ``rank``. Raises ConfigError if the
+    dimension does not divide, and for a quantised parameter, whose elements are not laid out like
+    those of its layer.
     """
     shape = tuple(parameter.shape)
     if not parameter.is_floating_point():

@@ -1,13 +1,12 @@
-"""Random numbers where activations are parts: each tensor-parallel rank draws its own there, and
-the same as the others everywhere else.
+"""Random numbers of tensor-parallel ranks: different on each rank for activations that are parts,
+and the same on all ranks elsewhere.
 
 [Note: one generator]
-Tensor-parallel ranks hold their generators in one state (``agreement.py`` looks after that). Where
-activations become parts, a number is drawn from it: the same on all ranks, and the generator goes
-on from there once they are whole again. With it and the rank's number a seed is made, that the
-device's generator has in between. So nothing has to be saved or restored beside torch's own states:
-a checkpointed forward that runs again draws the same numbers, and so does a training that goes on
-with the states of a checkpoint.
+Tensor-parallel ranks hold their generators in one state (checked by ``agreement.py``). Where
+activations become parts, one number is drawn, equal on all ranks; the generator continues from
+there once activations are whole again. This number and the rank give the seed of the generators in
+between. So nothing has to be saved or restored beside torch's own states: a recomputed forward
+draws the same numbers, and so does a training resumed with the states of a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ import torch
 from hf_zero.device import kinds
 from hf_zero.parallel.tensor.axis import TensorAxis
 
-_STEP = 0x9E3779B97F4A7C15  # of one rank's seed to the next
+_STEP = 0x9E3779B97F4A7C15  # separates the seeds of ranks
 _SEEDS = 2**63 - 1
 
 
 class OwnRandomNumbers:
-    """The states of torch's generators in a model whose activations are parts here and there."""
+    """Switch torch's generators between shared and own states, for activations that are parts."""
 
     def __init__(self, axis: TensorAxis, device: torch.device):
         self._axis, self._device = axis, device
-        self._where: str | None = None  # the layers after which it is now
-        self._states: list[torch.Tensor] = []  # to go back to
+        self._where: str | None = None  # parent of the layers whose outputs are parts now
+        self._states: list[torch.Tensor] = []  # shared states to restore
         self._recomputes = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnRandomNumbers:
@@ -38,10 +37,12 @@ class OwnRandomNumbers:
 
     @torch.compiler.disable
     def begin(self, where: str) -> None:
-        """Activations are parts from now on; ``where``: after which layers."""
+        """Switch to own states: activations are parts from now on, after the layers in
+        ``where``.
+        """
         if self._where == where:
             return
-        # one that was begun and not ended was broken off: its states are those of another time
+        # a begin without its end was interrupted: the states it kept are outdated
         self._where = where
         seed = int(torch.randint(_SEEDS, ()))
         self._states = self._kept()
@@ -53,12 +54,12 @@ class OwnRandomNumbers:
 
     @torch.compiler.disable
     def end(self) -> None:
-        """They are whole again."""
+        """Restore the shared states: activations are whole again."""
         if self._where is not None:
             self._restore()
 
     def reset(self) -> None:
-        """A forward of the whole model begins: the one before may have raised in between."""
+        """Reset when a forward of the whole model begins: the previous one may have raised."""
         if self._where is not None and not self._recomputes:
             self._restore()
         self._where, self._states = None, []

@@ -1,5 +1,5 @@
-"""A model that transformers has split (``DistributedConfig(tp_size=...)``, ``tp_plan="auto"``):
-its parameters become plain local ones, and its layers run their own forwards again.
+"""Models that transformers has split (``DistributedConfig(tp_size=...)``, ``tp_plan="auto"``): make
+their parameters plain local tensors, and restore the layers' own forwards.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from hf_zero.zero.layout.sharding import Sharding, set_sharding
 
 
 def unwrap(model: nn.Module, rank: int, size: int) -> None:
-    """Make the DTensors of ``model`` plain parameters, each with the box it holds.
+    """Replace the DTensors of ``model`` by plain parameters, each with the box it holds.
 
-    New parameters are made: an optimizer over the old ones is not served. Raises PartitionError
-    where they are not spread over ``size`` ranks as tensor parallelism does.
+    The parameters are new objects: an optimizer over the old ones does not see them. Raises
+    PartitionError unless they are spread over ``size`` ranks as in tensor parallelism.
     """
     made: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():

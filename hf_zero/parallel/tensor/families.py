@@ -1,5 +1,5 @@
-"""Plans for families of models that transformers has none for: Megatron's placement (arXiv
-1909.08053, section 3), by how names of modules end. ``*`` is a number.
+"""Tensor-parallel plans for model families without one in transformers: Megatron's placement (arXiv
+1909.08053, section 3), by the ends of module names. ``*`` is a number.
 """
 
 from __future__ import annotations
@@ -77,5 +77,5 @@ FAMILIES = {
     "vit": _VIT,
 }
 
-# Attributes of modules that a plan's layers lie in, which count whole heads: each is divided.
+# Attributes of the parents of planned layers that count heads or their width: each is divided.
 COUNTS = ("split_size", "n_heads", "inner_dim")

@@ -1,9 +1,9 @@
-"""Layers of which each tensor-parallel rank has a part: what their forwards do beside their own
-code.
+"""Layers of which each tensor-parallel rank has a part: the collectives around their own
+forwards.
 
-A layer keeps its class and gets one of these before it (``put_on``): its parameters, their names
-and ``isinstance`` stay as they were, and what computes with its weights itself sees that it is no
-plain layer any more.
+A layer keeps its class and gets one of these mixins before it (``put_on``): its parameters, their
+names and ``isinstance`` are unchanged, and code that computes with its weights directly can see
+that it is not a plain layer any more.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ ATTRIBUTE = "_hf_zero_tensor_part"
 
 @dataclass
 class Part:
-    """What a sharded layer knows of itself.
+    """State of a sharded layer.
 
-    ``name`` is its place in the model. ``inputs`` are those it shares with its neighbours, where it
-    is number ``member``. ``random`` draws where activations are parts, which those after layers
-    of ``between`` are; None: nothing draws. ``start`` and ``width``: which part it is, for
-    those that ask.
+    ``name``: its path in the model. ``inputs``: those shared with its neighbours, among which it
+    has the number ``member``. ``random`` draws for activations that are parts, those after layers
+    of the module ``between``; None: nothing draws. ``start`` and ``width``: range of the part, for
+    the layers that need it.
     """
 
     axis: TensorAxis
@@ -58,14 +58,14 @@ class Part:
 
 
 class Sharded(HoldsParts):
-    """A layer under tensor parallelism."""
+    """Base of layers under tensor parallelism."""
 
     @property
     def _part(self) -> Part:
         return self.__dict__[ATTRIBUTE]  # type: ignore[no-any-return]
 
     def _copied(self, args: Any, kwargs: Any) -> Any:
-        """Whole inputs that parts are computed with, such as the weights of a routing."""
+        """Apply ``copy_to`` to whole inputs that parts are computed with, as routing weights."""
         part = self._part
         return tree_map_only(
             torch.Tensor, lambda x: copy_to(x, part.axis, f"inputs of {part.name}"), (args, kwargs)
@@ -83,11 +83,11 @@ class Sharded(HoldsParts):
 
 
 class ReadsWhole(Sharded):
-    """A linear layer whose input is whole, and whose neighbours may read it, too."""
+    """A linear layer with a whole input, which its neighbours may share."""
 
     @property
     def separable_weight(self) -> nn.Parameter | None:
-        """Its weight, if the gradient may be computed apart from the layer's backward."""
+        """The weight, if its gradient may be computed apart from the layer's backward."""
         return separable_weight(self, type(self).__bases__[1])
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ class ReadsWhole(Sharded):
 
 
 class Colwise(ReadsWhole):
-    """Parts of the outputs of a linear layer; the input is whole."""
+    """A linear layer with a whole input and parts of the outputs."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         y = super().forward(x, *args, **kwargs)
@@ -109,7 +109,7 @@ class Colwise(ReadsWhole):
 
 
 class ColwiseGathered(ReadsWhole):
-    """The same, with whole outputs."""
+    """A linear layer with a whole input and parts of the outputs, which are gathered."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         y = super().forward(x, *args, **kwargs)
@@ -117,8 +117,8 @@ class ColwiseGathered(ReadsWhole):
 
 
 class KeyValueHeads(ReadsWhole):
-    """Keys or values of heads that are fewer than ranks: the layer is whole, and a rank goes on
-    with the head of its queries. Its gradient is a part of a sum over the ranks.
+    """Key or value projection with fewer heads than ranks: the layer is whole, and a rank keeps the
+    head that its queries read. Its gradient is a term of a sum over the ranks.
     """
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -129,8 +129,8 @@ class KeyValueHeads(ReadsWhole):
 
 
 class JoinedWhenRead(Sharded):
-    """A linear layer of which each rank has parts of the outputs, and whose weight and bias are
-    whole for whoever reads them, its own forward among them.
+    """A linear layer with parts of the outputs on each rank, whose attributes ``weight`` and
+    ``bias`` return whole tensors to every reader, including its own forward.
     """
 
     @property
@@ -153,7 +153,7 @@ class JoinedWhenRead(Sharded):
 
 
 class Rowwise(Sharded):
-    """Parts of the inputs of a linear layer; outputs are whole. The bias, which is whole, is added
+    """A linear layer with parts of the inputs and whole outputs. The bias, which is whole, is added
     once.
     """
 
@@ -172,7 +172,7 @@ class Rowwise(Sharded):
 
 
 class RowwiseSplit(Rowwise):
-    """The same where the input is whole."""
+    """A row-wise layer with a whole input, which it splits."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         x = split(x, self._part.axis, self._part.name)
@@ -180,7 +180,7 @@ class RowwiseSplit(Rowwise):
 
 
 class EmbeddingRowwise(Sharded):
-    """Part of the vocabulary: rows of others are zero in the sum."""
+    """An embedding with a part of the vocabulary: tokens of other parts add zeros to the sum."""
 
     def forward(self, ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         part = self._part
@@ -191,7 +191,7 @@ class EmbeddingRowwise(Sharded):
 
 
 class EmbeddingColwise(Sharded):
-    """Part of each vector."""
+    """An embedding with a part of each vector."""
 
     def forward(self, ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         y = super().forward(ids, *args, **kwargs)  # type: ignore[misc]
@@ -199,7 +199,9 @@ class EmbeddingColwise(Sharded):
 
 
 class ExpertParts(Sharded):
-    """Part of each expert of a mixture: tokens and their routing weights are whole, outputs too."""
+    """A mixture of experts with a part of each expert; tokens, routing weights and outputs are
+    whole.
+    """
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         part = self._part
@@ -210,15 +212,15 @@ class ExpertParts(Sharded):
 
 
 class Scaled(Sharded):
-    """Added to what the ranks sum up, and whole: each adds its fraction."""
+    """A whole module inside a sum over the ranks: each rank adds its fraction of the output."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return super().forward(x / self._part.axis.size, *args, **kwargs)  # type: ignore[misc]
 
 
 class Summed(Sharded):
-    """A module whose outputs are parts of a sum. Its inputs are whole: parameters of its own that
-    are cut read them; layers in it that are cut look after their inputs themselves.
+    """A module whose outputs are terms of a sum. Its inputs are whole: cut parameters of its own
+    read them through ``copy_to``; cut layers inside it handle their inputs themselves.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -229,8 +231,8 @@ class Summed(Sharded):
 
 
 class LatentKeyValue(Sharded):
-    """The compressed keys and values of multi-head latent attention: its last ``width`` outputs,
-    the rotary ones, go to this rank's heads past the next layer.
+    """The compressed keys and values of multi-head latent attention: the last ``width`` outputs,
+    the rotary ones, bypass the next layer and are read by this rank's heads.
     """
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -240,7 +242,7 @@ class LatentKeyValue(Sharded):
 
 
 class PartDropout(Sharded):
-    """Dropout of parts, outside of where they are known to be ones."""
+    """Dropout of parts, outside the layers between which activations are known as parts."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self._begin_parts()
@@ -250,8 +252,8 @@ class PartDropout(Sharded):
 
 
 class AdapterOfPart(Sharded):
-    """PEFT's LoRA around an embedding that is cut, which is whole itself: a merge adds the rows of
-    the part. (Those of linear layers are cut with them, and merge as they are.)
+    """PEFT's LoRA around an embedding that is cut; the adapter is whole, and a merge adds the rows
+    of the part. (Adapters of linear layers are cut with them, and merge unchanged.)
     """
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
@@ -269,7 +271,7 @@ def _with(kind: type[Sharded], layer: type[nn.Module]) -> type[nn.Module]:
 
 
 def put_on(module: nn.Module, kind: type[Sharded], part: Part) -> None:
-    """Have ``module`` run as its ``part``."""
+    """Make ``module`` run as its ``part``."""
     module.__class__ = _with(kind, type(module))
     module.__dict__[ATTRIBUTE] = part
 
@@ -279,6 +281,6 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def take_off(module: nn.Module) -> tuple[type[Sharded], Part]:
-    """Undo :func:`put_on`: what to call it with again."""
+    """Undo :func:`put_on`; return the arguments to call it with again."""
     kind, module.__class__ = type(module).__bases__
     return kind, module.__dict__.pop(ATTRIBUTE)

@@ -1,4 +1,4 @@
-"""One sum in the backward for layers that read the same input: queries, keys and values; gate and
+"""Layers that read the same input share one sum in the backward: queries, keys and values; gate and
 up.
 """
 
@@ -20,11 +20,11 @@ def _unknown() -> None:
 
 
 class SharedInputs:
-    """What the sharded layers of one module read: each input is copied to them once, so that its
-    gradient is summed over the ranks once, beside the gradients of their weights.
+    """Inputs shared by the sharded layers of one module: each is copied to them once, so that its
+    gradient is summed over the ranks once, overlapped with the gradients of their weights.
 
-    A copy is kept until each layer has run, or one of them runs again (another forward: an
-    exception, or a recomputation that stops early, has broken the one before).
+    A copy is kept until every layer has run, or one of them runs again (a new forward: an
+    exception, or a recomputation that stops early, has interrupted the previous one).
     """
 
     def __init__(self, name: str):
@@ -67,7 +67,7 @@ class SharedInputs:
         return made
 
     def _beside(self, x: torch.Tensor, member: int, axis: TensorAxis) -> WeightGradients | None:
-        """The gradients of layer ``member`` and of those that may read ``x`` after it."""
+        """Return the weight gradients of layer ``member`` and of later readers of ``x``."""
         if axis.is_rehearsed or torch.compiler.is_compiling() or not x.is_contiguous():
             return None
         weights = {}

@@ -1,5 +1,6 @@
-"""The styles of tensor-parallel plans: which dimension of a parameter a style cuts, and how the
-layer runs then. Names are transformers', so that its models' plans are read as they are.
+"""Styles of tensor-parallel plans: the dimension of a parameter that a style cuts, and the mixin
+that runs the layer. Names are those of transformers, so that its models' plans can be read
+unchanged.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from hf_zero.parallel.tensor.weight_gradients import is_conv1d
 
 @dataclass(frozen=True)
 class LayerStyle:
-    """``runs``: what the layer gets before its class; None: nothing. ``cuts``: "outputs",
-    "inputs", "rows" or "columns" (of an embedding), or nothing. ``packed``: so many matrices lie
-    side by side along the dimension that is cut. ``partial``: the gradient of the whole parameters
-    is a part of a sum. ``takes``: layers that it can run.
+    """``runs``: mixin before the layer's class; None: none. ``cuts``: "outputs", "inputs", "rows"
+    or "columns" (of an embedding), or "". ``packed``: number of matrices side by side along the
+    dimension that is cut. ``partial``: the gradient of the whole parameters is a term of a sum.
+    ``takes``: kind of layers that the style supports.
     """
 
     runs: type[Sharded] | None = None
@@ -30,7 +31,7 @@ class LayerStyle:
 
 
 def packed(style: LayerStyle, matrices: int) -> LayerStyle:
-    """``style`` for a layer that holds ``matrices`` side by side."""
+    """Return ``style`` for a layer that holds ``matrices`` side by side."""
     return LayerStyle(style.runs, style.cuts, matrices, style.partial, style.takes)
 
 
@@ -68,7 +69,7 @@ STYLES = {
 
 
 def style_of(name: str, where: str) -> LayerStyle:
-    """The style ``name`` of ``where`` in a plan. Raises NotBuiltError for one that is not here."""
+    """Return the style ``name`` of ``where`` in a plan. Raises NotBuiltError if unknown."""
     if name not in STYLES:
         raise NotBuiltError(
             f"the tensor-parallel plan gives {where} the style {name!r}, which is not built; give "
@@ -79,8 +80,8 @@ def style_of(name: str, where: str) -> LayerStyle:
 
 
 def takes(style: LayerStyle, module: nn.Module) -> bool:
-    """Whether ``module`` is a layer that ``style`` can run; its own subclasses too, whose forward
-    may scale or norm what comes in or out but is linear in its weight.
+    """Whether ``style`` supports ``module``; also its subclasses, whose forward may scale or
+    normalise inputs or outputs but is linear in its weight.
     """
     if style.takes == "any" or style.runs is None:
         return True
@@ -93,7 +94,7 @@ def takes(style: LayerStyle, module: nn.Module) -> bool:
 
 
 def dimension(style: LayerStyle, module: nn.Module, name: str, dims: int) -> int | None:
-    """Along which of its ``dims`` the parameter ``name`` of ``module`` is cut; None: it is not."""
+    """Return the dimension, of ``dims``, along which a style cuts a parameter; None: whole."""
     if not style.cuts:
         return None
     if style.cuts in ("rows", "columns"):

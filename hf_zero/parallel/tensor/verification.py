@@ -1,9 +1,9 @@
-"""``tensor_parallel.verify``: the first forward and backward of a model that is cut, compared with
-those of the whole model on each rank.
+"""``tensor_parallel.verify``: compare the first forward and backward of a cut model with those of
+the whole model on each rank.
 
-Before the cut a copy without values is made. In the first forward in training it gets the whole
+A copy without values is made before the cut. In the first forward in training it receives the whole
 values and reads the same inputs; the gradients that the backward brings to the outputs of the model
-go through it, too. So no loss has to be computed twice, whatever scales it.
+are propagated through it, too. So no loss is computed twice, whatever scales it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.layout.sharding import sharding_of
 from hf_zero.zero.layout.tree import map_tensors, tensors_in
 
-# A gradient that lacks a sum is off by half or more; rounding in another order by less than these.
+# A gradient that lacks a sum is off by half or more; another rounding order by less than these.
 _TOLERANCES = {torch.float32: 5e-3, torch.float64: 5e-3}
 _OF_16_BITS = 0.25
-_FLOOR = 1e-3  # of what a gradient's share in the whole norm is: what is zero in theory
+_FLOOR = 1e-3  # times a gradient's share in the whole norm: for gradients that are zero in theory
 _NAMED = 5
 
 
 class Verification:
-    """Compares a forward and backward of a model with those of ``whole``, a copy from before."""
+    """Compare a forward and backward with those of ``whole``, a copy from before the cut."""
 
     def __init__(self, whole: nn.Module, axis: TensorAxis):
         self.whole, self._axis = whole, axis
@@ -108,7 +108,7 @@ class Verification:
         places = iter(range(len(outputs)))
 
         def passed_on(x: torch.Tensor) -> torch.Tensor:
-            """``x`` for what reads the outputs: a loss beside logits is not one of these."""
+            """Hook a view of ``x`` for readers of the output; a loss beside logits reads ``x``."""
             if not x.requires_grad:
                 return x
             view = x.view_as(x)

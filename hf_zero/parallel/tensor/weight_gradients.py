@@ -1,16 +1,16 @@
-"""Gradients of column-wise weights that are computed while the gradient of the input, which these
-weights share, is summed over the ranks.
+"""Gradients of column-wise weights, computed while the gradient of their shared input is summed
+over the ranks.
 
 [Note: beside the sum]
-A linear layer's backward makes both gradients at once, and the sum would follow when the last of
-the layers that share an input has made them: nothing is left to compute beside it. So the layers
-multiply with their weights as constants, and the node of the shared input (``copy_to``), which
-autograd runs behind them, has the weights as inputs: it launches the sum, computes their gradients
-from what has arrived at each layer's output, and waits.
+A linear layer's backward makes both gradients at once, and the sum would follow after the last of
+the layers that share an input: no computation is left to overlap with it. So the layers multiply
+with their weights as constants, and the autograd node of the shared input (``copy_to``), which runs
+after them, has the weights as inputs: it launches the sum, computes the weights' gradients from the
+gradients that arrived at each layer's output, and waits.
 
-A node that holds a weight keeps its gradient back until it runs. So it holds those of one ZeRO unit
-alone, whose reduction waits for all of them anyway. Compiled code orders its backward itself and
-gets none of this.
+A node that holds a weight delays its gradient until it runs. So it holds weights of only one ZeRO
+unit, whose reduction waits for all of them anyway. Compiled code orders its backward itself and
+does not use this.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_zero.zero.layout.parameter import owner_of
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether ``module`` is transformers' Conv1D, a linear layer whose weight is [inputs,
+    """Whether ``module`` is transformers' Conv1D, a linear layer with a weight of [inputs,
     outputs].
     """
     return any(map(_is_conv1d, type(module).__mro__))
@@ -38,15 +38,15 @@ def _is_conv1d(kind: type) -> bool:
 
 
 def separable_weight(module: nn.Module, kind: type[nn.Module]) -> nn.Parameter | None:
-    """The weight of ``module`` where the forward of its class ``kind`` is a plain product with it;
-    None: it is not.
+    """Return the weight of ``module`` if the forward of its class ``kind`` is a plain product with
+    it, else None.
     """
     plain = kind.forward is nn.Linear.forward or _is_conv1d(kind)
     return module._parameters.get("weight") if plain else None
 
 
 class WeightGradients:
-    """The gradients of ``weights``, by number of their layer, which read one input."""
+    """The gradients of ``weights``, by the number of their layer; these layers read one input."""
 
     def __init__(self, weights: Mapping[int, nn.Parameter]):
         self._places = {number: place for place, number in enumerate(weights)}
@@ -60,8 +60,8 @@ class WeightGradients:
         return place is not None and module._parameters.get("weight") is self.weights[place]
 
     def product(self, number: int, module: Any, x: torch.Tensor) -> torch.Tensor:
-        """The output of ``module``, layer ``number``, for ``x``, without the gradient of its
-        weight.
+        """Return the output of ``module``, layer ``number``, for ``x``, without recording the
+        gradient of its weight.
         """
         place, bias = self._places[number], module.bias
         weight = self.weights[place].detach()
@@ -81,7 +81,7 @@ class WeightGradients:
             self._arrived[place] = gradients[0]
 
     def compute(self, x: torch.Tensor) -> list[torch.Tensor | None]:
-        """The gradients, for what has arrived at the outputs of ``x``; None: nothing has."""
+        """Return the gradients, from input ``x`` and the gradients that arrived; None: none did."""
         found: list[torch.Tensor | None] = []
         for place, weight in enumerate(self.weights):
             arrived = self._arrived.pop(place, None)
@@ -98,8 +98,8 @@ class WeightGradients:
 def of_one_unit(
     first: nn.Parameter, others: Mapping[int, nn.Parameter | None]
 ) -> WeightGradients | None:
-    """The gradients of those of ``others`` that train and are of the unit of ``first``; None:
-    there is none.
+    """Return the gradients of those of ``others`` that train and belong to the unit of ``first``;
+    None if there is none.
     """
     unit = _unit(first)
     weights = {
