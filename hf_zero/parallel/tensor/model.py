@@ -51,23 +51,23 @@ def tensor_parallel(
     plan: Mapping[str, str | None] | None = None,
     verify: bool = False,
 ) -> nn.Module:
-    """Let each of ``size`` neighbouring ranks keep its part of the matrices of ``model``, in place
-    (collective over all ranks).
+    """Cut ``model`` in place so that each of ``size`` neighbouring ranks keeps its part of the
+    matrices (collective over all ranks).
 
-    The ranks of such a group must read the same batches; data is parallel over the groups. Values
-    that are here are rank 0's; those of a model that is loaded in shards are read by each rank in
-    its own part. Adapters (LoRA) are cut with their layers, before or after: called again, this
-    takes what was added since.
+    The ranks of a group must read the same batches; data is parallel over the groups. Loaded values
+    are taken from rank 0; of a model that is loaded in shards each rank reads its own part.
+    Adapters (LoRA) are cut with their layers, whether added before or after: a second call cuts
+    those added since.
 
     Args:
         model: a model of transformers with a tensor-parallel plan of its own, or of a family
             that hf-zero has one for; also inside PEFT's adapters, also one that transformers has
             split already (``DistributedConfig(tp_size=...)``).
         size: ranks of a group; it divides the number of ranks, heads and widths.
-        plan: changes to the model's plan: styles by names of modules, ``*`` for each number, or
-            None for those that stay whole.
+        plan: changes to the model's plan: styles by module names, ``*`` for each number; None
+            leaves a module whole.
         verify: compare the first forward and backward in training with those of the whole model,
-            which each rank holds for that long; VerificationError where they differ.
+            which each rank holds until then; VerificationError if they differ.
 
     Returns:
         ``model``.
@@ -99,7 +99,7 @@ def tensor_parallel(
     if size == 1:
         return model
     init.init_distributed()
-    make_pending(model)  # what is read later is cut unread
+    make_pending(model)  # values still in files are cut without being read
     path, inner = planned_model(model)
     dims = _dims(size)
     rank = dims.coordinate(process_group.get_rank(), "tensor")
@@ -113,9 +113,9 @@ def tensor_parallel(
     cuts = _placed(inner, plan, cuts_for(modules, found, rank, size), rank, size)
     if verify:
         _check_verifiable(model, record)
-    # All is known to be right: what is refused leaves the job as it was.
+    # All checks have passed: a refused call leaves the job unchanged.
     whole = copied(inner) if verify and record is None else None
-    groups = init_parallel(dims)  # for a model that was cut before another one, too
+    groups = init_parallel(dims)  # also if cut already: another model may have reset the groups
     if record is None:
         axis = TensorAxis(groups.along("tensor"))
         draws = _draws(model)
@@ -133,7 +133,7 @@ def tensor_parallel(
 
 
 def _check_verifiable(model: nn.Module, record: TensorParallel | None) -> None:
-    """Raise ConfigError for a model that cannot be compared with what it was."""
+    """Raise ConfigError for a model that cannot be compared with its uncut copy."""
     if record is not None and not record.is_verified:
         raise ConfigError(
             f"{VERIFY} compares a model with what it was before it was cut, and this one is cut "
@@ -147,12 +147,12 @@ def _check_verifiable(model: nn.Module, record: TensorParallel | None) -> None:
 
 
 def model_record(model: nn.Module) -> TensorParallel | None:
-    """What :func:`tensor_parallel` has made of ``model``; None: nothing."""
+    """Return the record that :func:`tensor_parallel` has put on ``model``, or None."""
     return planned_model(model)[1].__dict__.get(RECORD)
 
 
 def _dims(size: int) -> ParallelDims:
-    """The axes of the job with tensor-parallel groups of ``size``."""
+    """Return the mesh dimensions of the job with tensor-parallel groups of ``size``."""
     world, held = process_group.get_world_size(), get_parallel()
     if held is None:
         return ParallelDims.over(world, tensor=size)
@@ -168,16 +168,16 @@ def _dims(size: int) -> ParallelDims:
 
 
 def _multiplies_itself(model: nn.Module) -> bool:
-    """Whether TRL has replaced the forward of ``model`` by one that multiplies with the weight of
-    the head itself, where it would take a part of the vocabulary for all of it.
+    """Whether TRL has replaced the forward of ``model`` by one that multiplies with the head's
+    weight directly; it would mistake a part of the vocabulary for all of it.
     """
     code = getattr(getattr(model.__dict__.get("forward"), "__func__", None), "__code__", None)
     return code is not None and "fused_lm_head" in code.co_varnames
 
 
 def _without_the_head(model: Any, found: list[Target]) -> list[Target]:
-    """The head, and embeddings that share its weight, stay whole; a head that was cut before, as
-    that of a model loaded in shards, joins its parts where it is read.
+    """Return ``found`` without the head and embeddings that share its weight: they stay whole. A
+    head that was cut before, as in a model loaded in shards, is made to join its parts when read.
     """
     head = model.get_output_embeddings()
     weight = head._parameters["weight"]
@@ -207,8 +207,8 @@ def _draws(model: nn.Module) -> bool:
 
 
 def cuts_of(model: nn.Module, size: int) -> dict[nn.Parameter, Sharding]:
-    """How the parameters of ``model``, which stays as it is, would be spread over ``size``
-    tensor-parallel ranks, of which this is the first; of those that all have alike, nothing.
+    """Return the sharding of the parameters of ``model``, left unchanged, over ``size``
+    tensor-parallel ranks, for the first rank; fully replicated parameters are left out.
 
     Raises as :func:`tensor_parallel`.
     """
@@ -221,7 +221,7 @@ def cuts_of(model: nn.Module, size: int) -> dict[nn.Parameter, Sharding]:
 
 
 def _planned(path: str, inner: nn.Module, plan: Mapping[str, str | None] | None) -> list[Target]:
-    """The layers of ``inner``, which lies at ``path``, that are to be cut."""
+    """Return the layers to cut in ``inner``, whose path is ``path``."""
     found = targets(path, inner, plan_of(inner, plan), is_of_family(inner))
     return _without_the_head(inner, found) if _multiplies_itself(inner) else found
 
@@ -233,7 +233,7 @@ def _placed(
     rank: int,
     size: int,
 ) -> dict[nn.Parameter, Sharding]:
-    """``cuts``, and which parameters that stay whole see parts of activations."""
+    """Return ``cuts``, extended by the whole parameters whose gradient is a term of a sum."""
     partial = _rehearse(inner, plan, rank, size)
     for parameter, is_partial in partial.items():
         held = cuts.get(parameter, sharding_of(parameter))
@@ -245,10 +245,10 @@ def _placed(
 def _rehearse(
     inner: nn.Module, plan: Mapping[str, str | None] | None, rank: int, size: int
 ) -> dict[nn.Parameter, bool]:
-    """Whether the gradient of each parameter of ``inner`` that stays whole is a part of a sum, by
-    what a cut copy without memory does.
+    """Return whether the gradient of each whole parameter of ``inner`` is a term of a sum, found by
+    running a cut copy without memory.
 
-    Raises ConfigError where that is not so in one way, and for those that cannot be seen.
+    Raises ConfigError for parameters with both kinds of use, and for those that the run misses.
     """
     axis, held = RehearsedAxis(rank, size), model_record(inner)
     placed: dict[nn.Parameter, bool] = {}
@@ -260,7 +260,7 @@ def _rehearse(
         cuts = cuts_for(modules, found, rank, size)
         cut_layers(modules, found, cuts, record, is_of_family(twin), shrink)
         outputs, ran = run(twin)
-    except Exception as error:  # of a model that looks at numbers, or is not transformers'
+    except Exception as error:  # the model reads values, or is not one of transformers
         said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
         if held is None:
             _check_whole(inner, axis, said)
@@ -277,10 +277,10 @@ def _rehearse(
 
 
 def _check_whole(inner: nn.Module, axis: RehearsedAxis, said: str) -> None:
-    """Raise ConfigError for a model that runs whole where its cut copy failed with ``said``."""
+    """Raise ConfigError if ``inner`` runs whole although its cut copy failed with ``said``."""
     try:
         run(without_memory(inner, None, axis)[0])
-    except Exception:  # neither runs: nothing is known of the plan
+    except Exception:  # the whole copy fails too: the failure says nothing about the plan
         return
     raise ConfigError(
         f"{type(inner).__name__} runs whole, and cut by its tensor-parallel plan it does not "

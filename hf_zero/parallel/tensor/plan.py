@@ -1,6 +1,4 @@
-"""What a model's tensor-parallel plan says of its layers: the plan itself, and the layers and
-parameters it names.
-"""
+"""Tensor-parallel plan of a model: the styles, and the layers and parameters that they name."""
 
 from __future__ import annotations
 
@@ -25,12 +23,12 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 @dataclass
 class Target:
-    """A layer that a plan names: ``style`` is how it runs, and what is cut of its own parameters
-    but for those in ``own``.
+    """A layer named by a plan. ``style``: how it runs, and the cut of its own parameters except
+    those in ``own``.
 
-    ``place`` is the name that the plan means: that of the layer, or of the adapter around it.
-    ``adapts``: it is what the adapter adds. ``heads``: where keys or values have fewer heads than
-    there are ranks, their number and width.
+    ``place``: the name in the plan: that of the layer, or of the adapter around it. ``adapts``: the
+    layer belongs to the adapter. ``heads``: number and width of key or value heads, if they are
+    fewer than the ranks.
     """
 
     name: str
@@ -43,17 +41,17 @@ class Target:
 
     @property
     def parent(self) -> str:
-        """The module that :attr:`place` is in."""
+        """The path of the module that contains :attr:`place`."""
         return self.place.rpartition(".")[0]
 
     def style_of(self, parameter: str) -> LayerStyle:
         return self.own.get(parameter, self.style)
 
     def keep_heads(self, attention: nn.Module | None, size: int) -> None:
-        """Cut between heads of ``attention``, which this lies in; leave keys and values whole
-        where their heads are fewer than the ``size`` ranks.
+        """Let the cut fall between heads of ``attention``, the parent module; leave keys and values
+        whole if their heads are fewer than the ``size`` ranks.
 
-        Raises ConfigError where heads do not divide.
+        Raises ConfigError if heads do not divide.
         """
         if self.style.runs is not layers.Colwise:
             return
@@ -81,20 +79,22 @@ class Target:
 
 
 def planned_model(model: nn.Module) -> tuple[str, nn.Module]:
-    """The model of transformers inside ``model`` (adapters and wrappers of it), and its path."""
+    """Return the path and the model of transformers inside ``model`` and its wrappers or
+    adapters.
+    """
     for name, module in model.named_modules():
-        # wrappers give what the model inside has
+        # getattr would find the inner model's config through wrappers
         if hasattr(module.__dict__.get("config"), "model_type"):
             return name, module
     return "", model
 
 
 def plan_of(model: nn.Module, given: Mapping[str, str | None] | None) -> dict[str, str]:
-    """Styles by names of modules and parameters, ``*`` for each number: the model's own plan, or
-    that of its family, changed by ``given``, where None takes a name out.
+    """Return styles by names of modules and parameters, ``*`` for each number: the model's own
+    plan, or that of its family, changed by ``given``, in which None removes a name.
 
-    Raises ConfigError where there is none, and for a name in ``given`` that nothing in the model
-    has.
+    Raises ConfigError if there is no plan, and for a name in ``given`` that the model does not
+    have.
     """
     _check_names(model, given or {})
     own = dict(getattr(model, "tp_plan", None) or {}) or dict(FAMILIES.get(_type_of(model), {}))
@@ -137,11 +137,11 @@ def is_of_family(model: nn.Module) -> bool:
 
 
 def targets(path: str, model: nn.Module, plan: Mapping[str, str], suffixes: bool) -> list[Target]:
-    """The layers of ``model``, which lies at ``path``, that ``plan`` names; with ``suffixes`` by
-    how their names end.
+    """Return the layers of ``model``, whose path is ``path``, that ``plan`` names; ``suffixes``:
+    match the ends of names.
 
-    Raises ConfigError for a name of the plan that a layer has which its style does not run, and
-    NotBuiltError for a style that is not here.
+    Raises ConfigError for a named layer that its style cannot run, and NotBuiltError for an unknown
+    style.
     """
     found: dict[nn.Module, Target] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -175,8 +175,8 @@ def _look(plan: Mapping[str, str], name: str, suffixes: bool) -> str | None:
 def _layers(
     name: str, module: nn.Module, style: LayerStyle
 ) -> Iterator[tuple[str, nn.Module, LayerStyle, bool]]:
-    """The layers that do what the plan means by ``module``: itself, or those of adapters around
-    it, and whether they are what an adapter adds.
+    """Yield the layers that the plan means by ``module``: itself, or those of adapters around it;
+    the last item is whether the layer belongs to an adapter.
     """
     base = getattr(module, "base_layer", None)
     if isinstance(base, nn.Module):
@@ -200,7 +200,7 @@ def _layers(
 
 
 def _own_parts(module: nn.Module) -> set[str]:
-    """The attributes of ``module`` that its parameters are in."""
+    """Return the attributes of ``module`` that contain its parameters."""
     return {name.split(".")[0] for name, _ in module.named_parameters()}
 
 
@@ -218,8 +218,9 @@ _LOW_RANK = ("lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embed
 def _adapted(
     name: str, module: nn.Module, base: nn.Module, style: LayerStyle
 ) -> Iterator[tuple[str, nn.Module, LayerStyle, bool]]:
-    """LoRA around a layer (arXiv 2106.09685): of A and B, in whose product the layer's own
-    dimensions are outermost, the one that has the dimension that is cut.
+    """Yield the layers of LoRA around a layer (arXiv 2106.09685): the base layer, and of A and B
+    the one that has the dimension that is cut; the outer dimensions of their product are the
+    layer's own.
     """
     yield from _layers(f"{name}.base_layer", base, style)
     held: dict[str, Any] = {each: getattr(module, each, {}) for each in _LOW_RANK}
@@ -227,7 +228,7 @@ def _adapted(
         module, "lora_magnitude_vector", {}
     )
     others = _own_parts(module) - {*_LOW_RANK, "base_layer"}
-    weight = getattr(base, "weight", None)  # experts have others, which LoRA may be added to
+    weight = getattr(base, "weight", None)  # None: experts, whose other parameters LoRA may adapt
     if others or not plain or weight is None:
         raise _unbuilt_adapter(name, module)
     cut = sharding_of(weight).box if isinstance(weight, nn.Parameter) else None

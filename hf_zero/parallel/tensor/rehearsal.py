@@ -1,17 +1,17 @@
-"""Placements, derived: which parameters that stay whole see parts of activations, so that the
-gradient of a rank is a part of a sum.
+"""Derive placements: find the whole parameters that are computed with parts of activations, so that
+each rank's gradient is a term of a sum.
 
 A copy of the model without memory is cut like the model and runs once, on the meta device, with its
-collectives left out. The graph that autograd records says the rest:
+collectives left out. The rest follows from the graph recorded by autograd:
 
-    the output of an operation    is a part where one of its inputs is: a cut parameter, or what
-                                  ``split`` and ``own_part`` give; ``sum_over`` and ``gather`` give
+    the output of an operation    is a part if one of its inputs is: a cut parameter, or the output
+                                  of ``split`` or ``own_part``; ``sum_over`` and ``gather`` return
                                   whole tensors
-    the gradient of a whole       is a part of a sum where an operation that makes a part reads it,
-    tensor                        and complete where whole operations do; ``copy_to`` sums it
+    the gradient of a whole       is a term of a sum if an operation that makes a part reads it, and
+    tensor                        complete if whole operations do; ``copy_to`` sums it
 
-A whole parameter whose gradient is complete in one place and a part of a sum in another is used
-where no sum makes it right.
+No sum makes the gradient of a whole parameter right that is complete in one place and a term of a
+sum in another.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hf_zero.zero.layout.sharding import Sharding, set_sharding, sharding_of
 from hf_zero.zero.layout.tree import tensors_in
 
 META = torch.device("meta")
-TOKENS = 8  # of the sequence that runs
+TOKENS = 8  # length of the sequence that runs
 SUMMED = "replicated_with_grad_allreduce"
 _COMPLETE, _PARTIAL = "complete", "partial"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -50,7 +50,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 class RehearsedAxis(TensorAxis):
-    """Rank ``rank`` of ``size``, with collectives that make shapes alone."""
+    """Rank ``rank`` of ``size``, with collectives that only produce shapes."""
 
     is_rehearsed = True
 
@@ -67,8 +67,8 @@ class RehearsedAxis(TensorAxis):
 def without_memory(
     model: nn.Module, held: TensorAxis | None, axis: RehearsedAxis
 ) -> tuple[Any, dict[nn.Parameter, nn.Parameter]]:
-    """A copy of ``model`` on the meta device, in fp32, with ``axis`` in the place of ``held``, and
-    the parameter of ``model`` for each of its own.
+    """Return a copy of ``model`` on the meta device, in fp32, with ``axis`` in place of ``held``,
+    and a map from its parameters to those of ``model``.
     """
     memo: dict[int, Any] = {} if held is None else {id(held): axis}
     for buffer in model.buffers():
@@ -79,8 +79,8 @@ def without_memory(
 
 
 def copied(model: nn.Module, memo: dict[int, Any] | None = None, in_fp32: bool = False) -> Any:
-    """A copy of ``model`` whose parameters have no memory, without hooks and without forwards that
-    were put on its modules.
+    """Return a copy of ``model`` whose parameters have no memory, without hooks and without
+    forwards set on its modules.
     """
     memo = {} if memo is None else memo
     for parameter in model.parameters():
@@ -93,7 +93,7 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None, in_fp32: bool =
         for name in _HOOKS:
             memo[id(module.__dict__[name])] = OrderedDict()
     made = copy.deepcopy(model, memo)
-    for module in made.modules():  # one that was put on an object may hold that object
+    for module in made.modules():  # a forward set on a module may be bound to the original module
         module.__dict__.pop("forward", None)
     return made
 
@@ -103,15 +103,15 @@ def _dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def shrink(parameter: nn.Parameter, sharding: Sharding) -> None:
-    """Keep the shape of the part in the box of ``sharding``."""
+    """Keep only the shape of the part in the box of ``sharding``."""
     assert sharding.box is not None
     parameter.data = parameter.data.new_empty(sharding.box.shape)
     set_sharding(parameter, sharding)
 
 
 class _Answers(TorchDispatchMode):
-    """What code is told that looks at numbers, of which there are none: zero, and that each element
-    of a mask is set; products of groups of rows, whose sizes are numbers.
+    """Answers to operations that meta tensors do not support: zero for reads of values, all
+    elements for ``nonzero``, the output shape for grouped products, whose group sizes are values.
     """
 
     def __torch_dispatch__(
@@ -121,14 +121,14 @@ class _Answers(TorchDispatchMode):
             return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
         if func is torch.ops.aten.nonzero.default:
             return torch.empty(args[0].numel(), args[0].dim(), dtype=torch.int64, device=META)
-        if func is torch.ops.aten._grouped_mm.default:  # on meta in bf16 alone
+        if func is torch.ops.aten._grouped_mm.default:  # supported on meta in bf16 only
             return args[0].new_empty(*args[0].shape[:-1], args[1].shape[-1])
         return func(*args, **(kwargs or {}))
 
 
 def run(twin: Any) -> tuple[list[torch.Tensor], set[str]]:
-    """What ``twin``, a copy without memory, returns for a sequence of zeros, and the modules that
-    ran.
+    """Run ``twin``, a copy without memory, on a sequence of zeros; return its differentiable
+    outputs and the names of the modules that ran.
     """
     ran: set[str] = set()
     for name, module in twin.named_modules():
@@ -152,8 +152,8 @@ def _note(ran: set[str], name: str, *_: Any) -> None:
 
 
 def _leave_out_experts(module: Any) -> None:
-    """Experts that other ranks hold would be sent tokens: something made of the tokens, the
-    weights of their routing and the parameters takes their place.
+    """Replace experts spread over ranks, to which tokens would be sent, by a function of the
+    tokens, their routing weights and the parameters.
     """
     if not any("expert" in sharding_of(each).axes for each in module.parameters(recurse=False)):
         return
@@ -170,9 +170,9 @@ class _AbsentExperts(nn.Module):
 
 
 def gradients(outputs: Iterable[torch.Tensor]) -> dict[nn.Parameter, set[str]]:
-    """By whole parameter that ``outputs`` are made of, whether its gradient is complete, a part of
-    a sum, or both, in several places. Raises ConfigError for a layer that is given parts where its
-    style takes whole tensors, and the other way round.
+    """Return for each whole parameter in the graph of ``outputs`` whether its gradient is complete,
+    a term of a sum, or both, in several places. Raises ConfigError for a layer that receives parts
+    although its style takes whole tensors, and vice versa.
     """
     order = _from_leaves(each.grad_fn for each in outputs)
     parts: dict[Any, bool] = {}
@@ -229,7 +229,7 @@ def _makes_parts(node: Any, reads_parts: bool) -> bool:
 
 
 def _from_leaves(roots: Iterable[Any]) -> list[Any]:
-    """The nodes of a graph, each behind those that it reads."""
+    """Return the nodes of a graph in topological order, each after the nodes that it reads."""
     order: list[Any] = []
     seen: set[Any] = set()
     waiting = [(root, False) for root in roots]
@@ -247,8 +247,8 @@ def _from_leaves(roots: Iterable[Any]) -> list[Any]:
 def placements(
     model: nn.Module, found: Mapping[nn.Parameter, set[str]]
 ) -> dict[nn.Parameter, bool]:
-    """Whether the gradient of a whole parameter of ``model`` is a part of a sum, by what
-    :func:`gradients` has ``found``. Raises ConfigError for one that is so in one place alone.
+    """Return for each whole parameter of ``model`` whether its gradient is a term of a sum, from
+    ``found`` of :func:`gradients`. Raises ConfigError for one with both kinds of use.
     """
     mixed = [
         name
@@ -277,8 +277,9 @@ def check_unplaced(
     ran: Container[str],
     reason: str,
 ) -> None:
-    """Raise ConfigError for a whole parameter that trains, lies beside layers that are cut into
-    parts, and is neither named by the plan (``found``) nor ``placed`` nor of a module that ``ran``.
+    """Raise ConfigError for a whole, trainable parameter beside layers that are cut into parts, if
+    the plan does not name it (``found``), it is not in ``placed``, and its module is not in
+    ``ran``.
     """
     targets = list(found)
     known = {*placed, *(p for each in targets for p in each.module.parameters(recurse=False))}
