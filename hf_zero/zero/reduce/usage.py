@@ -175,8 +175,8 @@ class IdleParameters:
         self._of_window: Mapping[FlatBuffer, int] | None = None
 
     def reach(self, idle: Mapping[FlatBuffer, int]) -> None:
-        """Record that the backward under way has reached a forward that left out the parameters
-        ``idle``.
+        """Record that the backward under way has reached a forward without the
+        parameters ``idle``.
         """
         self._of_backward = _both(self._of_backward, idle)
 
@@ -185,9 +185,7 @@ class IdleParameters:
         self._of_backward = None
 
     def settle(self) -> None:
-        """Set the idle parameters of the flat buffers once the gradients of the
-        window are reduced.
-        """
+        """Set the flat buffers' idle parameters, once the gradients of the window are reduced."""
         for flat, bits in (self._of_window or {}).items():
             flat.gradient.set_idle(bits)
 

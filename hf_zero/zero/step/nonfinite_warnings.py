@@ -1,12 +1,10 @@
-"""Warnings about a training that goes wrong without an error: gradients that are not finite,
-backwards without a step.
+"""Warnings about silent training failures: non-finite gradients, and backwards without a step.
 
 [Note: read one step late]
-Whether a norm is finite is known on the device, and the host does not wait for it. Rank 0 copies
-the norm and its loss to host memory behind the step, with an event, and looks at them in a later
-step, if the event is over by then. One copy is under way at a time: until it has been read no other
-is made, so that a host which runs far ahead of its device names a step that may come after the
-first bad one.
+Only the device knows whether a norm is finite, and the host does not wait for it. Rank 0 copies the
+norm and its loss to host memory after the step, with an event, and reads them in a later step, once
+the event is over. Only one copy is under way at a time: a host that runs far ahead of its device
+may name a step after the first bad one.
 """
 
 from __future__ import annotations
@@ -20,12 +18,12 @@ import torch
 from hf_zero.device import kinds, pinned, streams
 from hf_zero.logging import logger
 
-# backwards: a step of one micro-batch may well add up the gradients of several losses
+# number of backwards: a step of one micro-batch may well add up the gradients of several losses
 FORGOTTEN = 8
 
 
 class SanityChecks:
-    """Of one engine; only rank 0 looks and warns, each warning once."""
+    """The checks of one engine; only rank 0 checks and warns, each warning once."""
 
     def __init__(
         self, device: torch.device, window: Callable[[], int], precision: str, rank: int
@@ -41,8 +39,8 @@ class SanityChecks:
         self._values: ctypes.Array[ctypes.c_double] | None = None  # the same memory
 
     def on_backward(self, ends_window: bool) -> None:
-        """A backward begins; ``ends_window`` is False where the script has said that more of its
-        window follow.
+        """Count a backward; ``ends_window`` is False if the script has said that more backwards of
+        its window follow.
         """
         self._backwards += ends_window
         steps = self._window()
@@ -57,13 +55,13 @@ class SanityChecks:
             )
 
     def on_loss(self, loss: torch.Tensor) -> None:
-        """The loss that this rank's backward is given."""
+        """Record the loss of this rank's backward."""
         if self._warns:
             self._loss = loss.detach()
 
     def on_step(self, counts_only: bool = False) -> None:
-        """``step()`` or ``zero_grad()`` was called; ``counts_only``: it counts a micro-batch of a
-        window that goes on.
+        """Handle a call of ``step()`` or ``zero_grad()``; ``counts_only``: it only counts a
+        micro-batch of an open window.
         """
         backwards, self._backwards = self._backwards, 0
         steps = self._window()
@@ -79,7 +77,7 @@ class SanityChecks:
             )
 
     def on_norm(self, norm: torch.Tensor, step: int) -> None:
-        """The gradient norm of ``step``, 0-dim on the device. Never waits for it."""
+        """Check the gradient norm of ``step``, 0-dim on the device, without waiting for it."""
         loss, self._loss = self._loss, None
         if not self._warns or "finite" in self._warned:
             return

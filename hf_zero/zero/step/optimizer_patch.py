@@ -1,6 +1,4 @@
-"""The user's optimizer object under an engine: its steps become the engine's, its groups stay
-live.
-"""
+"""The user's optimizer under an engine: its steps are the engine's, its groups stay live."""
 
 from __future__ import annotations
 
@@ -17,16 +15,16 @@ from hf_zero.optim.convert import give_back
 from hf_zero.zero.layout.parameter import name_of, owner_of
 
 TAKEN = ("step", "add_param_group", "zero_grad", "state_dict", "load_state_dict")
-# an attribute by which GradScaler.step hands itself to the step of an optimizer, as grad_scaler
+# with this attribute GradScaler.step passes itself to an optimizer's step, as grad_scaler
 _SUPPORTS_AMP = "_step_supports_amp_scaling"
 
 
 class SegmentStates(defaultdict[Any, dict[str, Any]]):
-    """``optimizer.state``, by segment. Asked for a parameter of the model it raises, where a plain
-    one would make an empty entry.
+    """``optimizer.state``, by segment. Raises PartitionError for a parameter of the model, for
+    which a plain one would create an empty entry.
 
-    ``wait`` returns when no update of what is offloaded is under way; ``restart`` makes all state
-    what it was before the first step, or raises.
+    ``wait`` waits for the update of offloaded state; ``restart`` resets all state to that before
+    the first step, or raises.
     """
 
     wait: Callable[[], None] | None = None
@@ -101,7 +99,7 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
 
 
 def refuse_unknown_params(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
-    """Raise PartitionError if ``optimizer`` holds parameters whose ids are not in ``known``, the
+    """Raise PartitionError if ``optimizer`` holds parameters with ids outside ``known``, the
     model's.
     """
     unknown_params = [
@@ -120,15 +118,15 @@ def refuse_unknown_params(optimizer: torch.optim.Optimizer, known: set[int]) -> 
 
 
 def patch_optimizer(optimizer: Any, owner: Any) -> None:
-    """Make ``step`` and ``zero_grad`` of ``optimizer`` those of the engine ``owner``, which it does
-    not keep alive.
+    """Replace ``step`` and ``zero_grad`` of ``optimizer`` by those of the engine ``owner``, to
+    which only a weak reference is kept.
 
-    Its state dict is that of this rank's segments, wherever their state is kept.
+    Its state dict holds this rank's segments, in any tier.
     """
     engine = weakref.ref(owner)
 
     def step(closure: Any = None, grad_scaler: Any = None) -> None:
-        optimizer._opt_called = True  # what torch's schedulers look for
+        optimizer._opt_called = True  # torch's schedulers check this
         if grad_scaler is not None:
             raise PartitionError(
                 "torch.amp.GradScaler cannot step under ZeRO: it looks for gradients on "
@@ -148,7 +146,7 @@ def patch_optimizer(optimizer: Any, owner: Any) -> None:
 
     def zero_grad(set_to_none: bool = True) -> None:
         alive = engine()
-        # scripts with accumulation call it after every micro-batch, as they do step
+        # scripts with accumulation call it after every micro-batch, like step
         if alive is not None and not alive.window_is_open:
             alive.zero_grad()
 
@@ -191,7 +189,7 @@ def patch_optimizer(optimizer: Any, owner: Any) -> None:
         optimizer.state.wait, optimizer.state.restart = wait, restart
 
     watch_state()
-    # a scheduler would otherwise wrap it as a method
+    # keeps schedulers from wrapping it as a method
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step, optimizer.zero_grad, optimizer.add_param_group = (
         step,
@@ -207,9 +205,10 @@ def patch_optimizer(optimizer: Any, owner: Any) -> None:
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Sequence[Sequence[torch.Tensor]]
 ) -> None:
-    """Undo :func:`patch_optimizer`; the groups have their ``parameters`` again, for another engine.
+    """Undo :func:`patch_optimizer` and restore the ``parameters`` of the groups, for another
+    engine.
 
-    What the optimizer has learnt went with the engine, and the memory its segments were in.
+    The optimizer's state, and the memory of its segments, were freed with the engine.
     """
     given = getattr(optimizer.step, "supports_amp", None)
     for name in (*TAKEN, _SUPPORTS_AMP):

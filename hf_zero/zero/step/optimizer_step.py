@@ -1,5 +1,5 @@
-"""From reduced gradients to new parameters: the norm, clipping, the update of what is on the
-device and of what is offloaded.
+"""The optimizer step: gradient norm, clipping, and the updates on the device and of offloaded
+state.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hf_zero.zero.step.update import Updater
 class OptimizerStep:
     """Updates the parameters of ``model`` from their reduced gradients with ``optimizer``.
 
-    ``bound`` is None without one; ``updater`` has units where their state is offloaded.
+    ``bound`` is None without one; ``updater`` has the units with offloaded state.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class OptimizerStep:
     ):
         mesh, placement = model.mesh, model.placement
         self.bound: Any = None if optimizer is None else model.bind(optimizer, config)
-        # where gradients leave a GPU
+        # copies gradients from a GPU to the host
         self.gradient_offload: GradientOffload | NoGradientOffload = NoGradientOffload()
         offloads = placement.offloads_optimizer and self.bound is not None
         if offloads and not kinds.is_host(mesh.device):
@@ -61,10 +61,10 @@ class OptimizerStep:
         if offloads:
             model.schedule.on_use = self.updater.used
         self.usage = Usage(model.trainable, mesh, mesh.device)
-        # to which the gradient is clipped; 0.0: not
+        # the norm to which gradients are clipped; 0.0: no clipping
         self.max_norm = float(config.gradient_clipping or 0.0)
-        self.lr_scale = 1.0  # what an update multiplies the learning rates of the groups by
-        # where the momentum travels in one bit
+        self.lr_scale = 1.0  # factor of an update on the learning rates of the groups
+        # if the momentum is sent in one bit
         self.one_bit = (
             None
             if model.one_bit is None
@@ -79,14 +79,15 @@ class OptimizerStep:
         )
         self.norm: torch.Tensor | None = None  # of the last step, 0-dim on the device
         self.applied = False  # whether the last step has changed the weights
-        # the engine itself reads and writes the optimizer's state now: no update is waited for
+        # the engine itself reads and writes the optimizer's state now, without waiting for an
+        # update
         self.updates_state = False
         self.errors = GradientErrors(model.trainable, config.zeropp_loco_param.every, scaler.scale)
         self._model = model
         self._scaler = scaler
         self._sanity = sanity
         self._kernels = config.kernels
-        # whether gradients that are not finite forbid a step, also where they carry no loss scale
+        # whether non-finite gradients prevent a step even without a loss scale
         self.refuses_infinite = config.precision == "bf16" and config.bf16.check_grad_overflow
 
     @contextmanager
@@ -98,10 +99,10 @@ class OptimizerStep:
             self.updates_state = False
 
     def failed_writes(self) -> str:
-        """Which writes of offloaded state have failed in the last update, on any rank; "" if none
-        (collective where something is in files).
+        """Return the writes of offloaded state that failed in the last update, on any rank; "" if
+        none (collective if something is in files).
 
-        That update is complete all the same: what could not be written stays in memory
+        That update is complete even so: what could not be written stays in memory
         (storage/buffer_pool.py, the note).
         """
         model = self._model
@@ -115,8 +116,8 @@ class OptimizerStep:
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
 
     def refuse_failed_writes(self) -> None:
-        """Raise OffloadError, on all ranks, if writes of the last update have failed on any: no
-        other update begins (collective).
+        """Raise OffloadError on all ranks if writes of the last update have failed on any: no
+        further update begins (collective).
         """
         failed = self.failed_writes()
         if failed:
@@ -129,7 +130,7 @@ class OptimizerStep:
     def update_early(self, unit: Unit, steps: int) -> None:
         """Begin the update of ``unit`` within the backward, after ``steps`` steps.
 
-        Its gradients are complete, and nothing can forbid the step any more.
+        Its gradients must be complete, and nothing may prevent the step any more.
         """
         if unit.offloaded:
             unit.take_user_writes()
@@ -138,8 +139,8 @@ class OptimizerStep:
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
-        """The norm of the reduced gradient, before clipping, loss scale removed; 0.0 without one
-        (collective).
+        """Return the norm of the reduced gradient, before clipping, without the loss scale; 0.0
+        without a gradient (collective).
         """
         if not any(flat.gradient.ready for flat in self._model.trainable):
             return 0.0
@@ -149,8 +150,8 @@ class OptimizerStep:
         return float(total.sqrt()) / self._scaler.scale
 
     def _squares(self, alone: bool = False) -> torch.Tensor:
-        """This rank's part of the square of the gradient norm: fp64, 0-dim. ``alone``: the square
-        as far as it knows it.
+        """Return this rank's part of the square of the gradient norm: fp64, 0-dim. ``alone``: the
+        whole square, as far as this rank knows it.
         """
         by_weight: defaultdict[float, list[GradientBuffer]] = defaultdict(list, {1.0: []})
         for flat in self._model.trainable:
@@ -163,9 +164,9 @@ class OptimizerStep:
         return squares if self.one_bit is None else squares + self.one_bit.squares(alone)
 
     def update(self, steps: int, may_overflow: bool) -> bool:
-        """One optimizer step from the reduced gradients, after ``steps`` others (collective); True
-        where gradients that are not finite forbade it: those that carry a loss scale, or all by
-        configuration.
+        """Run one optimizer step on the reduced gradients, after ``steps`` others (collective).
+        Return True if it was skipped because of non-finite gradients: ones that carry a loss scale,
+        or any if so configured.
         """
         assert self.bound is not None
         model = self._model
@@ -175,7 +176,7 @@ class OptimizerStep:
         else:
             one_bit.measure()
             with model.schedule.shards.writing(), self._updating_state():
-                self.take_user_writes()  # which is_stale finds in the masters
+                self.take_user_writes()  # is_stale reads them in the master weights
             if one_bit.is_local and not (may_overflow or self.refuses_infinite):
                 total = self._squares(alone=True)  # nothing is sent
             else:
@@ -196,7 +197,7 @@ class OptimizerStep:
             model.schedule.shards.writing(),
             self._updating_state(),
             scaled_rates(self.bound.groups, self.lr_scale),
-        ):  # in fp32 the masters are the shards
+        ):  # in fp32 the master weights are the shards
             self.take_user_writes()
             if one_bit is not None:
                 one_bit.rest()
@@ -208,7 +209,7 @@ class OptimizerStep:
                     1.0 if divisor is None else float(divisor), steps
                 )
                 self.updater.start(update)
-        resting = set(done)  # flats whose shards on the device are not written here
+        resting = set(done)  # flat buffers whose shards on the device are not written here
         for flat in model.trainable:
             if flat.gradient.unused and flat.gradient.all_unused:
                 resting.add(flat)
@@ -223,8 +224,8 @@ class OptimizerStep:
         return False
 
     def synchronise(self) -> None:
-        """Before whole weights are read: let the weights of all ranks be the same, where steps do
-        not always send what they change (collective).
+        """Make the weights of all ranks equal, before whole weights are read, if steps do not
+        always send their changes (collective).
         """
         if self.one_bit is not None:
             with self._model.schedule.shards.writing(), self._updating_state():
@@ -232,7 +233,7 @@ class OptimizerStep:
                 self.one_bit.synchronise()
 
     def complete_state(self) -> None:
-        """Before state is saved: bring what ranks have yet to send of it to its owners
+        """Send unsent parts of the state to the ranks that own them, before state is saved
         (collective).
         """
         self.synchronise()
@@ -240,23 +241,23 @@ class OptimizerStep:
             self.one_bit.fold()
 
     def counted_state(self) -> AbstractContextManager[bool]:
-        """Inside, the numbers and the tensors of the optimizer's state are those of one step, for
-        what reads them without a save. True: they are others afterwards.
+        """Context in which the counters and tensors of the optimizer's state belong to one step,
+        for readers other than a save. Yields True if they change again at its exit.
         """
         return nullcontext(False) if self.one_bit is None else self.one_bit.counted()
 
     def forget_state(self) -> None:
-        """Make the optimizer's state what it was before the first step.
+        """Reset the optimizer's state to that before the first step.
 
-        Raises PartitionError where a backward has used it for a part of the model already.
+        Raises PartitionError if a backward has used it for a part of the model already.
         """
         refuse_half_done(self.updater, "optimizer.state.clear()")
         self.updater.finish()
         self.bound.forget()
 
     def take_user_writes(self) -> None:
-        """Take what the script has written to whole parameters over into shards and master
-        weights.
+        """Copy a script's writes to whole parameters into shards and master weights. Raises
+        PartitionError for units updated in the backward.
         """
         updated_early = self.updater.updated_early
         for unit in self._model.units:
@@ -266,8 +267,8 @@ class OptimizerStep:
             unit.take_user_writes()
 
     def _shards_to_write(self) -> dict[str, torch.Tensor]:
-        """Shards that a kernel of the optimizer can write while it has the new masters in
-        registers, by key of their flat.
+        """Return, by key of their flat buffer, the shards that an optimizer kernel can write while
+        it has the new master weights in registers.
         """
         if not self.bound.takes_shards():
             return {}
@@ -283,8 +284,8 @@ class OptimizerStep:
         return {flat.key: flat.shard_to_fill() for flat in here}
 
     def bring_back_what_fits(self) -> None:
-        """After the first step: keep the state of those units on the device that come first and
-        for which it has room (collective).
+        """Move the state of the first units back to the device, as far as it has room after the
+        first step (collective).
         """
         model = self._model
         model.placement.measured()
@@ -317,19 +318,19 @@ class OptimizerStep:
             )
 
     def close(self) -> None:
-        """Wait for the update under way; raises what it has raised."""
+        """Wait for the update under way, and raise its exception."""
         failure = self.updater.close()
         if self._model.placement.offloads_anything:
             # no copy may outlive the host memory that it reads or fills
             kinds.synchronize(self._model.mesh.device)
         self.bound = None
-        if failure is not None:  # the values given back are not those of the last step
+        if failure is not None:  # the values in the model are not those of the last step
             raise failure
 
 
 def refuse_half_done(updater: Updater, what: str) -> None:
-    """Raise PartitionError if a backward has updated a part of the model and no step has
-    followed, which has to come before ``what``.
+    """Raise PartitionError if a backward has updated a part of the model and its step is pending,
+    which must precede ``what``.
     """
     if updater.early is not None:
         raise PartitionError(

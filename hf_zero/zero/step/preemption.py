@@ -1,8 +1,8 @@
-"""Stopping a job that is asked to end: any rank may be asked, at any time, and all stop after the
-same step.
+"""Graceful stop of a job: any rank may be asked to stop at any time, and all stop after the same
+step.
 
-The answer is agreed through the store (consensus.py), in the one step in which a rank was asked;
-no other step pays for it.
+The ranks agree through the store (consensus.py), only in the step in which a rank was asked; other
+steps cost nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_zero.zero.gather.shared_shards import SharedShards
 
 
 class StopRequests:
-    """Requests to stop, of this rank and of others; see :meth:`hf_zero.Engine.stop_on`."""
+    """Requests to stop, from this rank and others; see :meth:`hf_zero.Engine.stop_on`."""
 
     def __init__(self, mesh: Mesh, shards: SharedShards):
         self.agreed = False  # all ranks stop
@@ -31,7 +31,7 @@ class StopRequests:
         self._listens = self._asked = False
 
     def listen(self, *signals: int) -> None:
-        """Listen for requests from now on, and for ``signals``, which make one."""
+        """Listen for requests from now on; each of ``signals`` triggers one."""
         if signals and threading.current_thread() is not threading.main_thread():
             raise PartitionError(
                 "stop_on with signals needs the main thread: Python handles signals there alone; "
@@ -54,7 +54,7 @@ class StopRequests:
             self._mesh.consensus.steps.request_stop()
 
     def end_step(self) -> None:
-        """A step is over, on all ranks alike: see what they have agreed on."""
+        """End a step, the same on all ranks: read whether they have agreed to stop."""
         before, consensus = self.agreed, self._mesh.consensus
         self.agreed = before or (self._asked if consensus is None else consensus.steps.stopped)
         if self.agreed and not before:
@@ -63,14 +63,14 @@ class StopRequests:
             )
 
     def restore_handlers(self) -> None:
-        """Give the signals back to what handled them before."""
+        """Restore the previous signal handlers."""
         for handler in self._handlers:
             handler.remove()
         self._handlers = []
 
 
 class _Handler:
-    """Stands in for what handled ``number`` before."""
+    """A signal handler that replaces the previous one of ``number``, and calls it."""
 
     def __init__(self, number: int, request: Callable[[], None]):
         self._number, self._request, self._pid = number, weakref.WeakMethod(request), os.getpid()
@@ -78,7 +78,7 @@ class _Handler:
 
     def __call__(self, number: int, frame: Any) -> None:
         request = self._request()
-        # a child that was forked, a worker of a data loader, is to end as it would
+        # a forked child, such as a worker of a data loader, ends as it would without this handler
         if request is None or os.getpid() != self._pid:
             signal.signal(number, self._before)
             os.kill(os.getpid(), number)

@@ -1,4 +1,4 @@
-"""New parameter shards on their way from the host kernels that make them to the device."""
+"""Copies of new parameter shards from host kernels to the device."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from hf_zero.device.spans import span
 from hf_zero.storage.base import Allocator
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 
-# sub-groups on their way to a GPU at once: the small last one of a unit must not hold up the next
+# sub-groups being copied to a GPU at once: the small last one of a unit must not delay the next
 STAGED = 3
 
 
 class StagedCopies:
     """Host memory for the new elements of a sub-group, which are then copied to ``device``.
 
-    ``allocator`` gives memory that a GPU can copy from; ``largest`` is the number of bytes of a
-    sub-group's parameters at most. Used from the thread that updates.
+    ``allocator`` allocates memory that a GPU can copy from; ``largest`` is the maximum number of
+    bytes of a sub-group's parameters. Used on the update thread.
     """
 
     def __init__(self, device: torch.device, largest: int, allocator: Allocator):
         self._device = device
         self._largest = largest
         self._allocator = allocator
-        # the oldest first, with the end of the copy from each
+        # the oldest first, each with the end of its copy
         self._staged: list[tuple[torch.Tensor, streams.Event | None]] = []
         self.stream: streams.Stream | None = None  # of the copies, once there are any
 
     def open(self) -> streams.Stream | None:
-        """The stream of the copies, which there are going to be."""
+        """Create and return the stream of the copies."""
         if self.stream is None:
             self.stream = streams.side_stream(self._device, streams.Use.UPDATES)
         return self.stream
 
     def record(self) -> streams.Event | None:
-        """The end of the copies that are under way, if there are any."""
+        """Return an event at the end of the copies under way; None if there are none."""
         return streams.record_event(self.stream) if self.stream is not None else None
 
     def place(self, flat: FlatBuffer, start: int, stop: int) -> torch.Tensor | None:
-        """Where the host writes the new elements ``[start, stop)`` of the parameter shard of
-        ``flat``, in its dtype. :meth:`placed` follows.
+        """Return host memory for the new elements ``[start, stop)`` of the parameter shard of
+        ``flat``, in its dtype. Call :meth:`placed` once they are written.
         """
         own = flat.part_in_host_memory(start, stop)
         if own is not None:
@@ -56,7 +56,7 @@ class StagedCopies:
         return memory[: (stop - start) * flat.dtype.itemsize].view(flat.dtype)
 
     def placed(self, flat: FlatBuffer, start: int, stop: int, values: torch.Tensor | None) -> None:
-        """``values`` have been written: copy them, unless they are where they belong."""
+        """Copy ``values``, which have been written, unless the shard itself is in host memory."""
         if (
             values is None
             or self.stream is None

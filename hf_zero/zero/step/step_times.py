@@ -1,5 +1,5 @@
-"""Milliseconds of forward, backward and step (``wall_clock_breakdown``), with the device waited for
-before and after each.
+"""Milliseconds of forward, backward and step (``wall_clock_breakdown``), with a device
+synchronisation before and after each.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class _Timed:
 
 
 class StepTimes:
-    """Of one engine. ``micro_batch`` and ``window``: milliseconds by part, of the last
-    ``engine.step()`` and what came before it, and of the last accumulation window; empty where
-    nothing is measured.
+    """Times of one engine. ``micro_batch`` and ``window``: milliseconds by part for the last
+    ``engine.step()`` with its forwards and backwards, and for the last accumulation window; empty
+    unless measured.
     """
 
     def __init__(self, config: ZeroConfig, device: torch.device, rank: int):
@@ -52,12 +52,12 @@ class StepTimes:
         self._to_print: list[dict[str, float]] = []  # windows since the last line
 
     def timed(self, part: str) -> _Timed | AbstractContextManager[None]:
-        """A context manager around a forward ("fwd"), a backward ("bwd") or a "step"."""
+        """Return a context manager for a forward ("fwd"), a backward ("bwd") or a "step"."""
         return _Timed(self._now, part, self._device) if self._on else _NOTHING
 
     def end(self, ends_window: bool, steps: int) -> None:
-        """A step() is over, the last of ``steps`` so far where it ``ends_window``: rank 0 logs a
-        line every ``steps_per_print`` of them.
+        """End a step() call, the last of ``steps`` so far if it ``ends_window``. Rank 0 logs a line
+        every ``steps_per_print`` steps.
         """
         if not self._on:
             return

@@ -1,14 +1,14 @@
-"""The update of what is offloaded: unit by unit on a thread of its own, in the order in which the
+"""The update of offloaded state: unit by unit on a thread of its own, in the order in which the
 next forward needs them.
 
 [Note: exact and without staleness]
-``engine.step`` returns while units are still being updated. What needs a unit waits for its update:
-a forward as it comes to the unit (``schedule.ensure_gathered``), a gather, a reduction into its
-gradient, and anything that reads its parameters, masters or moments
-(:meth:`OptimizerShard.wait_for_update`; whole parameters are :class:`UpdatingParameter` in
-between). The optimizer's groups were copied when the step began, so that a scheduler may set the
-next learning rate at once. Where the optimizer itself has to step, it does so before
-``engine.step`` returns.
+``engine.step`` returns while units are still being updated. Every user of a unit waits for its
+update: a forward that reaches the unit (``schedule.ensure_gathered``), a gather, a reduction into
+its gradient, and every access to its parameters, master weights or moments
+(:meth:`OptimizerShard.wait_for_update`; whole parameters are :class:`UpdatingParameter` until
+then). The optimizer's groups are copied when the step begins, so a scheduler may set the next
+learning rate at once. If the optimizer itself has to step, it does so before ``engine.step``
+returns.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ from hf_zero.zero.step.update_queue import UpdateQueue
 
 
 class Updater:
-    """Updates the units that have offloaded state; ``copies`` takes new parameters to a GPU.
+    """Updates the units with offloaded state; ``copies`` sends new parameters to a GPU.
 
-    ``mesh`` has a dimension of updates where parameters are whole and their state is in chunks:
-    units are then gathered as well, in the order of the model on all ranks
-    (``update_gathers.py``).
+    If parameters are whole and their state is sharded, ``mesh`` has a dimension for updates: units
+    are then also gathered, in the order of the model on all ranks (``update_gathers.py``).
     """
 
     def __init__(
@@ -63,39 +62,39 @@ class Updater:
         self._copies = copies
         self._offload = offload
         self._pending: dict[Unit, tuple[Future[streams.Event | None], Gather | None]] = {}
-        self._uses: list[Unit] = []  # in the order of the forward under way
+        self._uses: list[Unit] = []  # units in the order of the forward under way
         self._queue = UpdateQueue(device)
-        self.early: Update | None = None  # begun in the backward under way
-        self._started: list[Unit] = []  # by it
+        self.early: Update | None = None  # update begun in the backward under way
+        self._started: list[Unit] = []  # units of that update
         self.refresh()
 
     def refresh(self) -> None:
-        """Look which units have offloaded flats now."""
+        """Find the units that have offloaded flat buffers now."""
         self._order = [unit for unit in self._all if unit.offloaded]
 
     @property
     def units(self) -> Sequence[Unit]:
-        """Units whose state is offloaded."""
+        """Units with offloaded state."""
         return self._order
 
     @property
     def pending(self) -> tuple[Unit, ...]:
-        """Units whose update was begun and not waited for."""
+        """Units whose update has begun and not been waited for."""
         return tuple(self._pending)
 
     @property
     def updated_early(self) -> Sequence[Unit]:
-        """Units whose update has begun in the backward, and whose step is still to come."""
+        """Units whose update has begun in the backward, before their step."""
         return self._started if self.early is not None else ()
 
     def used(self, unit: Unit) -> None:
-        """A forward needs ``unit`` now."""
+        """Record that a forward needs ``unit`` now."""
         if unit in self._order and unit not in self._uses:
             self._uses.append(unit)
 
     def start(self, update: Update) -> None:
-        """Begin ``update``, in the order of the last forward; where units are gathered, in that
-        of the model.
+        """Begin ``update``, in the order of the last forward, or in that of the model if units are
+        gathered.
         """
         if self._gathers is None and self._uses:
             self._order = self._uses + [unit for unit in self._order if unit not in self._uses]
@@ -115,8 +114,8 @@ class Updater:
             self._gathers.complete()
 
     def start_early(self, update: Update, unit: Unit) -> None:
-        """Begin ``update`` with ``unit``, whose gradients have come while the backward goes on.
-        :meth:`start` follows with the rest.
+        """Begin ``update`` with ``unit``, whose gradients are complete while the backward
+        continues. :meth:`start` updates the rest.
         """
         if self.early is not update:
             self.finish()
@@ -125,9 +124,7 @@ class Updater:
         self._submit(update, [unit])
 
     def drop_early(self) -> None:
-        """The rest of what was begun in a backward will not follow: everything is going to be
-        overwritten.
-        """
+        """Drop the rest of an update begun in a backward: all state is about to be overwritten."""
         self.finish()
         self.early = None
 
@@ -135,10 +132,10 @@ class Updater:
         units = self._begun_at_once(units)
         events: list[streams.Event] = []
         if not kinds.is_host(self._device):
-            # nothing reads the parameters any more
+            # before it, the parameters were read
             events.append(streams.record_event(streams.current_stream(self._device)))
             beside = streams.shard_stream(self._device)
-            # nor do shards leave the memory that is written
+            # before it, shards were copied from the memory that is written
             events += [streams.record_event(beside)] if beside is not None else []
             if self._gathers is not None:
                 self._copies.open()
@@ -160,8 +157,8 @@ class Updater:
             future: Future[streams.Event | None] = Future()
             self._add(unit, future)
             _mark(unit, partial(self.finish, unit), future)
-            # Of those that wait the thread takes the one that the next forward needs first; where
-            # all ranks gather, the first that came.
+            # The thread takes the waiting unit that the next forward needs first, or the oldest one
+            # if all ranks gather.
             urgency = (
                 self._order.index(unit)
                 if self._gathers is None and update is self.early
@@ -171,7 +168,7 @@ class Updater:
             self._queue.submit(urgency, run, future)
 
     def _add(self, unit: Unit, future: Future[streams.Event | None]) -> None:
-        """``unit`` is going to be updated, which ``future`` tells, and gathered."""
+        """Register the update of ``unit``, whose result is ``future``, and its gather."""
         gather = None
         if self._gathers is not None:
             messages: dict[MeshDim, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -185,13 +182,13 @@ class Updater:
         self._pending[unit] = future, gather
 
     def _copied_gradients(self, unit: Unit) -> list[streams.Event]:
-        """The ends of the copies of the gradients of ``unit`` to host memory."""
+        """Return the ends of the copies of the gradients of ``unit`` to host memory."""
         found = [self._offload.event(flat.gradient) for flat in unit.offloaded]
         return [event for event in found if event is not None]
 
     def _begun_at_once(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """``units``, not begun with the one whose gradients are the last to come: that of a
-        model's first unit, as a rule.
+        """Return ``units``, with the first two swapped if the gradients of the first, usually the
+        model's first unit, are the last to arrive: the thread can begin at once.
         """
         if (
             self._gathers is not None
@@ -202,13 +199,12 @@ class Updater:
         return [units[1], units[0], *units[2:]]
 
     def finish(self, unit: Unit | None = None) -> None:
-        """Wait for the update of ``unit``, or of all units. Raises what it has raised."""
+        """Wait for the update of ``unit``, or of all units, and raise its exception."""
         for each in [unit] if unit is not None else list(self._pending):
             if each not in self._pending:
                 continue
             future, gather = self._pending[each]
-            # The threads' own waits are not watched: what a rank waits for is one thing, and this
-            # is it.
+            # Only this wait is watched, not those of the threads: a rank waits for one thing.
             needs = self._gathers.peers if self._gathers is not None else ()
             pending = PendingCollective(f"the update of {each.label}", needs=needs)
             with span("wait_update", each.label), self._watchdog.watching(pending):
@@ -224,7 +220,9 @@ class Updater:
             streams.current_stream(self._device).wait_event(copied)
 
     def close(self) -> BaseException | None:
-        """Wait, and end the thread; returns what an update has raised, if one has."""
+        """Wait for all updates and end the thread; return the first exception of an
+        update, if any.
+        """
         failure: BaseException | None = None
         for unit in list(self._pending):
             try:

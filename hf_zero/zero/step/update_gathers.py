@@ -1,17 +1,17 @@
-"""The gathers of parameters that are whole and have been updated in parts: one thread issues all of
-them, in one order.
+"""All-gathers of whole parameters after sharded updates: one thread issues all of them, in one
+order.
 
 [Note: when a gather is issued]
-The device runs the collectives of all communicators, and on every rank they must be issued in one
-order. So a gather does not leave as soon as its unit is updated, which a clock decides, but where
-the thread that trains says so and waits until it is issued: a forward, for all units up to the one
-it needs (:meth:`UpdateGathers.wait`), and every other collective, for all that are left
+The device runs the collectives of all communicators, and every rank must issue them in one order.
+So a gather is not issued at the end of its unit's update, at a time that depends on the clock, but
+when the training thread allows it and waits until it is issued: a forward allows all units up to
+the one it needs (:meth:`UpdateGathers.wait`), and every other collective allows all remaining ones
 (:meth:`UpdateGathers.issue_all`, called through ``deferred.py``).
 
-A rank may come to neither while another one needs its part: rank 0 evaluates alone, the others
-stand in a barrier of torch's. So a rank that needs a gather says so in the store. A rank that sees
-it, and whose own training has not come to that gather after :data:`GRACE_SECONDS`, issues it. Then
-alone a clock takes part in the order.
+A rank may reach neither while another one needs its part: rank 0 evaluates alone, the others wait
+in a torch barrier. So a rank that needs a gather posts this in the store. A rank that reads the
+post, and whose own training does not reach that gather within :data:`GRACE_SECONDS`, issues it.
+Only then does the clock influence the order.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ Messages = Sequence[tuple[MeshDim, Sequence[tuple[torch.Tensor, torch.Tensor]]]]
 
 
 class Gather:
-    """The all-gather of the updated parameters of one unit, ``number`` in the order of its rank.
+    """The all-gather of the updated parameters of one unit; ``number`` is its place in the rank's
+    order.
 
-    messages: over which dimension, and (whole, own part) as of
-    :meth:`hf_zero.distributed.collectives.MeshDim.all_gather`.
-    updated: done when the host has written the own parts, or has copies of them in ``stream``.
+    messages: the dimension, and (whole, own part) pairs for
+    :meth:`hf_zero.distributed.collectives.MeshDim.all_gather`. updated: done once the host has
+    written the own parts, or has queued their copies in ``stream``.
     """
 
     def __init__(
@@ -57,15 +58,15 @@ class Gather:
     ):
         self.number, self.label, self.messages = number, label, messages
         self.updated, self.stream = updated, stream
-        self.since = 0.0  # when it was updated
+        self.since = 0.0  # time of its update
         self.issued: Future[Sequence[Handle]] = Future()
 
 
 class UpdateGathers:
-    """The gathers of one engine's updates, over dimensions that have communicators of their own.
+    """The gathers of one engine's updates, over dimensions with communicators of their own.
 
-    peers: the other ranks (global) that have a part in them. messages: where ranks say what they
-    need; None where ranks share no store. begin: the first that the thread calls.
+    peers: the other ranks (global) in them. messages: the store in which ranks post what they need;
+    None without a common store. begin: first call of the thread.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class UpdateGathers:
         updated: Future[streams.Event | None],
         stream: streams.Stream | None,
     ) -> Gather:
-        """Put a gather at the end of the order, which must be the same on all ranks."""
+        """Append a gather to the order, which must be the same on all ranks."""
         with self._changed:
             self._added += 1
             gather = Gather(self._added, label, messages, updated, stream)
@@ -109,12 +110,12 @@ class UpdateGathers:
         return gather
 
     def complete(self) -> None:
-        """All gathers of a step have been added: from now on other collectives wait for them."""
+        """Mark all gathers of a step as added: other collectives wait for them from now on."""
         self._owed = self._added
 
     def wait(self, gather: Gather) -> None:
         """Issue ``gather`` and those before it, and wait for it (on a GPU: make the current stream
-        wait). Raises what the update or the gather has raised.
+        wait). Raises the exception of the update or the gather.
         """
         with self._changed:
             self._needed = max(self._needed, gather.number, self._owed)
@@ -123,9 +124,9 @@ class UpdateGathers:
             handle.wait()
 
     def issue_all(self) -> None:
-        """Return when all gathers of complete steps are issued.
+        """Wait until all gathers of complete steps are issued.
 
-        What an update has raised is left to those who wait for it.
+        Exceptions of updates are left to :meth:`wait`.
         """
         if not self._queue:
             return
@@ -147,7 +148,7 @@ class UpdateGathers:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the thread; gathers that were not issued never are."""
+        """End the thread; gathers not issued yet never are."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -175,7 +176,7 @@ class UpdateGathers:
                 self._talk()
 
     def _next(self) -> Gather | None:
-        """The next gather, if it is to be issued now."""
+        """Return the next gather, if it should be issued now."""
         if not self._queue or not self._queue[0].updated.done():
             return None
         first = self._queue[0]
@@ -207,12 +208,12 @@ class UpdateGathers:
         gather.issued.set_result(handles)
 
     def _drop(self, error: BaseException) -> None:
-        """None of the gathers left can be issued: their order is broken here."""
+        """Fail all remaining gathers: their order is broken on this rank."""
         while self._queue:
             self._queue.popleft().issued.set_exception(error)
 
     def _talk(self) -> None:
-        """Say what this rank needs, and look what others do."""
+        """Post what this rank needs, and read the posts of others."""
         self._looked, needed = time.monotonic(), self._needed
         try:
             asked = self._messages.asked(ASKED) if self._messages is not None else 0
@@ -230,8 +231,8 @@ _running: weakref.WeakSet[UpdateGathers] = weakref.WeakSet()
 
 @atexit.register
 def _end_threads() -> None:
-    """A thread that comes back from the store's C++ while the interpreter shuts down aborts the
-    process: end them before.
+    """End the threads at exit: one that returns from the store's C++ while the interpreter shuts
+    down would abort the process.
     """
     ending = list(_running)
     for each in ending:

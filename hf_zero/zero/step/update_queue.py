@@ -1,4 +1,4 @@
-"""The thread that updates: of the jobs that wait it takes the most urgent one first."""
+"""The update thread, which runs the most urgent waiting job first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_zero.device import kinds
 
 @dataclass(order=True)
 class _Job:
-    """The smallest is done first."""
+    """A job; the smallest runs first."""
 
     urgency: int
     number: int
@@ -28,7 +28,7 @@ class _Job:
 
 
 class UpdateQueue:
-    """Jobs for one thread, which begins with the first of them and works on ``device``."""
+    """Jobs for one thread, which the first job starts, working on ``device``."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -38,8 +38,8 @@ class UpdateQueue:
         self._lock = threading.Lock()
 
     def submit(self, urgency: int, run: Callable[[], Any], future: Future[Any]) -> None:
-        """Have ``run`` called; ``future`` gets what it returns or raises. Of jobs that wait the one
-        with the least ``urgency`` goes first, of equal ones the oldest.
+        """Queue ``run``; ``future`` gets its result or exception. Waiting jobs with less
+        ``urgency`` run first, among equal ones the oldest.
         """
         if self._worker is None:
             begin = partial(kinds.set_device, self._device)
@@ -58,7 +58,7 @@ class UpdateQueue:
             job.future.set_exception(error)
 
     def close(self) -> None:
-        """End the thread, after what it has to do."""
+        """Finish the queued jobs and end the thread."""
         if self._worker is not None:
             self._worker.shutdown()
             self._worker = None
