@@ -1,5 +1,5 @@
-"""The counters of a run, the accumulation window that a step ends, and the backward of an engine:
-its hooks, what the loss carries, and the reduction of the gradients that come.
+"""The counters of a run, the accumulation window of a step, and the backward of an engine: hooks,
+loss factors and reduction of the gradients.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ class Counters:
 
 
 class AccumulationWindow:
-    """The micro-batches whose gradients one step uses: ``steps`` of them, unless the script says
-    where a window ends. Not ``managed``: every step ends one.
+    """The micro-batches whose gradients one step uses: ``steps`` of them, unless the script sets
+    the end of a window. Not ``managed``: every step ends one.
     """
 
     def __init__(self, steps: int, managed: bool = True):
         self.steps = steps
         self.managed = managed
-        self.micro_batches = 0  # counted since the last step: steps, or backwards if not managed
-        self.boundary: bool | None = None  # whether the next backward ends it, said by the script
+        # since the last step: number of step() calls, or of backwards if not managed
+        self.micro_batches = 0
+        self.boundary: bool | None = None  # whether the next backward ends it, if set by the script
         self.syncs = True  # False inside no_sync
 
     @property
@@ -66,12 +67,12 @@ class AccumulationWindow:
         return self.ends or not self.managed
 
     def set_boundary(self, is_boundary: bool) -> None:
-        """Say whether the next backward ends the window; see :meth:`refuse_unmanaged`."""
+        """Set whether the next backward ends the window; raises as :meth:`refuse_unmanaged`."""
         self.refuse_unmanaged("set_gradient_accumulation_boundary()")
         self.boundary = is_boundary
 
     def refuse_unmanaged(self, what: str) -> None:
-        """Raise UnmanagedWindowError for ``what``, where every step ends a window."""
+        """Raise UnmanagedWindowError for ``what`` if every step ends a window."""
         if not self.managed:
             raise UnmanagedWindowError(
                 f"{what} has no use where managed_gradient_accumulation is false: every step() "
@@ -80,7 +81,7 @@ class AccumulationWindow:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside belong to a window that goes on."""
+        """Context for backwards that do not end the window."""
         before, self.syncs = self.syncs, False
         try:
             yield
@@ -89,7 +90,9 @@ class AccumulationWindow:
 
 
 class Backward:
-    """From a loss to gradients in ``reducer``. :meth:`install` puts its hooks on ``model``."""
+    """Produces gradients in ``reducer`` from a loss. :meth:`install` registers its hooks on
+    ``model``.
+    """
 
     tracker: BackwardTracker
     hooks: Hooks
@@ -135,8 +138,8 @@ class Backward:
         self._removable = ExitStack()
 
     def install(self, scaler: Fp16LossScaler) -> None:
-        """Put the hooks on the model; in fp16 also one that scales a loss which nothing else
-        scales.
+        """Register the hooks on the model; in fp16 also one that scales an otherwise
+        unscaled loss.
         """
         model = self._model
         self.tracker = BackwardTracker(
@@ -165,7 +168,8 @@ class Backward:
 
     def run(self, loss: torch.Tensor, retain_graph: bool, weight: float | None) -> None:
         """Backpropagate ``loss``, a scalar of one micro-batch, unscaled. ``weight``: of the
-        micro-batch in its window; None: one of ``window.steps``.
+        micro-batch in its window; None: 1 / ``window.steps``. Raises PartitionError for anything
+        but a scalar tensor.
         """
         if not isinstance(loss, torch.Tensor):
             said = (
@@ -186,8 +190,8 @@ class Backward:
                 root.backward(retain_graph=retain_graph)
 
     def run_from(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """Backpropagate ``gradients`` of ``outputs``, those of a micro-batch whose loss another
-        rank has: they carry its loss scale.
+        """Backpropagate ``gradients`` of ``outputs``, for a micro-batch whose loss is on another
+        rank: they carry its loss scale.
         """
         self.take_in_unannounced()
         with self.losses.carrying(torch.float32, None), ExitStack() as announced:
@@ -196,8 +200,8 @@ class Backward:
             torch.autograd.backward(list(outputs), list(gradients))
 
     def _begins(self) -> None:
-        """A backward reaches the model: say what its gradients are multiples of, and whether they
-        are reduced and used.
+        """Prepare the reducer when a backward reaches the model: the factors in its gradients, and
+        whether they are reduced and used.
         """
         update, window = self._update, self._window
         if update.one_bit is not None:
@@ -225,14 +229,14 @@ class Backward:
         self.reducer.start(MicroBatch(weight, unscale, reduces, on_reduced))
 
     def take_in_unannounced(self) -> None:
-        """Take in gradients that no hook has announced, and forget a backward that an exception has
-        broken (collective).
+        """Take in gradients that no hook has announced, and abort a backward that an exception has
+        left open (collective).
         """
         self.tracker.put_away_broken()
         self.hooks.take_in_unannounced()
 
     def reduce(self) -> None:
-        """Reduce what backwards have left unreduced (collective)."""
+        """Reduce the unreduced gradients of earlier backwards (collective)."""
         self.take_in_unannounced()
         self._reduce_accumulated()
 
@@ -242,7 +246,9 @@ class Backward:
         self.reducer.reduce_accumulated()
 
     def write(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:
-        """Make ``value`` the gradient of parameter ``name``; see :meth:`Engine.write_gradient`."""
+        """Set the gradient of parameter ``name`` to ``value``; see
+        :meth:`Engine.write_gradient`.
+        """
         updater, scale = self._update.updater, self.losses.scaler.scale
         if flat.unit in updater.updated_early:
             refuse_half_done(updater, f"writing {name}.grad")
@@ -251,7 +257,9 @@ class Backward:
         flat.gradient.write(name, value, scale * self.reducer.unreduced(flat), scale)
 
     def refuse_unusable(self) -> None:
-        """Raise PartitionError where the gradients that are here cannot be used in a step."""
+        """Raise PartitionError, or UnreducedGradientsError inside no_sync, if a step cannot use the
+        gradients held.
+        """
         if self.reducer.spoiled:
             refuse_half_done(self._update.updater, "a step whose gradients are not complete")
             raise PartitionError(
@@ -267,7 +275,9 @@ class Backward:
             )
 
     def reduce_for_step(self) -> None:
-        """Reduce what is left of the window (collective); PartitionError without any gradient."""
+        """Reduce the rest of the window (collective). Raises PartitionError if there is no
+        gradient.
+        """
         self._reduce_accumulated()
         trainable = self._model.trainable
         if trainable and not any(flat.gradient.ready for flat in trainable):
@@ -279,8 +289,8 @@ class Backward:
             )
 
     def refuse_unused(self) -> None:
-        """Raise UnusedParameterError, on all ranks, for parameters that train and have no gradient
-        on one rank or more (collective).
+        """Raise UnusedParameterError, on all ranks, for trainable parameters without a gradient on
+        one rank or more (collective).
         """
         names = self._update.usage.missing()
         if names:
@@ -291,13 +301,13 @@ class Backward:
             )
 
     def reset(self, counts_only: bool = False) -> None:
-        """Forget what an exception has left open in a forward or a backward; a step comes, or
-        ``zero_grad``. ``counts_only``: the step counts a micro-batch and updates nothing.
+        """Abort a forward or backward that an exception has left open, before a step or
+        ``zero_grad``. ``counts_only``: the step only counts a micro-batch.
         """
         self._sanity.on_step(counts_only)
         self.hooks.reset()
 
     def remove(self) -> None:
-        """Take the hooks off the model, and let gradients go."""
+        """Remove the hooks from the model and free the gradients."""
         self._removable.close()
         self.reducer.close()

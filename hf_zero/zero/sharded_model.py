@@ -1,4 +1,6 @@
-"""A model whose parameters are laid out over the ranks: its units, and when they are gathered."""
+"""A model with its parameters laid out over the ranks: its units, and the schedule of their
+gathers.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ShardedModel:
-    """The units of ``model`` on ``mesh``, partitioned when this is made (collective).
+    """The units of ``model`` on ``mesh``, partitioned by the constructor (collective).
 
-    Parameters in no group of ``optimizer`` are kept frozen; without ``precision`` all keep their
-    dtypes. Raises the errors of :func:`hf_zero.zero.layout.materialize.partition`, and for an
-    optimizer that flat shards cannot run; the model is then as it was.
+    Parameters in no group of ``optimizer`` are frozen; without ``precision`` all keep their dtypes.
+    Raises the errors of :func:`hf_zero.zero.layout.materialize.partition`, and
+    UnsupportedOptimizerError for an optimizer that flat shards cannot run; the model is then
+    unchanged.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class ShardedModel:
         )
         in_root = _gathered_with_the_root(model, mesh, self.policy, whole)
         specs, self.aliases = find_units(model, zero.module_granularity_threshold, in_root)
-        # that small units may have together in one message
+        # maximum number of elements of small units in one message
         self.packed_elements = packed_elements(config.zero.module_granularity_threshold)
         check_parameters(specs, mesh.device)
         self.parameters = {name: p for spec in specs for name, p in spec.parameters}
@@ -76,7 +79,7 @@ class ShardedModel:
             name: str(p.dtype).removeprefix("torch.") for name, p in self.parameters.items()
         }
         self.group_of = _groups(optimizer, self.parameters, config)
-        self.one_bit = one_bit_of(config, optimizer)  # of its momentum, if it sends that
+        self.one_bit = one_bit_of(config, optimizer)  # codec of its momentum, if it sends that
         accumulate, wire = config.gradient_accumulation_dtype, config.communication_data_type
         dtypes = Dtypes(
             precision,
@@ -111,14 +114,14 @@ class ShardedModel:
         self.guards = ModuleGuards(model, self.units, self.schedule)
 
     def attach(self, engine: Callable[[], Any]) -> None:
-        """``engine``, a weak reference, is the engine of these parameters."""
+        """Set ``engine``, a weak reference, as the engine of these parameters."""
         for flat in self.flats[:1]:
             flat.engine_flats.attach(engine)
 
     @contextmanager
     def gathered(self, unit: Unit) -> Iterator[None]:
-        """``unit`` whole inside (collective); its parameters record graphs and views taken of
-        them.
+        """Context in which ``unit`` is whole (collective); graphs recorded on its parameters and
+        views of them keep its values alive.
         """
         self.schedule.pin(unit)
         unit.guard.watch()
@@ -135,11 +138,12 @@ class ShardedModel:
         written: frozenset[str] = frozenset(),
         differences: bool = False,
     ) -> None:
-        """Cast the masters of ``stale`` into their shards, and gather these flats where they are
-        whole, and units of ``chosen`` that are pinned (collective).
+        """Cast the master weights of ``stale`` into their shards, then gather the whole ones of
+        these flat buffers, and the units of ``chosen`` that are pinned (collective).
 
-        The shards of flats whose keys are in ``written`` are up to date already. ``differences``:
-        all ranks have the values of the step before, and flats that send differences may do so.
+        The shards of flat buffers with keys in ``written`` are up to date already. ``differences``:
+        all ranks have the values of the step before, so flat buffers that send differences may do
+        so.
         """
         sends, rest = list[FlatBuffer](), list[FlatBuffer]()
         for flat in stale:
@@ -168,32 +172,33 @@ class ShardedModel:
         resident = frozenset(self.schedule.resident)
         for unit in dict.fromkeys(flat.unit for flat in chosen):
             if unit.index in resident:
-                # whole across the step on every rank: its values are those of before
+                # it stays whole across the step on every rank, but its values are old
                 unit.launch_gather(exact=unit.pins > 0)
                 unit.finish_gather()
             else:
-                # Here by a graph that this rank has not dropped yet, which keeps the values of
-                # before; other ranks may have none.
+                # A graph that this rank has not dropped yet keeps it gathered with the old values;
+                # other ranks may have released it.
                 unit.release(keep_views=True)
 
     def release(self, gather: bool) -> None:
-        """Release every sharded unit, or with ``gather`` gather it for good (collective)."""
+        """Release every sharded unit, or with ``gather`` gather it permanently (collective)."""
         for unit in self.units:
             if unit.sharded and gather:
                 self.schedule.pin(unit)
             elif unit.sharded:
-                unit.release(keep_views=True)  # on every rank, whatever is still here on this one
+                unit.release(keep_views=True)  # on every rank, even if still gathered on this one
 
     def retire(self) -> None:
-        """Give the parameters up, as :func:`retire_flats` does."""
+        """Return the parameters to plain PyTorch, as :func:`retire_flats` does."""
         for flat in self.flats:
             flat.retire()
 
     def bind(self, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> BoundOptimizer:
-        """``optimizer`` over this rank's segments, with its state where the placement says.
+        """Return ``optimizer`` bound to this rank's segments, with its state where the placement
+        puts it.
 
-        Raises UnsupportedOptimizerError for one that looks at whole tensors, of which ranks hold
-        parts.
+        Raises UnsupportedOptimizerError for one that needs whole tensors if tensor or expert
+        parallelism has cut a parameter.
         """
         cut = [flat for flat in self.trainable if flat.mesh.axes]
         if cut and isinstance(optimizer, WholeTensorOptimizer):
@@ -216,14 +221,14 @@ class ShardedModel:
 
 
 class MeshRanks:
-    """The ranks of the shard axis of ``mesh``, as optimizers ask them for what they hold."""
+    """Collectives over the shard axis of ``mesh``, for optimizers."""
 
     def __init__(self, mesh: Mesh):
         self._mesh, self._device, self._axis = mesh, mesh.device, mesh.shard
         self.rank, self.size = mesh.shard.rank, mesh.shard.size
 
     def add_up(self, sums: torch.Tensor) -> torch.Tensor:
-        """``sums`` added up over the ranks (collective)."""
+        """Return the sum of ``sums`` over the ranks (collective)."""
         total = sums.to(self._device, copy=True)
         self._axis.all_reduce(total, "sums over whole tensors").wait()
         return total
@@ -231,8 +236,8 @@ class MeshRanks:
     def exchange(
         self, sent: torch.Tensor, sizes: Sequence[int], counts: Sequence[int]
     ) -> Sequence[torch.Tensor]:
-        """``sizes[rank]`` elements of ``sent`` to each rank, ``counts[rank]`` from each
-        (collective).
+        """Send ``sizes[rank]`` elements of ``sent`` to each rank and return ``counts[rank]``
+        elements from each (collective).
         """
         handle, received = self._axis.all_to_all(
             sent.to(self._device), sizes, counts, "parts of matrices"
@@ -241,7 +246,7 @@ class MeshRanks:
         return received.split(list(counts))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """``value`` of each rank (collective over all ranks)."""
+        """Return ``value`` of each rank of the shard axis (collective over all ranks)."""
         every = dict(
             zip(self._mesh.ranks, self._mesh.all_gather_object(value, "what optimizers keep"))
         )
@@ -251,8 +256,8 @@ class MeshRanks:
 def _gathered_with_the_root(
     model: nn.Module, mesh: Mesh, policy: Policy, whole: frozenset[str]
 ) -> frozenset[int]:
-    """The ids of vectors that all tensor-parallel ranks hold, beside matrices that these cut: in
-    the unit of those they would be a message more for each gather.
+    """Return the ids of vectors that all tensor-parallel ranks hold whole. They join the root:
+    among the cut matrices of another unit they would add a message to each gather.
     """
     if mesh.dims.tensor == 1 or not policy.shards_parameters:
         return frozenset()
@@ -267,9 +272,10 @@ def _groups(
     parameters: Mapping[str, nn.Parameter],
     config: ZeroConfig,
 ) -> dict[str, int]:
-    """The group of each parameter that ``optimizer`` trains, by name.
+    """Return the optimizer group of each trainable parameter, by name.
 
-    Raises for an optimizer that flat shards cannot run, before the model is changed.
+    Raises UnsupportedOptimizerError for an optimizer that flat shards cannot run, before the model
+    is changed.
     """
     if optimizer is None:
         return {}
@@ -281,14 +287,14 @@ def _groups(
     group_of = {
         name: groups[id(p)] for name, p in parameters.items() if id(p) in groups and p.requires_grad
     }
-    # state that cannot be carried over is refused before the model is cut up
+    # state that cannot be carried over is refused before the model is partitioned
     slots = {name: Slot(name, tuple(parameters[name].shape), 0) for name in group_of}
     collect(optimizer, parameters, slots, group_of)
     return group_of
 
 
 def retire_flats(model: nn.Module, mesh: Mesh) -> None:
-    """Give the parameters of ``model`` that lie on ``mesh`` back: whole ones become plain, sharded
+    """Return the parameters of ``model`` on ``mesh`` to PyTorch: whole ones become plain, sharded
     ones stay released until another engine takes them over.
     """
     for parameter in model.parameters():
@@ -298,8 +304,8 @@ def retire_flats(model: nn.Module, mesh: Mesh) -> None:
 
 
 def take_native_threads(placement: Placement) -> Callable[[], None]:
-    """Give the native kernels of an offloaded update the share of the cores that ``placement``
-    says; what is returned undoes it.
+    """Limit the native kernels of an offloaded update to the share of cores in ``placement``;
+    return a function that undoes it.
     """
     before = native.threads() if native.available() else 0
     if not before or not placement.offloads_optimizer or placement.cores >= 1.0:
@@ -309,4 +315,4 @@ def take_native_threads(placement: Placement) -> Callable[[], None]:
 
 
 def _nothing() -> None:
-    """Nothing was changed."""
+    """Do nothing: no limit was set."""

@@ -1,5 +1,5 @@
-"""The engine: forward, backward and step over a model whose parameters, gradients and optimizer
-state are sharded.
+"""The engine: forward, backward and step over a model with sharded parameters, gradients and
+optimizer state.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ TORCH_NAMES = {torch.bfloat16: "BFloat16", torch.float16: "Half"}
 
 
 class TrainingEngine(EngineParts):
-    """``model`` under ZeRO: forward, backward, step. :class:`hf_zero.Engine` is one that saves
-    checkpoints, too.
+    """``model`` under ZeRO: forward, backward, step. The subclass :class:`hf_zero.Engine` adds
+    checkpoints.
 
     The loss given to :meth:`backward` (or a plain ``loss.backward()``) is the unscaled loss of one
     micro-batch on this rank; the engine averages over the accumulation window and over ranks, and
@@ -53,14 +53,14 @@ class TrainingEngine(EngineParts):
                 self._refuse_uncast(error, args, kwargs)
                 raise
             except (KeyboardInterrupt, SystemExit):
-                # They pass by the hooks on leaving, whose graph would keep the engine: Python's
-                # collector sees no cycle through a graph.
+                # They bypass the post-forward hooks, whose graph would keep the engine alive:
+                # Python's garbage collector sees no cycle through a graph.
                 self.backward_pass.hooks.reset()
                 raise
 
     def _refuse_uncast(self, error: RuntimeError, args: Any, kwargs: Any) -> None:
-        """Raise PartitionError where torch's ``error`` is that inputs are of another dtype than
-        that in which the model computes.
+        """Raise PartitionError if torch's ``error`` is caused by inputs with a dtype other than the
+        model's compute dtype.
         """
         dtype = DTYPES[self.config.precision]
         if dtype == torch.float32 or TORCH_NAMES[dtype] not in str(error):
@@ -81,19 +81,19 @@ class TrainingEngine(EngineParts):
             ) from error
 
     def prepare_batch(self, batch: Any) -> Any:
-        """``batch``, a mapping, as training techniques change it for the step that is being
-        trained: sequences of this step's length. For loops that count labels, or compute the loss
-        themselves; a forward does it by itself.
+        """Return ``batch``, a mapping, as training techniques change it for the current step: with
+        sequences of this step's length. For loops that count labels or compute the loss themselves;
+        a forward does it by itself.
         """
         return self.techniques.prepare_batch(batch)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """Backpropagate the loss of a micro-batch, a scalar, unscaled, and return it as it is.
+        """Backpropagate the unscaled scalar loss of a micro-batch, and return it unchanged.
 
-        ``scale_wrt_gas=False``: the caller has divided by the accumulation steps (or by the tokens
-        of the window) already.
+        ``scale_wrt_gas=False``: the caller has already divided by the accumulation steps (or by the
+        tokens of the window).
         """
         with self.step_times.timed("bwd"):
             self.backward_pass.run(loss, retain_graph, None if scale_wrt_gas else 1.0)
@@ -101,11 +101,11 @@ class TrainingEngine(EngineParts):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside belong to an accumulation window that goes on: stages 0 and 1 keep their
+        """Context for backwards that do not end the accumulation window: stages 0 and 1 keep their
         gradients on this rank.
 
-        Stages 2 and 3 keep no whole gradient and reduce in every backward all the same; the result
-        is equal.
+        Stages 2 and 3 keep no whole gradient and reduce in every backward even so; the result is
+        equal.
         """
         self.backward_pass.take_in_unannounced()
         with self.accumulation.no_sync():
@@ -118,8 +118,8 @@ class TrainingEngine(EngineParts):
         return not self.accumulation.syncs
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say from outside whether the next backward ends the accumulation window; it holds
-        until said otherwise. Raises UnmanagedWindowError where every step ends one.
+        """Set whether the next backward ends the accumulation window, until the next call. Raises
+        UnmanagedWindowError if every step ends one.
         """
         self.accumulation.set_boundary(is_boundary)
 
@@ -133,33 +133,35 @@ class TrainingEngine(EngineParts):
         return self.accumulation.micro_batches > 0 and not self.backward_pass.reducer.spoiled
 
     def reduce_gradients(self) -> None:
-        """Reduce what backwards have left unreduced (collective); a step does this by itself."""
+        """Reduce the unreduced gradients of earlier backwards (collective); a step does this by
+        itself.
+        """
         self.backward_pass.reduce()
         self.backward_pass.reducer.wait()
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
-        """The norm of the gradient that the next step will use, before clipping, loss scale
-        removed; 0.0 without one (collective).
+        """Return the norm of the gradient for the next step, before clipping, without the loss
+        scale; 0.0 without a gradient (collective).
         """
         self.backward_pass.reduce()
         return self.optimizer_step.gradient_norm()
 
     @torch.no_grad()
     def write_gradient(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:
-        """What ``parameter.grad = value`` does between a backward and the step: every rank passes
-        the whole averaged gradient, or None.
+        """Set a parameter's gradient between a backward and the step (``parameter.grad = value``):
+        every rank passes the whole averaged gradient, or None.
 
-        No communication: each rank keeps its part, and a parameter for which all ranks have None is
-        left as it is by the step.
+        No communication: each rank keeps its part. The step leaves a parameter unchanged if all
+        ranks pass None.
         """
         self.backward_pass.write(flat, name, value)
 
     # ---- batches ----
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Take another number of micro-batches for a step, from the next window on. Raises
-        ConfigError if it is no whole number, and PartitionError inside a window.
+        """Change the number of micro-batches per step, from the next window on. Raises ConfigError
+        if it is no whole number, and PartitionError inside a window.
         """
         micro = self.train_micro_batch_size_per_gpu() * self.world_size
         if train_batch_size < 1 or train_batch_size % micro:
@@ -175,14 +177,14 @@ class TrainingEngine(EngineParts):
         self.set_batches(self.train_micro_batch_size_per_gpu(), train_batch_size // micro)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Say that micro-batches have another number of samples from now on: the loop brings them,
-        the number of micro-batches of a step stays.
+        """Set the number of samples per micro-batch from now on: the loop provides them, and the
+        number of micro-batches per step stays.
         """
         self.set_batches(micro_batch_size, self.gradient_accumulation_steps())
 
     def set_batches(self, micro: int, steps: int) -> None:
-        """Micro-batches of ``micro`` samples, ``steps`` of them in a step, from the next window
-        on.
+        """Set ``micro`` samples per micro-batch and ``steps`` micro-batches per step, from the next
+        window on.
         """
         self.accumulation.steps = steps
         sizes = {
@@ -195,31 +197,29 @@ class TrainingEngine(EngineParts):
     # ---- parameters ----
 
     def gather_on_use(self, unit: Unit) -> bool:
-        """For a parameter that is read while released: gather it if a forward of this engine is
-        under way.
+        """Gather ``unit`` for a read of a released parameter if a forward of this engine is under
+        way; return whether it did.
         """
         return self.backward_pass.hooks.gather_on_use(unit)
 
     def gathered(self, unit: Unit) -> AbstractContextManager[None]:
-        """A context in which ``unit`` is whole (collective)."""
+        """Return a context in which ``unit`` is whole (collective)."""
         return self.sharded_model.gathered(unit)
 
     def hold(self, unit: Unit, node: torch.autograd.graph.Node) -> None:
-        """Keep ``unit``, which is gathered, for the backward of ``node``, which was recorded
-        inside GatheredParameters.
+        """Keep ``unit`` gathered for the backward of ``node``, recorded inside
+        GatheredParameters.
         """
         self.backward_pass.hooks.hold(unit, node)
 
     def take_user_writes(self) -> None:
-        """Take what the script has written to whole parameters over into shards and master
-        weights.
-        """
+        """Copy a script's writes to whole parameters into shards and master weights."""
         self.optimizer_step.take_user_writes()
 
     @torch.no_grad()
     def refresh_params(self, flats: Sequence[FlatBuffer] | None = None) -> None:
-        """Bring parameters up to date with the masters (collective): cast into shards; gather
-        where they are whole.
+        """Update parameters from the master weights (collective): cast into shards, and gather
+        whole ones.
         """
         chosen = self.flats if flats is None else list(flats)
         self.sharded_model.refresh(chosen, chosen)
@@ -230,11 +230,11 @@ class TrainingEngine(EngineParts):
 
     @torch.no_grad()
     def step(self) -> None:
-        """At the end of an accumulation window: clip, update, let the scheduler step. Elsewhere:
+        """At the end of an accumulation window clip, update, and step the scheduler; elsewhere only
         count the micro-batch.
 
-        In fp16 a gradient that overflowed skips the update: weights, optimizer and scheduler stay
-        as they are.
+        In fp16 an overflowed gradient skips the update: weights, optimizer and scheduler are
+        unchanged.
         """
         if self.destroyed:
             raise PartitionError(
@@ -295,14 +295,14 @@ class TrainingEngine(EngineParts):
                 self.global_steps,
                 scaler.scale,
             )
-        # one that takes a metric is the script's to step
+        # a scheduler that takes a metric is stepped by the script
         own = self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau)
         if own and not overflow:
             self.lr_scheduler.step()
         self.techniques.end_step()
 
     def _publish_events(self) -> None:
-        """Publish what the other ranks are to see when all meet at the end of this step."""
+        """Publish events for the other ranks, before all agree at the end of this step."""
 
     def _count_micro_batches(self, count: int) -> None:
         self.counters.micro_steps += count
@@ -310,8 +310,8 @@ class TrainingEngine(EngineParts):
         self.counters.global_samples += samples * count
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, those of the accumulation window too. Its count of micro-batches
-        stays, if the engine manages it; :meth:`restart_window` begins it anew.
+        """Drop all gradients, including those of the accumulation window. Its count of
+        micro-batches stays, if the engine manages it; :meth:`restart_window` resets it.
         """
         self.backward_pass.reset()
         refuse_half_done(self.updater, "zero_grad()")
@@ -321,7 +321,7 @@ class TrainingEngine(EngineParts):
             self.accumulation.micro_batches = 0
 
     def restart_window(self) -> None:
-        """Forget all gradients and begin the accumulation window anew: the next micro-batch is its
+        """Drop all gradients and restart the accumulation window: the next micro-batch is its
         first. Every rank must call it, or none.
         """
         self.zero_grad()
@@ -341,17 +341,17 @@ class TrainingEngine(EngineParts):
     # ---- whole values, stopping ----
 
     def consolidated(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole parameters on the CPU, one unit at a time, under their first names (collective:
-        exhaust it on every rank).
+        """Yield whole parameters on the CPU, one unit at a time, by first name (collective: exhaust
+        it on every rank).
         """
         return consolidated(self, dtype)
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, rank0_only: bool = False, **kwargs: Any
     ) -> dict[str, Any] | None:
-        """The consolidated model's state dict, as the bare model's. Collective at stage 3.
+        """Return the consolidated model's state dict, as the bare model's. Collective at stage 3.
 
-        ``rank0_only``: others get None, and hold one unit at a time.
+        ``rank0_only``: other ranks get None, and hold only one unit at a time.
         """
         if rank0_only:
             return whole_state_dict(self, everywhere=False)
@@ -361,16 +361,16 @@ class TrainingEngine(EngineParts):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As ``load_state_dict`` of the bare model, over whole values (collective at stage 3)."""
+        """Call the bare model's ``load_state_dict`` with whole values (collective at stage 3)."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def stop_on(self, *signals: int) -> None:
         """Listen for signals, and for :meth:`request_stop`, from now on. Every rank must call it
-        before the next step; after each, ``if engine.stop_requested``, save and leave.
+        before the next step; after each step, ``if engine.stop_requested``, save and leave.
 
-        A signal among ``signals`` no longer ends this process. What handled it before is called
-        too, and comes back with another ``stop_on()`` or at ``destroy``. Needs the main thread if
-        there are signals.
+        A signal among ``signals`` no longer ends this process. Its previous handler is called too,
+        and is restored by another ``stop_on()`` or by ``destroy``. Needs the main thread if there
+        are signals.
         """
         self.stop_requests.listen(*signals)
 
@@ -383,8 +383,5 @@ class TrainingEngine(EngineParts):
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a rank was asked to stop.
-
-        It changes at the end of a step, on all ranks at that of the same one.
-        """
+        """Whether a rank was asked to stop. It changes at the end of the same step on all ranks."""
         return self.stop_requests.agreed

@@ -175,9 +175,7 @@ class IdleParameters:
         self._of_window: Mapping[FlatBuffer, int] | None = None
 
     def reach(self, idle: Mapping[FlatBuffer, int]) -> None:
-        """Record that the backward under way has reached a forward without the
-        parameters ``idle``.
-        """
+        """Record that the backward under way reaches a forward without the parameters ``idle``."""
         self._of_backward = _both(self._of_backward, idle)
 
     def end_backward(self) -> None:

@@ -220,9 +220,7 @@ class Updater:
             streams.current_stream(self._device).wait_event(copied)
 
     def close(self) -> BaseException | None:
-        """Wait for all updates and end the thread; return the first exception of an
-        update, if any.
-        """
+        """Wait for all updates, end the thread, and return the first exception, if any."""
         failure: BaseException | None = None
         for unit in list(self._pending):
             try:
