@@ -138,9 +138,7 @@ class Backward:
         self._removable = ExitStack()
 
     def install(self, scaler: Fp16LossScaler) -> None:
-        """Register the hooks on the model; in fp16 also one that scales an otherwise
-        unscaled loss.
-        """
+        """Register the hooks on the model; in fp16 also one that scales unscaled losses."""
         model = self._model
         self.tracker = BackwardTracker(
             model.units,
@@ -246,9 +244,7 @@ class Backward:
         self.reducer.reduce_accumulated()
 
     def write(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:
-        """Set the gradient of parameter ``name`` to ``value``; see
-        :meth:`Engine.write_gradient`.
-        """
+        """Set the gradient of parameter ``name``; see :meth:`Engine.write_gradient`."""
         updater, scale = self._update.updater, self.losses.scaler.scale
         if flat.unit in updater.updated_early:
             refuse_half_done(updater, f"writing {name}.grad")

@@ -133,7 +133,7 @@ class EngineParts(AroundModel):
             installed.callback(restore_optimizer, self.optimizer, given)
             self.publish_scale()
         with sharded.schedule.shards.writing():
-            pass  # what the partition wrote
+            pass  # count the writes of the partition
         if sharded.schedule.gathers:
             sharded.schedule.shards.serve()
         installed.callback(self.techniques.remove)

@@ -1,6 +1,4 @@
-"""A model with its parameters laid out over the ranks: its units, and the schedule of their
-gathers.
-"""
+"""A model with its parameters laid out over the ranks: units and the schedule of gathers."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.sharded_model import DTYPES
 from hf_zero.zero.step.optimizer_step import refuse_half_done
 
-# as torch's messages have them
+# names of dtypes in torch's messages
 TORCH_NAMES = {torch.bfloat16: "BFloat16", torch.float16: "Half"}
 
 
@@ -161,7 +161,7 @@ class TrainingEngine(EngineParts):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches per step, from the next window on. Raises ConfigError
-        if it is no whole number, and PartitionError inside a window.
+        unless it is a whole number, and PartitionError inside a window.
         """
         micro = self.train_micro_batch_size_per_gpu() * self.world_size
         if train_batch_size < 1 or train_batch_size % micro:
@@ -207,9 +207,7 @@ class TrainingEngine(EngineParts):
         return self.sharded_model.gathered(unit)
 
     def hold(self, unit: Unit, node: torch.autograd.graph.Node) -> None:
-        """Keep ``unit`` gathered for the backward of ``node``, recorded inside
-        GatheredParameters.
-        """
+        """Keep ``unit`` gathered for ``node``'s backward, recorded inside GatheredParameters."""
         self.backward_pass.hooks.hold(unit, node)
 
     def take_user_writes(self) -> None:

@@ -180,7 +180,7 @@ class BackwardTracker:
             return
         self._reached.add(root)
         for call in root.calls:
-            # again, if this is not the first backward over its graph
+            # pending again in a second backward over its graph
             call.unit.forwards.pending.add(call)
         self._bring_back(self._left_out & root.reads)
         for unit in root.reads:

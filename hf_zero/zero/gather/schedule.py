@@ -39,8 +39,8 @@ AHEAD = 2  # units prefetched at most; the byte limit comes from the config
 class Limits(NamedTuple):
     """Limits of prefetching."""
 
-    bytes: int  # gathered at most
-    shards: int  # read from files
+    bytes: int  # limit of prefetched bytes
+    shards: int  # number of units whose shards are read ahead from files
 
 
 class ReductionsUnderWay(Protocol):
@@ -62,7 +62,7 @@ class GatherPass:
     backward: bool
     plan: list[Unit] | None
     left_out: frozenset[Unit] = frozenset()
-    cursor: int = 0  # gathers of the plan that are issued
+    cursor: int = 0  # number of gathers of the plan issued so far
     record: list[Unit] = field(default_factory=list)
 
 
@@ -81,7 +81,7 @@ class Schedule:
         self.shards = SharedShards(self._units, mesh)
         self._plans: dict[Hashable, list[Unit]] = {}
         self._before: dict[Hashable, list[Unit]] = {}  # former plans, while they are recorded anew
-        self._pass: GatherPass | None = None  # None: between passes, or nothing to gather in it
+        self._pass: GatherPass | None = None  # None between passes, and in passes without gathers
         # the last pass to issue all its gathers: its plan is complete
         self._issued = GatherPass(None, False, [])
         self._to_reshard: list[Unit] = []
@@ -89,7 +89,7 @@ class Schedule:
         # units gathered only for other ranks so far, with their places in the plan
         self._passed: list[tuple[int, Unit]] = []
         self._kept: list[Unit] = []  # for the backward that may follow
-        self.on_use: Callable[[Unit], None] | None = None  # called with each unit that is needed
+        self.on_use: Callable[[Unit], None] | None = None  # called with each unit when it is needed
         self.reductions: ReductionsUnderWay | None = None
 
     @property
@@ -396,7 +396,7 @@ class Schedule:
         if agreed[0] == END:
             return False
         chosen = self._units[abs(agreed[1])]
-        # outside passes for a script, or a checkpoint
+        # outside passes the gather is for a script or a checkpoint, with exact values
         chosen.launch_gather(under_way is None, under_way is not None and under_way.backward)
         if self._mesh.shard.hops is not None:
             self._mesh.shard.hops.advance()  # all ranks have issued it, or are about to

@@ -2,13 +2,13 @@
 bits, say).
 
 [Note: changed values]
-Shards, master weights and what a script reads between forward and backward are the values as they
-are; changed are those that a forward reads, the backward over its graph, and recomputation there.
-Gradients are taken with respect to the changed values and given to the parameters as they are:
-straight through the function. Sharded values are changed in place where they have been gathered,
-so that neither memory nor messages are added. Where the parameters are whole between passes, they
-point at a second buffer during a pass, which keeps its storage as ``FlatBuffer.full`` does. Values
-that a script has gathered (GatheredParameters) are changed for the pass and restored.
+Shards, master weights and reads of a script between forward and backward have the unchanged values;
+a forward, the backward over its graph, and recomputation there read changed ones. Gradients are
+taken with respect to the changed values and applied to the unchanged parameters: a straight-through
+estimator. Sharded values are changed in place after their gather, which adds no memory and no
+messages. Parameters that stay whole between passes point at a second buffer during a pass; it keeps
+its storage, as ``FlatBuffer.full`` does. Values that a script has gathered (GatheredParameters) are
+changed for the pass and restored.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@ buffer that is sharded over the ranks.
 
 [Note: one storage for life]
 A whole buffer keeps one storage, unless views of it were taken outside the engine
-(``leave_storage``). Releasing gives its memory back (``resize_(0)``), gathering fills the same
-storage again, so the views that autograd saved in between (``weight.t()``) come back to life with
-their values. A release must come after the last reader of such a view: reading one later would
-crash the process.
+(``leave_storage``). A release frees its memory (``resize_(0)``), and a gather fills the same
+storage again, so views that autograd saved in between (``weight.t()``) have their values again. A
+release must follow the last read of such a view: a later read would crash the process.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class FlatBuffer:
         self.unit: Any  # the Unit it belongs to, untyped: that module
         self.full: torch.Tensor
         self._own: torch.Tensor  # this rank's part of ``full``
-        self._storage: Storage = DeviceStorage({})  # where the parameter shard lives
+        self._storage: Storage = DeviceStorage({})  # storage of the parameter shard
         self._secondary: torch.Tensor | None = None
         self.computing: Computing | None = None
         engine_flats.add(self)
@@ -272,7 +271,7 @@ class FlatBuffer:
         """
         view = self.views.get(name)
         if view is None or values.data_ptr() != view.data_ptr():
-            return values  # a script has put the parameter elsewhere (``Tensor.set_``)
+            return values  # a script has changed the parameter's memory (``Tensor.set_``)
         return self.user_writes.alias(name, view)
 
     def assign(self, name: str, value: torch.Tensor) -> bool:
@@ -399,7 +398,7 @@ class FlatBuffer:
         self.optimizer_shard.free()
         self.handles.restore()
         if not self.sharded:
-            self.drop()  # the parameters alone keep the memory from now on
+            self.drop()  # only the parameters keep the memory from now on
 
     def drop(self) -> None:
         """Free this rank's memory: the parameters belong to another flat buffer by now, or to no

@@ -26,7 +26,7 @@ class FormerValues:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, EngineFlats] = {}  # of each engine that left some
+        self._seen: dict[int, EngineFlats] = {}  # by id, engines with such values
         self._flat: FlatBuffer | None = None
         self._whole = torch.empty(0)
         self._error: Exception | None = None
@@ -167,7 +167,7 @@ def place_buffers(
     """Buffers stay whole; they move to the device and take the values of the first rank that
     holds them. Those of floating point are cast to ``dtype``; None: they keep theirs.
     """
-    moved: dict[int, torch.Tensor] = {}  # a buffer of two modules stays one
+    moved: dict[int, torch.Tensor] = {}  # a buffer shared by two modules stays shared
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None:

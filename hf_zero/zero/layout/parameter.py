@@ -3,15 +3,15 @@ parameter.
 
 [Note: released parameters]
 A released parameter keeps its identity, hash, shape and dtype; its memory is one element, expanded.
-Written through, such a tensor would lose the write in silence, and saved it would store garbage. So
-its class becomes :class:`ReleasedParameter`, whose ``__torch_function__`` answers metadata and
-raises on everything else. Autograd's saved references are to the tensor, not to its Python class,
-and survive the change.
+A write through such a tensor would be lost silently, and a save would store garbage. So its class
+becomes :class:`ReleasedParameter`, whose ``__torch_function__`` answers metadata and raises on
+everything else. Autograd's saved references are to the tensor, not to its Python class, and survive
+the change.
 
 [Note: parameters of a class of their own]
-Quantised weights are often a subclass of ``nn.Parameter`` whose attributes tell how to read the
-bytes. Such a parameter keeps its class, its attributes and the name of its class: while an engine
-owns it, its class is made of the engine's and its own.
+Quantised weights are often a subclass of ``nn.Parameter`` with attributes that define how to read
+the bytes. Such a parameter keeps its class, its attributes and the name of its class: while an
+engine owns it, its class inherits from both the engine's and its own.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class ParameterHandles:
         # names of parameters whose requires_grad differs from that at initialize
         self.switched: frozenset[str] = frozenset()
         self._placeholders: dict[str, torch.Tensor] = {}
-        # the classes of ``members``, by state
+        # classes of ``members``, by state
         self._classes: dict[type[OwnedParameter], list[type[OwnedParameter]]] = {}
         # Weak references make torch.utils.swap_tensors refuse these parameters: it would exchange
         # the view of the flat buffer.

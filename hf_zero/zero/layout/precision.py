@@ -15,7 +15,7 @@ from torch import nn
 from hf_zero.errors import ConfigError
 from hf_zero.zero.layout.parameter import given_class
 
-# smaller floats are quantised weights: bytes to us
+# smaller floats are quantised weights, handled as raw bytes
 CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -145,7 +145,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     if owner_of(tensor) is not None or source_of(tensor) is not None:
         return False
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return False  # its class says where its values are
+        return False  # its class defines the place of its values
     return tensor.untyped_storage().data_ptr() != 0
 
 

@@ -107,7 +107,7 @@ def with_replaced(
             return value
         return map_tensors(value, lambda tensor: replaced.get(id(tensor), tensor), in_place=True)
 
-    # tensors first: this is called for each call of each block
+    # tensors first for speed: runs in each call of each block
     return (
         tuple(
             [

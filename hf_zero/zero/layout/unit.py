@@ -113,7 +113,7 @@ class UnitForwards:
         self.pending: weakref.WeakSet[UnitForward] = weakref.WeakSet()
         # calls whose backward is under way: decides the release
         self.in_backward: set[UnitForward] = set()
-        # weak reference to the one of these that was found to come last
+        # weak reference to the call among these that a backward reaches last
         self.awaited: Callable[[], UnitForward | None] = _no_call
         self.in_forward: list[UnitForward | None] = []  # forwards under way, innermost last
         # forwards without a graph in training; a reentrant checkpoint may rerun them in the
@@ -140,7 +140,8 @@ class Unit:
         self.state, self.pins = State.GATHERED, 0
         self.forwards = UnitForwards()
         self.guard = ParameterGuard(list(modules.values()), self.sharded)
-        self._streams: set[streams.Stream] = set()  # on which forwards ran and gradients come
+        # streams of forwards, on which gradients accumulate
+        self._streams: set[streams.Stream] = set()
         self._shared = False  # views of the values may be alive
         # flat buffers of ``sharded`` by axis: those with the same ranks share a message
         self._together = [
@@ -269,7 +270,7 @@ class Unit:
                 away = any(flat.is_away for flat in self.sharded)
                 beside = streams.shard_stream(device) if away else None
                 if beside is not None:
-                    # which has used this memory before
+                    # the compute stream has used this memory before
                     beside.wait_stream(streams.current_stream(device))
                 handles = []
                 with torch.no_grad(), streams.on_stream(beside):

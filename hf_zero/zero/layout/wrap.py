@@ -14,15 +14,13 @@ PARTS = 16  # a model without blocks is cut into about this many units
 WHOLE = "_z3_leaf"  # DeepSpeed's attribute of a module to be gathered whole
 # a module's tuples of parameter names to be placed one after another
 PACKED = "_hf_zero_packed"
-MIN_UNIT = 1 << 16  # elements: below this a gather costs more in latency than it saves
-# elements: consecutive blocks of fewer are one unit together, unless the configuration says
-# otherwise
+MIN_UNIT = 1 << 16  # elements: a gather of fewer costs more in latency than it saves
+# elements: default limit for consecutive blocks that share a unit
 GRANULARITY = MIN_UNIT
-# elements: parameters of at most so many stay whole between steps where parameters are sharded,
-# unless the configuration says otherwise. DeepSpeed's default, which its scripts rely on when they
-# read a scale or a bias between steps
+# elements: default limit for parameters that stay whole between steps where others are sharded;
+# DeepSpeed's default, which its scripts rely on when they read a scale or a bias between steps
 PERSISTENCE = 100_000
-PACKED_UNITS = 4  # 1 MiB in fp32: what DDP sends first, so that a backward begins to send early
+PACKED_UNITS = 4  # 1 MiB in fp32, like DDP's first bucket: a backward begins to send early
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,18 @@
 assignment to it.
 
 [Note: how a write is noticed]
-torch counts the changes of a tensor in ``_version``. A parameter keeps its own count, although its
-memory is a view of a flat buffer, so what the engine writes into the buffer does not move it.
-``parameter.data`` has a count of its own each time it is read; the engine therefore hands out one
-alias a parameter, whose views share one count. So a step compares one sum of integers a flat, and
-looks closer only where something was written. An update of the engine moves the parameters' own
-counts, too, so that autograd raises where a graph from before it goes backward after it.
+torch counts the changes of a tensor in ``_version``. A parameter has its own count although its
+memory is a view of a flat buffer, so the engine's writes to the buffer do not change the count.
+``parameter.data`` has a new count each time it is read; the engine therefore returns one alias per
+parameter, whose views share one count. So a step compares one sum of integers per flat buffer, and
+examines single parameters only after a write. An update of the engine increments the parameters'
+own counts, too, so that autograd raises for a backward after it over a graph from before it.
 
 [Note: whose values count]
-Each rank keeps its own part of what was written, as it keeps its own part of everything. Ranks that
-write the same, as they do in a script that is the same on all of them, lose nothing; where they
-differ, the rank that owns an element decides, and all ranks have its value after the next gather.
-Elements that were not changed keep their master weights in full precision.
+Each rank keeps its own part of a write, as of everything else. Ranks that write the same values, as
+in a script that is the same on all of them, lose nothing; if the values differ, the rank that owns
+an element decides, and all ranks have its value after the next gather. Unchanged elements keep
+their master weights in full precision.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class UserWrites:
         """
         with torch.inference_mode(False):
             if name not in self._aliases:
-                self._aliases[name] = _data(view)  # its count is 0
+                self._aliases[name] = _data(view)  # a new alias has count 0
             return self._aliases[name].detach()
 
     def names(self) -> list[str]:

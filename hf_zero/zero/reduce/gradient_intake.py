@@ -29,7 +29,7 @@ from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.reduce.gradient_offload import GradientOffload, NoGradientOffload
 
 _warned: weakref.WeakSet[Mesh] = weakref.WeakSet()  # meshes of engines
-KEPT = 2  # buffers of one size that are kept for the next unit
+KEPT = 2  # free buffers kept per size
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from hf_zero.ops import host
 from hf_zero.storage.base import Allocator
 from hf_zero.zero.layout.gradient_buffer import GradientBuffer
 
-STAGED = 2  # gradients that are to be added to others, on their way at once
+STAGED = 2  # gradients in staging memory at once, to be added or cast by the host
 # gradients whose GPU memory is kept for the copy; the host waits for the oldest, so that its lead
 # over the device is bounded
 UNDER_WAY = 4
@@ -43,8 +43,8 @@ class GradientOffload:
         self._allocator = allocator
         self._stream: streams.Stream | None = None
         self._copies: list[GradientCopy] = []
-        self.last: GradientBuffer | None = None  # that was sent
-        self._events: dict[GradientBuffer, streams.Event] = {}  # of each one's last copy
+        self.last: GradientBuffer | None = None  # the gradient sent last
+        self._events: dict[GradientBuffer, streams.Event] = {}  # event of each one's last copy
         self._staging: list[torch.Tensor] = []
 
     def send(

@@ -66,8 +66,8 @@ class _BackwardPass:
 
     key: Hashable = None
     under_way: bool = False
-    units: Sequence[Unit] = ()  # those to be reduced in it, in their order
-    next: int = 0  # place in the order of the next unit to be launched
+    units: Sequence[Unit] = ()  # units to reduce in it, in order
+    next: int = 0  # index in ``units`` of the next reduction
     # number of gathers that any rank may wait for before it launches the last reduction launched
     # here
     depth: int = 0
@@ -137,8 +137,8 @@ class GradientReducer:
         self._mesh.passes.begin("backward", key, joint=self._reduces_now or gathers)
         self._pass = _BackwardPass(key, True, list(self._order.units))
         self._brought_back = set()
-        # A rank must not wait for a reduction that others launch only after a gather it has yet to
-        # join.
+        # A rank must not wait for a reduction that others launch only after a gather that this rank
+        # has not joined yet.
         self._reductions.begin(
             self.learns and gathers, None if self._batch.on_reduced is None else self._on_reduced
         )
@@ -329,7 +329,7 @@ class GradientReducer:
             if unit.index in again:
                 self._launch(unit)
         self._reductions.flush()
-        # While an older forward waits, units are not complete before the end, which shows nothing.
+        # If an older forward is pending, units are not complete before the end: nothing to learn.
         if any(each.brought for each in shown) and not any(each.waits for each in shown):
             self._known.add(backward.key)
             gathers = self._gathers

@@ -42,7 +42,7 @@ class _ScaleGradient(torch.autograd.Function):
     def forward(ctx: Any, factor: Callable[[], float], *tensors: torch.Tensor) -> Any:
         ctx.factor = factor
         ctx.set_materialize_grads(False)
-        # not views, so that they may be changed in place (``loss *= n``)
+        # not views: they may be changed in place (``loss *= n``)
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
@@ -249,7 +249,7 @@ class Losses:
 
     def _report_overflow(self, scale: float) -> None:
         if self.scaler.scale != scale:
-            return  # it has fallen since
+            return  # it has been lowered since
         self._overflow_reported = True
         if not any(flat.gradient.holds_gradient for flat in self._training):
-            self.forget()  # else later: gradients here are stored with the scale as it is
+            self.forget()  # else later: gradients held here include the current scale

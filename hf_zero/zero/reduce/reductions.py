@@ -30,7 +30,7 @@ class _Reduction:
     flat: FlatBuffer
     wire: torch.Tensor  # [padded], to be summed
     scale: float
-    acquired: torch.Tensor | None  # ``wire``, where it is to be released
+    acquired: torch.Tensor | None  # ``wire``, if it must be released
 
 
 @dataclass(eq=False)
@@ -38,8 +38,8 @@ class _Message:
     """A message in flight, with the reduction of one flat buffer or of several small ones."""
 
     reductions: Sequence[_Reduction]
-    handles: Sequence[Handle]  # of each
-    number: int  # of the message in its backward
+    handles: Sequence[Handle]  # one per reduction
+    number: int  # number of the message in its backward
     takes_memory: bool  # besides the gradients themselves, until it is over
     # the sum over the shard axis, which is yet to be summed over the replicas
     part: torch.Tensor | None = None
@@ -181,7 +181,7 @@ class Reductions:
         """Wait for the oldest messages in excess of those that may be in flight, among the first
         ``number``, which all ranks have sent.
         """
-        # so that all ranks wait for the same ones
+        # all ranks wait for the same messages
         while self._messages and self._messages[0].number < number - IN_FLIGHT:
             self._finish_oldest()
 

@@ -33,7 +33,7 @@ class SanityChecks:
         self._backwards = 0
         self._loss: torch.Tensor | None = None
         self._warned: set[str] = set()
-        self._copied: streams.Event | None = None  # behind the copy under way, of the step
+        self._copied: streams.Event | None = None  # recorded after the copy of the step's numbers
         self._step = 0
         self._numbers: torch.Tensor | None = None  # [2] float64 in host memory: norm, loss
         self._values: ctypes.Array[ctypes.c_double] | None = None  # the same memory

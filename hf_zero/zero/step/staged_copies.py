@@ -26,7 +26,7 @@ class StagedCopies:
         self._allocator = allocator
         # the oldest first, each with the end of its copy
         self._staged: list[tuple[torch.Tensor, streams.Event | None]] = []
-        self.stream: streams.Stream | None = None  # of the copies, once there are any
+        self.stream: streams.Stream | None = None  # stream of the copies, created by the first
 
     def open(self) -> streams.Stream | None:
         """Create and return the stream of the copies."""

@@ -79,11 +79,11 @@ class UpdateGathers:
         self._changed = threading.Condition()
         self._queue: deque[Gather] = deque()
         self._added = 0
-        self._allowed = 0  # gathers that may be issued here, counted from the first of all
-        self._owed = 0  # those that must be issued before another collective
-        self._needed = self._said = 0  # those that this rank waits for, and has said that it does
-        self._asked = 0  # those that a rank has said it waits for
-        self._since = 0.0  # when that was seen, or gathers were allowed here
+        self._allowed = 0  # number of gathers that this rank may issue, counted from the first
+        self._owed = 0  # number to be issued before another collective
+        self._needed = self._said = 0  # numbers that this rank waits for, and has posted
+        self._asked = 0  # number that some rank has posted
+        self._since = 0.0  # time when that was read, or gathers were allowed here
         self._looked = 0.0
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -219,7 +219,7 @@ class UpdateGathers:
             asked = self._messages.asked(ASKED) if self._messages is not None else 0
             if self._messages is not None and needed > max(self._said, asked):
                 self._messages.ask(ASKED, needed)
-        except RuntimeError:  # the store is gone, and so is the job
+        except RuntimeError:  # the store is closed: the job has ended
             self._messages, asked = None, 0
         self._said = needed
         if asked > self._asked:
