@@ -109,7 +109,7 @@ class FlatMemory:
             # an offloaded shard is copied by ``flat.shard``
             master = next(self._masters).copy_(own) if needs else flat.shard
             flat.optimizer_shard.keep_in(DeviceStorage({MASTER: master}), needs or flat.is_away)
-        # 16-bit gradients suffice as long as nothing is added
+        # 16-bit gradients are upcast once something is added
         upcasts = self._dtypes.accumulate is None and self._sums[flat].itemsize == 2
         flat.gradient.allocate(shard, whole, upcasts, offloads)
 

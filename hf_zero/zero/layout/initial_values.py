@@ -164,8 +164,8 @@ def read_own(flat: FlatBuffer, mesh: Mesh, former: FormerValues, staging: Stagin
 def place_buffers(
     model: nn.Module, device: torch.device, mesh: Mesh, dtype: torch.dtype | None = None
 ) -> None:
-    """Buffers stay whole; they move to the device and take the values of the first rank that
-    holds them. Those of floating point are cast to ``dtype``; None: they keep theirs.
+    """Move buffers, which stay whole, to the device and broadcast the values of the first rank that
+    holds them. Floating-point ones are cast to ``dtype``; None keeps their dtypes.
     """
     moved: dict[int, torch.Tensor] = {}  # a buffer shared by two modules stays shared
     for module in model.modules():

@@ -117,7 +117,7 @@ class ReductionOrder:
         self.deferred: set[Unit] = set()  # units with gradients in several parts: reduced last
         self._known = False
         self._depths: dict[Hashable, dict[int, int]] = {}
-        self.left_some_out = False  # since the last window: some units were left out
+        self.left_some_out = False  # some backward of the window has left units out
 
     def without(self, left_out: frozenset[Unit], reduces: bool) -> list[Unit]:
         """Return the order without units that no rank uses in a backward. If it ``reduces``, units
