@@ -187,7 +187,7 @@ class ShardedModel:
                 unit.release(keep_views=True)  # on every rank, even if still gathered on this one
 
     def retire(self) -> None:
-        """Return the parameters to plain PyTorch, as :func:`retire_flats` does."""
+        """Detach the parameters from their flat buffers, as :func:`retire_flats` does."""
         for flat in self.flats:
             flat.retire()
 
@@ -292,8 +292,8 @@ def _groups(
 
 
 def retire_flats(model: nn.Module, mesh: Mesh) -> None:
-    """Return the parameters of ``model`` on ``mesh`` to PyTorch: whole ones become plain, sharded
-    ones stay released until another engine takes them over.
+    """Detach the parameters of ``model`` from the flat buffers on ``mesh``: whole ones become
+    plain, sharded ones stay released until another engine takes them over.
     """
     for parameter in model.parameters():
         flat = owner_of(parameter)

@@ -339,8 +339,8 @@ class TrainingEngine(EngineParts):
     # ---- whole values, stopping ----
 
     def consolidated(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole parameters on the CPU, one unit at a time, by first name (collective: exhaust
-        it on every rank).
+        """Return an iterator over whole parameters on the CPU, one unit at a time, by first name
+        (collective: exhaust it on every rank).
         """
         return consolidated(self, dtype)
 

@@ -177,7 +177,7 @@ class Box:
 
 
 def _rows(start: int, stop: int, numel: int) -> range:
-    """The rows of ``numel`` elements that ``[start, stop)`` touches."""
+    """Return the rows of ``numel`` elements that overlap ``[start, stop)``."""
     return range(start // numel, -(-stop // numel)) if numel and start < stop else range(0)
 
 

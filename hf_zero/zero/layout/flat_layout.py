@@ -35,7 +35,7 @@ class Slot:
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
+        """Shape of the whole tensor."""
         return self.shape if self.box is None else self.box.whole
 
     @property

@@ -25,11 +25,11 @@ class GradState(Enum):
 class GradientBuffer:
     """This rank's memory for the gradient of one flat buffer.
 
-    ``shard`` [owned] is this rank's part of the reduced gradient. Where the stage reduces once in
-    an accumulation window, ``accumulated_grad`` [padded] is the sum of this rank's gradients until
+    ``shard`` [owned] is this rank's part of the reduced gradient. If the stage reduces once per
+    accumulation window, ``accumulated_grad`` [padded] is the sum of this rank's gradients until
     then, and ``shard`` is a view of it unless the gradient is ``offloaded`` to host memory. Both
-    are None for parameters that do not train. Only the methods here change attributes; reductions
-    write into the tensors.
+    are None for frozen parameters. Only the methods here change attributes; reductions write into
+    the tensors.
     """
 
     key: str = reading("spec.key")

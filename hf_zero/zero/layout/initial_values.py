@@ -184,7 +184,7 @@ def place_buffers(
 
 
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` without its expanded dimensions: every element of its memory once."""
+    """Return ``tensor`` without its expanded dimensions: every element of its memory once."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)

@@ -60,8 +60,8 @@ class WireBuffers:
         return free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
 
     def release(self, buffer: torch.Tensor | None) -> None:
-        """Return ``buffer`` to the pool. Sizes that occur once in a backward, as of an embedding or
-        a head, are not kept.
+        """Put ``buffer`` back into the pool. Sizes that occur once in a backward, as of an
+        embedding or a head, are not kept.
         """
         if buffer is not None and self._sizes[buffer.numel()] > 1:
             free = self._free.setdefault((buffer.numel(), buffer.dtype), [])

@@ -53,7 +53,7 @@ class ReductionOptions:
 
 
 class Broken(Enum):
-    """Whether an exception has broken a backward since the last step or ``zero_grad``."""
+    """The effect of an exception in a backward since the last step or ``zero_grad``."""
 
     NO = auto()
     UNHARMED = auto()  # before it produced a gradient
@@ -337,8 +337,8 @@ class GradientReducer:
             self._order.learn(backward.key, shown, places, [unit.index for unit in plan])
 
     def reduce_accumulated(self) -> None:
-        """Reduce what backwards before the end of the window left, where none of them was said to
-        be the last (collective).
+        """Reduce the gradients of backwards before the end of the window, none of which was
+        declared its last (collective).
         """
         left = [
             flat
