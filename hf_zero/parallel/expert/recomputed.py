@@ -15,7 +15,7 @@ from hf_zero.parallel.expert.dispatch import Routes
 from hf_zero.zero.gather.model_patches import Stateless
 
 KEPT = "_hf_zero_routes"  # attribute of expert modules: the :class:`_Kept` of their routes
-_SEVERAL = object()  # a module that one forward has called more than once
+_SEVERAL = object()  # mark of a module that one forward called more than once: routes ambiguous
 
 
 class RoutesOfForwards(Stateless):
@@ -48,7 +48,7 @@ class _Kept:
         if forward is None:
             return find()
         held = forward.drawn.get(self)
-        if torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1:  # inside a backward: a recomputation
             return held if isinstance(held, Routes) else find()
         found = find()
         forward.drawn[self] = found if held is None else _SEVERAL

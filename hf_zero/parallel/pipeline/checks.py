@@ -52,8 +52,9 @@ def check_pipeline(
     config: ZeroConfig, module: StagedModule, techniques: Collection[str], one_bit: bool
 ) -> None:
     """Raise ConfigError for features that the engine of ``module`` does not support: ZeRO beyond
-    stage 1, ``techniques`` (keys of the enabled ones), a one-bit optimizer, compiled blocks. Raise
-    UnmanagedWindowError if the script is to end accumulation windows itself.
+    stage 1, ``techniques`` (keys of the enabled ones), a one-bit optimizer, a schedule for another
+    number of stages per rank. Raise UnmanagedWindowError if the script is to end accumulation
+    windows itself. Set the interval of ``pipeline.activation_checkpoint_interval`` on ``module``.
     """
     if not config.managed_gradient_accumulation:
         raise UnmanagedWindowError(

@@ -258,7 +258,7 @@ class PipelineTraining(TrainingEngine):
 
     @property
     def elsewhere(self) -> frozenset[str]:  # type: ignore[override]
-        """Names of the parameters and buffers that other stages hold."""
+        """Names of the parameters and buffers that only other stages hold."""
         return self._tied.elsewhere
 
     def is_first_stage(self) -> bool:

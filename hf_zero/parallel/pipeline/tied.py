@@ -33,7 +33,7 @@ class TiedParameters:
         self._device = groups.device
         along = (groups.dims.ranks_along(rank, "pipeline") for rank in range(groups.dims.world))
         self._columns = set(along)  # ranks of each pipeline
-        self.elsewhere: frozenset[str] = frozenset()  # names of what other stages hold
+        self.elsewhere: frozenset[str] = frozenset()  # names that only other stages hold
         if groups.dims.pipeline == 1:
             return
         own = dict(module.named_parameters())

@@ -88,7 +88,7 @@ class SameBatches:
                 "hf_zero.sequence_parallel().shard(batch) cuts them"
             )
         if any(len({*each} - {_UNKNOWN}) > 1 for each in (batches, codes)):
-            alike = count * (ranks[1] - ranks[0])  # with those that share layers
+            alike = count * (ranks[1] - ranks[0])  # including tensor-parallel ranks
             raise RankMismatchError(
                 f"{these} different batches; read data as rank // {alike} of ranks // {alike} "
                 f"(DistributedSampler(data, world_size // {alike}, rank // {alike})), or let each "

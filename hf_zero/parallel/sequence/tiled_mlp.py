@@ -23,7 +23,7 @@ class TiledMlps(Stateless):
     """Technique of one engine: run its model's MLPs in ``shards`` tiles; None: tokens divided by
     the hidden size, rounded up.
 
-    The number is the same on all ranks, whatever the lengths of their sequences: at stage 3 a
+    At stage 3 the number is the same on all ranks, whatever the lengths of their sequences: a
     module that is called more often on one rank would be gathered more often.
     """
 

@@ -245,6 +245,6 @@ def split(x: torch.Tensor, axis: TensorAxis, name: str) -> torch.Tensor:
 
 def own_part(x: torch.Tensor, name: str, start: int, width: int) -> torch.Tensor:
     """Return the ``width`` elements from ``start`` of ``x`` [..., n], which is equal on all ranks.
-    The gradient of ``x`` is this rank's term of a sum.
+    The gradient of ``x`` is partial: zero outside these elements, and not summed here.
     """
     return _OwnPart.apply(x, name, start, width)  # type: ignore[no-any-return,no-untyped-call]

@@ -32,7 +32,7 @@ class TensorParallel:
     axis: TensorAxis
     random: OwnRandomNumbers | None
     plan: Mapping[str, str | None] | None
-    rotary_width: int  # of multi-head latent attention
+    rotary_width: int  # rotary part of a key in multi-head latent attention; 0: none
     inputs: dict[str, SharedInputs] = field(default_factory=dict)  # by path of their module
     counted: set[str] = field(default_factory=set)  # modules whose numbers of heads are divided
     is_verified: bool = False  # its first forward and backward are compared with the whole model's
@@ -61,7 +61,7 @@ def cut_layers(
     for parameter, sharding in cuts.items():
         if "tensor" in sharding.axes:
             keep(parameter, sharding)
-        else:
+        else:  # whole, with a partial gradient
             set_sharding(parameter, sharding)
     for target in new:
         _run(target, record, modules)

@@ -118,7 +118,7 @@ class ColwiseGathered(ReadsWhole):
 
 class KeyValueHeads(ReadsWhole):
     """Key or value projection with fewer heads than ranks: the layer is whole, and a rank keeps the
-    head that its queries read. Its gradient is a term of a sum over the ranks.
+    head that its queries read. Its gradient is partial (to be summed over the ranks).
     """
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -219,8 +219,8 @@ class Scaled(Sharded):
 
 
 class Summed(Sharded):
-    """A module whose outputs are terms of a sum. Its inputs are whole: cut parameters of its own
-    read them through ``copy_to``; cut layers inside it handle their inputs themselves.
+    """A module whose outputs are partial sums. Its inputs are whole: cut parameters of its own read
+    them through ``copy_to``; cut layers inside it handle their inputs themselves.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -233,7 +233,7 @@ def _placed(
     rank: int,
     size: int,
 ) -> dict[nn.Parameter, Sharding]:
-    """Return ``cuts``, extended by the whole parameters whose gradient is a term of a sum."""
+    """Return ``cuts``, extended by the whole parameters whose gradient is partial."""
     partial = _rehearse(inner, plan, rank, size)
     for parameter, is_partial in partial.items():
         held = cuts.get(parameter, sharding_of(parameter))
@@ -245,8 +245,8 @@ def _placed(
 def _rehearse(
     inner: nn.Module, plan: Mapping[str, str | None] | None, rank: int, size: int
 ) -> dict[nn.Parameter, bool]:
-    """Return whether the gradient of each whole parameter of ``inner`` is a term of a sum, found by
-    running a cut copy without memory.
+    """Return whether the gradient of each whole parameter of ``inner`` is partial (to be summed
+    over the ranks), found by running a cut copy without memory.
 
     Raises ConfigError for parameters with both kinds of use, and for those that the run misses.
     """

@@ -1,5 +1,5 @@
 """Derive placements: find the whole parameters that are computed with parts of activations, so that
-each rank's gradient is a term of a sum.
+their gradients are partial (to be summed over the ranks).
 
 A copy of the model without memory is cut like the model and runs once, on the meta device, with its
 collectives left out. The rest follows from the graph recorded by autograd:
@@ -7,11 +7,11 @@ collectives left out. The rest follows from the graph recorded by autograd:
     the output of an operation    is a part if one of its inputs is: a cut parameter, or the output
                                   of ``split`` or ``own_part``; ``sum_over`` and ``gather`` return
                                   whole tensors
-    the gradient of a whole       is a term of a sum if an operation that makes a part reads it, and
+    the gradient of a whole       is partial if an operation that makes a part reads it, and
     tensor                        complete if whole operations do; ``copy_to`` sums it
 
-No sum makes the gradient of a whole parameter right that is complete in one place and a term of a
-sum in another.
+No sum corrects the gradient of a whole parameter that is complete in one place and partial in
+another.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ class _AbsentExperts(nn.Module):
 
 def gradients(outputs: Iterable[torch.Tensor]) -> dict[nn.Parameter, set[str]]:
     """Return for each whole parameter in the graph of ``outputs`` whether its gradient is complete,
-    a term of a sum, or both, in several places. Raises ConfigError for a layer that receives parts
-    although its style takes whole tensors, and vice versa.
+    partial, or both, in several places. Raises ConfigError for a layer that receives parts although
+    its style takes whole tensors, and vice versa.
     """
     order = _from_leaves(each.grad_fn for each in outputs)
     parts: dict[Any, bool] = {}
@@ -247,7 +247,7 @@ def _from_leaves(roots: Iterable[Any]) -> list[Any]:
 def placements(
     model: nn.Module, found: Mapping[nn.Parameter, set[str]]
 ) -> dict[nn.Parameter, bool]:
-    """Return for each whole parameter of ``model`` whether its gradient is a term of a sum, from
+    """Return for each whole parameter of ``model`` whether its gradient is partial, by the result
     ``found`` of :func:`gradients`. Raises ConfigError for one with both kinds of use.
     """
     mixed = [

@@ -19,8 +19,8 @@ from hf_zero.parallel.tensor.weight_gradients import is_conv1d
 class LayerStyle:
     """``runs``: mixin before the layer's class; None: none. ``cuts``: "outputs", "inputs", "rows"
     or "columns" (of an embedding), or "". ``packed``: number of matrices side by side along the
-    dimension that is cut. ``partial``: the gradient of the whole parameters is a term of a sum.
-    ``takes``: kind of layers that the style supports.
+    dimension that is cut. ``partial``: the gradients of the whole parameters are partial sums over
+    the ranks. ``takes``: kind of layers that the style supports.
     """
 
     runs: type[Sharded] | None = None
@@ -62,7 +62,7 @@ STYLES = {
     "moe_identity_expert": LayerStyle(layers.Scaled, takes="any"),
     "mla_kv_a_proj": LayerStyle(layers.LatentKeyValue),
     "all_reduce": LayerStyle(layers.Summed, takes="any"),
-    # all parameters are local ones here
+    # all parameters are plain local tensors, so the next two styles are equal
     "local_params": WHOLE,
     "replicate": WHOLE,
 }
@@ -88,7 +88,8 @@ def takes(style: LayerStyle, module: nn.Module) -> bool:
     if style.takes == "embedding":
         return isinstance(module, nn.Embedding)
     plain = type(module).forward is nn.Linear.forward or is_conv1d(module)
-    if issubclass(style.runs, layers.Rowwise):  # computes its product itself where it has a bias
+    # with a bias, Rowwise computes the product itself and so bypasses a subclass's own forward
+    if issubclass(style.runs, layers.Rowwise):
         return plain or (isinstance(module, nn.Linear) and module.bias is None)
     return plain or isinstance(module, nn.Linear)
 

@@ -41,12 +41,12 @@ class Verification:
         self.whole, self._axis = whole, axis
         self._handles: list[Any] = []
         self._outputs: list[torch.Tensor] = []  # of the whole model
-        self._given: dict[int, torch.Tensor] = {}  # gradients of the outputs, by place
+        self._given: dict[int, torch.Tensor] = {}  # gradients of the outputs, by output number
         self._gradients: dict[str, torch.Tensor] = {}
-        self._ends = False
+        self._ends = False  # whether :meth:`_finish` is queued for the end of the backward
 
     def watch(self, model: nn.Module) -> None:
-        """Compare the first forward of ``model`` in training."""
+        """Compare the first forward of ``model`` in training, and its backward."""
         self._handles = [
             model.register_forward_pre_hook(Attached(self._before), with_kwargs=True),
             model.register_forward_hook(Attached(self._after)),
@@ -162,7 +162,7 @@ class Verification:
     def _compare(
         self, what: str, got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
     ) -> None:
-        """Raise VerificationError on all ranks of the group where they differ (collective)."""
+        """Raise VerificationError on all ranks of the group if they differ (collective)."""
         elements = sum(each.numel() for each in wanted.values())
         norm = torch.stack([each.float().norm() for each in wanted.values()]).norm()
         shares = [norm * (each.numel() / max(1, elements)) ** 0.5 for each in wanted.values()]
