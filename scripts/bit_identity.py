@@ -310,7 +310,7 @@ def on_processes(runs: list[Run], base: Path) -> Iterator[tuple[str, dict[str, A
 
 
 def as_rank(base: Path, names: list[str]) -> None:
-    """What a process of :func:`on_processes` does."""
+    """Run the cases in ``names`` as one process of :func:`on_processes`."""
     import torch
 
     import hf_zero

@@ -1,5 +1,5 @@
-"""What a pytest process of ``deepspeed_tests`` loads: it runs the wanted tests and writes down
-what becomes of each as it comes.
+"""The pytest plugin of ``deepspeed_tests``: it runs the wanted tests and records the result of each
+at once.
 
 DeepSpeed's distributed tests run in processes that a forkserver makes. Here that server imports
 torch and deepspeed once, by importing this module, instead of every process on its own. What a rank

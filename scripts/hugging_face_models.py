@@ -1,4 +1,4 @@
-"""What ``hugging_face_tests.py`` puts in the place of models and data of the hub."""
+"""Replacements of ``hugging_face_tests.py`` for the hub's models and data."""
 
 from __future__ import annotations
 

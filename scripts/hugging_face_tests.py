@@ -144,7 +144,7 @@ LIBRARIES = {
 
 
 def run(library: Library, source: Path, folder: Path, also: Path | None, only: str) -> str:
-    """What pytest says of the tests."""
+    """Run the tests; return pytest's output."""
     (folder / "hugging_face_plugin.py").write_text(PLUGINS[library.name])
     (folder / "sitecustomize.py").write_text(STARTS[library.name])
     bins = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

@@ -1,4 +1,4 @@
-"""What every test needs: one thread per rank, no network, a fixed seed."""
+"""Fixtures for every test: one thread per rank, no network, a fixed seed."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.fixture(autouse=True, scope="module")
 def collections_look_at_what_tests_make() -> None:
-    """What is imported by now is half a million objects, which every ``gc.collect()`` of a test
-    or a library would go through.
+    """Freeze the half million objects imported by now, so that each ``gc.collect()`` of a test or a
+    library skips them.
     """
     gc.collect()
     gc.freeze()
@@ -144,8 +144,8 @@ def kernels_only_where_they_are_watched() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def environment_is_left_as_it_was() -> Iterator[None]:
-    """What a launcher, a Trainer or an engine of one rank has put there is no rank's place in
-    the next test.
+    """Restore the environment after each test: the variables of a launcher, a Trainer or an engine
+    of one rank would otherwise define a rank in the next test.
     """
     before = dict(os.environ)
     yield
@@ -177,7 +177,7 @@ def no_group_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def heard() -> Iterator[list[str]]:
-    """What hf-zero's logger is told, message by message."""
+    """Collect the messages of hf-zero's logger."""
     from hf_zero.logging import logger
 
     messages: list[str] = []
@@ -190,7 +190,7 @@ def heard() -> Iterator[list[str]]:
 
 @pytest.fixture
 def heard_in_full(heard: list[str]) -> Iterator[list[str]]:
-    """As ``heard``, with what is said by the way."""
+    """Collect the messages of hf-zero's logger from level INFO on."""
     from hf_zero.logging import logger
 
     level = logger.level

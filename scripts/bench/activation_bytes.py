@@ -1,4 +1,5 @@
-"""What one forward and backward adds to a rank's memory, beside what `hf-zero estimate --seq` says.
+"""Memory that one forward and backward adds on a rank, beside the figure of `hf-zero estimate
+--seq`.
 
     torchrun --nproc-per-node 2 scripts/bench/activation_bytes.py --sp 2 [--stage 3] [--out FILE]
 

@@ -1,4 +1,4 @@
-"""What few bits cost in loss: small models on text, dense and compressed, with the same batches.
+"""Cost of few bits in loss: small models on text, dense and compressed, with the same batches.
 
     python scripts/bench/compressed_loss.py --ranks 2,4,8 --seeds 3 [--models gpt2,bert]
 

@@ -1,4 +1,4 @@
-"""What scripts/gpu is to reach on one H200, and the table that says whether it did.
+"""Goals of scripts/gpu on one H200, and the table that says whether they are reached.
 
 A goal is about one figure of hf-zero, as it is or divided by another one; the peer in its line is
 the best of those measured in the same run. A figure does not count where references have replaced
@@ -291,7 +291,9 @@ def table(rows: Sequence[dict[str, Any]], goals: Iterable[Goal] = GOALS) -> str:
 
 
 def left_out(rows: Sequence[dict[str, Any]], losses: Sequence[str] = ()) -> list[str]:
-    """What has no figures, and why; ``losses``; and that those of a tiny run mean nothing."""
+    """Return lines on rows without figures, with the reasons; ``losses``; and a note that figures
+    of a tiny run mean nothing.
+    """
     why = {what: [row for row in rows if what in row] for what in ("failed", "missing", "skipped")}
     lines = [
         f"{what}: {row['work']} {row['of']}".rstrip() + f": {row[what]}"

@@ -23,7 +23,9 @@ WARM, COUNTED = 4, 3  # steps: orders are recorded in the first ones
 
 
 def count(stage: int, accumulation: int) -> dict[str, int]:
-    """Of one optimizer step, over two ranks of which this is one: a group that sends nothing."""
+    """Count the bytecodes and calls of one optimizer step, on one of two ranks with a group that
+    sends nothing.
+    """
     import torch
     import torch.distributed as dist
     from torch import nn

@@ -219,7 +219,7 @@ def record(
     make: Callable[[Any], Any] = adamw,
     prepare: Callable[[Any], None] = lambda engine: None,
 ) -> Schedule:
-    """What the engine does in :data:`RECORDED` steps of ``case``.
+    """Return the schedule of the engine in :data:`RECORDED` steps of ``case``.
 
     ``make`` makes the optimizer; ``prepare`` may change the engine.
     """

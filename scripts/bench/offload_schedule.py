@@ -147,7 +147,8 @@ class _Extent:
 
 
 class _Promise(Future[Any]):
-    """What the updater waits for: a unit, which is done in whichever job has come to it."""
+    """The future of a unit that the updater waits for, completed in whichever job reaches the unit.
+    """
 
     def __init__(self, recorder: Recorder):
         super().__init__()

@@ -94,8 +94,8 @@ def build(shape: str, device: str) -> Any:
 
 
 def flops_per_token(model: Any, length: int) -> float:
-    """Of a forward and a backward, a tied embedding counted once, as the head's product; causal
-    attention half.
+    """Return the FLOPs per token of a forward and a backward. A tied embedding counts once, as the
+    head's product; causal attention counts half.
     """
     settings, embedding = model.config, model.get_input_embeddings().weight
     weights = sum(p.numel() for p in model.parameters()) - (
@@ -191,7 +191,7 @@ def engine_of(
 
 
 def asked_by(kind: str) -> dict[str, Any]:
-    """What of the configuration the extras of ``kind`` ask for."""
+    """Return the configuration that the extras of ``kind`` ask for."""
     asked: dict[str, Any] = {}
     for extra in kind.split("+")[1:]:
         asked |= EXTRAS[extra]

@@ -1,4 +1,4 @@
-"""What a benchmark's rows say of the software they were measured with."""
+"""The software versions in a benchmark's rows."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def table(rows: dict[str, Any]) -> str:
 
 
 def rest_of(counted: Counter[str], told: Counter[str]) -> str:
-    """What the figures of public tests come to without those that cannot pass."""
+    """Return the sentence on the public tests without those that cannot pass."""
     refusals, kept = told[WORKS_HERE], told[KEPT]
     run = counted["run"] - refusals - kept
     if run <= 0:

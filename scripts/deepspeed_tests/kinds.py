@@ -1,4 +1,4 @@
-"""Which of DeepSpeed's tests ask for its public names alone, by what they import and use."""
+"""Selection of DeepSpeed's tests that use its public names alone, by their imports and names."""
 
 from __future__ import annotations
 

@@ -191,5 +191,5 @@ def on_purpose(name: str) -> str:
 
 
 def about_what(said: str) -> str:
-    """Which of REASONS ``said`` gives."""
+    """Return the one of REASONS that matches ``said``."""
     return next(reason for reason, pattern in REASONS.items() if re.search(pattern, said))

@@ -1,4 +1,4 @@
-"""What became of each test, file by file: brought up to date by runs."""
+"""Results of each test, file by file, updated by runs."""
 
 from __future__ import annotations
 

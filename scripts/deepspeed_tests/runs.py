@@ -155,7 +155,7 @@ def file_of(name: str) -> str:
 
 
 def of_file(names: Iterable[str], file: str) -> list[str]:
-    """Those of ``names`` that lie in ``file``, without it."""
+    """Return those of ``names`` that are in ``file``, without its name."""
     return [name.partition("::")[2] for name in names if file_of(name) == file]
 
 

@@ -124,7 +124,7 @@ class Disk:
     _before_replace = _before_rename
 
     def power_cut(self) -> None:
-        """What the device had not been told to keep is gone."""
+        """Simulate a power cut: discard all writes and changes of folders that were not flushed."""
         for path in self._unflushed:
             if path.exists():
                 path.write_bytes(b"")

@@ -18,7 +18,7 @@ from tests.helpers.ranks import run_ranks
 
 @dataclass(frozen=True)
 class Job:
-    """How a model is trained: the same on all ranks.
+    """The training of one model, equal on all ranks.
 
     ``units`` are the modules that are units of their own beside the root's, or else the blocks
     that :func:`hf_zero.zero.layout.wrap.find_units` finds.

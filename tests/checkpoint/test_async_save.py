@@ -312,7 +312,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("at", ["staged", "written", "manifest", "renamed"])
 def test_killed_between_the_copy_and_the_end(tmp_path: Path, monkeypatch, at: str) -> None:
-    """What was saved before stays; what is new is whole or not to be seen."""
+    """The earlier checkpoint survives; the new one is either complete or invisible."""
     setup = Setup(ranks=1)
 
     def die(*args: Any, **kwargs: Any) -> None:

@@ -186,7 +186,9 @@ def universal(folder: Path, target: Path, verify: bool | None) -> None:
 
 
 def script(folder: Path, target: Path, verify: bool | None) -> None:
-    """As a process, because it is a copy beside the checkpoint that is started."""
+    """Run ``zero_to_fp32.py`` in a process of its own, as users run the copy beside a checkpoint.
+    Raises CheckpointError, with its stderr, if it fails.
+    """
     more = [] if verify is None else ["--no_verify"]
     command = [sys.executable, zero_to_fp32.__file__, str(folder / "a"), str(target), *more]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -303,7 +305,7 @@ def test_versions_without_hashes_of_blocks(version: int, ranks: int, stage: int)
 
 
 def test_version_3_without_hashes_of_blocks() -> None:
-    """Of two ranks that had cut the layers; loaded by one that has not."""
+    """A checkpoint of two tensor-parallel ranks loads in one process without tensor parallelism."""
     folder = write.HERE / "version3"
     assert json.loads((folder / write.TAG / "manifest.json").read_text())["version"] == 3
 

@@ -1,4 +1,4 @@
-"""What each rank reads from the disk at a load: the elements that it owns, once, and nothing
+"""Bytes that each rank reads from disk at a load: the elements that it owns, once, and nothing
 else.
 """
 
@@ -28,7 +28,8 @@ BLOCK = 64  # bytes that have a hash of their own
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
-    """What is read of ranks' files, by the thread that reads it."""
+    """Record the ranges read from rank files as (file name, start, end), by the name of the thread.
+    """
     seen: Reads = defaultdict(list)
     preadv, pread, read = os.preadv, os.pread, os.read
 
@@ -72,8 +73,8 @@ def data_of(spans: Spans, begins: dict[str, int]) -> Spans:
 
 
 def owned_bytes(engine: Any, moments: int) -> int:
-    """Of what is held once per element: masters, or frozen values, and ``moments`` states of
-    what is trained.
+    """Return the bytes that this rank owns: the masters of trainable flat buffers with ``moments``
+    fp32 states each, and the values of frozen ones.
     """
     total = 0
     for flat in engine.flats:

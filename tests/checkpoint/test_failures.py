@@ -1,5 +1,5 @@
-"""What goes wrong on one rank is an error on all; a save that is cut off at any moment costs
-nothing that was saved.
+"""An error on one rank is raised on all; a save that is interrupted at any moment loses nothing
+that was saved before.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def test_a_flipped_bit(folder):
 
 
 def test_a_manifest_of_another_run(folder, tmp_path):
-    """Of the same model, on the same ranks: every size fits."""
+    """The other run has the same model and the same ranks, so every size matches."""
     other_run = tmp_path / "other"
     good(saved(other_run)[1])
     shutil.copy(
@@ -336,8 +336,8 @@ def test_a_damaged_one_is_told_with_the_whole_ones_beside_it(folder):
 
 
 def test_whole_weights_beside_a_save_that_was_stopped_before_latest(folder):
-    """What a Trainer's folder looks like then: resuming from the weights alone would drop the
-    optimizer in silence.
+    """The folder of a Trainer whose save was interrupted there: resuming from the weights alone
+    would silently drop the optimizer state.
     """
     (folder / "model.safetensors").write_bytes(b"")
     (folder / "latest").unlink()

@@ -1,5 +1,5 @@
-"""Which checkpoint is taken out of a folder of runs: the newest whole one of ours, and never a
-model that lies there as well.
+"""The choice of a checkpoint in a folder of runs: the newest complete one of ours, and never a
+model that is in the folder as well.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def test_a_rename_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
 
 
 def test_folders_of_runs_below_are_named(tmp_path):
-    """What Accelerate's save_state wrote lies a folder deeper than what is passed."""
+    """Accelerate's save_state writes one folder below the path that the user passes."""
     for name in ("step_20", "step_40"):
         made(tmp_path / name / "global_step1")
     (tmp_path / "logs").mkdir()

@@ -149,8 +149,8 @@ def test_weights_are_those_of_the_module_in_16_bits():
 
 
 def test_stage_0_without_names(heard):
-    """What shapes cannot tell is not guessed: weights are read, the optimizer is said to be
-    missing.
+    """Nothing is guessed that shapes cannot decide: weights are loaded, the optimizer is reported
+    as missing.
     """
     folder = INPUTS / "stage0" / "global_step3"
     model = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=True)
@@ -309,8 +309,8 @@ def test_parts_of_a_model_are_refused(tmp_path, change):
 
 
 def test_names_of_a_compiled_model(tmp_path):
-    """What DeepSpeed wrote of a compiled model goes into the model itself, and into a folder
-    that it loads.
+    """A checkpoint that DeepSpeed wrote of a compiled model loads into the uncompiled model, and
+    converts to a folder that the uncompiled model loads.
     """
     folder = damaged(tmp_path)
 

@@ -301,8 +301,8 @@ def test_another_precision_keeps_masters_and_moments(
 
 
 def test_what_was_frozen_is_trained_and_the_other_way_round(tmp_path: Path) -> None:
-    """As one plain process does it: moments that were not kept begin at zero, at the step count
-    of their group.
+    """The training matches one plain process: moments that were not saved start at zero, at the
+    step count of their group.
     """
     before = Elastic(ranks=2, stage=3, frozen="h.0")
     after = Elastic(ranks=4, stage=2, frozen="h.1")

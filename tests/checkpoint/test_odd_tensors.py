@@ -126,7 +126,9 @@ def test_strided_shared_and_conjugated_buffers(tmp_path: Path) -> None:
 
 
 def test_values_that_are_no_numbers(tmp_path: Path) -> None:
-    """What has diverged is saved and loaded as it is: weights, moments and buffers."""
+    """Diverged values (NaN, infinities) are saved and loaded unchanged: weights, moments and
+    buffers.
+    """
     odd_values = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
 
     def train(engine: Engine) -> None:

@@ -1,5 +1,5 @@
-"""What waits for checkpoints that are being written is done once, when all of them in its folder
-are whole, and never when one fails.
+"""Work deferred until async saves end: it runs once, when all checkpoints in its folder are
+complete, and never if one fails.
 """
 
 from __future__ import annotations

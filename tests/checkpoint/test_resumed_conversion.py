@@ -347,7 +347,7 @@ def test_two_conversions_into_one_folder(tmp_path, monkeypatch):
 
 
 def test_a_lock_without_a_holder(tmp_path):
-    """What a process that was killed left is no lock."""
+    """The lock file of a killed process counts as free."""
     saved(tmp_path / "run")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / files.LOCK).write_bytes(b"")

@@ -1,6 +1,6 @@
-"""Which checkpoints stay: the newest whole ones.
+"""Retention of checkpoints: the newest complete ones stay.
 
-What is damaged, what `latest` names and what is called otherwise stays too.
+Damaged ones, the one that `latest` names and folders with other names stay, too.
 """
 
 from __future__ import annotations

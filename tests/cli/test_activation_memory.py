@@ -66,7 +66,7 @@ SCRATCH = 1.5 * MIB  # of torch's attention on a CPU, inside its kernels
 
 @pytest.fixture
 def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CPUs, without the interpreter of the kernels of GPUs."""
+    """Run reference implementations, as on CPUs, without the interpreter of GPU kernels."""
     monkeypatch.setenv("HF_ZERO_TRITON", "0")
 
 

@@ -121,7 +121,7 @@ def complete(key: Key, value: Any) -> dict[str, Any]:
 
 
 def nested_values(config: ZeroConfig) -> dict[str, Any]:
-    """What was written, by path."""
+    """Return the values that the configuration sets, by path."""
     return {row.key: row.value for row in config.explain()}
 
 

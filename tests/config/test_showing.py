@@ -1,5 +1,5 @@
-"""What a configuration shows: dicts that read back the same, rows with sources, text; and
-nothing slips through unread.
+"""The output of a configuration: dicts that read back equal, rows with sources, and text; no key is
+ignored silently.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def nest(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def consistent(nested: dict[str, Any]) -> dict[str, Any]:
-    """What the values that were drawn cannot do without: folders for files, moments that agree,
-    blocks without gradients where layers are dropped.
+    """Make the drawn values consistent, in place: NVMe offload has folders, moments agree, and
+    blocks without gradients are allowed under progressive layer dropping.
     """
     zero = nested.get("zero_optimization", {})
     if nested.get("progressive_layer_drop", {}).get("enabled"):

@@ -1,5 +1,6 @@
-"""What DeepSpeed's scripts expect and the native calls do otherwise: folders without a checkpoint,
-ranks that name different places, objects beside a configuration, files of whole weights.
+"""Semantics that DeepSpeed's scripts expect and that differ from the native calls: folders without
+a checkpoint, ranks that name different places, objects beside a configuration, files of whole
+weights.
 """
 
 from __future__ import annotations

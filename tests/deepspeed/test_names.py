@@ -1,5 +1,5 @@
-"""What stands behind the facade's smaller names: devices, activation checkpointing, optimizers,
-leaves, copies, zero.Init.
+"""The facade's smaller names: devices, activation checkpointing, optimizers, leaves, copies,
+zero.Init.
 """
 
 from __future__ import annotations

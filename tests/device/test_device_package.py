@@ -34,8 +34,8 @@ TABLES = {"hf_zero/config/kernels.py"}
 
 
 def bound_to_a_kind(source: str) -> Iterator[str]:
-    """Where ``source`` asks for one kind of accelerator: ``torch.cuda``, ``tensor.is_cuda``, a
-    comparison with or a call of "cuda".
+    """Yield the places where ``source`` names one kind of accelerator: ``torch.cuda``,
+    ``tensor.is_cuda``, a comparison with or a call of "cuda".
     """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):

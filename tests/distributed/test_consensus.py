@@ -288,8 +288,8 @@ def test_at_the_next_step_all_ranks_know_that_one_has_departed_and_forget_it(tri
 
 
 def test_ranks_that_serve_nothing_know_of_it_when_the_fetch_returns(trio: Any) -> None:
-    """Those of other replicas: would they learn of it after the next step, the ranks' plans
-    would differ.
+    """Ranks of other replicas know of the fetch when it returns; if they learned of it after the
+    next step, the ranks' plans would differ.
     """
     agreements, chunks, store = trio
     for unit in range(20):

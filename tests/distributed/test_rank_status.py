@@ -1,4 +1,6 @@
-"""What posts of waiting ranks prove, and what they do not; how a rank that ends is told of."""
+"""Posts of waiting ranks, with the conclusions that they prove and those that they do not; the
+report of a rank that ends.
+"""
 
 from __future__ import annotations
 
@@ -217,7 +219,7 @@ def test_the_timeout_names_who_is_waited_for(pair: Any, heard: list[str]) -> Non
 
 
 def test_a_lost_connection_of_the_script_itself_is_explained(pair: Any, heard: list[str]) -> None:
-    """As a rank that is through with its loop meets it in a barrier of its own."""
+    """A rank that has finished its loop gets the error in a barrier of its own."""
     lost, explain = RuntimeError("Connection closed by peer"), watching._explain_lost_connection
     for others in (ValueError("Connection closed"), RuntimeError("out of memory")):
         assert explain(others) is None

@@ -74,7 +74,8 @@ def apart_where_nothing_is_shared(rank: int, passes: PassTracker, logs: Logs) ->
 
 
 def go_on(script: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What running ``script`` comes to on two ranks: "went on", or the text of the error."""
+    """Run ``script`` on two ranks; return the outcome of each: "went on", or the text of the error.
+    """
     monkeypatch.setattr(watching, "LOOK_SECONDS", 0.02)
     store, answers = dist.HashStore(), ["hangs", "hangs"]
     ended = [threading.Event(), threading.Event()]
@@ -130,7 +131,7 @@ def test_ranks_that_go_on_with_different_passes_raise_on_both(
 def test_a_rank_whose_backward_broke_before_its_first_collective_raises_on_both(
     monkeypatch: pytest.MonkeyPatch, heard: list[str]
 ) -> None:
-    """What it goes on with comes on another communicator, where its number is the same."""
+    """The next collective of that rank is on another communicator, where its number is the same."""
     for answer in go_on(before_anything_is_issued, monkeypatch):
         assert "rank 0 goes on with another norm after an exception" in answer
         assert "reduction 0 (number 0 of reductions)" in answer

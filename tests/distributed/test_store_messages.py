@@ -25,7 +25,9 @@ def test_each_word_replaces_the_last_and_is_told_by_its_number() -> None:
 
 
 def test_a_rank_that_is_gone_is_looked_for_once_more() -> None:
-    """What it said last may have come between the look and the news of its end."""
+    """The last message of a rank may arrive between the look into the store and the news of its
+    exit.
+    """
     store = dist.HashStore()
     leaving = StoreMessages(store, 1, 60.0, lambda rank: None)
 

@@ -52,8 +52,8 @@ class Plan:
 
 
 def digest(engine: Any) -> str:
-    """Of master weights, moments, step counts, counters and schedule: what this rank holds, bit
-    for bit.
+    """Return a hash of this rank's master weights, moments, step counts, counters and LR schedule,
+    bit for bit.
     """
     found = hashlib.sha256()
     for flat in engine.flats:

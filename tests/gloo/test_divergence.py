@@ -150,7 +150,7 @@ def cases_of(steps: int) -> list[Case]:
 
 
 def part(rank: int, cases: list[Case]) -> list[str]:
-    """What each case comes to on this rank: the text of its error."""
+    """Run the cases on this rank; return the text of each case's error."""
     store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
     told = []
     for number, (name, stage, accumulation, steps) in enumerate(cases):

@@ -67,9 +67,7 @@ def write(rank: int, folder: str) -> list[float]:
 
 
 class Application:
-    """What torch's recipe for checkpoints saves: one object that has the model and the
-    optimizer.
-    """
+    """The single object that torch's checkpoint recipe saves, with the model and the optimizer."""
 
     def __init__(self, weights, states) -> None:
         self.held = {"model": weights, "optim": states}

@@ -50,8 +50,8 @@ def trained_in_turn(rank: int) -> list[Any]:
 
 
 def local_steps(rank: int, sent: list[int]) -> list[tuple[int, int, list[torch.Tensor]]]:
-    """Of each step: messages sent to other ranks, sums over all of them, and the weights after
-    it.
+    """Return for each step: the number of messages sent to other ranks, the number of all-reduces
+    over all ranks, and the weights after it.
     """
     rare = {"var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 4}
     model, sums, all_reduce = seeded(Stack), list[int](), dist.all_reduce

@@ -37,7 +37,9 @@ def one_waits(rank: int) -> None:
 
 
 def between_hosts(rank: int) -> tuple[torch.Tensor, list[int]]:
-    """What ranks of a device tell each other by their hosts: numbers gathered, and the largest."""
+    """Exchange numbers between the hosts of a device's ranks; return the gathered ones and the
+    maximum.
+    """
     groups = DimGroups(None, None, "nccl", torch.device("cpu"))
     axis = MeshDim(range(3), rank, groups, CollectiveStats(), Watchdog(enabled=False))
     axis._follows = torch.device("cuda")  # whose messages no backend here takes

@@ -62,7 +62,9 @@ def dropped(rank: int) -> tuple[Trace, list[torch.Tensor]]:
 
 
 def leaving(rank: int) -> str:
-    """What the ranks are told that share sequences with one that ends instead of a forward."""
+    """Return the error of a rank that shares sequences with one that ends instead of a forward; ""
+    on the rank that ends.
+    """
     sequence = hf_zero.sequence_parallel(RANKS.sequence)
     model = JOB.build()
     engine = start(model, JOB.optimizer(model), config_of(1), mpu=sequence)

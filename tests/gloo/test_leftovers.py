@@ -57,8 +57,8 @@ def one_engine(rank: int, case: Case, folder: Path) -> None:
 
 
 def look(others: set[threading.Thread]) -> dict[str, int]:
-    """What all ranks hold once all of them have ended their engine; ``others`` are the threads of
-    the job.
+    """Measure what remains after all ranks have ended their engine; ``others`` are the threads of
+    the job. Collective.
     """
     await_threads(others)
     for _ in range(2):  # what all ranks have left is known once all of them have left it

@@ -1,5 +1,5 @@
-"""What compressed collectives carry, on a GPU at real sizes: kernels give what their references
-give there, and wait for nothing.
+"""Encodings of compressed collectives on a GPU at real sizes: kernels agree with their references
+there and never wait for the device.
 """
 
 from __future__ import annotations

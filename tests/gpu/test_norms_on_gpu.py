@@ -118,7 +118,9 @@ def relative_errors(
     theirs: Callable[..., torch.Tensor],
     inputs: list[torch.Tensor],
 ) -> list[tuple[float, float]]:
-    """Of the output and each gradient in bf16: our error against fp32, and torch's."""
+    """Return, for the output and each gradient, the bf16 errors against fp32 of ours and of
+    torch's.
+    """
 
     def run(
         operator: Callable[..., torch.Tensor], tensors: list[torch.Tensor]

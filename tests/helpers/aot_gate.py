@@ -1,5 +1,5 @@
-"""What a GPU would make of a Triton kernel, found without one: each is compiled for sm_80, sm_90
-and sm_100, and the machine code looked at.
+"""Resource use of Triton kernels, found without a GPU: each kernel is compiled for sm_80, sm_90 and
+sm_100, and its machine code is examined.
 
 A family of kernels declares its `Case`s, one for each configuration it ships, in
 ``tests/kernels/gate/<family>.py`` as ``CASES``. Each must compile, fit into registers without
@@ -84,7 +84,7 @@ class Case:
         return f"{self.kernel.__name__} {self.name}".strip()
 
     def unnamed(self) -> str:
-        """What is wrong with the names of the case, or ""."""
+        """Return the error in the argument names of the case, or ""."""
         wanted, given = set(self.kernel.arg_names), {*self.signature, *self.constexprs}
         if wanted != given or set(self.signature) & set(self.constexprs):
             return (
@@ -97,7 +97,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Report:
-    """What a kernel compiled to. ``error`` holds the compiler's words where it did not."""
+    """The compilation result of one kernel. ``error`` holds the compiler's message if it failed."""
 
     label: str
     arch: int
@@ -213,7 +213,7 @@ def measure(wanted: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Report]:
 
 
 def compile_all(wanted: Sequence[tuple[str, int]]) -> list[Report]:
-    """As `measure`, in this process and its children."""
+    """Compile each (label, architecture), like `measure`, but in this process and its children."""
     cases()  # read before the children are forked
     with ProcessPoolExecutor(
         min(WORKERS, max(1, len(wanted))), mp_context=multiprocessing.get_context("fork")

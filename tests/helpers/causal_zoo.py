@@ -101,8 +101,8 @@ NOT_SMALL = frozenset(
 
 
 def model_types(with_plan: bool = False) -> list[str]:
-    """Those of one configuration; what holds a model of text beside others is there by that.
-    ``with_plan``: those that tensor parallelism has a plan for.
+    """Return the causal model types with a single configuration; the text model inside a multimodal
+    one has a type of its own. ``with_plan``: only types that have a tensor-parallel plan.
     """
     return [
         name

@@ -1,4 +1,4 @@
-"""Which cells of a matrix the fast suite runs."""
+"""Selection of the cells of a matrix that the fast suite runs."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def in_one_item(
 
 
 def off_turn(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Which of ``items`` the long suite alone runs, by the mark ``turns``: of the product of a
-    test's parametrizations the fast suite runs the cells in which values of the same place meet,
-    the shorter ones beginning again; all those with ``stage=3``, where parameters move, and one
+    """Return those of ``items`` that the long suite alone runs, by the mark ``turns``. Of the
+    product of a test's parametrizations the fast suite runs the cells that pair values at the same
+    position (shorter lists start again); all cells with ``stage=3``, where parameters move; and one
     with each other stage.
     """
     tests: dict[str, list[pytest.Item]] = {}

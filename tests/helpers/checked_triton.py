@@ -96,8 +96,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Argument:
-    """Where a tensor lies: addresses [start, end), and the (stride, size) in bytes of its axes
-    where it has gaps.
+    """The memory of a tensor: addresses [start, end), and the (stride in bytes, size) of its axes
+    if it is not contiguous.
     """
 
     name: str
@@ -133,7 +133,7 @@ class Argument:
         )
 
     def outside(self, addresses: np.ndarray, width: int) -> np.ndarray:
-        """Which of ``addresses`` (int64), each read or written ``width`` bytes long, leave the
+        """Return a mask of the ``addresses`` (int64) whose accesses of ``width`` bytes leave the
         tensor.
         """
         outside = (addresses < self.start) | (addresses + width > self.end)
@@ -192,7 +192,7 @@ class Launch:
     def enter(
         self, index: tuple[int, int, int], grid: tuple[int, int, int]
     ) -> tuple[int, int, int]:
-        """Which program runs in place of the one at ``index``."""
+        """Return the index of the program to run in place of the one at ``index``."""
         if not self.order:
             programs = list(itertools.product(*map(range, grid)))
             ranked = list(programs)
@@ -320,7 +320,7 @@ _SETTINGS: list[Settings] = []
 
 
 def current_settings() -> Settings:
-    """Those of the innermost ``checked_triton()``."""
+    """Return the settings of the innermost ``checked_triton()``."""
     return _SETTINGS[-1]
 
 
@@ -363,7 +363,9 @@ def _width(pointers: Any) -> int:
 
 
 def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """What of the interpreter is replaced; each replacement falls back on what was there."""
+    """Return the patches of Triton's interpreter as (object, attribute, replacement); each
+    replacement falls back on the original.
+    """
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     handle = interpreter.TensorHandle
     numpy_dtype, convert = interpreter._get_np_dtype, interpreter._implicit_cvt
@@ -500,7 +502,9 @@ def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
 
 
 def _to_tf32(values: np.ndarray) -> np.ndarray:
-    """What a tensor core reads of an fp32: sign, exponent and the upper 10 bits of the mantissa."""
+    """Truncate fp32 to the bits that a tensor core reads: sign, exponent, upper 10 bits of
+    mantissa.
+    """
     return (values.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 

@@ -20,7 +20,7 @@ from tests.helpers.training import At, Plan, adamw
 
 
 def C(z: Tensor, bits: int, block: int | None = None) -> Tensor:
-    """What is left of the vector ``z``, fp32, block by block."""
+    """Return the vector ``z`` after quantisation to ``bits`` bits, block by block, in fp32."""
     top = float(2 ** (bits - 1) - 1)
     block = block or {4: 64, 8: 256}[bits]
     out = torch.empty_like(z, dtype=torch.float32)
@@ -80,7 +80,8 @@ def config(stage: int, plan: Plan | None = None, zero: Any = None, **more: Any) 
 
 
 class Recorder:
-    """What autograd leaves on each parameter in a window, by micro-batch."""
+    """A record of the gradients that autograd computes in a window, by micro-batch and parameter.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.micro: list[dict[str, torch.Tensor]] = []
@@ -145,7 +146,7 @@ def expected_gradient(
 def check_gradients(
     answers: Sequence[Any], stage: int, plan: Plan, block: int | None = None
 ) -> None:
-    """What :func:`trained` has given on each rank is what the equations give."""
+    """Assert that the gradients of :func:`trained` on each rank are those of the equations."""
     ranks, layouts = len(answers), answers[0][1]
     chosen = [key for key, (layout, _) in layouts.items() if compressible(layout, block)]
     assert bool(chosen) == (ranks > 1) and len(chosen) < len(layouts)

@@ -117,8 +117,8 @@ def _masters(flat: FlatBuffer) -> torch.Tensor:
 def _wholes(
     parameters: dict[str, nn.Parameter], own_of: Callable[[FlatBuffer], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """As ``hf_zero.safe_get_full_*`` of each of ``parameters``, with one all-reduce a flat buffer:
-    in most tests on threads a collective is what costs. Collective.
+    """Return the full values of ``parameters``, like ``hf_zero.safe_get_full_*``, with one
+    all-reduce per flat buffer: collectives dominate the time of most tests on threads. Collective.
     """
     members: dict[FlatBuffer, dict[str, nn.Parameter]] = {}
     for name, parameter in parameters.items():

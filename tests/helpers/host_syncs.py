@@ -91,7 +91,8 @@ class HostSyncs(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def of(self, package: str) -> Counter[str]:
-        """What ``package`` has called: operations by the file that they are called in."""
+        """Count the operations that ``package`` has called, by the file of the call and the name.
+        """
         return Counter(
             {
                 f"{file}: {name}": count

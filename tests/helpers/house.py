@@ -73,8 +73,9 @@ def at_load_time(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def graph(sources: Mapping[str, tuple[str, bool]], everywhere: bool) -> dict[str, set[str]]:
-    """What each module of ``sources`` (its text, and whether it is a package's ``__init__``)
-    imports of the others; ``everywhere``: inside functions and for types, too.
+    """Return the modules of ``sources`` that each of them imports. A source is its text, and
+    whether it is a package's ``__init__``; ``everywhere``: include imports inside functions and for
+    types.
     """
     found = {}
     for module, (text, is_package) in sources.items():
@@ -174,7 +175,7 @@ def _set_on(method: ast.AST, name: str) -> Iterator[str]:
 
 
 def parameter_count(function: FUNCTIONS) -> int:
-    """How many parameters ``function`` declares, ``*args`` and ``**kwargs`` among them."""
+    """Return the number of parameters of ``function``, ``*args`` and ``**kwargs`` included."""
     arguments = function.args
     named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     return len(named) + (arguments.vararg is not None) + (arguments.kwarg is not None)
@@ -211,7 +212,7 @@ def packages(modules: Mapping[str, tuple[str, bool]]) -> dict[str, tuple[int, in
 
 
 def inner_arrows(edges: Mapping[str, set[str]], package: str) -> int:
-    """How many imports there are from one module of ``package`` to another."""
+    """Return the number of imports from one module of ``package`` to another."""
     prefix = package + "."
     return sum(
         module.startswith(prefix) and other.startswith(prefix)

@@ -91,8 +91,8 @@ def alone(script: Path, out: Path, *arguments: str, timeout: float = 300.0) -> R
 def beside(
     script: Path, out: Path, *arguments: str, timeout: float = 300.0
 ) -> Iterator[Callable[[], Report]]:
-    """As :func:`alone`, while the caller starts something else: what this gives waits for the
-    report, and keeps it.
+    """Start ``script`` like :func:`alone`, while the caller starts something else; yield a function
+    that waits for the report and caches it.
     """
     with started([python(), str(script)], out, arguments) as process:
         yield cache(lambda: _read(process, out, 1, timeout)[0])
@@ -249,7 +249,7 @@ def output(
     timeout: float = 300.0,
     environ: Mapping[str, str] | None = None,
 ) -> str:
-    """What ``command`` printed, which succeeds within ``timeout`` seconds.
+    """Return the output of ``command``, which must succeed within ``timeout`` seconds.
 
     A program of the environment is run by the server of Python, too.
     """

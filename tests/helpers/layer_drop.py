@@ -97,7 +97,7 @@ def probabilities(step: int, sizes: list[int], keeps_first: bool = False) -> lis
 
 
 def left_out(step: int, p: list[float], micro: int = 0, rank: int = 0) -> list[bool]:
-    """Which blocks are left out, by the probabilities ``p`` of keeping them."""
+    """Return for each block whether it is dropped, by the probabilities ``p`` of keeping it."""
     drawn = draw(SEED, step, micro, len(p), rank)
     return [number >= each for number, each in zip(drawn, p)]
 
@@ -120,7 +120,7 @@ class LayerDropJob(Job):
 
     @property
     def keys(self) -> dict[str, Any]:
-        """What the configuration of the engine has for it."""
+        """The keys of the engine's configuration for it."""
         return {"progressive_layer_drop": self.section, "seed": SEED}
 
     def build(self) -> nn.Module:

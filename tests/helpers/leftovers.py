@@ -1,5 +1,5 @@
-"""How an engine may end, and the measures of what it leaves: memory, threads, file descriptors,
-process groups, keys of the ranks' store, files.
+"""Ways to end an engine, and measures of what remains afterwards: memory, threads, file
+descriptors, process groups, keys of the ranks' store, files.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ class Meeting:
 
 
 class _Seat:
-    """What ``_start_coll`` gives a rank: the meeting, and the collective this rank believes it
-    to be.
+    """The result of ``_start_coll`` on a rank: the meeting, and the collective that this rank
+    expects.
     """
 
     def __init__(self, meeting: Meeting, collective: Any):
@@ -101,8 +101,8 @@ class _Seat:
 
 
 def _name_of_group(group: Any) -> str:
-    """As torch's own, but it still answers while the group is being destroyed, which asks after
-    the entry is gone.
+    """Return the group's name like torch's own function, but also while the group is being
+    destroyed: torch asks for it after the entry is gone.
     """
     return group.__dict__.get("kept_name") or group._world().pg_names[group]
 

@@ -48,7 +48,7 @@ def nbytes(layout: Any, block: int = BLOCK) -> int:
 
 
 def C(z: Tensor, layout: Any) -> Tensor:
-    """Of ``z``, block by block; zeros in the padding."""
+    """Return the one-bit code of ``z``, decoded, block by block; zeros in the padding."""
     out = torch.zeros_like(z)
     for place in blocks_of(layout):
         part = z[place]
@@ -171,7 +171,7 @@ def config(plan: Plan | None = None, stage: int = 1, **more: Any) -> dict[str, A
 
 
 def state_of(engine: Any) -> dict[str, Any]:
-    """What this rank has of each flat buffer that travels in one bit."""
+    """Return this rank's state of each flat buffer that is sent in one bit."""
     momenta = {each.flat.key: each for each in engine.optimizer_step.one_bit._momenta}
     found = {}
     for key, each in momenta.items():
@@ -206,7 +206,9 @@ def joined(answers: Any, number: int, key: str, name: str) -> torch.Tensor:
 
 
 def check(answers: Sequence[Any], plan: Plan) -> None:
-    """What :func:`trained` has given on each rank is what the equations give, bit for bit."""
+    """Assert that the results of :func:`trained` on each rank are those of the equations, bit for
+    bit.
+    """
     ranks = len(answers)
     keys = list(answers[0][0][1])
     assert keys
@@ -318,7 +320,7 @@ class WholeLocal(Whole):
 
 
 def local_state(engine: Any) -> dict[str, Any]:
-    """What this rank has of each flat buffer that takes part in local steps."""
+    """Return this rank's state of each flat buffer that takes part in local steps."""
     one_bit = engine.optimizer_step.one_bit
     found = {}
     for each in (*one_bit._chosen, *one_bit._local.others):

@@ -65,8 +65,8 @@ class _Plain(Driver):
             self.send()
 
     def send(self) -> None:
-        """What this rank has summed is added to the others' in the precision of the parameters,
-        as on the wire.
+        """Add this rank's sums to those of the other ranks in the dtype of the parameters, as on
+        the wire.
         """
         if self.place == len(self.sent):
             self.sent.append(
@@ -234,8 +234,8 @@ def compare(
 
 
 def errors(got: Trace, exact: Trace) -> dict[str, float]:
-    """How far a run is from the fp32 one: norms over all steps of the error in loss, gradient
-    norm and gradients, and in the weights.
+    """Return the distances of a run from the fp32 one: norms over all steps of the error in loss,
+    gradient norm and gradients, and the norm of the error in the weights.
     """
     return {
         "loss": math.sqrt(sum((a - b) ** 2 for a, b in zip(got.losses, exact.losses))),

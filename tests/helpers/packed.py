@@ -39,7 +39,7 @@ TABLE = torch.tensor(
 
 
 class QuantState:
-    """How to read packed bytes: ``absmax`` [blocks], ``code`` [16], the shape and dtype of the
+    """The metadata of packed bytes: ``absmax`` [blocks], ``code`` [16], the shape and dtype of the
     weight.
     """
 

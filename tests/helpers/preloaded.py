@@ -1,4 +1,4 @@
-"""What most ranks import, for a process that they are forked from (``processes.py``)."""
+"""Imports that most ranks need, for a process that they are forked from (``processes.py``)."""
 
 import atexit
 import gc

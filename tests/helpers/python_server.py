@@ -68,7 +68,8 @@ def server(
 
 
 class Request:
-    """What a client sent: ``arguments`` as of ``python``, its environment, folder and streams."""
+    """The request of a client: ``arguments`` as of ``python``, its environment, folder and streams.
+    """
 
     def __init__(self, connection: socket.socket):
         size = array.array("i")
@@ -183,7 +184,7 @@ def become(request: Any, begin: str) -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """As ``python *arguments``; returns where that ends without an exception."""
+    """Run ``python *arguments`` in this process; return if it ends without an exception."""
     while arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
         option = arguments.pop(0)
         if option != "-u":

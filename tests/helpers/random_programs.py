@@ -31,7 +31,8 @@ REFUSALS = (ConfigError, NotBuiltError, PartitionError)
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many ranks share layers, sequences and experts, and how many groups read data."""
+    """The numbers of ranks that share layers, sequences and experts, and of groups that read data.
+    """
 
     tensor: int = 1
     sequence: int = 1
@@ -103,7 +104,9 @@ def kinds() -> list[str]:
 
 @dataclass(frozen=True)
 class Program:
-    """What one seed draws. Meshes are tried in turn: some do not go with some model types."""
+    """The random choices of one seed. Meshes are tried in turn: some model types do not support
+    some.
+    """
 
     seed: int
     kind: str
@@ -151,7 +154,7 @@ class Program:
         return BATCHES[self.batch](self.tokens(step, micro))
 
     def generated(self, model: Any, step: int, reader: int) -> list[list[int]]:
-        """What ``model`` goes on with, of another length on each reader."""
+        """Return the tokens that ``model`` generates, of another length on each reader."""
         ids = self.tokens(step, reader)[:, :6]
         new = self.generates + reader
         asked = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -161,8 +164,8 @@ class Program:
 
 @dataclass
 class Record:
-    """Of each step: the losses of the micro-batches, the norm, what evaluation and generation
-    gave; and the weights at the end.
+    """The results of a run: for each step the losses of the micro-batches, the norm, and the
+    results of evaluation and generation; and the final weights.
     """
 
     losses: list[list[float]] = field(default_factory=list)

@@ -121,7 +121,9 @@ class _Rank(threading.Thread):
             self.meetings.release_all()
 
     def where(self) -> str:
-        """Where this rank stands: the innermost frames of its stack."""
+        """Return the position of this rank: the innermost frames of its stack, or that it has
+        ended.
+        """
         if not self.is_alive():
             return f"rank {self.rank}: {'failed' if self.error is not None else 'returned'}"
         frame = sys._current_frames().get(self.ident or 0)

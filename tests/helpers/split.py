@@ -232,7 +232,7 @@ def config_of_split(stage: int, accumulation: int = 1, clip: float = 0.0, **zero
 
 
 class Record:
-    """What each step of a run came to."""
+    """The results of each step of a run."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []

@@ -40,11 +40,11 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is trained, in which precision. ``clip`` 0 is no clipping; ``scale`` is the static
+    """The length and precision of a training. ``clip`` 0 disables clipping; ``scale`` is the static
     loss scale of fp16.
 
-    ``each_backward``: the oracle adds ranks up, in the plan's precision, after every backward and
-    not once a window.
+    ``each_backward``: the oracle sums over ranks, in the plan's precision, after every backward and
+    not once per accumulation window.
     """
 
     ranks: int = 1
@@ -63,10 +63,10 @@ class Plan:
 
 
 class Driver:
-    """What a job may touch: call it like the model, ``module`` is the bare model, ``backward``
-    takes one micro-batch's loss.
+    """The interface of a job to its training: call it like the model; ``module`` is the bare model;
+    ``backward`` takes the loss of one micro-batch.
 
-    ``memory`` is a place of this rank's own, for jobs that keep something between micro-batches.
+    ``memory`` is storage of this rank, for jobs that keep something between micro-batches.
     """
 
     module: nn.Module
@@ -107,7 +107,7 @@ class Session(Driver):
 
 @dataclass(frozen=True)
 class At:
-    """Which micro-batch this is."""
+    """The position of a micro-batch in a run."""
 
     step: int
     micro: int
@@ -176,8 +176,8 @@ class ArchitectureJob(Job):
 
 @dataclass
 class Trace:
-    """What a run leaves: per step the mean loss, the gradient norm before clipping and each
-    gradient; the last weights.
+    """The results of a run: per step the mean loss, the gradient norm before clipping and each
+    gradient; the final weights.
     """
 
     losses: list[float] = field(default_factory=list)

@@ -265,7 +265,7 @@ class UsedOutsideByTwo(UsedOutside):
 
 
 class Regularised(StackJob):
-    """What is computed from gathered weights goes backward when they are sharded again."""
+    """Values computed from gathered weights go backward after the weights are sharded again."""
 
     name = "a penalty on weights, computed inside GatheredParameters"
 

@@ -39,12 +39,12 @@ every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.
 
 @dataclass(frozen=True)
 class Kind:
-    """What a recipe's script calls its steps, its folder and the rest; ``imports`` is what it is
-    written for.
+    """The options of a recipe's script for steps, folder and the rest; ``imports`` are the
+    libraries that it is written for.
 
-    A checkpoint is a folder ``tag`` + N. ``resume`` are the arguments that go on from the last one
-    in a folder. ``half`` are arguments of a run that is interrupted at step 60 of 150, and has
-    epochs and, where it can, accumulation. ``long``: even two steps are kept for the long matrices.
+    A checkpoint is a folder ``tag`` + N. ``resume``: arguments that continue from the last one in a
+    folder. ``half``: arguments of a run that is interrupted at step 60 of 150, with epochs and,
+    where it can, accumulation. ``long``: even two steps are left to the long matrices.
     """
 
     imports: frozenset[str]
@@ -315,7 +315,9 @@ def module_of(script: Path) -> Any:
 @pytest.mark.long
 @every_recipe
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(recipe: Path, tmp_path: Path) -> None:
-    """Of several passes over the data: the resumed run starts inside one and ends in another."""
+    """The run makes several passes over the data: the resumed one starts inside one and ends in
+    another.
+    """
     kind = kind_of(recipe)
     arguments = (kind.steps, "150", kind.saving, "60", kind.logging, "1", *kind.half)
     whole = launch(recipe, "zero3", tmp_path / "whole", *arguments)

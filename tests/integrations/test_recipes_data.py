@@ -1,4 +1,4 @@
-"""What the recipes make or read when no hub is there, and what their cards say is refused."""
+"""Data that the recipes make or read without a hub, and the refusals that their cards quote."""
 
 from __future__ import annotations
 

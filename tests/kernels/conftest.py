@@ -73,7 +73,9 @@ def lamb_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["kernel", "reference"])
 def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which body of an operation a test runs; ``checked_triton`` watches the kernels."""
+    """Select the implementation of an operation that a test runs; ``checked_triton`` watches the
+    kernels.
+    """
     if request.param == "reference":
         monkeypatch.setenv("HF_ZERO_TRITON", "0")
     else:

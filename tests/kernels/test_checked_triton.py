@@ -155,8 +155,8 @@ def test_lanes_of_one_store_that_disagree_race(checked_triton: Checked) -> None:
 
 
 def test_programs_run_in_another_order(checked_triton: Checked) -> None:
-    """What a program sees of a counter depends on who came before: no race, but wrong if a
-    result rests on it.
+    """A program's reading of a counter depends on the programs before it: no race, but wrong if a
+    result depends on it.
     """
 
     def order_of(**settings: Any) -> list[int]:

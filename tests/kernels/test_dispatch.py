@@ -1,5 +1,5 @@
-"""Which body of an operation runs, and that a kernel which cannot is said so once; the doctor's
-trial of kernels.
+"""Selection of an operation's implementation; a kernel that cannot run is reported once; the
+doctor's trial of kernels.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test declares is forgotten after it; no kernel is broken.
+    """Undo the declarations of a test after it, with no kernel marked as broken.
 
-    All others are declared before, or they would be forgotten too.
+    All other kernels are declared first, or they would be removed, too.
     """
     trial.declared()
     monkeypatch.setattr(dispatch, "KERNELS", dict(dispatch.KERNELS))
@@ -98,7 +98,8 @@ def test_tensors_of_the_cpu_go_to_the_reference_where_nothing_is_interpreted(
 
 
 class NoDriver:
-    """As Triton's driver without libcuda: an assertion, not an error of Triton's own."""
+    """Triton's driver without libcuda: it raises an AssertionError, not an error of Triton's own.
+    """
 
     @property
     def active(self) -> Any:
@@ -292,7 +293,7 @@ def test_a_trial_compares_with_the_reference(body: Callable[..., str], as_on_a_g
 def test_every_kernel_agrees_with_its_reference_on_its_example(
     checked_triton: Callable[..., Any],
 ) -> None:
-    """What the doctor runs on a GPU."""
+    """The trial that the doctor runs on a GPU."""
     kernels = trial.declared()
     assert "norm" in kernels
     assert {
@@ -302,7 +303,7 @@ def test_every_kernel_agrees_with_its_reference_on_its_example(
 
 @pytest.mark.usefixtures("lamb_addresses")
 def test_every_kernel_passes_its_trial(checked_triton) -> None:
-    """As the doctor tries them on a GPU; those of folders are among them."""
+    """The doctor's trial on a GPU, with the kernels that are in folders of their own."""
     found = {name: trial.try_out(kernel, CPU) for name, kernel in trial.declared().items()}
     assert {name: why for name, why in found.items() if why} == {}
     assert {

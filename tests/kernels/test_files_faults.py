@@ -1,5 +1,5 @@
-"""What goes wrong in transfers: errors of the system, transfers that come short, files that end
-too early, file systems that refuse.
+"""Faults of transfers: system errors, short transfers, files that end too early, file systems that
+refuse.
 """
 
 from __future__ import annotations

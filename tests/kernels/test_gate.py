@@ -45,7 +45,7 @@ Reports = dict[tuple[str, int], Report]
 
 @pytest.fixture(scope="module")
 def reports(request: pytest.FixtureRequest) -> Reports:
-    """What the kernels of the selected tests became, compiled side by side."""
+    """Compile the kernels of the selected tests in parallel; return their reports."""
     selected = [
         item.callspec.params
         for item in request.session.items

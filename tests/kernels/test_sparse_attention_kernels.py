@@ -268,7 +268,9 @@ def test_tf32_is_asked_for_in_the_way_that_never_raises(monkeypatch: pytest.Monk
 
 
 def test_lengths_do_not_compile_anew() -> None:
-    """What a plan counts is not specialised on; the compiling process reads it off the kernels."""
+    """The counts of a plan are not specialised on. A process in which Triton compiles reads this
+    from the kernels.
+    """
     code = (
         "from hf_zero.ops.triton_kernels import sparse_attention as f, "
         "sparse_attention_backward as b\n"

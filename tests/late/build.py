@@ -75,7 +75,7 @@ def _with_headers(sources: Iterable[Path]) -> set[Path]:
 
 
 def fingerprint(sources: Iterable[Path] | None = None) -> str:
-    """Of what is made from ``sources`` (all of them), this torch and this Python."""
+    """Return a hash of ``sources`` (default: all of them), this torch and this Python."""
     digest = hashlib.sha256()
     for path in sorted(_with_headers(sources or SOURCES.glob("*.cpp"))):
         digest.update(path.name.encode() + path.read_bytes())
@@ -85,7 +85,9 @@ def fingerprint(sources: Iterable[Path] | None = None) -> str:
 
 
 def cache() -> Path:
-    """Where built libraries lie: LATE_CACHE, or the user's cache."""
+    """Return the folder of built libraries in LATE_CACHE, or else in the user's cache, or else in
+    the temporary folder.
+    """
     given = os.environ.get("LATE_CACHE") or os.environ.get("XDG_CACHE_HOME")
     root = Path(given) if given else Path.home() / ".cache"
     try:

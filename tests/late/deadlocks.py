@@ -36,7 +36,9 @@ Edge = tuple[str, str, str]  # who waits, for whom, because of what
 def status_of(
     rank: int, waits: Mapping[str, Any], communicators: Iterable[Mapping[str, Any]], looks: int = 0
 ) -> Status:
-    """Where the process of ``rank`` stands, as JSON carries it; ``looks``: of its watch so far."""
+    """Return the waits and collectives of the process of ``rank``, for JSON; ``looks`` counts the
+    checks of its watch.
+    """
     ends = {}
     for each in communicators:
         ends[str(each["index"])] = {

@@ -43,7 +43,7 @@ def _load() -> Any:
 
 
 def set_devices() -> None:
-    """As many as the environment says."""
+    """Set the number of devices to that of the environment."""
     C.set_devices(int(os.environ.get("LATE_DEVICES") or os.environ.get("LOCAL_WORLD_SIZE") or 1))
 
 
@@ -64,7 +64,7 @@ def configure(mode: str = "lazy", seed: int = 0, max_us: int = 500, nap: float =
 def flags(
     detect: bool = True, poison: bool = True, guard_host: bool = True, sites: bool = True
 ) -> None:
-    """What is checked: races, NaN in new memory, host memory under copies; Python sites in
+    """Select the checks: races, NaN in new memory, host memory under copies; Python sites in
     reports.
     """
     C.flags(detect, poison, guard_host, sites)

@@ -58,7 +58,9 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def last_steps(case: dict[str, Any]) -> list[dict[str, int]]:
-    """What hf_zero waits for in the last two steps of two micro-batches, by place."""
+    """Return the counts of hf_zero's waits for the device, by place, in each of the last two steps
+    of two micro-batches.
+    """
     import torch
 
     import hf_zero
@@ -112,7 +114,7 @@ def last_steps(case: dict[str, Any]) -> list[dict[str, int]]:
 
 
 def noted() -> dict[str, list[str]]:
-    """What the counter notes of each operation."""
+    """Return the counter's notes of each operation."""
     import torch
 
     from hf_zero.device import pinned, streams

@@ -36,7 +36,9 @@ def needs_the_device() -> None:
 
 
 def environment(as_cuda: bool = False, **more: str) -> dict[str, str]:
-    """Of a process with the device; ``as_cuda``: it poses as CUDA, in all processes it starts."""
+    """Return the environment of a process with the device; ``as_cuda``: the device poses as CUDA,
+    in all processes that it starts.
+    """
     own = {name: value for name, value in os.environ.items() if not name.startswith("LATE_")}
     path = [str(ROOT)]
     own["LATE_AS"] = "cuda" if as_cuda else "late"
@@ -78,9 +80,10 @@ def run(
     env: Mapping[str, str] | None = None,
     interpreter: str = "",
 ) -> str:
-    """What ``python -m module arguments`` printed, errors included.
+    """Return the output of ``python -m module arguments``, errors included.
 
-    A process that fails is an error with its end. ``interpreter``: that Python instead of a fork.
+    A process that fails raises AssertionError with the end of its output. ``interpreter``: run that
+    Python instead of a fork.
     """
     own = environment() if env is None else env
     return _run(interpreter or of(own), [own], [module, *arguments], seconds)[0]
@@ -115,8 +118,8 @@ def run_ranks(
 def _run(
     interpreter: str, environs: Sequence[Mapping[str, str]], words: Sequence[str], seconds: float
 ) -> list[str]:
-    """What ``interpreter -m words`` printed with each of ``environs``, all at once; each succeeds,
-    within ``seconds`` together.
+    """Return the outputs of ``interpreter -m words`` with each of ``environs``, run in parallel.
+    All must succeed within ``seconds`` together.
     """
     command, limit = [interpreter, "-m", *words], time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:

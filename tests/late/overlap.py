@@ -1,5 +1,5 @@
-"""What the engine does beside the computation, by the cost model: ``python -m
-tests.late.overlap``, one line of JSON a case.
+"""Overlap of the engine's work with the computation, by the cost model: ``python -m
+tests.late.overlap``, one line of JSON per case.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def update_on_its_own_lane(waits: bool) -> Iterator[None]:
 
 
 def train(job: str, zero: dict[str, Any], rank: int, world: int) -> list[list[timeline.Ran]]:
-    """What ran in a few steps, and in the forward after each of them."""
+    """Return the tasks of each of a few steps and of the forward after it."""
     config = training.config(job)
     config["zero_optimization"] |= zero
     engine, *_ = hf_zero.initialize(model=training.tower(BLOCKS), config=config)
@@ -127,7 +127,9 @@ def train(job: str, zero: dict[str, Any], rank: int, world: int) -> list[list[ti
 
 
 def computed(ran: list[timeline.Ran], forward: bool | None = None) -> list[timeline.Ran]:
-    """What the computing stream ran: all of it, what a forward has launched, or what it has not."""
+    """Return the tasks of the computing stream: all of them, those that a forward has launched, or
+    the others.
+    """
     own = [
         task
         for task in ran

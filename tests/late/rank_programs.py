@@ -28,7 +28,7 @@ def program(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class Job:
-    """What a program has: its rank, two communicators over all ranks, and memory of the device."""
+    """The resources of a program: its rank, two communicators over all ranks, and device memory."""
 
     def __init__(self, rank: int, groups: Sequence[Any]):
         import torch
@@ -43,7 +43,7 @@ class Job:
         return self.torch.ones(count, device=self.device) * (self.rank + 1)
 
     def sum(self, group: Any, count: int = 64, async_op: bool = False) -> Any:
-        """What it sums into, or its work too."""
+        """Return the tensor that is all-reduced, with its work if ``async_op``."""
         values = self.ones(count)
         work = self.dist.all_reduce(values, group=group, async_op=async_op)
         return (values, work) if async_op else values
@@ -231,8 +231,8 @@ def right_cpu_tensors_are_refused(job: Job) -> Any:
 
 
 def exchange(job: Job, *counts: int, swapped: bool = False) -> tuple[list[Any], list[Any]]:
-    """What comes from the other rank, a message of each of ``counts`` numbers, and what is waited
-    for; as many go there at once.
+    """Receive a message of each of ``counts`` numbers from the other rank and send as many; return
+    the receive buffers and the works to wait for.
     """
     dist, other = job.dist, 1 - job.rank
     came = [job.torch.zeros(count, device=job.device) for count in counts]

@@ -1,8 +1,9 @@
-"""How a script's library begins, and what then works, on ranks of the device: ``python -m
-tests.late.routes MODE ROUTE``, with RANK and so on set, and the device in the place of CUDA.
+"""Ways in which a script's library starts, and the features that then work, on ranks of the device:
+``python -m tests.late.routes MODE ROUTE``, with RANK and so on set, and the device in the place of
+CUDA.
 
-One line of JSON: the differences of jobs from plain loops, what host memory can be sent by, how
-often a pipeline's host waits, and the reports.
+Prints one line of JSON: the differences of jobs from plain loops, the backends, the number of times
+that a pipeline's host waits, a gather and an exchange of objects on the host, and the reports.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def deepspeed() -> None:
 
 
 def lightning() -> None:
-    """What its strategies call."""
+    """Start the process group like Lightning's strategies."""
     from hf_zero.distributed import init
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -74,7 +75,9 @@ ROUTES: dict[str, Callable[[], None]] = {
 
 
 def gathered_on_the_host() -> float:
-    """What rank 0 writes to parameters that are on the host reaches all ranks."""
+    """Return the mean of a host weight after rank 0 has written it inside GatheredParameters: 2.0
+    on all ranks.
+    """
     layer = torch.nn.Linear(3, 3)
     with hf_zero.GatheredParameters(list(layer.parameters()), modifier_rank=0), torch.no_grad():
         layer.weight.fill_(2.0 if dist.get_rank() == 0 else 1.0)

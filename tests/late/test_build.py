@@ -57,7 +57,7 @@ def test_without_a_compiler_the_reason_is_given(
 
 
 def test_no_wheel_has_it() -> None:
-    """What setuptools finds to install, by pyproject.toml."""
+    """The packages that setuptools installs, by pyproject.toml, exclude tests/late."""
     from setuptools import find_namespace_packages
 
     tomllib = pytest.importorskip("tomllib")

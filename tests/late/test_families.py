@@ -31,7 +31,7 @@ FAST_PARTS = {
 def trained(
     mode: str, family: str, steps: int, names: Sequence[str], env: dict[str, str], seconds: float
 ) -> dict[tuple[str, int], dict[str, Any]]:
-    """What two ranks printed, by case and rank."""
+    """Return the rows that two ranks print, by case and rank."""
     with TemporaryDirectory() as folder:
         words = (mode, family, folder, str(steps), *names)
         rows = launch.run_ranks("tests.late.families", *words, seconds=seconds, env=env)
@@ -39,7 +39,7 @@ def trained(
 
 
 def wrong(family: str, mode: str, steps: int, *names: str, seconds: float = 600) -> list[str]:
-    """What is not as on CPU ranks."""
+    """Return the differences from CPU ranks, and the reports of the device."""
     expected = trained("cpu", family, steps, names, launched.environment(), seconds)
     got = trained(mode, family, steps, names, launch.environment(as_cuda=True), seconds)
     assert got.keys() == expected.keys() and len(got) == 2 * len(names or families.names_of(family))

@@ -1,4 +1,4 @@
-"""What the engine does beside the computation, in simulated time: counted by rates, not
+"""Overlap of the engine's work with the computation, in simulated time: counted by rates, not
 measured.
 """
 

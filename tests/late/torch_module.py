@@ -1,4 +1,4 @@
-"""What torch finds as ``torch.late``, and in the place of the same names in ``torch.cuda``."""
+"""The functions of ``torch.late``, which also replace those of the same names in ``torch.cuda``."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def set_stream(stream: torch.Stream) -> None:
 
 @contextlib.contextmanager
 def stream(stream: torch.Stream | None) -> Iterator[None]:
-    """As torch.cuda.stream: what is launched inside goes to ``stream``, on its device."""
+    """Send launches inside to ``stream``, on its device, like torch.cuda.stream."""
     if stream is None:
         yield
         return
@@ -96,7 +96,7 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
 
 
 class device:
-    """As torch.cuda.device: the current device inside."""
+    """Change the current device inside, like torch.cuda.device."""
 
     def __init__(self, device: Any):
         self.idx = _index(device)
@@ -196,7 +196,7 @@ def set_sync_debug_mode(mode: int | str) -> None:
 
 
 def empty_cache() -> None:
-    """What was freed stays with its stream."""
+    """Do nothing: freed memory stays with its stream."""
 
 
 def memory_allocated(device: Any = None) -> int:

@@ -172,7 +172,7 @@ EVERY = JOBS | IN_FEW_BITS | BY_MATRICES | OVER_HOSTS | BETWEEN_STEPS
 
 
 def steps_of(job: str) -> int:
-    """How many show what is special about it."""
+    """Return the number of steps that the job's special feature needs to show."""
     return 6 if "local steps" in job else 3
 
 

@@ -16,7 +16,7 @@ from hf_zero.launch.plan import LaunchPlan
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchPlan]:
-    """What would have been carried out, without carrying it out."""
+    """Collect the launch plans instead of carrying them out."""
     plans: list[LaunchPlan] = []
     monkeypatch.setattr(launcher, "carry_out", lambda plan: plans.append(plan) or 0)
     monkeypatch.setattr(launcher, "DEFAULT_HOSTFILE", str(tmp_path / "job-hostfile"))

@@ -77,7 +77,7 @@ def test_the_first_failure_ends_the_others(
 
 
 def test_what_hides_in_a_session_of_its_own_is_ended_too(tmp_path: Path) -> None:
-    """As torchrun's ranks are, when torchrun itself is killed."""
+    """The ranks of torchrun are such processes when torchrun itself is killed."""
     pid = tmp_path / "pid"
     hides = (
         f"setsid sh -c 'echo $$ > {pid}; exec sleep 3600' & while ! [ -s {pid} ]; do sleep "
@@ -159,7 +159,7 @@ sys.exit(carry_out(LaunchPlan([first, second], None)))
 
 
 def test_output_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
-    """As in ``hf-zero launch ... | head -1``."""
+    """An example is ``hf-zero launch ... | head -1``."""
     code = f"""
 import sys
 from hf_zero.launch.front import carry_out

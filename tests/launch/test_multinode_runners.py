@@ -86,7 +86,9 @@ def test_slurm() -> None:
 
 
 def test_pdsh_starts_the_part_of_each_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What pdsh would hand to a shell on each host is what the deepspeed command takes there."""
+    """The line that pdsh would pass to a shell on each host is one that the deepspeed command
+    accepts.
+    """
     monkeypatch.chdir(tmp_path)
     where = ("--master_addr", "10.9.9.1", "--master_port", "99", "--ssh_port", "7")
     runner = made(runners.PDSHRunner, *where, script="my train.py")

@@ -1,4 +1,4 @@
-"""What each host is to run, and how it is reached."""
+"""The plan of a launch: the command of each host, and the way to reach it."""
 
 from __future__ import annotations
 

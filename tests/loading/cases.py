@@ -1,5 +1,5 @@
-"""What is done with a model that is loaded in shards, on every rank, beside the plain loader in
-the same process.
+"""Cases for a model that is loaded in shards, on every rank, against the plain loader in the same
+process.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def zero3_alive() -> Iterator[None]:
 
 @contextmanager
 def transformers_lines() -> Iterator[list[str]]:
-    """What transformers logs of the making of models."""
+    """Collect transformers' log messages about the creation of models."""
     import transformers
 
     logger = transformers.logging.get_logger("transformers.modeling_utils")

@@ -1,5 +1,5 @@
-"""How many bytes are really read from checkpoint files: counted where every range passes
-through.
+"""A counter of the bytes actually read from checkpoint files, in the function that reads every
+range.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def test_any_chain_of_operations(stored: list[Both], data: st.DataObject, run_by
 def test_what_says_sliceable_reads_no_more_than_the_range(
     stored: list[Both], data: st.DataObject, run_bytes: int
 ) -> None:
-    """Of views and joins alone, whose elements have the size of those in the file."""
+    """Views and joins alone, whose elements have the size of those in the file."""
     lazy, real = data.draw(st.sampled_from(stored))
     kept, expressions.RUN_BYTES = expressions.RUN_BYTES, run_bytes
     try:

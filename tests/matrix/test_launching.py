@@ -312,7 +312,9 @@ def check_cut(hosts: Hosts, lost: int, out: Path) -> None:
 
 
 def own_address_of(hosts: Hosts, place: int) -> str:
-    """As the rank there sees itself: all loopback addresses are reached from one."""
+    """Return the address of the rank as that rank sees it: all loopback addresses are reached from
+    one.
+    """
     return hosts.addresses[place] if hosts.kind == NAMESPACES else "127.0.0.1"
 
 
@@ -393,7 +395,7 @@ def unused_job() -> str:
 
 
 def srun(rank: int, job: str) -> dict[str, str]:
-    """What srun 22.05 sets for two tasks on this host."""
+    """Return the variables that srun 22.05 sets for two tasks on this host."""
     return {
         "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0",
         "SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2",
@@ -403,7 +405,7 @@ def srun(rank: int, job: str) -> dict[str, str]:
 
 
 def open_mpi(rank: int, job: str) -> dict[str, str]:
-    """What mpirun of Open MPI 4.1 sets for two processes on this host."""
+    """Return the variables that mpirun of Open MPI 4.1 sets for two processes on this host."""
     return {
         "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2",
         "OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
@@ -412,7 +414,9 @@ def open_mpi(rank: int, job: str) -> dict[str, str]:
 
 
 def hydra(rank: int, job: str) -> dict[str, str]:
-    """What mpiexec of MPICH and Intel MPI sets; it tells of no job, so the port is given."""
+    """Return the variables that mpiexec of MPICH and Intel MPI sets, and a port, as it names no
+    job.
+    """
     place = discover(srun(0, job))
     assert place is not None
     return {

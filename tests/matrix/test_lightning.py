@@ -34,7 +34,7 @@ OFTEN = fast(STRATEGIES, lambda strategy: strategy == "zero_stage_3")
 
 
 class Run:
-    """What a launch left: a report for each rank, weights, checkpoints."""
+    """The results of a launch: a report for each rank, weights, checkpoints."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         self.folder = folder

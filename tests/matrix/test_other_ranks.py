@@ -33,7 +33,7 @@ def killed(ranks: int, out: Path, *arguments: str) -> None:
 
 
 def rows(reports: list[dict[str, Any]], way: str) -> list[list[int]]:
-    """Those of each step, in the order in which micro-batches and ranks have them."""
+    """Return the rows of each step, in the order in which micro-batches and ranks have them."""
     seen = [
         row
         for micro in zip(*(report[way]["rows"] for report in reports), strict=True)

@@ -35,7 +35,9 @@ def test_ranks_read_as_their_data_parallel_rank(tmp_path: Path) -> None:
 
 
 def _same(found: dict[str, Any], want: dict[str, Any]) -> None:
-    """What metrics count is left out where ranks have parts of sequences."""
+    """Assert that both have the same values. None is skipped: the counts of metrics are left out
+    where ranks have parts of sequences.
+    """
     assert found.keys() == want.keys()
     for name, row in found.items():
         if name == APART:  # by seeds that are drawn

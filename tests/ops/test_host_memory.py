@@ -29,8 +29,8 @@ GPU = torch.device("cuda", 0)
 
 
 def mapping_of(address: int) -> dict[str, str] | None:
-    """What /proc/self/smaps says of the mapping that holds ``address``, if it is one that
-    children do not get, as the arena's are.
+    """Return the /proc/self/smaps entry of the mapping that holds ``address`` if child processes do
+    not inherit it (as with the arena's), else None.
     """
     entry: dict[str, str] | None = None
     for line in Path("/proc/self/smaps").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""What a configuration and an optimizer say about momenta in one bit."""
+"""Messages of a configuration and an optimizer about momenta in one bit."""
 
 from __future__ import annotations
 

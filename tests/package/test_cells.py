@@ -1,4 +1,4 @@
-"""Which cells of a product the fast suite runs."""
+"""Selection of the cells of a product that the fast suite runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WAYS = [("a", 1), ("a", 2), ("b", 1), ("b", 2), ("c", 1)]
 
 
 class Cell(SimpleNamespace):
-    """As much of a ``pytest.Item`` as is looked at."""
+    """The part of a ``pytest.Item`` that the selection reads."""
 
     def __init__(self, *, marked: bool = True, **params: Any) -> None:
         super().__init__(nodeid=f"f::t[{params}]", callspec=SimpleNamespace(params=params))

@@ -136,7 +136,7 @@ def layer(module: str) -> int | None:
 
 
 def place(module: str) -> int | None:
-    """Where ``module`` stands in the order of integrations/; None for what is not one of its
+    """Return the position of ``module`` in the order of integrations/; None if it is not one of its
     folders and files.
     """
     return next(
@@ -145,7 +145,7 @@ def place(module: str) -> int | None:
 
 
 def height(module: str) -> int | None:
-    """Where the package of ``module`` stands in :data:`STACK`."""
+    """Return the position of the package of ``module`` in :data:`STACK`, or None."""
     return next((STACK.index(prefix) for prefix in prefixes(module) if prefix in STACK), None)
 
 
@@ -156,7 +156,7 @@ def library(module: str) -> str:
 
 
 def violations(source: str, module: str, is_package: bool = False) -> list[str]:
-    """What ``source`` may not import, standing at ``module``."""
+    """Return the forbidden imports of ``source``, the text of ``module``."""
     found = []
     own = layer(module)
     assert own is not None

@@ -1,5 +1,5 @@
-"""What programs beside the package import from it is there: a renaming that misses one of them
-shows here, and not when it is next run.
+"""Imports from the package in programs beside it exist: a renaming that misses one of them fails
+here, and not at its next run.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def fields(node: ast.ClassDef, names: set[str]) -> Iterator[str]:
 
 
 def findings(sources: dict[str, str]) -> list[str]:
-    """Where tensors, or what compares with their help, are compared by value."""
+    """Return the places that compare tensors, or objects that contain some, by value."""
     trees = {path: ast.parse(source) for path, source in sources.items()}
     classes = [
         (path, node)
@@ -145,7 +145,7 @@ def _compared(tree: ast.Module, values: set[str]) -> Iterator[str]:
 
 
 def _own(scope: ast.AST) -> Iterator[ast.AST]:
-    """What stands in ``scope``, but not in functions inside it."""
+    """Yield the nodes of ``scope``, but not those in functions inside it."""
     for child in ast.iter_child_nodes(scope):
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield child

@@ -22,7 +22,7 @@ from tests.helpers.launched import environment
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
-    """What a hook that was set before ours gets."""
+    """Collect the errors that a hook set before ours receives."""
     errors: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: errors.append(error))
     for name in ("TORCHELASTIC_USE_AGENT_STORE", uncaught.SWITCH, "RANK"):

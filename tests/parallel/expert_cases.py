@@ -17,7 +17,7 @@ LOCAL = "deepspeed_experts."
 
 
 class OnSpreadExperts(OnEngine):
-    """As :class:`OnEngine`; what is read of experts is joined over the expert axis."""
+    """Like :class:`OnEngine`, but values of experts are gathered over the expert axis."""
 
     def _joined(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         parallel, found = get_parallel(), dict[str, torch.Tensor]()

@@ -351,7 +351,9 @@ def test_estimate() -> None:
 
 
 def test_routes_are_those_of_the_forward_that_runs_again() -> None:
-    """Of two forwards, in any order; a module that one of them calls twice finds them anew."""
+    """There are two forwards, in any order; a module that one of them calls twice finds its routes
+    anew.
+    """
     one, other = (SimpleNamespace(drawn={}) for _ in range(2))
     hooks = SimpleNamespace(forward_at_work=one)
     kept, found = _Kept(hooks), list[Routes]()

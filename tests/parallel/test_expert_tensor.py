@@ -136,8 +136,8 @@ def test_faults_are_caught(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_sum_for_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What tensor parallelism sums of experts is their output for each token, not for each pair of
-    a token and an expert; and its axis stays the one that the layers have.
+    """Tensor parallelism sums the experts' output once per token, and not per pair of a token and
+    an expert; and its axis stays the one of the layers.
     """
     monkeypatch.setattr(agreement.Agreement, "compare", lambda *_: None)
     models = [Shared("mixtral").build() for _ in range(4)]

@@ -1,4 +1,4 @@
-"""What stages of a pipeline need: estimated, proposed, and checked before training."""
+"""Memory of pipeline stages: estimated, proposed, and checked before training."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a training has beside plain steps, in pipelines, against one process: two stages on one
-rank, which is a thread, and on four gloo processes as two stages of two ranks.
+"""Training features beside plain steps, in pipelines, against one process: two stages on one rank,
+which is a thread, and on four gloo processes as two stages of two ranks.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ def test_a_fault_is_seen(fault: str) -> None:
 
 
 def test_bytes_along_the_sequence() -> None:
-    """Of a step, in each layer: queries, keys and values there, the output back, and as much in
-    the backward; sizes and codes of batches and losses beside them.
+    """The traffic of a step, in each layer: queries, keys and values there, the output back, and as
+    much in the backward; sizes and codes of batches and losses beside them.
     """
     ranks, rows, layers, heads, shared, width, tokens = SP2, 2, 2, 4, 2, 8, 16 // 2
     stats = check("llama", ranks, 3, 1)

@@ -1,4 +1,4 @@
-"""What else trains on parts of sequences: adapters, checkpoints with offload, heads without logits,
+"""Further features on parts of sequences: adapters, checkpoints with offload, heads without logits,
 sparse attention, offloaded state, MLPs in stretches, 16 bits.
 """
 

@@ -1,5 +1,5 @@
-"""What sequence parallelism refuses, by key and remedy; what it leaves alone; what it leaves
-behind.
+"""Refusals of sequence parallelism, by key and remedy; models that it leaves alone; state that it
+leaves behind.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def test_batches_that_cannot_be_cut(batch: Any, parts: int, match: str) -> None:
 
 
 def test_positions_of_padding_may_begin_anew_beside_a_mask() -> None:
-    """As ``mask.cumsum(1) - 1`` gives them, with any value for what is padding."""
+    """Such positions are ``mask.cumsum(1) - 1``, with any value for padding."""
     labels = BATCH["labels"].masked_fill(PADDED == 0, -100)
     positions = torch.where(PADDED == 0, 1, PADDED.cumsum(1) - 1)
     part = cut(

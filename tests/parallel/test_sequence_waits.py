@@ -1,5 +1,5 @@
-"""What the host computes once a forward, and not once a block: on a GPU each time would be a wait
-for the device.
+"""Work of the host once per forward, and not once per block: on a GPU each time would be a wait for
+the device.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def test_batches_of_all_ranks_come_with_two_waits() -> None:
 
 
 def test_documents_of_a_part_are_known_without_its_values() -> None:
-    """Of positions on the meta device, which cannot be read; a part that was changed is not known,
-    nor is one of which the script gives other rows.
+    """Positions on the meta device cannot be read. A modified part is unknown, and so is one that
+    the script uses with other rows.
     """
     ids = torch.zeros(2, 16, dtype=torch.int64, device="meta")
     positions = batches.cut({"input_ids": ids}, 1, 2)["position_ids"]

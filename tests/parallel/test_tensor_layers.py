@@ -281,7 +281,7 @@ def test_no_cuda_graph_records_collectives(name: str) -> None:
 @pytest.mark.parametrize("tied", (False, True))
 @pytest.mark.parametrize("layer", ("q_proj", "o_proj", "embed_tokens", "lm_head"))
 def test_adapters_that_are_merged(layer: str, tied: bool) -> None:
-    """Of each layer this rank's part: as merged whole."""
+    """Each rank merges its part of each layer: together they equal the layers merged whole."""
     from peft import LoraConfig, get_peft_model
 
     def make() -> Any:

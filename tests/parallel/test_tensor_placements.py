@@ -1,5 +1,5 @@
-"""Which whole parameters see parts of activations, derived: for every causal model type that
-transformers has a plan for, against the whole model, and what cannot be placed.
+"""Derivation of the whole parameters that see parts of activations: for every causal model type
+that transformers has a plan for, against the whole model, and cases that cannot be placed.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def jittered() -> Any:
 
 
 def seeded_apart(rank: int) -> list[str]:
-    """What models are told whose ranks have generators of their own."""
+    """Return the error of each model whose ranks have generators of their own, or ""."""
     told = []
     for make in (_model, jittered, lambda: seeded(llama)):
         model = hf_zero.tensor_parallel(make(), 2)

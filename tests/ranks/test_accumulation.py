@@ -26,7 +26,7 @@ class PlainBackward(OnEngine):
 
 
 class DividedByTheUser(OnEngine):
-    """As the Trainer does: it divides the loss itself and says so."""
+    """A driver that divides the loss itself and tells the engine so, like the Trainer."""
 
     def __init__(self, engine, plan):
         super().__init__(engine, plan)
@@ -179,7 +179,7 @@ def test_steps_are_counted_and_weights_rest_inside_a_window(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_optimizers_zero_grad_after_every_micro_batch_leaves_the_window(stage):
-    """As its step does: a loop written for DeepSpeed calls both each time, and the engine knows
+    """A loop written for DeepSpeed calls ``zero_grad`` and ``step`` each time, and the engine knows
     where the window ends.
     """
     want, _ = by_hand(plain_sgd, [[(0.5, 0), (0.5, 1)]] * 2, RANKS)

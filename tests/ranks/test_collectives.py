@@ -1,5 +1,4 @@
-"""What travels: the number, order and bytes of collectives per step are what the stage table
-says, no more.
+"""Communication: the number, order and bytes of collectives per step are those of the stage table.
 """
 
 from __future__ import annotations

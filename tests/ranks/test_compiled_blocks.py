@@ -484,8 +484,8 @@ def test_compile_called_by_a_script() -> None:
 
 @pytest.mark.parametrize("stage", fast([0, 3], lambda stage: stage == 3))
 def test_modules_compiled_in_place_keep_their_hooks_outside(stage: int) -> None:
-    """As Accelerate does for regional compilation: every block, and what is no block, by
-    ``Module.compile``.
+    """Accelerate's regional compilation calls ``Module.compile`` on every block and on the other
+    modules.
     """
     job, plan = Compiled("bert"), Plan(steps=2)
 

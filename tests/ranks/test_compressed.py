@@ -47,7 +47,7 @@ def test_gradients_are_those_of_the_equations(stage, ranks, plan, block):
 
 
 def sent_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[str, int]]]:
-    """What each rank gives to the process group: (operation, bytes)."""
+    """Record the collectives of each rank as (operation, bytes)."""
     found: dict[int, list[tuple[str, int]]] = {}
     names = {
         "all_to_all_single": 1,
@@ -143,7 +143,7 @@ WEIGHTS = {"zero_quantized_weights": True}
 
 
 def as_gathered(flat: Any, values: torch.Tensor, block: int | None = None) -> torch.Tensor:
-    """What ranks compute with where ``values`` [padded] travel in 8 bits."""
+    """Return the values that ranks compute with after ``values`` [padded] are sent in 8 bits."""
     rounded = by_owner(values.float(), flat.layout.shards, 8, block)
     return rounded.to(flat.dtype) if compressible(flat.layout, block) else values
 
@@ -217,7 +217,7 @@ def test_a_write_inside_gathered_parameters_keeps_the_rest_exact():
 
 
 def test_a_script_gathers_once():
-    """Of the values as they are, not first in few bits."""
+    """The gather sends the exact values, without one in few bits before it."""
     import hf_zero
 
     def run(rank, model):
@@ -357,7 +357,9 @@ def test_a_unit_that_is_pinned_across_a_step_is_exact():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
 def test_whole_weights_are_written_of_the_masters(precision, file, tmp_path):
-    """What all ranks compute with lags behind them by the differences that are still to be sent."""
+    """The weights that all ranks compute with lag behind the masters by the differences still to be
+    sent.
+    """
     plan = Plan(precision=precision)
 
     def run(rank, model):

@@ -1,4 +1,4 @@
-"""What few bits cost: a small language model on real text, trained with and without them."""
+"""Effect of few bits on the loss: a small language model on real text, with and without them."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_workers_that_load_ahead_change_nothing(tmp_path: Path) -> None:
 
 
 def collected(engine: Any, loader: Any, steps: int) -> list[tuple[int, dict[str, Any], float]]:
-    """What ``tagged`` has made of the batches of ``steps`` steps."""
+    """Return the marks of ``tagged`` in the batches of ``steps`` steps; destroy the engine."""
     found = []
     for batch in islice(chain.from_iterable(repeat(loader)), steps):
         engine.backward(engine(batch["x"]).mean())
@@ -159,7 +159,7 @@ def tagged(batch: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_function_makes_the_batches(tmp_path: Path, workers: int) -> None:
-    """Of a metric that admits every sample nothing else is seen."""
+    """A metric that admits every sample has no other visible effect."""
     index = index_in(tmp_path)
     config = configured(index, 1, 1, clustering_type="single_cluster", index_to_metric_path=None)
     config["data_efficiency"]["data_sampling"]["num_workers"] = workers

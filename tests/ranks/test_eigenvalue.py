@@ -57,7 +57,9 @@ def without_dropout() -> nn.Module:
 
 
 def dense(weights: dict[str, torch.Tensor], ranks: int, step: int, micro: int) -> list[float]:
-    """What the iteration finds for each block's Hessian, over the largest of all."""
+    """Return the eigenvalue that the iteration finds for each block's Hessian, over the largest of
+    all.
+    """
     model = losing().eval()
     found = []
     for number in range(3):

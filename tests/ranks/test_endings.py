@@ -1,5 +1,5 @@
-"""How a pass, and how an engine may end, on every way of offloading: the training goes on as if
-that pass had not been, and nothing of the engine is left.
+"""Ends of a pass and of an engine, on every way of offloading: the training continues as if that
+pass had not run, and nothing of the engine remains.
 """
 
 from __future__ import annotations
@@ -190,7 +190,8 @@ def collecting() -> None:
 def grown(
     section: dict[str, Any], end: Callable[[Any], None], folder: Path, times: int = 10
 ) -> tuple[int, set[threading.Thread], int]:
-    """What ``times`` engines leave on two ranks: bytes, threads, keys in the store."""
+    """Run ``times`` engines on two ranks; return what remains: bytes, threads, keys in the store.
+    """
     place = threading.Barrier(RANKS)
     others = working()  # of engines that other tests have not ended
     seen: list[tuple[int, set[threading.Thread], int]] = []

@@ -72,7 +72,7 @@ def test_messages_and_errors_are_those_of_the_equations(dtype: torch.dtype, rows
 
 
 def lossy(plain: BlockCodec, numel: int, rows: int, dtype: torch.dtype) -> float:
-    """What is lost of the same sum without errors fed back."""
+    """Return the norm of the error of the same sum without error feedback."""
     torch.manual_seed(0)
     lost = torch.zeros(numel)
     for _ in range(20):

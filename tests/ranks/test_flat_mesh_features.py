@@ -1,5 +1,5 @@
-"""What an engine offers beside plain steps, on models that are split over tensor- and
-expert-parallel ranks, against one process.
+"""Engine features beside plain steps, on models that are split over tensor- and expert-parallel
+ranks, against one process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How deep a planned gather is: frames of Python from the module's hook to torch.distributed."""
+"""Depth of a planned gather: frames of Python from the module's hook to torch.distributed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def frames_above(frame) -> list[str]:
 
 
 class Done:
-    """What a message is that has arrived."""
+    """The handle of a collective that has completed."""
 
     def wait(self, *limit):
         return True

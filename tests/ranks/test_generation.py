@@ -101,7 +101,7 @@ def test_ranks_may_generate_different_numbers_of_tokens(room):
 
 
 def test_they_do_where_all_stays_whole(monkeypatch):
-    """Where a configuration of stage 3 is alive, transformers alone would keep them in step."""
+    """With a configuration of stage 3 alive, transformers alone would keep the ranks in step."""
     monkeypatch.setattr("transformers.generation.utils.is_deepspeed_zero3_enabled", lambda: True)
     lengths = (1, 6)
     want = [plainly("gpt2", max_new_tokens=length)[rank] for rank, length in enumerate(lengths)]

@@ -1,6 +1,4 @@
-"""What a backward does to gradients on their way into flat buffers: how many passes, over how
-many elements, in how many calls.
-"""
+"""Cost of moving a backward's gradients into flat buffers: passes, elements, calls."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def _replaced(model: nn.Module, at: At) -> None:
 
 
 def _dropped_micro_batch(model: nn.Module, at: At) -> None:
-    """What the first micro-batch of the second step has left is thrown away."""
+    """Discard the gradients of the first micro-batch of the second step."""
     if (at.step, at.micro) == (1, 0):
         for p in model.parameters():
             p.grad = None

@@ -102,7 +102,7 @@ def test_a_model_that_has_served_is_trained(serving, training):
 
 
 def test_a_rank_that_still_looks_at_a_weight_hangs_nobody():
-    """What one rank has gathered, or has views of, must not change what all do together."""
+    """Gathered values or views on one rank must not change what all ranks do together."""
     want = {name: p.detach() for name, p in stack().named_parameters()}
 
     def run(rank, model):

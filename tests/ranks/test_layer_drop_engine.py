@@ -1,5 +1,5 @@
-"""What progressive layer dropping leaves as it is (evaluation, classes, copies, checkpoints of a
-run), what it does not send, and what it refuses.
+"""Progressive layer dropping: features that it leaves as they are (evaluation, classes, copies,
+checkpoints of a run), traffic that it saves, and refusals.
 """
 
 from __future__ import annotations
@@ -400,7 +400,7 @@ def alone(net: Any, model: Any, rank: int, draw: Any) -> Iterator[torch.Tensor]:
 def test_a_backward_through_forwards_that_have_left_out_other_blocks(
     losses: Any, stage: int
 ) -> None:
-    """What one of them uses is gathered and reduced."""
+    """A block that any of them uses is gathered and reduced."""
     late = 50  # steps, after which most blocks are left out
 
     def run(rank: int, model: Any) -> Any:

@@ -48,8 +48,8 @@ def train(engine: Any, rank: int, steps: range, plan: Plan | None = None) -> Non
 
 
 def recorded(rank: int, model: Any, plan: Plan) -> list[Any]:
-    """Of each step: gradients, state after it, loss scale and norm, and what modules computed
-    with.
+    """Return for each step: gradients, state after it, loss scale and norm, and the weights that
+    modules computed with.
     """
     engine = started(model, plan)
     record, seen, computed = Recorder(model), [], dict[str, Any]()
@@ -392,7 +392,9 @@ def test_an_overflow_on_one_rank_leaves_all_state_as_it_is():
 
 
 def test_unused_parameters_stay():
-    """What no rank has used since the last synchronisation; what one rank has used moves."""
+    """Weights that no rank has used since the last synchronisation stay; one that any rank has used
+    moves.
+    """
 
     def run(rank, model):
         engine = started(model)

@@ -207,7 +207,9 @@ MICRO = 2
 
 
 def traffic(monkeypatch: pytest.MonkeyPatch, zero: Any) -> Any:
-    """Of the last of two steps of two micro-batches, and the layouts of the flats."""
+    """Return the traffic of the last of two steps of two micro-batches, and the layouts of the flat
+    buffers.
+    """
     seen = Traffic(monkeypatch, 2)
     plan = Plan(precision="bf16", accumulation=MICRO)
 

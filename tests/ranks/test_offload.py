@@ -131,7 +131,7 @@ OPTIMIZERS = (sgd, rmsprop, lion, amsgrad, adagrad, dampened, nadam)
     ),
 )
 def test_every_optimizer(way, make, tmp_path):
-    """Those that a host kernel updates, and those that step themselves."""
+    """Optimizers that a host kernel updates, and optimizers that step themselves."""
     job = ArchitectureJob(ARCHITECTURES["gpt2"], make)
     job.name += f" with {make.__name__}"
     plan = Plan(ranks=2, steps=4, clip=1.0)

@@ -1,4 +1,4 @@
-"""What the estimate says of each tier is what a living engine holds there."""
+"""The estimate of each tier equals what a living engine holds there."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tests.helpers.training import At
 
 
 class Broken(Exception):
-    """What breaks a backward."""
+    """The exception that breaks a backward."""
 
 
 def opened(model: torch.nn.Module, folder: Path, **more: Any) -> Any:

@@ -1,6 +1,4 @@
-"""What an optimizer may keep and be told between steps, and whether that is the same where its
-state is offloaded.
-"""
+"""The state and settings that an optimizer may have between steps, on the device and offloaded."""
 
 from __future__ import annotations
 

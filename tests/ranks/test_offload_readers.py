@@ -69,7 +69,7 @@ def exported(engine: Any, folder: Path) -> torch.Tensor:
 
 
 def written_to(engine: Any, folder: Path) -> torch.Tensor:
-    """What is written lies on top of the update."""
+    """Write to a weight and return it: the write is applied on top of the update."""
     with torch.no_grad():
         weight(engine).mul_(1.0)
     return weight(engine).detach().clone()

@@ -25,7 +25,7 @@ SAID = ("boundary", "no_sync", "backwards")
 def gradients(
     rank: int, model: torch.nn.Module, section: dict[str, Any], said: str
 ) -> list[dict[str, torch.Tensor]]:
-    """Of each step. ``said``: how the engine learns of the windows."""
+    """Return the gradients of each step. ``said``: how the engine learns of the windows."""
     engine = opened(model, section, bf16={"enabled": True})
     found = []
     for step, length in enumerate(WINDOWS):

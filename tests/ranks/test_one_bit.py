@@ -224,7 +224,9 @@ def test_an_overflow_on_one_rank_leaves_all_state_as_it_is():
 
 
 def test_unused_and_frozen_parameters_stay():
-    """What no rank has used keeps weights, average and errors; what is frozen is not touched."""
+    """A parameter that no rank has used keeps weights, average and errors; a frozen one is
+    untouched.
+    """
 
     def run(rank, model):
         model.blocks[1].up.weight.requires_grad_(False)
@@ -281,7 +283,7 @@ def test_writes_between_steps_count(precision):
 
 
 def test_a_write_to_parameters_in_16_bits_counts_alone():
-    """Of a script, with nothing else that would take it in before the step."""
+    """A write of a script, with nothing else that would take it in before the step."""
     plan = Plan(precision="bf16")
 
     def run(rank, model):
@@ -648,7 +650,9 @@ def test_gradients_cannot_be_read_while_they_are_not_averaged():
 
 
 def test_the_norm_is_close_to_that_of_the_average():
-    """Which no rank has: own norms by the ratio that the two had before the freeze."""
+    """No rank has that norm: each estimates it by its own, with the ratio of the two before the
+    freeze.
+    """
 
     def run(rank, model, cls, **more):
         adam = cls(model.parameters(), lr=1e-5, weight_decay=0.0, **more)

@@ -181,7 +181,9 @@ FEW = set(list(WAYS)[::8])
 
 @pytest.mark.parametrize("way", fast(list(WAYS), lambda way: way in FEW))
 def test_every_way_of_calling_a_model(way):
-    """As tests/ranks/test_ways.py, with what is small in each block whole and the rest sharded."""
+    """The ways of tests/ranks/test_ways.py, with small parameters of each block whole, the rest
+    sharded.
+    """
     job, plan = WAYS[way], Plan(2, 2)
     more = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": SMALL}}
     oracle.compare(train_on_threads(job, plan, engine_opener(3, **more)), oracle.kept(job, plan))

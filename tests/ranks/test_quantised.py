@@ -244,7 +244,7 @@ def test_ranks_with_other_scales_are_told():
 
 
 def test_a_released_quantised_model_may_be_held_frozen_and_taken_over():
-    """As when a quantised model is sharded once, destroyed and trained by another engine."""
+    """A quantised model is sharded once, its engine destroyed, and trained by another engine."""
     want, _ = by_hand(adam, [[(1.0, 0)]], RANKS, build=build())
 
     def run(rank, model):
@@ -310,7 +310,7 @@ def test_classes_that_cannot_be_laid_out():
 
 
 def test_an_attribute_that_keeps_the_whole_memory():
-    """As bitsandbytes' 8-bit weights have it: sharding would save nothing."""
+    """The 8-bit weights of bitsandbytes have such an attribute: sharding would save nothing."""
     model = stack()
     model.head.weight = Params4bit(model.head.weight.detach(), False)
     model.head.weight.CB = model.head.weight.data

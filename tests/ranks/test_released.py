@@ -1,5 +1,5 @@
-"""What must not be done to a model that an engine owns: each raises, names the parameter and
-says what to do instead.
+"""Forbidden operations on a model that an engine owns: each raises, names the parameter and the
+alternative.
 """
 
 from __future__ import annotations

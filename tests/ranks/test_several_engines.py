@@ -559,8 +559,8 @@ def test_an_engine_that_one_rank_still_holds_lends_its_scale_there_alone(stage: 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_engine_at_rest_lends_no_scale(stage: int) -> None:
-    """Where an fp16 engine has nothing to go backward, gradients of another that are not finite
-    are used, as in a plain loop, and no step of either is skipped.
+    """While an fp16 engine has no backward to run, gradients of another that are not finite are
+    used, as in a plain loop, and no step of either is skipped.
     """
 
     def run(rank: int, models: Sequence[nn.Module]) -> tuple[int, int, float, bool]:

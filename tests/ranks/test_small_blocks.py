@@ -148,7 +148,7 @@ CELLS = list(itertools.product(WAYS, STAGES))
 
 @pytest.mark.parametrize("way, stage", fast(CELLS, lambda way, stage: stage == 3 and way in FEW))
 def test_every_way_of_calling_a_model(way, stage):
-    """As tests/ranks/test_ways.py, with all blocks in one unit or two."""
+    """The ways of tests/ranks/test_ways.py, with all blocks in one unit or two."""
     job, plan = WAYS[way], Plan(2, 2)
     more = {"zero_optimization": {"stage": stage, "stage3_module_granularity_threshold": 5000}}
     oracle.compare(
@@ -157,7 +157,7 @@ def test_every_way_of_calling_a_model(way, stage):
 
 
 def test_a_weight_of_another_block_of_the_unit_that_is_at_work_is_watched():
-    """What is recorded on a weight while its own block is not at work keeps the unit for the
+    """An operation recorded on a weight while its own block is not running keeps the unit for the
     backward.
     """
 

@@ -1,4 +1,4 @@
-"""What a profile and the debug log show of a step, and what both cost while they are off."""
+"""The profile and the debug log of a step, and the cost of both while they are off."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def one_step(engine, number, rank=0):
 
 @pytest.fixture
 def lines():
-    """What is logged at the level of the debug log."""
+    """Collect the messages at the level of the debug log."""
     heard: list[str] = []
 
     class Ears(logging.Handler):
@@ -138,7 +138,7 @@ def test_the_variable_may_name_a_level_of_the_log(lines, asked):
 
 
 def calls_of_a_step(depth, **more):
-    """How often functions of hf_zero.device.spans are called in a step, by name."""
+    """Return the number of calls of each function of hf_zero.device.spans in a step, by name."""
 
     def run(rank, model):
         engine, calls = trained(model, steps=2, **more), Counter()

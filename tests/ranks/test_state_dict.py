@@ -182,7 +182,7 @@ def test_bad_states_are_refused_and_leave_the_engine_sound(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_16_bit_weights_of_a_trained_model(stage):
-    """What is consolidated in 16 bits is the rounded master."""
+    """Weights consolidated in 16 bits are the rounded masters."""
 
     def run(rank, model):
         plan = Plan(precision="bf16")

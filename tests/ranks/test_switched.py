@@ -121,7 +121,7 @@ def test_what_trains_may_be_frozen_for_a_while(stage, freeze):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_it_may_change_between_engines(stage):
-    """What the error tells users to do."""
+    """This is the remedy that the error names."""
 
     def run(rank, model):
         start(model, adamw(model), config_of(stage)).destroy()

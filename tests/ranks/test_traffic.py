@@ -85,7 +85,7 @@ def big() -> Any:
 
 
 def test_fewer_bits_pay_below_a_link() -> None:
-    """Where what is saved on the link takes as long as putting elements into few bits."""
+    """Below a certain link speed, the time saved on the link exceeds the time of the encoding."""
     dense, few = Traffic("dense", 4_000), Traffic("few", 1_000, 1e-3)
     link = few.pays_below(dense)
     assert link == 8 * 3_000 / 1e-3

@@ -1,5 +1,5 @@
-"""What scripts do beside the plain loop: ranks that part ways are named, the rest is computed as
-plainly. Passes that raise are in test_endings.py, what is refused in one process in tests/zero.
+"""Scripts beside the plain loop: ranks that diverge are named, the rest is computed as in a plain
+loop. Passes that raise are in test_endings.py, refusals in one process in tests/zero.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ def train(engine: Any, step: int, rank: int) -> None:
 
 @pytest.fixture
 def issued(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[str]]:
-    """What each rank has sent on the axes of its engine, in order; updates take their time, another
-    one on each rank.
+    """Record the collectives that each rank issues on the axes of its engine, in order; updates are
+    delayed, differently on each rank.
     """
     found: dict[int, list[str]] = defaultdict(list)
     launch, run = MeshDim._launching, Update.run
@@ -87,7 +87,9 @@ def test_all_ranks_issue_their_collectives_in_one_order(
 def test_ranks_differ_where_gathers_leave_as_units_are_updated(
     issued: dict[int, list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    """What the test above would see: rank 0 sums up its norm after a gather, rank 1 before all."""
+    """A failure that the test above would detect: rank 0 sums its norm after a gather, rank 1
+    before all.
+    """
     add, launch, run, units = UpdateGathers.add, MeshDim._launching, Update.run, 3
 
     def at_once(gathers: UpdateGathers, *args: Any) -> Any:

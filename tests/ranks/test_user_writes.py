@@ -1,4 +1,4 @@
-"""What a script writes to weights past the engine counts as in a plain loop: in place, through
+"""Writes of a script to weights past the engine count as in a plain loop: in place, through
 ``.data``, into ``.data``.
 
 The plain loop keeps master weights by hand, whose changed elements are taken from the working

@@ -1,5 +1,5 @@
-"""How many buffers gradients travel in at once: a few, however deep the model, and in the first
-backward as well.
+"""The number of buffers that send gradients at once: a few, however deep the model, and in the
+first backward as well.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where shards live: what is stored is fetched, in the row's dtype, whatever the row."""
+"""Storage of shards: stored values are fetched, in the row's dtype, for every row of the table."""
 
 from __future__ import annotations
 

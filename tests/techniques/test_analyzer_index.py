@@ -36,7 +36,7 @@ def write_items(path: Path, items: list[list[int]], dtype: str) -> str:
 
 @pytest.fixture
 def written(tmp_path: Path) -> dict[str, str]:
-    """What the analyzer writes of VALUES."""
+    """Write the analyzer's files for VALUES; return their paths by name."""
     values = np.unique(VALUES)
     samples = [np.flatnonzero(value == VALUES).tolist() for value in values]
     merged = [samples[0] + samples[1], samples[2] + samples[3], samples[4]]

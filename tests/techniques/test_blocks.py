@@ -1,4 +1,4 @@
-"""Which blocks of a model techniques leave out."""
+"""Selection of the blocks of a model that techniques leave out."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is drawn under difficulties that grow and shrink, held against the definition draw by
-draw; and that the draws depend on nothing but the seed and how many came before.
+"""Draws under difficulties that grow and shrink, against the definition draw by draw; the draws
+depend on nothing but the seed and the number before them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What an engine refuses, in one process: each error names the offender and what to do, and the
-engine goes on working.
+"""Refusals of an engine, in one process: each error names the offender and the remedy, and the
+engine keeps working.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def test_a_parameter_without_values(stage: int) -> None:
 def test_a_device_whose_tensors_torch_does_not_put_into_a_parameter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As those of PrivateUse1 backends; CUDA's it does."""
+    """Tensors of PrivateUse1 backends are refused by torch; those of CUDA are not."""
     specs, _ = find_units(stack())
     check_parameters(specs, torch.device("cpu"))
     monkeypatch.setattr(torch, "empty", lambda size, device: torch.zeros(size))

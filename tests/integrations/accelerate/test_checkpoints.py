@@ -183,7 +183,7 @@ def test_torn_states_are_not_counted(saved: tuple[Path, list[float]], heard: lis
 
 
 def test_a_torn_state_is_passed_over(saved: tuple[Path, list[float]], heard: list[str]) -> None:
-    """Of a whole one Accelerate says that it exists."""
+    """For a complete state, Accelerate raises that the folder already exists."""
     folder, losses = saved
     tear("half a shard", folder / "checkpoints" / "checkpoint_2")
     (folder / "checkpoints" / "checkpoint_3").mkdir()

@@ -27,7 +27,9 @@ deepspeed_config:
 
 
 def shown(plugin: Any) -> dict[str, str]:
-    """What the log of a training shows, after Accelerate has filled in what it brings."""
+    """Return the sources of the configuration keys that a training logs, after Accelerate has added
+    its own.
+    """
     config = plugin.deepspeed_config
     config |= {
         "train_micro_batch_size_per_gpu": 4,

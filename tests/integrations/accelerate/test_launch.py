@@ -1,4 +1,4 @@
-"""What ``accelerate launch`` makes of a ZeRO configuration, up to the moment it would start the
+"""``accelerate launch`` with a ZeRO configuration, up to the moment before it would start the
 ranks.
 """
 

@@ -1,5 +1,5 @@
-"""What Accelerate's objects do once a second model trains, and what ``clip_grad_norm_`` says; in
-one process.
+"""Accelerate's objects once a second model trains, and the results and messages of
+``clip_grad_norm_``; in one process.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def test_a_limit_that_the_configuration_leaves_open_is_the_scripts(
 
 @pytest.mark.parametrize("clips, steps", [(False, False), (True, False), (False, True)])
 def test_scripts_that_leave_out_a_call_train_all_the_same(clips: bool, steps: bool) -> None:
-    """As DeepSpeed allows; a step that nobody asks for is made before the next forward."""
+    """DeepSpeed allows it; a step that the script never calls is made before the next forward."""
 
     accelerator = accelerator_with(None)
     engine, optimizer = prepared(accelerator)

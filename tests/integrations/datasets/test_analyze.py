@@ -1,4 +1,4 @@
-"""What ``analyze`` measures, held against plain Python; every form of dataset; what it refuses."""
+"""Measurements of ``analyze`` against plain Python; every form of dataset; its refusals."""
 
 from __future__ import annotations
 

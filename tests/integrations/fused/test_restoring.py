@@ -1,5 +1,5 @@
-"""What ``hf_zero.optimize`` leaves untouched, what ``hf_zero.restore`` gives back, and what is
-said where nothing is replaced.
+"""The state that ``hf_zero.optimize`` leaves untouched, the state that ``hf_zero.restore`` brings
+back, and the messages if nothing is replaced.
 """
 
 from __future__ import annotations

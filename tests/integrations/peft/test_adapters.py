@@ -1,5 +1,5 @@
-"""What PEFT writes of a model is known without its values, for kinds of adapters that keep their
-own in different ways.
+"""The names that PEFT saves of a model are known without its values, for kinds of adapters that
+keep their parameters in different ways.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def test_values_that_change_are_read_again() -> None:
 
 
 def test_a_mask_shorter_than_the_cache_is_kept() -> None:
-    """Of a static cache it says which part is filled."""
+    """The mask of a static cache says which part of the cache is filled."""
     config = ARCHITECTURES["llama"].build().config
     mask, cache = (
         torch.ones(2, 5, dtype=torch.long),
@@ -176,8 +176,8 @@ def read_back(folder: Any, steps: int, **settings: Any) -> HostSyncs:
 def test_steps_of_the_trainer(
     logged: bool, max_grad_norm: float, tmp_path: Any, heard: list[str]
 ) -> None:
-    """Where nothing is logged they read nothing back; the Trainer's filter of losses that are
-    not finite, left out here, reads two.
+    """Steps that log nothing read nothing back; the Trainer's filter of losses that are not finite,
+    disabled here, reads two.
     """
     settings = {
         "logging_steps": 1 if logged else 100,

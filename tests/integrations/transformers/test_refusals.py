@@ -1,5 +1,5 @@
-"""What would end in an error of another library, or in another training than was meant, is
-refused by name and with the remedy.
+"""Refusals, by name and with the remedy, of cases that would end in another library's error, or in
+another training than was meant.
 """
 
 from __future__ import annotations

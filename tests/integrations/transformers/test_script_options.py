@@ -1,5 +1,5 @@
-"""What published example scripts do beyond the other tests: resume at another stage, less usual
-options, and simply end.
+"""Features of published example scripts that the other tests lack: a resume at another stage, less
+usual options, and a plain exit.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def cut(path: Path) -> None:
 
 
 def tear(way: str, folder: Path) -> None:
-    """As a job leaves ``folder`` that is killed in the middle of its save, or a machine whose
-    power goes.
+    """Leave ``folder`` like a job that is killed in the middle of its save, or a machine that loses
+    power.
     """
     step = folder.name.rpartition("-")[2]
     ours = folder / f"global_step{step}"
@@ -209,7 +209,7 @@ def test_the_limit_counts_whole_ones(whole: Any, tmp_path: Path, heard: list[str
 
 @pytest.mark.parametrize("route", ["ours", "stock"])
 def test_the_limit_of_the_trainer(route: str, tmp_path: Path) -> None:
-    """As without us: the newest, and the best beside it."""
+    """The newest checkpoints stay, and the best beside the newest, as without hf-zero."""
     run = routed(route, 3, tmp_path / "two", **EVERY_STEP, save_total_limit=2)
     run.train()
     assert kept(tmp_path / "two") == ["checkpoint-3", "checkpoint-4"]

@@ -53,7 +53,7 @@ def references(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[str], int]:
-    """How many lines of our log begin like this."""
+    """Return a function that counts the lines of our log with a given beginning."""
     from hf_zero.logging import logger
 
     monkeypatch.setattr(logger, "propagate", True)
@@ -110,7 +110,7 @@ def test_a_trainer_with_the_keys_is_one_without(
 
 
 def test_a_loss_that_reads_logits_beside_labels(tmp_path: Path) -> None:
-    """As scripts write ``compute_loss``: the labels go to the model, and its logits into another
+    """A common form of ``compute_loss``: the labels go to the model, and its logits into another
     loss.
     """
 

@@ -65,7 +65,7 @@ def train(accelerator, model, optimizer, data, schedule, between=lambda: None):
 
 
 def account(accelerator, model):
-    """What a script may ask of itself."""
+    """Return the properties that a script may query about itself."""
     return {
         "rank": accelerator.process_index,
         "world": accelerator.num_processes,
@@ -196,7 +196,8 @@ def classified(accelerator, out):
 
 
 def bare(accelerator, out):
-    """As examples without a Trainer: a model from its configuration, its embeddings grown."""
+    """Train like examples without a Trainer: a model from its configuration, its embeddings grown.
+    """
     set_seed(3)
     sizes = {"vocab_size": 40, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
     config = GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, eos_token_id=1)
@@ -276,8 +277,8 @@ def fitted(accelerator, out):
 
 
 def refused(accelerator, out):
-    """What Accelerate does not do for sharded models, it says; uneven inputs are made even by
-    its loaders.
+    """Accelerate raises for operations that it lacks for sharded models; its loaders make uneven
+    inputs even.
     """
     model, optimizer, data, schedule = prepared(accelerator, 20)
     with contextlib.suppress(NotImplementedError), accelerator.join_uneven_inputs([model]):

@@ -146,10 +146,10 @@ class Unit:
 
 @dataclass
 class Case:
-    """What a case trains.
+    """The settings of one training.
 
-    ``batch`` are the batch keys of the config, and what they come to: (micro, accumulation) on two
-    ranks.
+    ``batch`` are the batch keys of the config, and ``means`` their effect: (micro-batch,
+    accumulation) on two ranks.
     """
 
     batch: dict[str, int]

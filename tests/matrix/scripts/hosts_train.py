@@ -126,7 +126,7 @@ def until_lost(out: Path, limit: float) -> None:
 
 
 def place() -> dict[str, Any]:
-    """Where this rank runs, as the launcher and the network have it."""
+    """Return this rank's address, arguments and launcher variables."""
     from hf_zero.distributed.network_interface import own_address
 
     named = (

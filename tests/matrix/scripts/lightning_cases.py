@@ -191,7 +191,7 @@ class Discarding(Manual):
 
 
 class CarriedOver(Net):
-    """What DeepSpeedStrategy makes of windows of two: they cross the end of an epoch, and the
+    """DeepSpeedStrategy's behaviour with windows of two: they cross the end of an epoch, and the
     loss is divided twice.
     """
 
@@ -248,7 +248,7 @@ class Pretrained(pl.LightningModule):  # type: ignore[name-defined, misc]
 
 
 class OwnHooks(Net):
-    """What people override: the backward, the clipping, the step."""
+    """A module with the overrides of users: the backward, the clipping, the step."""
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         loss.backward(*args, **kwargs)

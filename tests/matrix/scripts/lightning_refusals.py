@@ -1,4 +1,4 @@
-"""What a Trainer under ZeroStrategy refuses: each case's error, as ``Class: message``, in one
+"""Refusals of a Trainer under ZeroStrategy: each case's error, as ``Class: message``, in one
 process.
 """
 

@@ -194,9 +194,7 @@ def a_plugin_each(accelerator, notes):
 
 
 def an_accelerator_each(accelerator, notes):
-    """As Accelerate's guide has it for two models that train: a second Accelerator with a plugin
-    of its own.
-    """
+    """Two models train as in Accelerate's guide: a second Accelerator with a plugin of its own."""
     other = Accelerator()
     generator, critic = Net(1), Net(2)
     of_generator, of_critic = adam(generator), adam(critic)

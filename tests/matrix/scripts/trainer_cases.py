@@ -55,7 +55,7 @@ def settings(out, stage, **changes):
 
 
 def history(trainer):
-    """What was logged, without what a clock has measured."""
+    """Return the log history without the values that depend on a clock."""
     kept = (
         "loss",
         "grad_norm",

@@ -24,7 +24,7 @@ STEPWISE = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps",
 
 
 def state(run: transformers.Trainer) -> dict[str, Any]:
-    """What this rank knows of itself, and how it trained."""
+    """Return this rank's view of itself, and the results of its training."""
     engine = run.model_wrapped
     seen = {
         "kind": type(engine).__name__,

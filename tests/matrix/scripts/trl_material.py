@@ -1,5 +1,5 @@
-"""What the TRL scripts read: a tokenizer trained on Python's own help texts, rows of that text, and
-tiny models in folders.
+"""Material of the TRL scripts: a tokenizer trained on Python's own help texts, rows of that text,
+and tiny models in folders.
 
 Made once, before anything is trained: the scripts then load all of it from disk, as users do.
 """

@@ -1,5 +1,5 @@
-"""What the TRL scripts have in common: their command line, the options of every trainer, and
-what a run reports.
+"""The common part of the TRL scripts: their command line, the options of every trainer, and the
+report of a run.
 """
 
 from __future__ import annotations

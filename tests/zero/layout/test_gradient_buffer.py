@@ -1,4 +1,4 @@
-"""What a gradient buffer holds after each of its moves, and what a script's write reaches."""
+"""Contents of a gradient buffer after each of its moves, and the reach of a script's write."""
 
 from __future__ import annotations
 

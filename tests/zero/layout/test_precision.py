@@ -1,5 +1,5 @@
-"""Which dtype a parameter computes in, the fp16 loss scale event by event, and where averages
-are multiplied in.
+"""The dtype that a parameter computes in, the fp16 loss scale event by event, and the point where
+averages are multiplied in.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def kept(**sets: Any) -> nn.Module:
     ],
 )
 def test_modules_that_a_model_keeps_in_fp32(name: str, precision: str, want: torch.dtype) -> None:
-    """As transformers loads them: the plain list counts in fp16 alone, the strict one in bf16, too.
+    """The rules of transformers: the plain list counts in fp16 alone, the strict one in bf16, too.
 
-    Whole names only.
+    Only whole names match.
     """
     model = kept(_keep_in_fp32_modules=["wo"], _keep_in_fp32_modules_strict={"router.classifier"})
     assert compute_dtype(name, parameter(WIDE), precision, model) == want

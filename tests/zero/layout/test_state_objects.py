@@ -44,7 +44,7 @@ def class_of(source: str, name: str) -> ast.ClassDef:
 
 @cache
 def attributes() -> set[str]:
-    """Of the three objects."""
+    """Return the attributes of the three objects."""
     return {
         attribute
         for name, path in OWNERS.items()

@@ -1,5 +1,5 @@
-"""Where models are cut: blocks by kind, by name, by list, by size; large leaves apart; what is
-shared goes to the root.
+"""Partition of models into units: blocks by kind, by name, by list, by size; large leaves apart;
+shared parameters in the root.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ def test_weights_tied_inside_a_block_stay_there() -> None:
 
 
 def test_a_block_used_twice_is_one_unit() -> None:
-    """As in ALBERT: one block under several names."""
+    """ALBERT has one block under several names."""
     model = Stack(1)
     model.blocks = nn.ModuleList([model.blocks[0]] * 3)
     specs, aliases = find_units(model)
