@@ -24,8 +24,8 @@ from hf_zero.zero.gather.model_patches import Attached, refuse_switched
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.precision import Fp16LossScaler, Scaling
 from hf_zero.zero.reduce.gradient_intake import MicroBatch
-from hf_zero.zero.reduce.gradient_reducer import GradientReducer, ReductionOptions
 from hf_zero.zero.reduce.losses import Losses
+from hf_zero.zero.reduce.reducer import Reducer, ReductionOptions
 from hf_zero.zero.sharded_model import DTYPES, ShardedModel
 from hf_zero.zero.step.nonfinite_warnings import SanityChecks
 from hf_zero.zero.step.optimizer_step import OptimizerStep, refuse_half_done
@@ -108,7 +108,7 @@ class Backward:
         sanity: SanityChecks,
     ):
         wire = config.communication_data_type
-        self.reducer = GradientReducer(
+        self.reducer = Reducer(
             model.units,
             model.mesh,
             model.policy,

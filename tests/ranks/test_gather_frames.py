@@ -16,11 +16,11 @@ MOST = 6
 
 
 def frames_above(frame) -> list[str]:
-    """The names of what is under way from ``Hooks._enter`` to ``frame``, or none."""
+    """The names of what is under way from ``Hooks._pre_forward`` to ``frame``, or none."""
     names = []
     while frame is not None:
         names.append(frame.f_code.co_name)
-        if frame.f_code is Hooks._enter.__code__:
+        if frame.f_code is Hooks._pre_forward.__code__:
             return names[::-1]
         frame = frame.f_back
     return []

@@ -22,7 +22,7 @@ from hf_zero.device import spans
 from hf_zero.errors import PartitionError
 from hf_zero.zero.gather.schedule import Schedule
 from hf_zero.zero.layout.unit import RootForward, Unit, UnitForward
-from hf_zero.zero.reduce.gradient_reducer import GradientReducer
+from hf_zero.zero.reduce.reducer import Reducer
 from hf_zero.zero.reduce.reduction_order import Outstanding
 
 FORWARDS_TOLD_APART = 4  # this many forwards of a kind, or more, before
@@ -47,7 +47,7 @@ class BackwardTracker:
         self,
         units: Sequence[Unit],
         schedule: Schedule,
-        reducer: GradientReducer,
+        reducer: Reducer,
         on_begin: Callable[[], None],
         on_part: Callable[[], None],
     ):
@@ -116,7 +116,7 @@ class BackwardTracker:
 
     # ---- the backward of a call ----
 
-    def reach_outputs(
+    def pre_backward(
         self, call: UnitForward, module: nn.Module, marks: Sequence[Node], grads: Any
     ) -> None:
         """Begin the backward of ``call``: the hook on its outputs, which ``module`` has returned.
@@ -147,13 +147,13 @@ class BackwardTracker:
             self.reached = outer
         if not outer.whole or outer not in self._reached:
             self.reach(outer)
-        self._pass(call, call.left)
+        self._advance_to(call, call.left)
         if marks:
             call.marks_left = sum(map(torch._C._will_engine_execute_node, marks))
         call.unit.forwards.in_backward.add(call)
         self.outstanding.starts(call)
 
-    def pass_inputs(self, call: UnitForward, *_: Any) -> None:
+    def post_backward(self, call: UnitForward, *_: Any) -> None:
         """End the backward of ``call``: the hook on its inputs."""
         self.enter()
         unit, outstanding = call.unit, self.outstanding
@@ -167,7 +167,7 @@ class BackwardTracker:
             unit.forwards.reruns = max(0, unit.forwards.reruns - 1)
         if not outstanding.awaits_calls(unit) and not outstanding.awaits_reruns(unit, False):
             self._reducer.ready(unit)
-        self._pass(call, call.began)
+        self._advance_to(call, call.began)
 
     def reach(self, root: RootForward, grads: Any = None) -> None:
         """Gather the units that the backward of ``root`` reads, also for a second backward over its
@@ -211,7 +211,7 @@ class BackwardTracker:
             self._left_out -= units
             self._reducer.bring_back(units)
 
-    def _pass(self, call: UnitForward, moment: int) -> None:
+    def _advance_to(self, call: UnitForward, moment: int) -> None:
         """Advance the backward to ``moment`` and reduce the units that are complete by then."""
         if len(self.tasks) == 1 and call.outer is not self.outstanding.recomputation:
             if self._first:
@@ -224,7 +224,7 @@ class BackwardTracker:
             for unit in self.outstanding.reach(moment):
                 self._reducer.ready(unit)
         self._reducer.advance()
-        self._schedule.let_go(self._reducer.depth, self._awaits)
+        self._schedule.release_skipped(self._reducer.depth, self._awaits)
 
     def _awaits(self, unit: Unit) -> bool:
         return self.outstanding.awaits(unit, self._reducer.learns)
@@ -244,7 +244,7 @@ class BackwardTracker:
             self._abandon()
         if not self.tasks:
             self._begin()
-        callback = partial(self._leave, task)
+        callback = partial(self._end_task, task)
         self.tasks.append((task, weakref.ref(callback)))
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
@@ -282,7 +282,7 @@ class BackwardTracker:
         self._schedule.begin(kind, True)
         self._reducer.begin(key)
 
-    def _leave(self, task: int) -> None:
+    def _end_task(self, task: int) -> None:
         known = [number for number, _ in self.tasks]
         if task not in known:
             return

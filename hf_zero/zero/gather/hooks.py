@@ -146,12 +146,12 @@ class Hooks:
         for module, unit in around.items():
             self._removable += [
                 module.register_forward_pre_hook(
-                    Attached(self._enter, unit, names[module]),
+                    Attached(self._pre_forward, unit, names[module]),
                     prepend=True,
                     with_kwargs=True,
                 ),
                 module.register_forward_hook(
-                    Attached(self._leave, unit), with_kwargs=True, always_call=True
+                    Attached(self._post_forward, unit), with_kwargs=True, always_call=True
                 ),
             ]
 
@@ -199,11 +199,11 @@ class Hooks:
             handle.remove()
         self._removable = []
 
-    def _enter(
+    def _pre_forward(
         self, unit: Unit | None, name: str, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         if transformed():
-            return self._enter_transformed(unit)
+            return self._pre_forward_transformed(unit)
         tracker = self._tracker
         inside = graph_task() != -1
         if inside:
@@ -258,11 +258,11 @@ class Hooks:
             call.last_node = _last_node()
             return None
         call.marked = True
-        views = _mark(inputs.values(), call, partial(tracker.pass_inputs, call))
+        views = _mark(inputs.values(), call, partial(tracker.post_backward, call))
         call.last_node = _last_node()
         return with_replaced(args, kwargs, dict(zip(inputs, views)))
 
-    def _enter_transformed(self, unit: Unit | None) -> None:
+    def _pre_forward_transformed(self, unit: Unit | None) -> None:
         """Handle a forward under grad, vmap or another torch.func transform, which has its own
         graphs: it is no pass of this engine.
 
@@ -360,7 +360,7 @@ class Hooks:
         keep_for_backward(unit, outer)
         node.register_prehook(partial(self._tracker.reach, outer))
 
-    def _leave(
+    def _post_forward(
         self, unit: Unit | None, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
         if transformed():
@@ -402,7 +402,7 @@ class Hooks:
             node = tensor.grad_fn
             if node is not None:
                 last = max(last, node._sequence_nr())
-                node.register_prehook(partial(self._tracker.reach_outputs, call, module, marks))
+                node.register_prehook(partial(self._tracker.pre_backward, call, module, marks))
                 self._last = call, tensor, marks
             elif tensor.requires_grad:
                 # a parameter itself, read again in backward

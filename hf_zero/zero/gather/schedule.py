@@ -53,7 +53,7 @@ class ReductionsUnderWay(Protocol):
 
 
 @dataclass(eq=False)
-class GatherPass:
+class Pass:
     """One pass. ``plan`` is the order of its gathers, None while they are recorded. ``left_out``:
     units that no rank uses in it.
     """
@@ -81,13 +81,13 @@ class Schedule:
         self.shards = SharedShards(self._units, mesh)
         self._plans: dict[Hashable, list[Unit]] = {}
         self._before: dict[Hashable, list[Unit]] = {}  # former plans, while they are recorded anew
-        self._pass: GatherPass | None = None  # None between passes, and in passes without gathers
+        self._pass: Pass | None = None  # None between passes, and in passes without gathers
         # the last pass to issue all its gathers: its plan is complete
-        self._issued = GatherPass(None, False, [])
+        self._issued = Pass(None, False, [])
         self._to_reshard: list[Unit] = []
         self._ahead: list[Unit] = []
         # units gathered only for other ranks so far, with their places in the plan
-        self._passed: list[tuple[int, Unit]] = []
+        self._gathered_for_others: list[tuple[int, Unit]] = []
         self._kept: list[Unit] = []  # for the backward that may follow
         self.on_use: Callable[[Unit], None] | None = None  # called with each unit when it is needed
         self.reductions: ReductionsUnderWay | None = None
@@ -150,7 +150,7 @@ class Schedule:
                 for unit in self._units:
                     unit.forget_secondary()
         key = (*kind, self.resident)
-        self._pass = GatherPass(key, backward, self._plans.get(key), left_out)
+        self._pass = Pass(key, backward, self._plans.get(key), left_out)
         if not backward:
             self._mesh.passes.begin("forward", key)
 
@@ -167,7 +167,7 @@ class Schedule:
         """
         under_way = self._pass
         if under_way is None:
-            self._issued = GatherPass(None, False, [])
+            self._issued = Pass(None, False, [])
             return
         if under_way.plan is None:
             while self._agree_on_gather(END, None):
@@ -215,7 +215,7 @@ class Schedule:
         while under_way.cursor < count:
             unit = under_way.plan[under_way.cursor]
             if unit not in under_way.left_out:
-                self._passed.append((under_way.cursor, unit))
+                self._gathered_for_others.append((under_way.cursor, unit))
                 unit.launch_gather(backward=under_way.backward)
             under_way.cursor += 1
         if self._mesh.shard.hops is not None:
@@ -223,7 +223,7 @@ class Schedule:
             ahead = sum(unit not in under_way.left_out for unit in later)
             self._mesh.shard.hops.advance(ahead)
 
-    def _with_left_out(self, under_way: GatherPass) -> list[Unit]:
+    def _with_left_out(self, under_way: Pass) -> list[Unit]:
         """Return the recorded and the left-out units of a pass in model order (backward: reversed),
         to place the latter in the plan.
         """
@@ -233,19 +233,19 @@ class Schedule:
         units = self._units[1:] if not under_way.backward else self._units[:0:-1]
         return [unit for unit in units if unit in held and unit.sharded]
 
-    def let_go(self, through: int, awaits: Callable[[Unit], bool]) -> None:
+    def release_skipped(self, through: int, awaits: Callable[[Unit], bool]) -> None:
         """Release units among the first ``through`` of the plan that were gathered only for other
         ranks, unless ``awaits(unit)``: this backward still needs them.
         """
-        if not self._passed:
+        if not self._gathered_for_others:
             return
         kept = []
-        for place, unit in self._passed:
+        for place, unit in self._gathered_for_others:
             if place >= through or awaits(unit):
                 kept.append((place, unit))
             elif unit.state is State.GATHERING and not unit.in_use and unit not in self._kept:
                 unit.release()
-        self._passed = kept
+        self._gathered_for_others = kept
 
     @property
     def issued(self) -> int:
@@ -302,7 +302,7 @@ class Schedule:
         unit.guard.off(module)
         if unit in self._ahead:  # units gathered before it are not needed
             at = self._ahead.index(unit)
-            self._pass_by(self._ahead[:at])
+            self._skip(self._ahead[:at])
             del self._ahead[: at + 1]
         self._prefetch()
 
@@ -347,7 +347,7 @@ class Schedule:
         plan = under_way.plan if under_way is not None else None
         coming = () if under_way is None or plan is None else plan[under_way.cursor :]
         if under_way is not None and plan and unit in coming and unit not in under_way.left_out:
-            self._pass_by(self._ahead)
+            self._skip(self._ahead)
             self._ahead = []
             self.issue_through(plan.index(unit, under_way.cursor))
             under_way.cursor += 1
@@ -360,11 +360,13 @@ class Schedule:
             while unit.state is State.RELEASED:
                 self._agree_on_gather(GATHER, unit)
 
-    def _pass_by(self, units: Sequence[Unit]) -> None:
+    def _skip(self, units: Sequence[Unit]) -> None:
         """Record prefetched units that were not needed at their turn."""
         if self._pass is not None and self._pass.plan is not None:
             issued = self._pass.plan[: self._pass.cursor]
-            self._passed += [(len(issued) - 1 - issued[::-1].index(unit), unit) for unit in units]
+            self._gathered_for_others += [
+                (len(issued) - 1 - issued[::-1].index(unit), unit) for unit in units
+            ]
 
     def meet(self) -> None:
         """End a step: if a rank has left a recorded order, all ranks record all orders anew."""
@@ -451,7 +453,7 @@ class Schedule:
                 and unit not in self._kept
             ):
                 unit.release()
-        self._to_reshard, self._ahead, self._passed = [], [], []
+        self._to_reshard, self._ahead, self._gathered_for_others = [], [], []
 
     def check_all_released(self) -> None:
         """Raise PartitionError if a unit is still gathered. For tests and for saving."""

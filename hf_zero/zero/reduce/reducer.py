@@ -77,7 +77,7 @@ class _BackwardPass:
     shown: Shown = field(default_factory=lambda: Shown(False))
 
 
-class GradientReducer:
+class Reducer:
     """Takes gradients in as units become ready, and reduces them in order.
 
     ``offload`` copies offloaded gradients from a GPU to the host.
