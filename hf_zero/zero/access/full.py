@@ -99,7 +99,7 @@ class GatheredParameters:
             self._gathered.enter_context(engine.gathered(unit))
             self._gathered.callback(engine.schedule.shards.end_asking)
             if not watched:
-                unit.take_user_writes()  # writes of a forward, which are not this
+                unit.take_user_writes()  # writes of a forward, not of this context
             self._gathered.callback(unit.drop_user_writes)
         return self
 

@@ -25,7 +25,8 @@ from hf_zero.zero.layout.unit import RootForward, Unit, UnitForward
 from hf_zero.zero.reduce.reducer import Reducer
 from hf_zero.zero.reduce.reduction_order import Outstanding
 
-FORWARDS_TOLD_APART = 4  # this many forwards of a kind, or more, before
+# up to this number, forwards of one kind before a backward select its plan; more share one
+FORWARDS_TOLD_APART = 4
 
 graph_task = torch._C._current_graph_task_id  # number of the backward that this thread runs, or -1
 

@@ -202,6 +202,7 @@ class Hooks:
     def _pre_forward(
         self, unit: Unit | None, name: str, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
+        # pre-forward hook: gather ``unit`` and mark its inputs for the end of its backward
         if transformed():
             return self._pre_forward_transformed(unit)
         tracker = self._tracker
@@ -363,6 +364,7 @@ class Hooks:
     def _post_forward(
         self, unit: Unit | None, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
+        # post-forward hook: release ``unit`` later, and watch the outputs for its backward
         if transformed():
             return
         inside = graph_task() != -1
@@ -396,6 +398,8 @@ class Hooks:
         output: Any,
         raised: BaseException | None,
     ) -> None:
+        # Hooks on the outputs of ``call`` begin its backward; a unit whose backward no hook can
+        # mark stays gathered.
         marks, call.marks = call.marks, ()
         self._last, last = None, call.last_node  # nodes after it belong to the forward
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):

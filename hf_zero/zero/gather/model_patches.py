@@ -181,7 +181,7 @@ class ModuleGuards:
         self._removable: list[Any] = []
         self._patched: list[nn.Module] = []
         self._model = model
-        self._part = False  # the state_dict call under way is for a part
+        self._part = False  # the state_dict call under way is for a part of the model
         self._own: dict[nn.Module, dict[str, OwnedParameter]] = {}
         # Result of the last walk: modules, their numbers of parameters and children, all of these
         # objects, and parameters that the engine does not train.

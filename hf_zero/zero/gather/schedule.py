@@ -33,7 +33,7 @@ from hf_zero.zero.layout.unit import State, Unit
 from hf_zero.zero.reduce.reduction_order import merged, places
 
 GATHER, END = 1, 0
-AHEAD = 2  # units prefetched at most; the byte limit comes from the config
+AHEAD = 2  # maximum number of prefetched units; the configuration sets a limit in bytes
 
 
 class Limits(NamedTuple):
@@ -300,7 +300,7 @@ class Schedule:
         if self.computed.on and not for_script:
             self.computed.use(unit.flats)
         unit.guard.off(module)
-        if unit in self._ahead:  # units gathered before it are not needed
+        if unit in self._ahead:  # units gathered before it are not needed, or not in this order
             at = self._ahead.index(unit)
             self._skip(self._ahead[:at])
             del self._ahead[: at + 1]

@@ -92,7 +92,7 @@ class FlatBuffer:
         self.optimizer_shard = OptimizerShard(spec, self.gradient)
         self.user_writes = UserWrites(parameters)
         self.retired = False  # its engine has been destroyed
-        self.unit: Any  # the Unit it belongs to, untyped: that module
+        self.unit: Any  # the Unit it belongs to, whose module imports this one
         self.full: torch.Tensor
         self._own: torch.Tensor  # this rank's part of ``full``
         self._storage: Storage = DeviceStorage({})  # storage of the parameter shard

@@ -17,7 +17,7 @@ from hf_zero.zero.layout.sharding import sharding_of
 
 
 class WholeNames:
-    """Names of parameters and buffers of ``module`` in the whole model (``Sharding.names``)."""
+    """Whole-model names of the parameters and buffers of ``module`` (``Sharding.names``)."""
 
     def __init__(self, module: nn.Module):
         held = {sharding_of(parameter).names for parameter in module.parameters()} - {()}
@@ -26,11 +26,11 @@ class WholeNames:
         self._rank = groups.coordinate("expert") if held and groups is not None else 0
 
     def __bool__(self) -> bool:
-        """Whether there are modules that differ between ranks."""
+        """Whether any module differs between ranks."""
         return bool(self._modules)
 
     def every(self, name: str) -> tuple[str, ...]:
-        """Return the whole-model names of ``name``, one a rank; one name if all are alike."""
+        """Return the whole-model names of ``name``, one a rank; a single one if all are equal."""
         module, dot, _ = name.rpartition(".")
         while dot and self._modules:
             if module in self._modules:

@@ -106,7 +106,7 @@ class OptimizerShard:
 
     @property
     def update_runs(self) -> bool:
-        """Whether the update thread is still at work on this shard."""
+        """Whether the update thread still works on this shard."""
         return self._update is not None and not self._update.done()
 
     def begin_update(

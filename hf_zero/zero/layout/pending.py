@@ -13,7 +13,7 @@ class Source(Protocol):
     """The source of the values of a parameter that has none in memory yet; equal on all ranks."""
 
     dtype: torch.dtype
-    sliceable: bool  # whether reading a part costs in proportion to
+    sliceable: bool  # whether reading a part costs in proportion to that part
 
     def read(self, start: int, out: torch.Tensor) -> None:
         """Fill ``out`` (1-D, on the CPU, of ``dtype``) with elements in row-major order from

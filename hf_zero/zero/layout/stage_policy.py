@@ -108,5 +108,5 @@ def bytes_per_parameter(
     moments: int = ADAM_MOMENTS,
     gradient: str | None = None,
 ) -> float:
-    """Total of :meth:`Policy.bytes_per_parameter` for ``stage``."""
+    """Return the total of :meth:`Policy.bytes_per_parameter` for ``stage``."""
     return sum(POLICIES[stage].bytes_per_parameter(shards, precision, moments, gradient).values())

@@ -53,9 +53,9 @@ class RootForward:
     def __init__(self, whole: bool, began: int = 0):
         self.began = began  # number of the moment it began, as for a call
         self.whole = whole  # the outermost module is the whole model, not a part of it
-        # units that its backward reads at times that no hook of theirs marks
+        # units that its backward reads at times that no hook of these units marks
         self.reads: set[Unit] = set()
-        self.tracked = False  # a hook on its graph fires when its backward
+        self.tracked = False  # a hook on its graph fires when its backward runs
         # calls with hooks on their outputs
         self.calls: weakref.WeakSet[UnitForward] = weakref.WeakSet()
         self.drawn: dict[object, object] = {}  # random draws by owner; recomputations reuse them
@@ -270,7 +270,7 @@ class Unit:
                 away = any(flat.is_away for flat in self.sharded)
                 beside = streams.shard_stream(device) if away else None
                 if beside is not None:
-                    # the compute stream has used this memory before
+                    # ``beside`` must follow the compute stream, which has used this memory before
                     beside.wait_stream(streams.current_stream(device))
                 handles = []
                 with torch.no_grad(), streams.on_stream(beside):

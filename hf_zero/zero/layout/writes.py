@@ -33,7 +33,7 @@ class UserWrites:
         self._parameters = dict(parameters)
         self._members = list(self._parameters.values())
         self._aliases: dict[str, torch.Tensor] = {}
-        self._updates = 0  # updates of the engine, counted in each
+        self._updates = 0  # the engine's updates, counted in each parameter's ``_version``
         self.accept()
 
     @property

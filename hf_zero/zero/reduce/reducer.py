@@ -307,6 +307,8 @@ class Reducer:
             self._reductions.flush_unless_fits(units[at].trainable if comes else ())
 
     def _reduce_late(self, launched: Sequence[Unit], learns: bool) -> None:
+        # Gradients that arrived after their unit's reduction was launched: reduced again in the
+        # first backward of a kind, else an error.
         backward = self._pass
         late = [
             unit for unit in launched if any(any_raw_grad(flat.members) for flat in unit.trainable)

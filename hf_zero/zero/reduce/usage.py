@@ -146,7 +146,7 @@ class Usage:
         for flat, counts in zip(flats, self._counts(flats, total)):
             gradient = flat.gradient
             if gradient.unused and gradient.all_unused:
-                continue  # all ranks know this; those that lack nothing else
+                continue  # all ranks know this; others send that they have all
             lacking = sum(1 << place for place, count in enumerate(counts) if count == 0)
             few = sum(1 << place for place, count in enumerate(counts) if count < self._mesh.world)
             if refused := _names(flat, few & gradient.used & gradient.idle):
