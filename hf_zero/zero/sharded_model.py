@@ -77,7 +77,7 @@ class ShardedModel:
             name: str(p.dtype).removeprefix("torch.") for name, p in self.parameters.items()
         }
         self.group_of = _groups(optimizer, self.parameters, config)
-        self.one_bit = one_bit_of(config, optimizer)  # codec of its momentum, if it sends that
+        self.one_bit = one_bit_of(config, optimizer)  # format of its momentum, if it sends that
         accumulate, wire = config.gradient_accumulation_dtype, config.communication_data_type
         dtypes = Dtypes(
             precision,

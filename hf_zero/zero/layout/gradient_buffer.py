@@ -118,7 +118,7 @@ class GradientBuffer:
     # ---- moves ----
 
     def keep_local(self, local: bool) -> None:
-        """Set whether later reductions exclude ``accumulated_grad``."""
+        """Set whether later reductions leave out ``accumulated_grad``."""
         self.stays_local = local
 
     def keep_reduced(self) -> None:

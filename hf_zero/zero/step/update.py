@@ -132,10 +132,10 @@ class Updater:
         units = self._begun_at_once(units)
         events: list[streams.Event] = []
         if not kinds.is_host(self._device):
-            # before it, the parameters were read
+            # earlier work may read the parameters until this event
             events.append(streams.record_event(streams.current_stream(self._device)))
             beside = streams.shard_stream(self._device)
-            # before it, shards were copied from the memory that is written
+            # shards may be copied from the memory to be written until this event
             events += [streams.record_event(beside)] if beside is not None else []
             if self._gathers is not None:
                 self._copies.open()
