@@ -305,7 +305,7 @@ def test_versions_without_hashes_of_blocks(version: int, ranks: int, stage: int)
 
 
 def test_version_3_without_hashes_of_blocks() -> None:
-    """A checkpoint of two tensor-parallel ranks loads in one process without tensor parallelism."""
+    """A checkpoint of two ranks with split layers loads in one process with whole layers."""
     folder = write.HERE / "version3"
     assert json.loads((folder / write.TAG / "manifest.json").read_text())["version"] == 3
 

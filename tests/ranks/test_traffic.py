@@ -85,7 +85,7 @@ def big() -> Any:
 
 
 def test_fewer_bits_pay_below_a_link() -> None:
-    """Below a certain link speed, the time saved on the link exceeds the time of the encoding."""
+    """The break-even link, where the time saved on it equals the time of encoding the elements."""
     dense, few = Traffic("dense", 4_000), Traffic("few", 1_000, 1e-3)
     link = few.pays_below(dense)
     assert link == 8 * 3_000 / 1e-3

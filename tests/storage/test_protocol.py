@@ -1,4 +1,4 @@
-"""Storage of shards: stored values are fetched, in the row's dtype, for every row of the table."""
+"""Storage of shards on the device, on the host and in files: stored values are fetched."""
 
 from __future__ import annotations
 
