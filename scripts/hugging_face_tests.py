@@ -105,7 +105,7 @@ Accelerate {accelerate}, Transformers {transformers} and torch {torch}.
 
 @dataclass(frozen=True)
 class Library:
-    """A library, where its tests of DeepSpeed lie, and which of them are left out."""
+    """A library, the path of its DeepSpeed tests, and the tests that are left out."""
 
     name: str
     tests: str

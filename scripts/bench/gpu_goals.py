@@ -275,7 +275,7 @@ def judge(
 
 
 def table(rows: Sequence[dict[str, Any]], goals: Iterable[Goal] = GOALS) -> str:
-    """One line a goal, in columns that stand under each other, and under it what was left out."""
+    """Return the table, a line per goal in aligned columns, followed by the rows left out."""
     measured = _figures(rows)
     far, losses = compared(measured)
     measured = {key: row for key, row in measured.items() if key not in far}

@@ -21,7 +21,7 @@ PATIENCE = 20  # seconds that a rank may go on after another has raised
 
 
 class Deadline:
-    """When no further test is started, and what runs is ended."""
+    """The time after which no test is started, and the time at which running tests are ended."""
 
     def __init__(self, at: float) -> None:
         self.at = at

@@ -299,7 +299,7 @@ def test_a_bit_that_flips_in_the_manifest(folder):
     [('"global_steps": 1', '"global_steps": 3'), ('"lr": 0.001', '"lr": 0.009'), ("\n ", "\n\t")],
 )
 def test_a_bit_that_flips_in_a_number_of_the_manifest(folder, old, new):
-    """It fits all that the files say."""
+    """The damaged value fits everything else that the files say."""
     path = folder / "global_step1" / "manifest.json"
     content = path.read_text()
     assert old in content
@@ -352,7 +352,7 @@ def test_whole_weights_beside_a_save_that_was_stopped_before_latest(folder):
     ],
 )
 def test_a_small_file_that_cannot_be_written_is_named(tmp_path, monkeypatch, number, remedy):
-    """Writes know a number only; the file and what to do stand in the message."""
+    """A write reports an error number only; the message names the file and the remedy."""
     good(saved(tmp_path, tag="a")[1])
     fsync = os.fsync
 

@@ -1,5 +1,5 @@
-"""Checkpoints that DeepSpeed wrote: training goes on as it went on there, on any ranks and
-stage; nothing of them is executed.
+"""Checkpoints written by DeepSpeed: training continues as it did there, on any ranks and stage; no
+code in them is executed.
 """
 
 from __future__ import annotations

@@ -256,8 +256,8 @@ def test_ranges_of_parameters_beyond_32_bits(saved_by: int, loaded_by: int) -> N
 
 
 def test_ranges_of_files_beyond_32_bits(tmp_path: Path) -> None:
-    """A sparse file of 32 GB: what stands behind the first 2**31 elements is read from where the
-    header says.
+    """A sparse file of 32 GB: data after the first 2**31 elements is read at the offset of the
+    header.
     """
     plan = plan_file(
         [("a::master", torch.float32, [HUGE]), ("b::shard", torch.int8, [2**32 + 3])], {}, 4096

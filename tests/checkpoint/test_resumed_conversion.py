@@ -1,5 +1,5 @@
-"""A conversion that was interrupted goes on where it was, and the files are the same, to the
-byte, however it is cut or split.
+"""An interrupted conversion continues at the same point, and its files are equal to the byte, at
+any interruption or split.
 """
 
 from __future__ import annotations
@@ -324,7 +324,7 @@ def test_a_refusal_of_another_kind_is_told(tmp_path, monkeypatch, refused):
 
 
 def test_two_conversions_into_one_folder(tmp_path, monkeypatch):
-    """The second is refused and changes nothing; the first goes on to its end."""
+    """The second conversion is refused and changes nothing; the first runs to its end."""
     saved(tmp_path / "run")
     want = convert_checkpoint(tmp_path / "run", tmp_path / "want")
     fill, refused = files._WindowedFile.fill, []

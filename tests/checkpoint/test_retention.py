@@ -160,7 +160,7 @@ def test_numbers_that_cannot_be_kept(tmp_path, keep):
 
 
 def test_the_key_of_the_configuration(tmp_path):
-    """It holds for tags that the engine chooses; with tags of one's own the argument does."""
+    """The key applies to tags that the engine chooses, the argument to tags of the script."""
     model = ARCHITECTURES["gpt2"].build()
     config = {
         "train_micro_batch_size_per_gpu": 1,

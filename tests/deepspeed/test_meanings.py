@@ -561,7 +561,7 @@ def test_an_optimizer_that_is_not_known_is_an_assertion_too() -> None:
 
 @pytest.mark.parametrize(("first", "stage"), [(0, 3), (3, 0), (3, 3), (1, 2)])
 def test_a_model_is_initialized_again(first: int, stage: int, heard: list[str]) -> None:
-    """The second engine goes on with the weights of the first, and with its optimizer object."""
+    """The second engine continues with the weights of the first, and with its optimizer object."""
 
     def train(engine: Any, rank: int, step: int) -> None:
         engine.backward(squared(engine, At(step, 0, rank)))

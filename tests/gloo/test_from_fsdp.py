@@ -1,5 +1,5 @@
-"""Checkpoints that torch.distributed.checkpoint wrote of an FSDP2 model: training goes on as it
-went on there; damage is told.
+"""Checkpoints that torch.distributed.checkpoint wrote of an FSDP2 model: training continues as it
+did there; damage is reported.
 """
 
 from __future__ import annotations

@@ -195,8 +195,8 @@ def function_lengths(modules: Mapping[str, tuple[str, bool]]) -> dict[str, int]:
 
 
 def packages(modules: Mapping[str, tuple[str, bool]]) -> dict[str, tuple[int, int, int]]:
-    """Files, lines, and lines of the longest file, of each folder right under the package; the
-    files that lie in none are the package itself.
+    """Return files, lines, and lines of the longest file, of each folder directly under the
+    package; files in no folder count as the package itself.
     """
     files, lines = Counter[str](), Counter[str]()
     longest: dict[str, int] = {}

@@ -41,7 +41,7 @@ class Pending(dist.Work):
 
 
 class Meeting:
-    """One collective: what each rank brings, the work when all are there."""
+    """A collective: the data of each rank, and the work to do once all have joined."""
 
     def __init__(self, world: int, name: str):
         self._name = name

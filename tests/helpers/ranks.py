@@ -70,7 +70,7 @@ class RankFailed(AssertionError):
 
 
 class RanksHung(AssertionError):
-    """Some rank did not return in time. The message says which, and where each one stands."""
+    """A rank did not return in time. The message names it, and the position of every rank."""
 
 
 class _Rank(threading.Thread):

@@ -140,7 +140,7 @@ class Job:
     def window(
         self, net: Driver, at: Sequence[At], end_micro: Callable[[], None]
     ) -> list[torch.Tensor]:
-        """Run one accumulation window; ``end_micro`` stands where a script calls
+        """Run one accumulation window; ``end_micro`` is called where a script calls
         ``engine.step()``.
         """
         losses = []

@@ -45,8 +45,8 @@ def inputs(
     *,
     strided: bool,
 ) -> list[torch.Tensor]:
-    """q, k, v and the gradient of the output: as projections lie in memory, or with gaps between
-    heads and a last dimension of stride 1.
+    """Return q, k, v and the gradient of the output, laid out as by projections, or with gaps
+    between heads and a last dimension of stride 1.
     """
     made = []
     for count in (heads, kv_heads, kv_heads, heads):

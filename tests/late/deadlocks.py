@@ -66,7 +66,7 @@ def status_of(
 
 
 def edges(statuses: Mapping[int, Status], members: Mapping[str, Mapping[int, int]]) -> list[Edge]:
-    """Who waits for whom.
+    """Return the waits between threads, streams and ranks as edges.
 
     ``members`` has, by name of a communicator, the process of each of its ranks.
     """

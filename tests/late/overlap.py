@@ -141,7 +141,7 @@ def computed(ran: list[timeline.Ran], forward: bool | None = None) -> list[timel
 def gathers(
     prefetch: int, rank: int, world: int, job: str = "stage 3, one micro-batch"
 ) -> dict[str, Any]:
-    """Stage 3: how much of the gathers' time the computation stands still."""
+    """Stage 3: the part of the gathers' time during which the computation waits."""
     ran = train(job, {"stage3_prefetch_bucket_size": prefetch}, rank, world)[-1]
     found = [task for task in ran if task.what == "all_gather"]
     exposed = timeline.total(found) - timeline.beside(found, computed(ran))

@@ -85,7 +85,7 @@ def right_gathers_in_the_background(job: Job) -> Any:
 
 @program
 def right_wait_orders_the_stream_alone(job: Job) -> Any:
-    """The host goes on while another rank has not even begun."""
+    """The host continues while another rank has not even begun."""
     if job.rank:
         job.dist.barrier(group=job.dist.group.WORLD)  # of the hosts
     values, work = job.sum(job.first, async_op=True)
@@ -181,7 +181,9 @@ def right_two_threads_in_one_order(job: Job) -> Any:
 
 @program
 def order_of_two_threads_on_two_communicators(job: Job) -> Any:
-    """It ends here, where two streams run at once; a device may hold but one of the two."""
+    """The program ends on this device, where two streams run at once; a real one may run only one
+    of the two.
+    """
     return _two_threads(job, bool(job.rank))
 
 

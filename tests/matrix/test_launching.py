@@ -226,7 +226,7 @@ def test_accelerate_launch_on_two_hosts(hosts: Hosts, tmp_path: Path, oracle: Or
 
 @pytest.mark.long
 def test_the_deepspeed_command(tmp_path: Path, oracle: Oracle) -> None:
-    """On this machine: its script is told the local rank on the command line as well."""
+    """On this machine: its script gets the local rank on the command line as well."""
     out = tmp_path / "run"
     command = [
         sys.executable,

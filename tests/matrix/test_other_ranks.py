@@ -102,8 +102,8 @@ def test_more_ranks(saved: Any, tmp_path: Path) -> None:
 
 
 def killed_and_resumed(saved: Any, tmp_path: Path, ranks: int, stage: int, *how: str) -> None:
-    """The second save is cut off; the run goes on behind the first with the losses of the one
-    that was not killed.
+    """The second save is interrupted; the run resumes after the first with the losses of the
+    uninterrupted one.
     """
     whole = saved(ranks, stage)[1][0]["trainer"]
     arguments = ("--ways", "trainer", "--runs", str(tmp_path / "runs"), "--stage", str(stage), *how)

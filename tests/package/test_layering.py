@@ -126,7 +126,7 @@ HUGGING_FACE = {
 
 
 def prefixes(module: str) -> Iterator[str]:
-    """``module`` and the packages that it lies in, the longest first."""
+    """Return ``module`` and the packages that contain it, the longest first."""
     parts = module.split(".")
     return (".".join(parts[:length]) for length in range(len(parts), 0, -1))
 

@@ -1,5 +1,5 @@
-"""Who divides, and where a window ends: engine.backward and loss.backward, no_sync, the boundary
-set from outside.
+"""Division of the loss and the end of a window: engine.backward and loss.backward, no_sync, the
+boundary set from outside.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_no_sync_around_all_but_the_last_micro_batch(stage):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("step_every_time", [True, False])
 def test_the_boundary_set_from_outside_with_a_short_last_window(stage, step_every_time):
-    """Accelerate's way: it says where a window ends; the last one is shorter; step() may stand
+    """Accelerate's way: it says where a window ends; the last one is shorter; step() may be called
     at boundaries only.
     """
     windows = [

@@ -136,8 +136,8 @@ def test_recorded_steps_need_no_agreement(stage):
 
 
 def test_gathers_run_ahead_and_few_units_are_whole():
-    """Once recorded: as a block computes, the next one's gather is under way, and blocks that
-    are done are released.
+    """In a recorded step, the next block's gather is in flight while a block computes, and
+    completed blocks are released.
     """
 
     def run(rank, model):

@@ -77,7 +77,7 @@ def often(place: tuple[str, int], ending: str, when: tuple[int, ...]) -> bool:
 def test_a_pass_that_breaks_is_forgotten(
     place: tuple[str, int], ending: str, when: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """The user catches his error (out of memory, say), drops the micro-batch and goes on."""
+    """The user catches the error (out of memory, say), drops the micro-batch and continues."""
     way, stage = place
     make = plain_sgd if way == DEVICE else adamw
     want, norms = by_hand(make, [[(1.0, 0)]] * 3, RANKS)
@@ -201,7 +201,7 @@ def grown(
         place.wait()
 
     def look() -> None:
-        """Once the threads have ended, on all ranks."""
+        """Measure on all ranks, once the threads have ended."""
         together(lambda: await_threads(others))
         settle()
         together(lambda: seen.append((live_bytes(), working() - others, keys_in_the_store())))

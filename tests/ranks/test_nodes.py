@@ -271,8 +271,8 @@ def test_bytes_between_nodes_and_within() -> None:
 
 @pytest.mark.parametrize("zero", [{}, EIGHT], ids=["dense", "eight"])
 def test_bytes_of_two_hops(zero: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each chunk comes into a node once, and goes on from there: with 2 nodes of 2 ranks half the
-    bytes between nodes, and in each what the other has sent, too.
+    """Each chunk enters a node once and is forwarded there: with 2 nodes of 2 ranks half the bytes
+    between nodes, and inside each the bytes that the other has sent, too.
     """
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     found = []

@@ -202,8 +202,8 @@ def test_bit_for_bit_as_on_the_device(way, stage, core, tmp_path):
 def test_what_fits_on_the_device_comes_back_after_the_first_step(
     way, stage, ranks, whole, precision, tmp_path, monkeypatch
 ):
-    """Device memory that the first step has left over takes the units that come first; training
-    goes on as before.
+    """Device memory that the first step left free takes the first units; training continues as
+    before.
     """
     # for some of the flats of a rank, not all
     room = {"fp32": 12 * 12_000, "bf16": 16 * 12_000}[precision] * 2 // ranks

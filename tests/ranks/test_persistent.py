@@ -288,7 +288,7 @@ def test_they_cost_no_gather_but_one_message_a_step(threshold):
 
 
 def test_nor_one_reduction_a_unit():
-    """Small gradients wait for each other, and what is large goes before them."""
+    """Small gradients wait for each other; large ones are reduced before them."""
     for log in travelled(SMALL):
         sent = [key for what, key in log if what == "reduce_scatter"]
         assert [key for key in sent if not key.endswith("|whole")] == [

@@ -239,7 +239,7 @@ PRECISIONS = [
 def test_precisions_side_by_side(
     stage: int, precisions: tuple[str, str], loss: str, backward: Callable[..., None]
 ) -> None:
-    """A loss scale is in a gradient once, whichever engines it goes through."""
+    """A gradient contains a loss scale once, whichever engines it passes through."""
     configs = [
         config_of(stage, Plan(precision=precision, scale=scale))
         for precision, scale in zip(precisions, (256.0, 4096.0))

@@ -24,8 +24,8 @@ def partly_frozen():
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_off_for_a_reference_and_on_again(stage):
-    """The trained are off and the frozen are on while a forward without gradients runs; training
-    goes on as if nothing had been.
+    """During a forward without gradients the trained parameters are off and the frozen ones on;
+    training continues unaffected.
     """
     want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 3, RANKS, build=partly_frozen)
 

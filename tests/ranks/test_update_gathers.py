@@ -146,7 +146,7 @@ def _one_reads(rank: int, models: Any, folder: Any, how: str, gate: threading.Ev
 def test_one_rank_reads_while_the_others_stand_in_a_barrier(
     how: str, gate: threading.Event, tmp_path: Any
 ) -> None:
-    """``step`` has returned before any gather; rank 0 goes on alone."""
+    """``step`` returns before any gather; rank 0 continues alone."""
     gate.clear()
     seen = run_ranks(3, _one_reads, [LLAMA.build() for _ in range(3)], tmp_path, how, gate)
     assert all(left for left, _ in seen[1:]), "the others have not asked for their parameters"

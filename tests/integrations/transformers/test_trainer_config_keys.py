@@ -186,7 +186,7 @@ DEEPSPEEDS = {
 
 @pytest.mark.parametrize("keys", DEEPSPEEDS.values(), ids=DEEPSPEEDS)
 def test_a_deepspeed_script_with_its_own_sections(keys: dict[str, Any]) -> None:
-    """Nine tokens lie in one block of a sparse layout, so that sparse attention is dense there."""
+    """Nine tokens fit into one block of a sparse layout, so sparse attention is dense there."""
 
     def trained(more: dict[str, Any]) -> list[float]:
         optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-6}}

@@ -415,8 +415,8 @@ def evaluated_first(name: str) -> dict[str, Any]:
 
 
 def saved(name: str) -> dict[str, Any]:
-    """One epoch, a checkpoint by callback; a second one by a new module and Trainer that resume;
-    what lies on the disk.
+    """One epoch, a checkpoint by callback; a second epoch by a new module and Trainer that resume;
+    the files on disk.
     """
     callbacks = importlib.import_module(f"{arguments.package}.callbacks")
     folder = arguments.out / f"{name}-checkpoints"

@@ -69,8 +69,8 @@ def routes(folder: Path) -> dict[str, Any]:
 
 
 def interrupted(folder: Path, stage: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """An evaluation, a whole run with checkpoints, its weights saved; then a run that goes on
-    from the second step.
+    """An evaluation, a whole run with checkpoints, its weights saved; then a run that resumes from
+    the second step.
     """
     before = routed("plain", 0, folder).evaluate()["eval_loss"]
     run = routed("ours", stage, folder, **STEPWISE)
