@@ -1,11 +1,10 @@
-"""Memory that one forward and backward adds on a rank, beside the figure of `hf-zero estimate
---seq`.
+"""Memory of one forward and backward on a rank, beside the figure of `hf-zero estimate --seq`.
 
     torchrun --nproc-per-node 2 scripts/bench/activation_bytes.py --sp 2 [--stage 3] [--out FILE]
 
-Bytes of tensors, from torch's profiler, on CPU ranks: for each length and each way in which the
-estimate counts activations, the second of two steps, of which the first has made what stays. At
-stage 3 the blocks that are gathered come to it. Rows go to FILE as JSON lines.
+Bytes of tensors, from torch's profiler, on CPU ranks, for each length and each way in which the
+estimate counts activations. The second of two steps counts: the first allocates the state that
+stays. At stage 3 the gathered blocks are added. Rows go to FILE as JSON lines.
 """
 
 from __future__ import annotations

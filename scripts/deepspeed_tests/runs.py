@@ -21,7 +21,7 @@ PATIENCE = 20  # seconds that a rank may go on after another has raised
 
 
 class Deadline:
-    """The time after which no test is started, and the time at which running tests are ended."""
+    """The time from which no test is started, and at which running tests are ended."""
 
     def __init__(self, at: float) -> None:
         self.at = at

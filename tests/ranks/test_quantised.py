@@ -244,7 +244,7 @@ def test_ranks_with_other_scales_are_told():
 
 
 def test_a_released_quantised_model_may_be_held_frozen_and_taken_over():
-    """A quantised model is sharded once, its engine destroyed, and trained by another engine."""
+    """A quantised model is sharded by one engine, which is destroyed, and trained by another."""
     want, _ = by_hand(adam, [[(1.0, 0)]], RANKS, build=build())
 
     def run(rank, model):

@@ -1,4 +1,6 @@
-"""Storage of shards on the device, on the host and in files: stored values are fetched."""
+"""Storage of shards on the device, on the host and in files: stored values are fetched, in the
+storage's dtype.
+"""
 
 from __future__ import annotations
 
