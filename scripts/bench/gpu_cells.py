@@ -269,7 +269,9 @@ def launched() -> set[str]:
 
 
 def kernels(names: set[str], on_gpu: bool) -> dict[str, Any]:
-    """Return a row's fields on kernels: those of ``names`` that ran, and why others were replaced."""
+    """Return a row's fields on kernels: those of ``names`` that ran, and why others were
+    replaced.
+    """
     from hf_zero.ops import dispatch
 
     replaced, why = dispatch.broken(), ""

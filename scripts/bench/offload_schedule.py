@@ -147,7 +147,9 @@ class _Extent:
 
 
 class _Promise(Future[Any]):
-    """The future of a unit that the updater waits for, completed in whichever job reaches the unit."""
+    """The future of a unit that the updater waits for, completed in whichever job reaches
+    the unit.
+    """
 
     def __init__(self, recorder: Recorder):
         super().__init__()

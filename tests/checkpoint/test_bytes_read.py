@@ -28,7 +28,9 @@ BLOCK = 64  # bytes that have a hash of their own
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
-    """Record the ranges read from rank files as (file name, start, end), by the name of the thread."""
+    """Record the ranges read from rank files as (file name, start, end), by the name of the
+    thread.
+    """
     seen: Reads = defaultdict(list)
     preadv, pread, read = os.preadv, os.pread, os.read
 

@@ -174,7 +174,9 @@ def test_16_bit_keeps_the_masters(tmp_path, precision):
 
 
 def test_other_precision_and_trainability(tmp_path):
-    """A weight frozen in bf16 becomes trainable in fp32 with zero moments; a trained one is frozen."""
+    """A weight frozen in bf16 becomes trainable in fp32 with zero moments; a trained one is
+    frozen.
+    """
     before = state_of(
         trained(Job(2, 3, precision="bf16", frozen=lambda name: "first" in name), tmp_path)
     )

@@ -74,7 +74,9 @@ def apart_where_nothing_is_shared(rank: int, passes: PassTracker, logs: Logs) ->
 
 
 def go_on(script: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Run ``script`` on two ranks; return the outcome of each: "went on", or the text of the error."""
+    """Run ``script`` on two ranks; return the outcome of each: "went on", or the text of
+    the error.
+    """
     monkeypatch.setattr(watching, "LOOK_SECONDS", 0.02)
     store, answers = dist.HashStore(), ["hangs", "hangs"]
     ended = [threading.Event(), threading.Event()]

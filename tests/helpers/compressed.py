@@ -80,7 +80,9 @@ def config(stage: int, plan: Plan | None = None, zero: Any = None, **more: Any) 
 
 
 class Recorder:
-    """A record of the gradients that autograd computes in a window, by micro-batch and parameter."""
+    """A record of the gradients that autograd computes in a window, by micro-batch and
+    parameter.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.micro: list[dict[str, torch.Tensor]] = []

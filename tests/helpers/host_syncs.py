@@ -91,7 +91,9 @@ class HostSyncs(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def of(self, package: str) -> Counter[str]:
-        """Count the operations that ``package`` has called, by the file of the call and the name."""
+        """Count the operations that ``package`` has called, by the file of the call and the
+        name.
+        """
         return Counter(
             {
                 f"{file}: {name}": count

@@ -68,7 +68,9 @@ def server(
 
 
 class Request:
-    """The request of a client: ``arguments`` as of ``python``, its environment, folder and streams."""
+    """The request of a client: ``arguments`` as of ``python``, its environment, folder and
+    streams.
+    """
 
     def __init__(self, connection: socket.socket):
         size = array.array("i")

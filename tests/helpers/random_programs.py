@@ -31,7 +31,9 @@ REFUSALS = (ConfigError, NotBuiltError, PartitionError)
 
 @dataclass(frozen=True)
 class Mesh:
-    """The numbers of ranks that share layers, sequences and experts, and of groups that read data."""
+    """The numbers of ranks that share layers, sequences and experts, and of groups that
+    read data.
+    """
 
     tensor: int = 1
     sequence: int = 1

@@ -98,7 +98,9 @@ def test_tensors_of_the_cpu_go_to_the_reference_where_nothing_is_interpreted(
 
 
 class NoDriver:
-    """Triton's driver without libcuda: it raises an AssertionError, not an error of Triton's own."""
+    """Triton's driver without libcuda: it raises an AssertionError, not an error of
+    Triton's own.
+    """
 
     @property
     def active(self) -> Any:

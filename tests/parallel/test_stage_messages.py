@@ -70,7 +70,9 @@ def _travel(sent: list[Any], received: list[Any]) -> None:
 
 
 def test_a_message_of_several_tensors_is_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensors differ in dtype, strides and shape; one is empty and one is None; there and back."""
+    """The tensors differ in dtype, strides and shape; one is empty and one is None; there
+    and back.
+    """
     monkeypatch.setattr(
         dist, "P2POp", lambda op, tensor, **_: SimpleNamespace(op=op, tensor=tensor)
     )

@@ -150,7 +150,9 @@ def test_a_head_whose_weight_trl_reads(tied: bool) -> None:
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
 @pytest.mark.parametrize("tied", (False, True))
 def test_a_head_that_was_cut_before_trl_reads_its_weight(tied: bool, stage: int) -> None:
-    """The model is loaded under the configuration like TRL's reference model; here it trains, too."""
+    """The model is loaded under the configuration like TRL's reference model; here it
+    trains, too.
+    """
     models = [seeded(lambda: llama(tied=tied)) for _ in range(3)]
     draw = torch.Generator().manual_seed(1)
     batches = [torch.randint(3, VOCAB, (2, 9), generator=draw) for _ in range(3)]

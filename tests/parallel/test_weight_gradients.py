@@ -155,7 +155,9 @@ def test_weights_are_between_the_launch_of_a_sum_and_its_wait(
 
 
 def test_gradients_that_are_asked_for_in_part() -> None:
-    """Gradients of one weight or of one activation alone, twice of one graph, and under autocast."""
+    """Gradients of one weight or of one activation alone, twice of one graph, and under
+    autocast.
+    """
 
     def run(model: Any) -> list[torch.Tensor]:
         layer, kept = model.model.layers[1], list[torch.Tensor]()

@@ -342,7 +342,9 @@ PLAN = MemoryPlan(
 def found(
     device: float, ram: float, disk: float | None = None, plan: MemoryPlan = PLAN, **more: Any
 ) -> Any:
-    """Return the plan that fits free memory in MB, the margin of device and host memory excluded."""
+    """Return the plan that fits free memory in MB, the margin of device and host memory
+    excluded.
+    """
     disks = (DiskFree("/nvme", int(disk * 1e6), 0),) if disk is not None else ()
     return fit(
         GROUPS,

@@ -1,4 +1,6 @@
-"""Communication: the number, order and bytes of collectives per step are those of the stage table."""
+"""Communication: the number, order and bytes of collectives per step are those of the stage
+table.
+"""
 
 from __future__ import annotations
 

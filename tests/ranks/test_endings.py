@@ -190,7 +190,9 @@ def collecting() -> None:
 def grown(
     section: dict[str, Any], end: Callable[[Any], None], folder: Path, times: int = 10
 ) -> tuple[int, set[threading.Thread], int]:
-    """Run ``times`` engines on two ranks; return what remains: bytes, threads, keys in the store."""
+    """Run ``times`` engines on two ranks; return what remains: bytes, threads, keys in the
+    store.
+    """
     place = threading.Barrier(RANKS)
     others = working()  # of engines that other tests have not ended
     seen: list[tuple[int, set[threading.Thread], int]] = []

@@ -196,7 +196,9 @@ def classified(accelerator, out):
 
 
 def bare(accelerator, out):
-    """Train like examples without a Trainer: a model from its configuration, its embeddings grown."""
+    """Train like examples without a Trainer: a model from its configuration, its embeddings
+    grown.
+    """
     set_seed(3)
     sizes = {"vocab_size": 40, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
     config = GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, eos_token_id=1)

@@ -137,7 +137,9 @@ def whole(model):
 
 
 def account(engine):
-    """Return the bytes that an engine holds and has sent on this rank; nothing for a plain model."""
+    """Return the bytes that an engine holds and has sent on this rank; nothing for a plain
+    model.
+    """
     if not hasattr(engine, "state_bytes"):
         return {}
     trained = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
