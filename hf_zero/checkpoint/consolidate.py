@@ -23,7 +23,7 @@ from hf_zero.checkpoint.tensorfile import FilePlan, bytes_view, plan_file
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
 from hf_zero.zero.access.consolidate import whole_state_dict
-from hf_zero.zero.layout.global_names import WholeNames
+from hf_zero.zero.layout.cut_parameters import WholeNames
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine

@@ -11,7 +11,7 @@ import torch
 from hf_zero.checkpoint import engine_state
 from hf_zero.checkpoint.records import Export, FlatEntry, dtype_of
 from hf_zero.errors import CheckpointError
-from hf_zero.zero.layout.global_names import WholeNames
+from hf_zero.zero.layout.cut_parameters import WholeNames
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine

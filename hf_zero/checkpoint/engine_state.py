@@ -20,8 +20,8 @@ from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
 from hf_zero.zero.access.consolidate import belongs, written
+from hf_zero.zero.layout.cut_parameters import WholeNames
 from hf_zero.zero.layout.flat_layout import FlatLayout
-from hf_zero.zero.layout.global_names import WholeNames
 from hf_zero.zero.layout.sharding import sharding_of
 
 if TYPE_CHECKING:

@@ -31,8 +31,8 @@ from hf_zero.checkpoint.records import (
 )
 from hf_zero.checkpoint.storage import AnyPath
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, plan_file
+from hf_zero.zero.layout.cut_parameters import WholeNames
 from hf_zero.zero.layout.flat_layout import FlatLayout
-from hf_zero.zero.layout.global_names import WholeNames
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine

@@ -17,7 +17,7 @@ from hf_zero.parallel.expert.marks import is_expert_parameter, split, split_grou
 from hf_zero.parallel.expert.moe_layer import Experts, MoE, MOELayer, TopKGate
 from hf_zero.planning.estimate import estimate
 from hf_zero.zero.access.consolidate import whole_state_dict
-from hf_zero.zero.layout.global_names import WholeNames
+from hf_zero.zero.layout.cut_parameters import WholeNames
 from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers import oracle
 from tests.helpers.engines import OnEngine, config_of, engine_opener, start, train_on_threads

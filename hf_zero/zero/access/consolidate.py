@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.zero.layout.cut_parameters import WholeNames
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_layout import Slot
-from hf_zero.zero.layout.global_names import WholeNames
 from hf_zero.zero.layout.unit import Unit
 
 

@@ -1,12 +1,15 @@
-"""Parameters cut by tensor or expert parallelism: whole tensors from the parts of all ranks, and
-this rank's part of a whole tensor.
+"""Parameters cut by tensor or expert parallelism: whole tensors from the parts of all ranks, this
+rank's part of a whole tensor, and the names of parameters in the whole model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.parallel_groups import ParallelGroups, get_parallel, groups_along
@@ -92,3 +95,45 @@ def own_part(sharding: Sharding, given: torch.Tensor) -> torch.Tensor:
     if box is None or tuple(given.shape) != box.whole:
         return given
     return box.take(given)  # type: ignore[no-any-return]
+
+
+# ---- Names in the whole model, where ranks number their experts from 0 ----
+
+
+class WholeNames:
+    """Whole-model names of the parameters and buffers of ``module`` (``Sharding.names``)."""
+
+    def __init__(self, module: nn.Module):
+        held = {sharding_of(parameter).names for parameter in module.parameters()} - {()}
+        self._modules = {names[0]: names for names in held}
+        groups = get_parallel()
+        self._rank = groups.coordinate("expert") if held and groups is not None else 0
+
+    def __bool__(self) -> bool:
+        """Whether any module differs between ranks."""
+        return bool(self._modules)
+
+    def every(self, name: str) -> tuple[str, ...]:
+        """Return the whole-model names of ``name``, one a rank; a single one if all are equal."""
+        module, dot, _ = name.rpartition(".")
+        while dot and self._modules:
+            if module in self._modules:
+                return tuple(each + name[len(module) :] for each in self._modules[module])
+            module, dot, _ = module.rpartition(".")
+        return (name,)
+
+    def own(self, name: str) -> str:
+        """Return the whole-model name of this rank's ``name``."""
+        names = self.every(name)
+        return names[self._rank] if len(names) > 1 else name
+
+    def pairs(self, names: Mapping[str, str]) -> dict[str, str]:
+        """Return the mapping ``names`` of this rank's names for all ranks, in whole-model names."""
+        found = (zip(self.every(one), self.every(other)) for one, other in names.items())
+        return dict(itertools.chain.from_iterable(found))
+
+    def wholes(self, parameter: torch.Tensor, value: torch.Tensor, name: str) -> Any:
+        """Return (name, whole tensor) pairs for all parameters that ranks hold under ``name``;
+        ``value`` is this rank's. Collective if it is cut, or the ranks' modules differ.
+        """
+        return zip(self.every(name), join_named(sharding_of(parameter), value, name), strict=True)

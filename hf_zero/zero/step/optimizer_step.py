@@ -30,8 +30,7 @@ from hf_zero.zero.reduce.norm import squared_norm
 from hf_zero.zero.reduce.usage import Usage
 from hf_zero.zero.sharded_model import ShardedModel
 from hf_zero.zero.step.nonfinite_warnings import SanityChecks
-from hf_zero.zero.step.staged_copies import StagedCopies
-from hf_zero.zero.step.update import Updater
+from hf_zero.zero.step.update import StagedCopies, Updater
 
 
 class OptimizerStep:

@@ -13,10 +13,15 @@ returns.
 
 from __future__ import annotations
 
+import heapq
+import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
+from typing import Any
 
 import torch
 
@@ -26,12 +31,12 @@ from hf_zero.distributed.collective_log import PendingCollective
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.optim.sub_group_update import Update
+from hf_zero.storage.base import Allocator
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.reduce.gradient_offload import GradientOffload, NoGradientOffload
-from hf_zero.zero.step.staged_copies import StagedCopies
 from hf_zero.zero.step.update_gathers import Gather, UpdateGathers
-from hf_zero.zero.step.update_queue import UpdateQueue
 
 
 class Updater:
@@ -273,3 +278,115 @@ def _unmark(unit: Unit, copied: streams.Event | None = None) -> None:
             flat.optimizer_shard.end_update(copied)
             if not flat.sharded:
                 flat.handles.turn(UpdatingParameter, OwnedParameter)
+
+
+# ---- The update thread, which runs the most urgent waiting job first ----
+
+
+@dataclass(order=True)
+class _Job:
+    """A job; the smallest runs first."""
+
+    urgency: int
+    number: int
+    run: Callable[[], Any] = field(compare=False)
+    future: Future[Any] = field(compare=False)
+
+
+class UpdateQueue:
+    """Jobs for one thread, which the first job starts, working on ``device``."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._worker: ThreadPoolExecutor | None = None
+        self._waiting: list[_Job] = []  # a heap
+        self._numbers = count()
+        self._lock = threading.Lock()
+
+    def submit(self, urgency: int, run: Callable[[], Any], future: Future[Any]) -> None:
+        """Queue ``run``; ``future`` gets its result or exception. Waiting jobs with less
+        ``urgency`` run first, among equal ones the oldest.
+        """
+        if self._worker is None:
+            begin = partial(kinds.set_device, self._device)
+            self._worker = ThreadPoolExecutor(1, "hf-zero update", initializer=begin)
+            weakref.finalize(self, self._worker.shutdown, wait=False)
+        with self._lock:
+            heapq.heappush(self._waiting, _Job(urgency, next(self._numbers), run, future))
+        self._worker.submit(self._run_next)
+
+    def _run_next(self) -> None:
+        with self._lock:
+            job = heapq.heappop(self._waiting)
+        try:
+            job.future.set_result(job.run())
+        except BaseException as error:
+            job.future.set_exception(error)
+
+    def close(self) -> None:
+        """Finish the queued jobs and end the thread."""
+        if self._worker is not None:
+            self._worker.shutdown()
+            self._worker = None
+
+
+# ---- Copies of new parameter shards from host kernels to the device ----
+
+# sub-groups being copied to a GPU at once: the small last one of a unit must not delay the next
+STAGED = 3
+
+
+class StagedCopies:
+    """Host memory for the new elements of a sub-group, which are then copied to ``device``.
+
+    ``allocator`` allocates memory that a GPU can copy from; ``largest`` is the maximum number of
+    bytes of a sub-group's parameters. Used on the update thread.
+    """
+
+    def __init__(self, device: torch.device, largest: int, allocator: Allocator):
+        self._device = device
+        self._largest = largest
+        self._allocator = allocator
+        # the oldest first, each with the end of its copy
+        self._staged: list[tuple[torch.Tensor, streams.Event | None]] = []
+        self.stream: streams.Stream | None = None  # stream of the copies, created by the first
+
+    def open(self) -> streams.Stream | None:
+        """Create and return the stream of the copies."""
+        if self.stream is None:
+            self.stream = streams.side_stream(self._device, streams.Use.UPDATES)
+        return self.stream
+
+    def record(self) -> streams.Event | None:
+        """Return an event at the end of the copies under way; None if there are none."""
+        return streams.record_event(self.stream) if self.stream is not None else None
+
+    def place(self, flat: FlatBuffer, start: int, stop: int) -> torch.Tensor | None:
+        """Return host memory for the new elements ``[start, stop)`` of the parameter shard of
+        ``flat``, in its dtype. Call :meth:`placed` once they are written.
+        """
+        own = flat.part_in_host_memory(start, stop)
+        if own is not None:
+            return own
+        self.open()
+        if len(self._staged) < STAGED:
+            memory = self._allocator(self._largest, torch.uint8)
+        else:
+            memory, copied = self._staged.pop(0)
+            if copied is not None:
+                copied.synchronize()
+        self._staged.append((memory, None))
+        return memory[: (stop - start) * flat.dtype.itemsize].view(flat.dtype)
+
+    def placed(self, flat: FlatBuffer, start: int, stop: int, values: torch.Tensor | None) -> None:
+        """Copy ``values``, which have been written, unless the shard itself is in host memory."""
+        if (
+            values is None
+            or self.stream is None
+            or flat.part_in_host_memory(start, stop) is not None
+        ):
+            return
+        with streams.on_stream(self.stream), span("copy_to_device", flat.key, values.nbytes):
+            flat.store_part(start, values)
+            memory, _ = self._staged[-1]
+            self._staged[-1] = (memory, self.record())
