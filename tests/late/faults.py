@@ -270,7 +270,7 @@ FAULTS: dict[str, Fault] = {
         HOST, left_out("wait", "update_gathers.py wait"), COPIES
     ),
     "a pinned buffer is refilled under its copy": Fault(
-        PIECES, left_out("synchronize", "staged_copies.py place"), COPIES
+        PIECES, left_out("synchronize", "update.py place"), COPIES
     ),
     "shards are written while they are brought": Fault(
         ALL_ONCE, left_out("synchronize", "update.py _run"), COPIES
