@@ -175,7 +175,8 @@ class BoundOptimizer:
         apart = [
             [segment.tensor for segment in segments if segment.group == group]
             for group in range(len(self.groups))
-            if self._table.parted
+            # after a load tensors of SGD may lack state in groups that are not parted
+            if self._table.parted or self._base is torch.optim.SGD
         ]
         with torch_fused.beginning_apart(optimizer, self._base, apart):
             in_kernel = torch_fused.takes_scale(optimizer, self._base, found_inf)
