@@ -172,13 +172,7 @@ class BoundOptimizer:
             if left_out
             else self._table.stepped
         )
-        apart = [
-            [segment.tensor for segment in segments if segment.group == group]
-            for group in range(len(self.groups))
-            # after a load tensors of SGD may lack state in groups that are not parted
-            if self._table.parted or self._base is torch.optim.SGD
-        ]
-        with torch_fused.beginning_apart(optimizer, self._base, apart):
+        with torch_fused.beginning_apart(optimizer, self._base, segments):
             in_kernel = torch_fused.takes_scale(optimizer, self._base, found_inf)
             if found_inf is not None and not in_kernel and bool(found_inf.ne(0)):
                 optimizer._opt_called = True

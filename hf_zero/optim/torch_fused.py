@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_zero.optim import state
 from hf_zero.optim.adam import Adam
+from hf_zero.optim.table import Segment
 
 # Classes whose fused step reads ``optimizer.grad_scale`` and ``optimizer.found_inf``, with its op.
 _OPS: dict[type, str] = {
@@ -74,22 +75,20 @@ def takes_scale(
 
 @contextmanager
 def beginning_apart(
-    optimizer: torch.optim.Optimizer, base: type | None, stepped: Sequence[Sequence[Tensor]]
+    optimizer: torch.optim.Optimizer, base: type | None, segments: Sequence[Segment]
 ) -> Iterator[None]:
-    """Make a step over ``stepped``, by group, safe if some tensors make their first step and others
-    do not.
+    """Make a step over ``segments`` safe if some tensors of a group make their first step and
+    others do not.
 
     torch's fused SGD raises then: it initialises the momentum of all tensors of a group or of none.
     """
     unfused = []
-    for group, tensors in zip(optimizer.param_groups, stepped):
+    for number, group in enumerate(optimizer.param_groups):
+        if base is not torch.optim.SGD or not (group["fused"] and group["momentum"]):
+            continue
+        tensors = [segment.tensor for segment in segments if segment.group == number]
         fresh = [tensor for tensor in tensors if not _has_state(optimizer, tensor)]
-        if (
-            base is torch.optim.SGD
-            and group["fused"]
-            and group["momentum"]
-            and 0 < len(fresh) < len(tensors)
-        ):
+        if 0 < len(fresh) < len(tensors):
             if group["dampening"]:
                 unfused.append(group)
             else:
