@@ -86,8 +86,13 @@ def check(
     plan, parallel = MemoryPlan.of(config, world, not kinds.is_host(where), moments), get_parallel()
     if parallel is not None:  # the configuration does not have all of the parallel sizes
         dims = parallel.dims
-        plan = replace(plan, tensor=dims.tensor, sequence=dims.sequence, expert=dims.expert)
-        plan = replace(plan, pipeline=dims.pipeline)
+        plan = replace(
+            plan,
+            tensor=dims.tensor,
+            sequence=dims.sequence,
+            expert=dims.expert,
+            pipeline=dims.pipeline,
+        )
     found = free if free is not None else room_for(root, config, where)
     own = needs(groups, plan)
     verdict = judge(own, found)
