@@ -288,9 +288,8 @@ def test_a_copy_of_the_model_is_plain() -> None:
     engine = start(model, sgd(model), config_of(2, activation_checkpointing={"blocks": True}))
     copied = copy.deepcopy(model)
     copied(torch.randn(4, WIDTH)).backward()
-    assert [block.ran for block in copied.blocks] == [2, 1, 1] and [
-        block.ran for block in model.blocks
-    ] == [0, 0, 0]
+    assert [block.ran for block in copied.blocks] == [2, 1, 1]
+    assert [block.ran for block in model.blocks] == [0, 0, 0]
     engine.destroy()
 
 
@@ -371,9 +370,8 @@ def test_the_compiler_goes_around(blocks: Any) -> None:
 def test_profile_tells_a_line_for_each_backward(heard_in_full: list[str]) -> None:
     run({"blocks": True, "profile": True})
     lines = [line for line in heard_in_full if "recomputations in" in line]
-    assert len(lines) == 3 and all(
-        "4 forwards in" in line and "4 recomputations" in line for line in lines
-    )
+    assert len(lines) == 3
+    assert all("4 forwards in" in line and "4 recomputations" in line for line in lines)
     heard_in_full.clear()
     want, _ = run({})
     got, ran = run({"blocks": True, "synchronize_checkpoint_boundary": True})

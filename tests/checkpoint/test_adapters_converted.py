@@ -130,10 +130,8 @@ def test_several_adapters_each_in_its_folder(tmp_path: Path, base: Path) -> None
     same_folders(tmp_path / "out", tmp_path / "peft")
     same_folders(tmp_path / "out" / "other", tmp_path / "peft" / "other")
     done = convert_checkpoint(tmp_path / "run", tmp_path / "one", only="*.other.*")
-    assert (
-        done.files == ("other/adapter_model.safetensors",)
-        and not (tmp_path / "one" / "adapter_config.json").exists()
-    )
+    assert done.files == ("other/adapter_model.safetensors",)
+    assert not (tmp_path / "one" / "adapter_config.json").exists()
 
 
 def test_an_embedding_that_was_resized_is_written_with_them(tmp_path: Path, base: Path) -> None:
@@ -174,9 +172,8 @@ def test_whole_and_in_16_bits_on_request(tmp_path: Path, base: Path) -> None:
     done = checkpoint.convert_zero_checkpoint_to_fp32_state_dict(
         tmp_path / "run", tmp_path / "script"
     )
-    assert (done / "model.safetensors").is_file() and not (
-        done / "adapter_model.safetensors"
-    ).exists()
+    assert (done / "model.safetensors").is_file()
+    assert not (done / "adapter_model.safetensors").exists()
 
 
 def test_saved_without_the_base(tmp_path: Path, base: Path) -> None:
@@ -284,10 +281,8 @@ def test_an_adapter_whose_file_is_computed(
         task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8
     )
     saved(tmp_path / "run", adapted(base, config))
-    assert (
-        "adapter 'default'" in caplog.text
-        and "for the adapter alone use save_pretrained" in caplog.text
-    )
+    assert "adapter 'default'" in caplog.text
+    assert "for the adapter alone use save_pretrained" in caplog.text
     assert convert_checkpoint(tmp_path / "run", tmp_path / "out").files == ("model.safetensors",)
 
 

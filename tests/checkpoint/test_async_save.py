@@ -135,9 +135,8 @@ def test_training_goes_on_and_what_is_saved_is_of_the_call(
     assert verify_checkpoint(tmp_path / "run").problems == ()
     resumed = run_ranks(setup.ranks, second_half, setup.models(), setup, tmp_path / "run")
     for (losses, weights), (losses_after, weights_after) in zip(whole, resumed):
-        assert losses == losses_after and all(
-            torch.equal(weights[name], weights_after[name]) for name in weights
-        )
+        assert losses == losses_after
+        assert all(torch.equal(weights[name], weights_after[name]) for name in weights)
 
 
 def tensors_of(folder: Path) -> dict[str, bytes]:
@@ -300,10 +299,8 @@ def test_a_wait_that_is_interrupted_leaves_the_thread_its_memory(
         engine.destroy()
 
     run_ranks(1, run, Setup(ranks=1).models())
-    assert (
-        verify_checkpoint(tmp_path, "first").problems == ()
-        and verify_checkpoint(tmp_path, "third").problems == ()
-    )
+    assert verify_checkpoint(tmp_path, "first").problems == ()
+    assert verify_checkpoint(tmp_path, "third").problems == ()
 
 
 class Killed(BaseException):

@@ -115,11 +115,9 @@ def second_half(
             parameter.fill_(0.5)
     engine = setup.open(models[rank])
     path, client_state = engine.load_checkpoint(str(folder))
-    assert (
-        path == str(folder / "global_step3")
-        and client_state == {"step": 3}
-        and engine.global_steps == 3
-    )
+    assert path == str(folder / "global_step3")
+    assert client_state == {"step": 3}
+    assert engine.global_steps == 3
     assert (engine.counters.skipped_steps > 0) == (setup.precision == "fp16")
     losses = train(engine, rank, range(3, 6), setup.model)
     weights = full_weights(engine)

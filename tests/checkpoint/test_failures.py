@@ -82,11 +82,9 @@ def test_a_write_that_fails_on_one_rank(tmp_path, monkeypatch, number, remedy):
     _, results = saved(tmp_path, steps=3, tag="b")
     monkeypatch.undo()
     for text in errors(results):
-        assert (
-            text.startswith("rank 1: ")
-            and "rank-00001-of-00002.safetensors" in text
-            and remedy in text
-        )
+        assert text.startswith("rank 1: ")
+        assert "rank-00001-of-00002.safetensors" in text
+        assert remedy in text
         assert "earlier checkpoints are as they were" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "latest", "zero_to_fp32.py"]
     engines, results = load(tmp_path)
@@ -363,12 +361,10 @@ def test_a_small_file_that_cannot_be_written_is_named(tmp_path, monkeypatch, num
 
     monkeypatch.setattr(os, "fsync", failing)
     for text in errors(saved(tmp_path, steps=2, tag="b")[1]):
-        assert (
-            ".hf-zero-saving-b." in text
-            and "/manifest.json: " in text
-            and remedy in text
-            and "earlier checkpoints are as they were" in text
-        )
+        assert ".hf-zero-saving-b." in text
+        assert "/manifest.json: " in text
+        assert remedy in text
+        assert "earlier checkpoints are as they were" in text
     monkeypatch.undo()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "latest", "zero_to_fp32.py"]
     good(load(tmp_path)[1])
@@ -570,9 +566,9 @@ def test_another_schedule(tmp_path):
             1
         ]
     ):
-        assert (
-            "StepLR" in text and "ConstantLR" in text and "load_lr_scheduler_states=False" in text
-        )
+        assert "StepLR" in text
+        assert "ConstantLR" in text
+        assert "load_lr_scheduler_states=False" in text
     good(
         run(
             TWO,

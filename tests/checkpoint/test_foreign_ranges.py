@@ -81,9 +81,8 @@ def test_16_bits_are_widened_as_they_are_read(monkeypatch: pytest.MonkeyPatch) -
     table = Table(Path("x"), {"x": Widened(torch.float32, VALUES.bfloat16())}, MappedFiles())
     out = torch.empty(100)
     table.read_into("x", 3, out)
-    assert table.entries["x"].dtype == torch.float32 and torch.equal(
-        out, VALUES.bfloat16().float()[3:103]
-    )
+    assert table.entries["x"].dtype == torch.float32
+    assert torch.equal(out, VALUES.bfloat16().float()[3:103])
 
 
 def saved(tmp_path: Path, tensor: object) -> SavedTensor:

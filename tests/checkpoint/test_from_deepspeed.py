@@ -158,7 +158,8 @@ def test_stage_0_without_names(heard):
         assert [len(group.parameters) for group in opened.manifest.optimizer.groups] == [
             5,
             6,
-        ] and not heard
+        ]
+        assert not heard
     assert recognise(folder) == "deepspeed" and model["param_shapes"] is None
 
 
@@ -211,9 +212,10 @@ def test_the_client_state_may_hold_numbers_of_numpy(tmp_path):
     (folder / "new").replace(folder / "global_step3" / "mp_rank_00_model_states.pt")
     with open_foreign(folder / "global_step3") as opened:
         read = opened.client_state()
-    assert (read["curve"] == given["curve"]).all() and {
-        key: read[key] for key in given if key != "curve"
-    } == {key: value for key, value in given.items() if key != "curve"}
+    assert (read["curve"] == given["curve"]).all()
+    assert {key: read[key] for key in given if key != "curve"} == {
+        key: value for key, value in given.items() if key != "curve"
+    }
     assert type(read["best"]) is np.float64
 
 

@@ -63,19 +63,16 @@ def test_what_a_save_puts(store: UPath) -> None:
     engines, results = saved(URL, client_state=STATE)
     good(results)
     assert str(results[0]) == f"{URL}/global_step1"
-    assert (
-        names(store) == ["global_step1", "latest", "zero_to_fp32.py"]
-        and (store / "latest").read_text() == "global_step1"
-    )
+    assert names(store) == ["global_step1", "latest", "zero_to_fp32.py"]
+    assert (store / "latest").read_text() == "global_step1"
     held = names(store / "global_step1")
     mark = held[1].removeprefix("objects-").removesuffix(".pt")
     ranks = [f"rank-{rank:05d}-of-00002-{mark}.safetensors" for rank in range(2)]
     assert len(mark) == 12 and held == ["manifest.json", f"objects-{mark}.pt", *ranks]
     again, results = load(URL, verify=True)
     good(results)
-    assert torch.equal(results[0][1]["seen"], STATE["seen"]) and same(
-        weights(again), weights(engines)
-    )
+    assert torch.equal(results[0][1]["seen"], STATE["seen"])
+    assert same(weights(again), weights(engines))
     assert find.tags_in(storage.as_path(URL)) == ["global_step1"]
 
 
@@ -115,10 +112,8 @@ def test_the_converter_and_the_iterator_read_it(store: UPath, tmp_path: Path) ->
     (store / "tokenizer_config.json").write_text("{}")
     convert_checkpoint(tmp_path / "run", tmp_path / "one")
     done = convert_checkpoint(URL, tmp_path / "two")
-    assert (
-        set(done.carried) == {"config.json", "tokenizer_config.json"}
-        and (tmp_path / "two" / "tokenizer_config.json").read_text() == "{}"
-    )
+    assert set(done.carried) == {"config.json", "tokenizer_config.json"}
+    assert (tmp_path / "two" / "tokenizer_config.json").read_text() == "{}"
     one, two = (load_file(tmp_path / each / "model.safetensors") for each in ("one", "two"))
     assert one.keys() == two.keys() and same(one, two)
     assert same(dict(iterate_state_dict(UPath(URL))), dict(iterate_state_dict(tmp_path / "run")))
@@ -389,10 +384,8 @@ def test_an_object_that_shrinks_while_it_is_read(store: UPath) -> None:
 
 def test_urls_that_nothing_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in errors(saved("nosuch://bucket/run")[1]):
-        assert (
-            "nosuch://bucket/run cannot be opened" in text
-            and "install the package of fsspec for it" in text
-        )
+        assert "nosuch://bucket/run cannot be opened" in text
+        assert "install the package of fsspec for it" in text
 
     def missing(protocol: str) -> Any:
         raise ImportError("Install s3fs to access S3")

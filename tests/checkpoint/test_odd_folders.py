@@ -77,10 +77,8 @@ def test_the_working_folder_changes_while_a_thread_writes(
         engine.destroy()
 
     run_ranks(1, train)
-    assert (
-        checkpoint.verify_checkpoint(tmp_path / "here" / "run").whole
-        and names(tmp_path / "there") == []
-    )
+    assert checkpoint.verify_checkpoint(tmp_path / "here" / "run").whole
+    assert names(tmp_path / "there") == []
 
 
 @pytest.mark.parametrize("way", ["gone", "cut short"])
@@ -140,7 +138,8 @@ def test_two_jobs_save_under_one_tag(
     assert SAVING in str(refused.value) and others == [tmp_path / "a"]
     loaded, results = load(tmp_path, verify=True)
     good(results)
-    assert same(weights(loaded), weights(engines[1])) and names(tmp_path) == [
+    assert same(weights(loaded), weights(engines[1]))
+    assert names(tmp_path) == [
         "a",
         "latest",
         "zero_to_fp32.py",
@@ -160,7 +159,8 @@ def test_a_tag_that_is_a_link(tmp_path: Path) -> None:
     for steps in (3, 4):
         engines, results = saved(tmp_path / "run", tag="a", steps=steps)
         good(results)
-        assert not (tmp_path / "run" / "a").is_symlink() and names(tmp_path / "run") == [
+        assert not (tmp_path / "run" / "a").is_symlink()
+        assert names(tmp_path / "run") == [
             "a",
             "latest",
             "zero_to_fp32.py",
@@ -191,9 +191,8 @@ def test_a_run_behind_a_link(tmp_path: Path) -> None:
     for steps in (1, 2):
         engines, results = saved(tmp_path / "run", tag="a", steps=steps)
         good(results)
-    assert (tmp_path / "run").is_symlink() and same(
-        weights(load(tmp_path / "disk")[0]), weights(engines)
-    )
+    assert (tmp_path / "run").is_symlink()
+    assert same(weights(load(tmp_path / "disk")[0]), weights(engines))
 
 
 # ---- names ----
@@ -313,12 +312,10 @@ def test_ranks_that_load_different_checkpoints(tmp_path: Path) -> None:
         lambda engine: checkpoint.load(engine, tmp_path, tag=f"t{engine.global_rank + 1}"),
     )
     for text in errors(results):
-        assert (
-            "rank 0 t1 (" in text
-            and "rank 1 t2 (" in text
-            and "pass the same folder and tag on every rank" in text
-            and "Nothing was loaded" in text
-        )
+        assert "rank 0 t1 (" in text
+        assert "rank 1 t2 (" in text
+        assert "pass the same folder and tag on every rank" in text
+        assert "Nothing was loaded" in text
 
 
 def test_ranks_that_see_different_saves_of_one_tag(tmp_path: Path) -> None:

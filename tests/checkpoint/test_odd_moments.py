@@ -125,11 +125,9 @@ def test_in_the_middle_of_a_window(
             for name in weights
         )
     said = [text for text in heard if "middle of an accumulation window" in text]
-    assert (
-        len(said) == 1
-        and str(tmp_path) in said[0]
-        and "1 micro-batches so far are not saved" in said[0]
-    )
+    assert len(said) == 1
+    assert str(tmp_path) in said[0]
+    assert "1 micro-batches so far are not saved" in said[0]
 
 
 def test_loading_twice(tmp_path: Path) -> None:
@@ -208,11 +206,9 @@ def test_all_that_changes_while_a_thread_writes(tmp_path: Path, held: threading.
         _, found = engine.load_checkpoint(str(tmp_path))
         assert equal(state(engine), there) and place(engine) == at
         assert models[rank].seen.tolist() == [0, 0, 0]
-        assert (
-            found["list"] == [1]
-            and found["tensor"].tolist() == [0, 0]
-            and found["pair"] == ([1], 2)
-        )
+        assert found["list"] == [1]
+        assert found["tensor"].tolist() == [0, 0]
+        assert found["pair"] == ([1], 2)
         assert sorted(group["weight_decay"] for group in engine.optimizer.param_groups) == [
             0.0,
             0.1,

@@ -208,22 +208,21 @@ def test_an_engine_that_has_stepped_goes_back(way: str, tmp_path: Path) -> None:
         first = train(engine, rank, range(2, 4)), full_weights(engine)
         engine.load_checkpoint(str(tmp_path / "saved"), tag="two")
         second = train(engine, rank, range(2, 4)), full_weights(engine)
-        assert first[0] == second[0] and all(
-            torch.equal(value, second[1][name]) for name, value in first[1].items()
-        )
+        assert first[0] == second[0]
+        assert all(torch.equal(value, second[1][name]) for name, value in first[1].items())
         flat = next(flat for flat in engine.flats if flat.trainable)
         moments = engine.bound.tensors(flat.optimizer_shard)["exp_avg"].clone()
         engine.load_checkpoint(str(tmp_path / "saved"), tag="two", load_optimizer_states=False)
         assert torch.equal(engine.bound.tensors(flat.optimizer_shard)["exp_avg"], moments)
         engine.load_checkpoint(str(tmp_path / "saved"), tag="start")
-        assert engine.global_steps == 0 and all(
+        assert engine.global_steps == 0
+        assert all(
             torch.equal(value, start_weights[name]) for name, value in full_weights(engine).items()
         )
         train(engine, rank, range(2))
         third = train(engine, rank, range(2, 4)), full_weights(engine)
-        assert first[0] == third[0] and all(
-            torch.equal(value, third[1][name]) for name, value in first[1].items()
-        )
+        assert first[0] == third[0]
+        assert all(torch.equal(value, third[1][name]) for name, value in first[1].items())
         engine.destroy()
 
     run_ranks(2, run, setup.models())

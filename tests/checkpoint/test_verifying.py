@@ -119,12 +119,10 @@ def test_the_command(saved, tmp_path):
     one = CliRunner().invoke(app, ["verify", str(tmp_path)])
     assert one.exit_code == 0 and "whole" in one.stdout and str(tmp_path / "a") in one.stdout
     both = CliRunner().invoke(app, ["verify", str(tmp_path), "--all"])
-    assert (
-        both.exit_code == 1
-        and "damaged" in both.stdout
-        and damaged in both.stderr
-        and "cut short" in both.stderr
-    )
+    assert both.exit_code == 1
+    assert "damaged" in both.stdout
+    assert damaged in both.stderr
+    assert "cut short" in both.stderr
     rows = json.loads(CliRunner().invoke(app, ["verify", str(tmp_path), "--all", "--json"]).stdout)
     assert {Path(row["folder"]).name: row["whole"] for row in rows} == {"a": True, "b": False}
 
@@ -137,10 +135,8 @@ def test_all_names_what_has_no_manifest_and_a_latest_that_leads_nowhere(saved, t
     found = {verdict.folder.name: verdict.problems for verdict in checkpoint.verify_all(tmp_path)}
     assert found.keys() == {"a", "b", "latest"} and found["a"] == ()
     assert f"{tmp_path / 'b' / 'manifest.json'} is missing; restore it" in found["b"][0]
-    assert (
-        "no checkpoint 'b'" in found["latest"][0]
-        and "pass one of the tags that exist: a" in found["latest"][0]
-    )
+    assert "no checkpoint 'b'" in found["latest"][0]
+    assert "pass one of the tags that exist: a" in found["latest"][0]
     command = CliRunner().invoke(app, ["verify", str(tmp_path), "--all"])
     assert command.exit_code == 1 and "manifest.json is missing" in command.stderr
     (tmp_path / "latest").write_text("a")
@@ -191,12 +187,10 @@ def test_no_bit_can_flip_unseen(saved, tmp_path, where):
 def test_each_kind_of_damage(saved, tmp_path, damage, says, where):
     damage(put(saved, tmp_path / "a") / where)
     command = CliRunner().invoke(app, ["verify", str(tmp_path / "a")])
-    assert (
-        command.exit_code == 1
-        and f"{where} " in command.stderr
-        and says in command.stderr
-        and "restore" in command.stderr
-    )
+    assert command.exit_code == 1
+    assert f"{where} " in command.stderr
+    assert says in command.stderr
+    assert "restore" in command.stderr
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
@@ -210,10 +204,8 @@ def test_a_file_that_cannot_be_read_is_one_of_the_problems(saved, tmp_path, monk
     monkeypatch.setattr(reader, "hash_of_file", failing)
     problems = checkpoint.verify_checkpoint(folder).problems
     assert [first in problems[0], second in problems[1], "objects.pt" in problems[2]] == [True] * 3
-    assert (
-        f"cannot be read ({os.strerror(number)}); make it readable or restore it" in problems[0]
-        and "cut short" in problems[1]
-    )
+    assert f"cannot be read ({os.strerror(number)}); make it readable or restore it" in problems[0]
+    assert "cut short" in problems[1]
     monkeypatch.undo()
 
     def broken(fd, buffers, at):

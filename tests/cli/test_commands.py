@@ -126,11 +126,9 @@ def test_fit_prints_a_configuration_that_can_be_saved(model: str, tmp_path: Path
     shown = invoke("estimate", model, "--ranks", "1", "--fit", *small)
     written = json.loads(shown[shown.index("\n{") :])
     assert written["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
-    assert (
-        "stage 1, all on the device" in shown
-        and "needed" in shown
-        and "Activations are not known: 20% of the device" in shown
-    )
+    assert "stage 1, all on the device" in shown
+    assert "needed" in shown
+    assert "Activations are not known: 20% of the device" in shown
     found = json.loads(invoke("estimate", model, "--ranks", "1", "--fit", *small, "--json"))
     assert found["config"] == written and found["free"]["ram"] == 1 << 30
     (tmp_path / "saved.json").write_text(json.dumps(written))
@@ -180,10 +178,8 @@ def test_fit_shares_a_host_among_its_ranks(model: str, tmp_path: Path) -> None:
         "free"
     ]
     assert (four["ram"], two["ram"]) == ((1 << 30) // 4, (1 << 30) // 2)
-    assert (
-        four["disks"][0]["path"] == str(tmp_path)
-        and 1.5 * four["disks"][0]["nbytes"] < two["disks"][0]["nbytes"]
-    )
+    assert four["disks"][0]["path"] == str(tmp_path)
+    assert 1.5 * four["disks"][0]["nbytes"] < two["disks"][0]["nbytes"]
     assert not four["host_device"] and four["device"] == 80_000_000_000
 
 
@@ -201,10 +197,8 @@ def test_fit_takes_as_many_ranks_a_host_as_it_has_gpus(
 
 def test_fit_takes_this_machine_as_it_is(model: str) -> None:
     found = json.loads(invoke("estimate", model, "--ranks", "1", "--fit", "--json"))
-    assert (
-        found["config"]["zero_optimization"] == {"stage": 1}
-        and found["free"]["host_device"] is not torch.cuda.is_available()
-    )
+    assert found["config"]["zero_optimization"] == {"stage": 1}
+    assert found["free"]["host_device"] is not torch.cuda.is_available()
 
 
 @pytest.mark.parametrize("as_json", [[], ["--json"]])
@@ -341,10 +335,8 @@ def test_launch_without_preset_or_file_is_torchrun_and_the_script_s_options_are_
     ):
         command = json.loads(invoke(*plain, *arguments))["command"]
         assert command[:4] == [sys.executable, "-m", LAUNCHER, "torch.distributed.run"]
-        assert (
-            command[-4:] == ["train.py", "--json", "--ranks", "9"]
-            and command[command.index("--nproc-per-node") + 1] == "3"
-        )
+        assert command[-4:] == ["train.py", "--json", "--ranks", "9"]
+        assert command[command.index("--nproc-per-node") + 1] == "3"
 
 
 @pytest.mark.parametrize("chosen", [[], ["--preset", "zero2"]])
@@ -504,10 +496,8 @@ def test_doctor_shows_the_native_core_its_set_and_its_threads() -> None:
         )
         assert found["threads"]["detail"] == f"{native.threads()}: {native.default_share().source}"
     else:
-        assert (
-            found["native core"]["status"] == "off"
-            and native.why_not() in found["native core"]["detail"]
-        )
+        assert found["native core"]["status"] == "off"
+        assert native.why_not() in found["native core"]["detail"]
 
 
 def test_doctor_tells_what_moves_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -543,10 +533,8 @@ def test_doctor_says_why_the_native_core_does_not_run(monkeypatch: pytest.Monkey
         core = SimpleNamespace(instruction_sets=lambda: ["plain"])
         monkeypatch.setitem(sys.modules, "hf_zero._cpu", core)
         monkeypatch.setenv("HF_ZERO_ISA", "mmx")
-        assert (
-            found()["native core"].status == "broken"
-            and "this machine has plain" in found()["native core"].detail
-        )
+        assert found()["native core"].status == "broken"
+        assert "this machine has plain" in found()["native core"].detail
     finally:
         monkeypatch.undo()
         native._loaded.cache_clear()
@@ -563,14 +551,11 @@ def test_doctor_says_why_gpu_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch)
     play_accelerator(monkeypatch, count=0)
     monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
     count = len(trial.declared())
-    assert (
-        count and found()["GPU kernels"].detail == f"{count} kernels run their references: no GPU"
-    )
+    assert count
+    assert found()["GPU kernels"].detail == f"{count} kernels run their references: no GPU"
     monkeypatch.setenv("HF_ZERO_TRITON", "0")
-    assert (
-        found()["GPU kernels"].detail.endswith("HF_ZERO_TRITON=0; unset it")
-        and found()["GPU kernels"].status == "off"
-    )
+    assert found()["GPU kernels"].detail.endswith("HF_ZERO_TRITON=0; unset it")
+    assert found()["GPU kernels"].status == "off"
     monkeypatch.delenv("HF_ZERO_TRITON")
     stand_in = ModuleType("triton")
     stand_in.__version__ = "3.99"
@@ -583,10 +568,8 @@ def test_doctor_says_why_gpu_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(importlib.metadata, "version", version)
     assert doctor._triton().detail == "3.99"
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert (
-        found()["triton"].status == "broken"
-        and "cannot be imported: ModuleNotFoundError" in found()["triton"].detail
-    )
+    assert found()["triton"].status == "broken"
+    assert "cannot be imported: ModuleNotFoundError" in found()["triton"].detail
     monkeypatch.setattr(dispatch, "installed", lambda: False)
     assert found()["triton"].status == "off" and "pip install triton" in found()["triton"].detail
 
@@ -611,10 +594,9 @@ def test_doctor_tries_each_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
         dispatch, "missing_driver", lambda: "AssertionError: libcuda.so cannot found!"
     )
     (only,) = doctor._gpu_kernels()
+    assert only.status == "off"
     assert (
-        only.status == "off"
-        and "Triton finds no driver (AssertionError: libcuda.so cannot found!); it needs"
-        in only.detail
+        "Triton finds no driver (AssertionError: libcuda.so cannot found!); it needs" in only.detail
     )
 
 

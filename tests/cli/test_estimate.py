@@ -230,10 +230,8 @@ def test_offload_moves_bytes_between_tiers() -> None:
     )
     assert [row.state for row in moved.stages] == [row.state for row in plain.stages]
     for before, after in zip(plain.stages, moved.stages, strict=True):
-        assert (
-            after.tiers.device < before.tiers.device
-            and after.tiers.ram > after.tiers.pinned > 0 == after.tiers.disk
-        )
+        assert after.tiers.device < before.tiers.device
+        assert after.tiers.ram > after.tiers.pinned > 0 == after.tiers.disk
     # the parameters move at stage 3 alone
     assert (
         moved.at(2).tiers.device
@@ -290,17 +288,13 @@ def test_a_proposal_can_be_saved_and_fits() -> None:
     }
     state = hf_zero.estimate(TINY, 1, stage=1).at(1).state
     scarce = hf_zero.propose(TINY, 1, Free(state // 2, 1 << 30))
-    assert (
-        scarce.config is not None
-        and scarce.config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
-    )
+    assert scarce.config is not None
+    assert scarce.config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
     assert hf_zero.ZeroConfig.from_dict(scarce.config).offload_optimizer.ratio == "auto"
     shown = json.loads(json.dumps(scarce.to_dict()))
-    assert (
-        shown["tried"][0]["fits"] is False
-        and "device: " in shown["tried"][0]["why_not"]
-        and shown["tried"][-1]["fits"] is True
-    )
+    assert shown["tried"][0]["fits"] is False
+    assert "device: " in shown["tried"][0]["why_not"]
+    assert shown["tried"][-1]["fits"] is True
     assert shown["config"] == scarce.config and shown["margin"] == 0.2
 
 

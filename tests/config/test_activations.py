@@ -74,10 +74,8 @@ def test_sections_as_objects() -> None:
             blocks=2, cpu_checkpointing=True, profile=True
         ),
     )
-    assert (
-        config.activation_checkpointing.number == 2
-        and config.activation_checkpointing.cpu_checkpointing
-    )
+    assert config.activation_checkpointing.number == 2
+    assert config.activation_checkpointing.cpu_checkpointing
     assert config.to_dict()["activation_checkpointing"] == {
         "blocks": 2,
         "cpu_checkpointing": True,

@@ -237,12 +237,10 @@ def test_host_memory_is_pinned_by_torch_where_pages_cannot_be_registered(
     assert numa_node(device) is None and not pinned.registers(device)
     arena = HostArena(pin=True, device=device)
     tensor = arena.take(5000, torch.float32)
-    assert (
-        arena.pinned
-        and tensor.shape == (5000,)
-        and not tensor.any()
-        and tensor.data_ptr() % 4096 == 0
-    )
+    assert arena.pinned
+    assert tensor.shape == (5000,)
+    assert not tensor.any()
+    assert tensor.data_ptr() % 4096 == 0
     assert arena.nbytes == 20480 and asked[0] >= 20480
     part = tensor[10:20]
     del tensor

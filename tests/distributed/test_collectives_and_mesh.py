@@ -102,10 +102,8 @@ def test_the_launchers_variables_make_the_group(monkeypatch: pytest.MonkeyPatch)
     }.items():
         monkeypatch.setenv(name, value)
     init.init_distributed(timeout=30)
-    assert (
-        type(dist.distributed_c10d._get_default_store()).__name__ != "HashStore"
-        and process_group.get_world_size() == 1
-    )
+    assert type(dist.distributed_c10d._get_default_store()).__name__ != "HashStore"
+    assert process_group.get_world_size() == 1
 
 
 def test_the_environment_as_a_meeting_place_is_the_launcher_s(

@@ -72,7 +72,8 @@ def test_the_store_keeps_the_last_agreement_alone() -> None:
             consensus.gathers.agree("forward", (1, unit), say)
 
     together(3, run)
-    assert stores[0].check(["29/go"]) and not any(
+    assert stores[0].check(["29/go"])
+    assert not any(
         stores[0].check([f"{step}/{key}"]) for step in range(29) for key in ("go", "n", 0, 1, 2)
     )
 
@@ -134,10 +135,8 @@ def test_ranks_that_never_come_are_named_at_the_timeout(monkeypatch: pytest.Monk
     for rank in (0, 2):
         assert isinstance(answers[rank], RankMismatchError)
         text = str(answers[rank])
-        assert (
-            text.startswith(f"rank {rank} has waited")
-            and "for ranks 1, 3 to join the gather of unit 6 in forward 'f'" in text
-        )
+        assert text.startswith(f"rank {rank} has waited")
+        assert "for ranks 1, 3 to join the gather of unit 6 in forward 'f'" in text
         assert "never came" in text and "Do all ranks call" in text
 
 
@@ -237,9 +236,8 @@ def test_a_unit_is_fetched_from_those_that_do_not_wait_for_it(size: int, trio: A
 def test_a_fetch_says_that_it_is_slow_and_what_it_is_for(trio: Any, heard: list[str]) -> None:
     agreements, _, _ = trio
     agreements[0].fetches.fetch(1, "layer.1", [1, 2], 37)
-    assert len(heard) == 1 and heard[0].startswith(
-        "layer.1 is needed here outside the recorded order"
-    )
+    assert len(heard) == 1
+    assert heard[0].startswith("layer.1 is needed here outside the recorded order")
 
 
 def test_of_many_fetches_the_first_and_every_power_of_ten_is_reported(

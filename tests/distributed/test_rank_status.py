@@ -58,10 +58,8 @@ def test_silence_proves_nothing() -> None:
 
 def test_other_collectives_of_one_number_have_parted() -> None:
     verdict = diagnose_hang(0, OWN, {1: post(("a", 1), a=["gather 1", "gather 9"], b=["sum 1"])})
-    assert (
-        verdict is not None
-        and "rank 0 is at gather 2, rank 1 at gather 9 (both number 1 of a)" in verdict.text
-    )
+    assert verdict is not None
+    assert "rank 0 is at gather 2, rank 1 at gather 9 (both number 1 of a)" in verdict.text
 
 
 def test_the_same_collective_is_slow_and_no_proof() -> None:
@@ -98,10 +96,8 @@ def test_three_that_wait_in_a_ring_are_stuck_and_two_of_them_are_not() -> None:
 
 def test_a_rank_that_has_ended_will_not_come() -> None:
     verdict = diagnose_hang(0, OWN, {1: post(None, "ended", "its script is over", a=["gather 1"])})
-    assert (
-        verdict is not None
-        and "which rank 1 will never join: it has ended (its script is over)" in verdict.text
-    )
+    assert verdict is not None
+    assert "which rank 1 will never join: it has ended (its script is over)" in verdict.text
     assert (
         diagnose_hang(
             0, OWN, {1: post(None, "ended", "its script is over", a=["gather 1", "gather 2"])}
@@ -118,10 +114,8 @@ def test_a_rank_that_has_destroyed_its_engine_will_not_come() -> None:
     verdict = diagnose_hang(
         0, OWN, {1: post(None, "here", closed="destroyed its engine", a=["gather 1"])}
     )
-    assert (
-        verdict is not None
-        and "rank 1 will never join: it has destroyed its engine" in verdict.text
-    )
+    assert verdict is not None
+    assert "rank 1 will never join: it has destroyed its engine" in verdict.text
     own = post(("a", 1), closed="destroyed its engine", a=["gather 1", "gather 2"])
     assert (
         diagnose_hang(
@@ -138,9 +132,8 @@ def test_a_rank_that_has_failed_ends_all_that_wait(pending: Any) -> None:
         0, own, {1: post(None, "here"), 2: post(None, "failed", "ValueError: bad batch")}
     )
     assert verdict is not None
-    assert verdict.text.startswith("rank 0 waits for") and verdict.text.endswith(
-        "rank 2 has failed: ValueError: bad batch"
-    )
+    assert verdict.text.startswith("rank 0 waits for")
+    assert verdict.text.endswith("rank 2 has failed: ValueError: bad batch")
     assert verdict.cause == "rank 2 has failed: ValueError: bad batch"
 
 
@@ -201,9 +194,8 @@ def test_both_ranks_of_a_divergence_raise(pair: Any, heard: list[str]) -> None:
         thread.start()
     for thread in threads:
         thread.join(120)
-    assert len(texts) == 2 and all(
-        "gather of x" in text and "gather of y" in text for text in texts
-    )
+    assert len(texts) == 2
+    assert all("gather of x" in text and "gather of y" in text for text in texts)
     assert len(heard) == 2, "each says so at once, whatever becomes of the exception"
     with pytest.raises(RankMismatchError, match="gather of"):
         pair[0].watchdog.check()
@@ -331,9 +323,8 @@ def test_a_store_that_is_gone_is_asked_once_and_its_rank_named() -> None:
     assert store.calls == 1
     log = CollectiveLog("agreements", (0, 1), 60.0, native=False)
     verdict = rank_status.diagnose(PendingCollective("agreement", log, 0, (0, 1)))
-    assert verdict is not None and verdict.text.startswith(
-        "rank 0, which hosts the ranks' store, cannot be reached"
-    )
+    assert verdict is not None
+    assert verdict.text.startswith("rank 0, which hosts the ranks' store, cannot be reached")
     assert verdict.text.endswith("saves in the same order, and the same number of them")
     assert (
         rank_status.diagnose(

@@ -90,7 +90,8 @@ def test_each_launcher_in_its_own_words(environ: dict[str, str], place: Place) -
 
 def test_mpirun_on_one_host_meets_on_loopback_at_a_port_of_its_job() -> None:
     place = discover(MPIRUN)
-    assert place is not None and (
+    assert place is not None
+    assert (
         place.rank,
         place.world_size,
         place.local_rank,
@@ -162,7 +163,8 @@ def test_what_is_set_explicitly_counts_beside_a_launcher() -> None:
 )  # fmt: skip
 def test_a_launcher_of_launchers_has_no_say(environ: dict[str, str]) -> None:
     place = discover(environ)
-    assert place is not None and (
+    assert place is not None
+    assert (
         place.rank,
         place.world_size,
         place.local_rank,

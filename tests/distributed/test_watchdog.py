@@ -167,7 +167,8 @@ def test_what_only_a_stream_waits_for_is_followed(
     for name, work in (("layer.0", done), ("layer.1", late)):
         watches[0].follow(logs[0].issue(f"all-gather of {name}"), work.is_completed)
     clock.run(watches[0], 61)
-    assert len(heard) == 1 and heard[0].startswith(
+    assert len(heard) == 1
+    assert heard[0].startswith(
         "waiting for all-gather of layer.1 (number 1 of gathers) since 60 s: rank 1 has not"
     )
     logs[1].issue("all-gather of layer.0")
@@ -179,11 +180,10 @@ def test_what_only_a_stream_waits_for_is_followed(
     clock.run(watches[1], 2)
     heard.clear()
     clock.run(watches[0], 2)
+    assert len(heard) == 1
     assert (
-        len(heard) == 1
-        and "rank 0 waits for all-gather of layer.1 (number 1 of gathers), which "
-        "rank 1 has not issued"
-        in heard[0]
+        "rank 0 waits for all-gather of layer.1 (number 1 of gathers), which "
+        "rank 1 has not issued" in heard[0]
     )
     assert "reduce-scatter of layer.9" in heard[0] and not watches[0].verdict, (
         "its host may go on: no proof"

@@ -98,9 +98,8 @@ def test_the_limit_of_the_trainer_waits_for_the_new_one(
     run, watch = held(gate, tmp_path, save_total_limit=1)
     run.train()
     assert watch.whole == [[], ["checkpoint-1"], ["checkpoint-2"], ["checkpoint-3"]]
-    assert (
-        left(tmp_path) == ["checkpoint-4"] and trainer_folder_error(tmp_path / "checkpoint-4") == ""
-    )
+    assert left(tmp_path) == ["checkpoint-4"]
+    assert trainer_folder_error(tmp_path / "checkpoint-4") == ""
     assert not [text for text in heard if "damaged" in text]
 
 
@@ -109,10 +108,8 @@ def test_where_the_new_one_fails_the_old_one_stays(gate: Gate, tmp_path: Path) -
     gate.fails.append("global_step4")
     with pytest.raises(CheckpointError, match="Nothing was saved as 'global_step4'"):
         run.train()  # the last step: nothing but the end of the training can say so
-    assert (
-        left(tmp_path) == ["checkpoint-3", "checkpoint-4"]
-        and trainer_folder_error(tmp_path / "checkpoint-3") == ""
-    )
+    assert left(tmp_path) == ["checkpoint-3", "checkpoint-4"]
+    assert trainer_folder_error(tmp_path / "checkpoint-3") == ""
 
 
 def test_training_goes_on_from_what_was_saved_beside_it(gate: Gate, tmp_path: Path) -> None:
@@ -146,9 +143,8 @@ def test_the_best_model_is_loaded_though_it_is_still_being_written(
     run.train()
     losses = logged(run, "eval_loss")
     assert min(losses) == losses[-1 if better else 0]
-    assert left(tmp_path) == [f"checkpoint-{4 if better else 1}"] and not [
-        text for text in heard if "not whole" in text
-    ]
+    assert left(tmp_path) == [f"checkpoint-{4 if better else 1}"]
+    assert not [text for text in heard if "not whole" in text]
     assert run.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-6)
 
 
@@ -178,9 +174,8 @@ def test_the_best_adapters_are_loaded(stage: int, gate: Gate, tmp_path: Path) ->
     assert run.evaluate()["eval_loss"] == pytest.approx(losses[0], rel=1e-6)
     loaded = peft.PeftModel.from_pretrained(model("gpt2"), str(tmp_path / "checkpoint-1"))
     expected = {name: value for name, value in weights(run).items() if "lora" in name}
-    assert expected and all(
-        torch.equal(loaded.state_dict()[name], value) for name, value in expected.items()
-    )
+    assert expected
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in expected.items())
 
 
 def test_a_torn_best_one_is_no_reason_to_delete_the_last(tmp_path: Path, heard: list[str]) -> None:
@@ -353,6 +348,5 @@ def test_the_best_of_lightning_waits_for_the_new_one(
     )  # fmt: skip
     trainer.fit(Net())
     assert watch.whole == [[], [], ["epoch=0.ckpt"], ["epoch=1.ckpt"]]
-    assert [item.name for item in tmp_path.iterdir()] == [
-        "epoch=2.ckpt"
-    ] and engine_checkpoint_error(tmp_path / "epoch=2.ckpt") == ""
+    assert [item.name for item in tmp_path.iterdir()] == ["epoch=2.ckpt"]
+    assert engine_checkpoint_error(tmp_path / "epoch=2.ckpt") == ""

@@ -176,11 +176,9 @@ def test_the_metadata_answers(bare: None) -> None:
     assert importlib.metadata.version("deepspeed") == facade.VERSION
     distribution = importlib.metadata.distribution("DeepSpeed")
     assert distribution.metadata["Name"] == "deepspeed"
-    assert (
-        distribution.files is None
-        and distribution.requires is None
-        and list(distribution.entry_points) == []
-    )
+    assert distribution.files is None
+    assert distribution.requires is None
+    assert list(distribution.entry_points) == []
     assert str(distribution.locate_file("comm.py")) == str(Path(facade.FOLDER) / "comm.py")
 
 

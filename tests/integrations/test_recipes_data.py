@@ -53,10 +53,8 @@ def test_phrases_are_different_and_the_same_each_time(translation: Any) -> None:
     pairs = translation.phrases(3000, 1)
     assert len({source for source, _ in pairs}) == 3000 and pairs == translation.phrases(3000, 1)
     some = dict(translation.phrases(20_000, 1))
-    assert (
-        some["at half past six"] == "um halb sieben"
-        and some["at ten to four"] == "um zehn vor vier"
-    )
+    assert some["at half past six"] == "um halb sieben"
+    assert some["at ten to four"] == "um zehn vor vier"
     assert next(
         target for source, target in some.items() if source.startswith("on the third of March")
     ).startswith("am dritten März neunzehnhundert")
@@ -93,11 +91,9 @@ def test_catalogues_of_messages(order: str, translation: Any, tmp_path: Path) ->
 def test_pictures_are_the_same_each_time_and_of_all_kinds() -> None:
     script = module_of(script_of(RECIPES / "cifar10"))
     images, kinds = script.draw(200, 3)
-    assert (
-        images.shape == (200, 3, 32, 32)
-        and images.dtype == torch.uint8
-        and set(kinds.tolist()) == set(range(10))
-    )
+    assert images.shape == (200, 3, 32, 32)
+    assert images.dtype == torch.uint8
+    assert set(kinds.tolist()) == set(range(10))
     assert all(torch.equal(*both) for both in zip((images, kinds), script.draw(200, 3)))
     assert not torch.equal(images, script.draw(200, 4)[0])
 

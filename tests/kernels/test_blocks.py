@@ -75,11 +75,9 @@ def test_what_is_not_finite_takes_its_block_along(isa: str) -> None:
         values = torch.ones(3 * BLOCK)
         values[BLOCK + 7] = bad
         decoded = blocks_of(values, signed=True).decode()
-        assert (
-            bool(decoded[BLOCK : 2 * BLOCK].isnan().all())
-            and bool((decoded[:BLOCK] == 1).all())
-            and bool((decoded[2 * BLOCK :] == 1).all())
-        )
+        assert bool(decoded[BLOCK : 2 * BLOCK].isnan().all())
+        assert bool((decoded[:BLOCK] == 1).all())
+        assert bool((decoded[2 * BLOCK :] == 1).all())
     assert blocks_of(torch.full((BLOCK,), 1e-40), signed=True).decode().eq(0).all()
 
 

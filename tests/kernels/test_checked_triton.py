@@ -121,10 +121,8 @@ def test_lanes_masked_without_other_are_nan(checked_triton: Checked) -> None:
 
 
 def test_memory_of_empty_is_nan(checked_triton: Checked) -> None:
-    assert (
-        torch.empty(7).isnan().all()
-        and torch.empty_like(torch.ones(7, dtype=torch.bfloat16)).isnan().all()
-    )
+    assert torch.empty(7).isnan().all()
+    assert torch.empty_like(torch.ones(7, dtype=torch.bfloat16)).isnan().all()
 
 
 def test_two_programs_that_store_to_one_address_race(checked_triton: Checked) -> None:

@@ -89,11 +89,9 @@ def test_tensors_of_the_cpu_go_to_the_reference_where_nothing_is_interpreted(
     assert Kernel("made up", "nowhere:to_be_found", doubled)(torch.ones(1)).item() == 2
     monkeypatch.setattr(dispatch, "missing_driver", lambda: "")
     dispatch._warned_missing.cache_clear()
-    assert (
-        dispatch.runs_on(torch.device("cuda"))
-        and not dispatch.runs_on(CPU)
-        and not dispatch.runs_on(torch.device("meta"))
-    )
+    assert dispatch.runs_on(torch.device("cuda"))
+    assert not dispatch.runs_on(CPU)
+    assert not dispatch.runs_on(torch.device("meta"))
     dispatch._warned_missing.cache_clear()
 
 
@@ -122,15 +120,11 @@ def test_a_gpu_without_a_driver_for_triton_runs_references_and_says_so_once(
         for kernel in trial.declared().values():
             kernel(*kernel.example(CPU))
         assert Kernel("made up", "nowhere:to_be_found", doubled)(torch.ones(1)).item() == 2
-        assert (
-            not dispatch.wanted("optimizer", "auto", torch.device("cuda"))
-            and dispatch.broken() == {}
-        )
+        assert not dispatch.wanted("optimizer", "auto", torch.device("cuda"))
+        assert dispatch.broken() == {}
         (said,) = [each for each in heard if "Triton" in each]
-        assert (
-            "finds no driver for this GPU" in said
-            and "AssertionError: libcuda.so cannot found!)" in said
-        )
+        assert "finds no driver for this GPU" in said
+        assert "AssertionError: libcuda.so cannot found!)" in said
     finally:
         for cached in (dispatch.missing_driver, dispatch._warned_missing):
             cached.cache_clear()
@@ -217,10 +211,8 @@ def test_a_kernel_that_does_not_compile_is_said_once(
     assert [kernel(torch.ones(1)).item() for _ in range(3)] == [2, 2, 2]
     assert len(calls) == 1 and list(dispatch.broken()) == ["made up"]
     (said,) = [each for each in heard if "made up" in each]
-    assert (
-        "cannot be compiled here, so its slow reference runs from now on" in said
-        and type(failures()[index]).__name__ in said
-    )
+    assert "cannot be compiled here, so its slow reference runs from now on" in said
+    assert type(failures()[index]).__name__ in said
     assert trial.try_out(kernel, CPU).startswith(
         f"cannot be compiled: {type(failures()[index]).__name__}: "
     )

@@ -135,9 +135,7 @@ def test_the_table_is_read_back_from_what_is_written(
     aot_gate.README.write_text(f"before\n{aot_gate.BEGIN}\nold\n{aot_gate.END}\nafter\n")
     aot_gate.write(reports)
     text = aot_gate.README.read_text()
-    assert (
-        aot_gate.labels_in(text) == {"kernel 1024"}
-        and text.startswith("before\n")
-        and text.endswith("\nafter\n")
-        and "old" not in text
-    )
+    assert aot_gate.labels_in(text) == {"kernel 1024"}
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "old" not in text

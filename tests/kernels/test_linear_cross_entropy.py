@@ -263,9 +263,8 @@ def test_chunks_are_even_and_grow_with_what_the_device_takes() -> None:
     assert rows_of_a_chunk(16_384, 128_256, 2, cuda) == 4096
     assert rows_of_a_chunk(4096, 30_522, 2, cuda) == 4096
     assert rows_of_a_chunk(2048, 50_257, 4, cpu) <= 512
-    assert (
-        rows_of_a_chunk(0, 50_257, 4, cpu) == 1 and rows_of_a_chunk(10**6, 10**7, 2, cuda) >= 1024
-    )
+    assert rows_of_a_chunk(0, 50_257, 4, cpu) == 1
+    assert rows_of_a_chunk(10**6, 10**7, 2, cuda) >= 1024
 
 
 HIDDEN, WEIGHT, LABELS = torch.zeros(4, 8), torch.zeros(16, 8), torch.zeros(4, dtype=torch.int64)

@@ -30,16 +30,12 @@ def test_labelled_rows_come_in_order_and_their_gradients_go_back(spare: int | No
     rows, kept, lost = select_rows(
         hidden, labels, capacity=None if spare is None else len(at) + spare
     )
-    assert (
-        torch.equal(rows[: len(at)], hidden[at])
-        and torch.equal(kept[: len(at)], labels[at])
-        and lost == 0
-    )
-    assert (
-        kept.shape == (len(at) + (spare or 0),)
-        and (kept[len(at) :] == -100).all()
-        and rows.isfinite().all()
-    )
+    assert torch.equal(rows[: len(at)], hidden[at])
+    assert torch.equal(kept[: len(at)], labels[at])
+    assert lost == 0
+    assert kept.shape == (len(at) + (spare or 0),)
+    assert (kept[len(at) :] == -100).all()
+    assert rows.isfinite().all()
     above = torch.randn_like(rows)
     above[len(at) :] = 0  # an ignored row has none
     (found,) = torch.autograd.grad(rows, hidden, above)

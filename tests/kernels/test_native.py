@@ -38,9 +38,8 @@ def test_variables_choose_set_and_threads() -> None:
         told = in_a_process(TELL, HF_ZERO_ISA=name, HF_ZERO_THREADS="3", OMP_NUM_THREADS="1")
         assert told.stdout.split() == ["True", name, "3"], told.stderr
     off = in_a_process(TELL, HF_ZERO_NATIVE="0")
-    assert (
-        off.stdout.startswith("False torch ") and "HF_ZERO_NATIVE=0 switches it off" in off.stdout
-    )
+    assert off.stdout.startswith("False torch ")
+    assert "HF_ZERO_NATIVE=0 switches it off" in off.stdout
 
 
 def test_a_set_that_is_not_here_is_refused_with_those_that_are() -> None:
@@ -60,11 +59,9 @@ def test_a_core_that_does_not_load_leaves_the_reference(monkeypatch: pytest.Monk
     try:
         assert not native.available() and "install hf-zero again" in native.why_not()
         assert squared_norm(torch.tensor([3.0, 4.0])) == 25.0
-        assert (
-            native.instruction_set() == "torch"
-            and native.instruction_sets() == []
-            and native.threads() == torch.get_num_threads()
-        )
+        assert native.instruction_set() == "torch"
+        assert native.instruction_sets() == []
+        assert native.threads() == torch.get_num_threads()
         with pytest.raises(
             KernelError, match=r"use torch\.set_num_threads: there is no native core"
         ):

@@ -86,15 +86,13 @@ def test_what_does_not_train_gets_no_gradient(packed):
     biases[0].requires_grad_(False)
     x = torch.randn(5, 12)
     sum(out.pow(2).sum() for out in packed_linear(x, weights, biases)).backward()
-    assert [w.grad is not None for w in weights] == [True, False, True] and [
-        b.grad is not None for b in biases
-    ] == [False, True, True]
+    assert [w.grad is not None for w in weights] == [True, False, True]
+    assert [b.grad is not None for b in biases] == [False, True, True]
     want = torch.autograd.grad(
         F.linear(x, weights[2], biases[2]).pow(2).sum(), (weights[2], biases[2])
     )
-    assert torch.allclose(weights[2].grad, want[0], atol=1e-4) and torch.allclose(
-        biases[2].grad, want[1], atol=1e-4
-    )
+    assert torch.allclose(weights[2].grad, want[0], atol=1e-4)
+    assert torch.allclose(biases[2].grad, want[1], atol=1e-4)
     frozen = [w.detach() for w in weights]
     leaf = x.clone().requires_grad_()
     sum(out.sum() for out in packed_linear(leaf, frozen)).backward()
@@ -142,9 +140,8 @@ def test_empty_inputs(shape):
     weights, biases = layers()
     x = torch.randn(shape, requires_grad=True)
     sum(out.sum() for out in packed_linear(x, weights, biases)).backward()
-    assert x.grad.shape == x.shape and all(
-        torch.equal(p.grad, torch.zeros_like(p)) for p in (*weights, *biases)
-    )
+    assert x.grad.shape == x.shape
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in (*weights, *biases))
 
 
 def test_the_ops_are_registered_as_torch_wants_them():
@@ -191,9 +188,8 @@ def test_packing_keeps_parameters_values_and_ties():
     ids = [id(p) for p in model.parameters()]
     pack_([model["q"].weight, model["k"].weight], model)
     pack_([model["q"].bias, model["k"].bias], model)
-    assert adjacent([model["q"].weight, model["k"].weight]) and adjacent(
-        [model["q"].bias, model["k"].bias]
-    )
+    assert adjacent([model["q"].weight, model["k"].weight])
+    assert adjacent([model["q"].bias, model["k"].bias])
     assert [id(p) for p in model.parameters()] == ids and model["tied"].weight is model["q"].weight
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     where = model["q"].weight.data_ptr()

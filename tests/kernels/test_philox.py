@@ -57,9 +57,8 @@ def test_rows_get_the_words_triton_draws_by_fours() -> None:
     randint4x_kernel[(3,)](key, words, 37, BLOCK=64)
     numbers = torch.empty(12, 37, device=DEVICE)
     rand4x_kernel[(3,)](key, numbers, 37, BLOCK=64)
-    assert torch.equal(philox.uniform_rows(key, 12, 37), numbers) and torch.equal(
-        philox.uniform_rows(key, 10, 37), numbers[:10]
-    )
+    assert torch.equal(philox.uniform_rows(key, 12, 37), numbers)
+    assert torch.equal(philox.uniform_rows(key, 10, 37), numbers[:10])
     for dropout in (0.0, 0.1, 0.5, 0.9):
         want = (words.long() & 0xFFFFFFFF) >= int(torch.tensor(dropout).double() * 2**32)
         assert torch.equal(philox.kept_rows(key, 12, 37, dropout), want)
@@ -89,9 +88,8 @@ def test_a_seed_comes_from_torchs_generator() -> None:
     first = philox.draw_seed(torch.device("cpu"))
     second = philox.draw_seed(torch.device("cpu"))
     torch.manual_seed(3)
-    assert torch.equal(philox.draw_seed(torch.device("cpu")), first) and not torch.equal(
-        first, second
-    )
+    assert torch.equal(philox.draw_seed(torch.device("cpu")), first)
+    assert not torch.equal(first, second)
     assert first.dtype == torch.int64 and first.shape == (1,)
 
 

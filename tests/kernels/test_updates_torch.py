@@ -65,11 +65,9 @@ def test_adam(
             "decoupled": decoupled,
         }
         adam(master, gradient, mean, square, max_exp_avg_sq=largest, **settings)
-    assert (
-        close(master, theirs)
-        and close(mean, state["exp_avg"])
-        and close(square, state["exp_avg_sq"])
-    )
+    assert close(master, theirs)
+    assert close(mean, state["exp_avg"])
+    assert close(square, state["exp_avg_sq"])
 
 
 def test_lion(isa: str) -> None:

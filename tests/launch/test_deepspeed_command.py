@@ -46,7 +46,8 @@ def test_hosts_and_filters(planned: list[LaunchPlan], tmp_path: Path) -> None:
         ]
     )
     (plan,) = planned
-    assert plan.meeting == "10.9.9.1:99" and [start.host.slots for start in plan.starts] == [
+    assert plan.meeting == "10.9.9.1:99"
+    assert [start.host.slots for start in plan.starts] == [
         (0,),
         (1, 3),
     ]
@@ -56,7 +57,8 @@ def test_hosts_and_filters(planned: list[LaunchPlan], tmp_path: Path) -> None:
             "--deepspeed",
             "--hostfile",
             "x",
-        ] and "--local_rank" in " ".join(start.command)
+        ]
+        assert "--local_rank" in " ".join(start.command)
         assert start.environment["NCCL_IB_DISABLE"] == "1"
 
 
@@ -64,7 +66,8 @@ def test_numbers_and_plain_local_ranks(planned: list[LaunchPlan]) -> None:
     main(["--num_gpus", "3", "--no_local_rank", "--module", "pkg.train", "-x"])
     main(["train.py"])
     counted, plain = (plan.starts[0].command for plan in planned)
-    assert counted[counted.index("--nproc-per-node") + 1] == "3" and counted[-3:] == [
+    assert counted[counted.index("--nproc-per-node") + 1] == "3"
+    assert counted[-3:] == [
         "--module",
         "pkg.train",
         "-x",

@@ -49,15 +49,14 @@ def test_one_machine_takes_torchrun_at_a_free_port() -> None:
         "-m",
         LAUNCHER,
         "torch.distributed.run",
-    ] and start.command[-3:] == [
+    ]
+    assert start.command[-3:] == [
         "train.py",
         "--lr",
         "1",
     ]
-    assert (
-        option(start.command, "--nproc-per-node") == "3"
-        and option(start.command, "--rdzv-endpoint") == "127.0.0.1:0"
-    )
+    assert option(start.command, "--nproc-per-node") == "3"
+    assert option(start.command, "--rdzv-endpoint") == "127.0.0.1:0"
     assert start.environment == {}
 
 
@@ -152,11 +151,9 @@ def test_one_host_of_a_hostfile_that_is_this_machine_needs_no_ssh(tmp_path: Path
     file = hostfile(tmp_path, "localhost slots=1", "10.9.9.2 slots=2")
     assert made(hostfile=file, num_nodes=1).alone
     planned = made(hostfile=file, exclude="localhost")
-    assert (
-        not planned.alone
-        and planned.meeting is None
-        and planned.starts[0].reached_by[-2] == "10.9.9.2"
-    )
+    assert not planned.alone
+    assert planned.meeting is None
+    assert planned.starts[0].reached_by[-2] == "10.9.9.2"
     assert option(planned.starts[0].command, "--rdzv-endpoint") == "127.0.0.1:0", (
         "its ranks settle their port there"
     )

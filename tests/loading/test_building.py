@@ -75,10 +75,8 @@ def test_values_are_read_into_any_place() -> None:
     assert isinstance(lazy, LazyTensor)
     place = torch.full((30,), 7.0)
     lazy.expression.read(0, place[3:27])
-    assert (
-        torch.equal(place[3:27].view(4, 6), made()["a"])
-        and place[:3].tolist() == place[27:].tolist() == [7.0] * 3
-    )
+    assert torch.equal(place[3:27].view(4, 6), made()["a"])
+    assert place[:3].tolist() == place[27:].tolist() == [7.0] * 3
     part = torch.empty(5)
     lazy.expression.read(8, part)
     assert torch.equal(part, made()["a"].view(-1)[8:13])
@@ -91,10 +89,8 @@ def test_random_numbers_are_the_same_at_every_reading_and_leave_the_generator_al
     state = torch.get_rng_state()
     values = whole(first)
     assert torch.equal(values, whole(first)) and torch.equal(torch.get_rng_state(), state)
-    assert (
-        0.9 < float(values.std()) < 1.1
-        and 2.0 <= float(whole(second).min()) <= float(whole(second).max()) <= 3.0
-    )
+    assert 0.9 < float(values.std()) < 1.1
+    assert 2.0 <= float(whole(second).min()) <= float(whole(second).max()) <= 3.0
     assert torch.equal(whole(first.clone()), values)
     torch.manual_seed(3)
     with Building(0):
@@ -228,16 +224,13 @@ def test_the_modules_own_rules_give_values_and_parameters_stay_the_objects_they_
     )
     assert optimizer.param_groups[0]["params"][0] is model.embed.weight is model.head.weight
     assert not any(parameter.is_meta for parameter in model.parameters())
-    assert (
-        torch.equal(model.norm.running_var, torch.ones(8))
-        and model.norm.num_batches_tracked.item() == 0
-    )
+    assert torch.equal(model.norm.running_var, torch.ones(8))
+    assert model.norm.num_batches_tracked.item() == 0
     sources = {
         name: parameter._hf_zero_source.whole() for name, parameter in model.named_parameters()
     }
-    assert 0.7 < float(sources["embed.weight"].std()) < 1.3 and bool(
-        (sources["norm.weight"] == 1.0).all()
-    )
+    assert 0.7 < float(sources["embed.weight"].std()) < 1.3
+    assert bool((sources["norm.weight"] == 1.0).all())
     assert not sources["attention.in_proj_bias"].any() and sources["attention.in_proj_weight"].any()
 
 

@@ -157,11 +157,9 @@ def test_equal_configurations_are_one_and_do_not_change() -> None:
         BigBirdSparsityConfig(2),
         BigBirdSparsityConfig(2, block=32),
     )
-    assert (
-        one == same == copy.deepcopy(one) == pickle.loads(pickle.dumps(one))
-        and hash(one) == hash(same)
-        and one != other
-    )
+    assert one == same == copy.deepcopy(one) == pickle.loads(pickle.dumps(one))
+    assert hash(one) == hash(same)
+    assert one != other
     assert one.handle == same.handle != other.handle
     assert "block=32" in repr(other) and "handle" not in repr(other)
     with pytest.raises(KernelError, match="cannot change"):

@@ -69,10 +69,8 @@ def test_the_four_of_a_config_alone(stage: int) -> None:
         engine.backward(squared(engine, At(step, 0, 0)))
         engine.step()
     engine.destroy(gather=True)
-    assert (
-        any(not torch.equal(p, old) for p, old in zip(model.parameters(), before))
-        and engine.get_lr()[0] > 0
-    )
+    assert any(not torch.equal(p, old) for p, old in zip(model.parameters(), before))
+    assert engine.get_lr()[0] > 0
 
 
 def test_without_an_optimizer_there_is_none() -> None:
@@ -440,9 +438,9 @@ def test_collation_and_the_last_batch() -> None:
         model=stack(), training_data=list(range(11)), collate_fn=tuple, config=config
     )[2]
     batches = list(loader)
-    assert (
-        {len(batch) for batch in batches} == {2} and len(batches) == 5 and type(batches[0]) is tuple
-    )
+    assert {len(batch) for batch in batches} == {2}
+    assert len(batches) == 5
+    assert type(batches[0]) is tuple
 
 
 def test_each_rank_gets_its_share(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,13 +41,11 @@ def test_a_rank_says_what_is_wrong_and_where(seen, monkeypatch, capsys) -> None:
     monkeypatch.setenv("RANK", "0")
     end_with(ConfigError("config dict: unknown key 'stge'"))
     said = capsys.readouterr().err.splitlines()
-    assert (
-        said[0] == "hf-zero, rank 0: ConfigError: config dict: unknown key 'stge'"
-        and len(said) == 3
-    )
-    assert (
-        said[1].startswith(f"  at {__file__}:") and "HF_ZERO_TRACEBACK=1" in said[2] and seen == []
-    )
+    assert said[0] == "hf-zero, rank 0: ConfigError: config dict: unknown key 'stge'"
+    assert len(said) == 3
+    assert said[1].startswith(f"  at {__file__}:")
+    assert "HF_ZERO_TRACEBACK=1" in said[2]
+    assert seen == []
 
 
 def test_a_command_of_the_environment_is_no_line_of_the_script() -> None:

@@ -192,10 +192,8 @@ def test_a_torn_state_is_passed_over(saved: tuple[Path, list[float]], heard: lis
     loop.accelerator.project_configuration.iteration = 2
     loop.step()
     loop.accelerator.save_state()
-    assert (
-        names(folder) == [f"checkpoint_{number}" for number in range(5)]
-        and loop.accelerator.save_iteration == 5
-    )
+    assert names(folder) == [f"checkpoint_{number}" for number in range(5)]
+    assert loop.accelerator.save_iteration == 5
     for name, why in (("checkpoint_2", "is cut short"), ("checkpoint_3", "does not exist")):
         assert any(
             f"{name} is not whole and is left as it is" in text and why in text for text in heard

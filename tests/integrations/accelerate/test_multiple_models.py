@@ -166,10 +166,8 @@ def test_free_memory_ends_all_of_them() -> None:
     accelerator = accelerator_with()
     engines = [prepared(accelerator)[0] for _ in range(2)]
     accelerator.free_memory()
-    assert (
-        all(engine.bound is None for engine in engines)
-        and accelerator.deepspeed_engine_wrapped is None
-    )
+    assert all(engine.bound is None for engine in engines)
+    assert accelerator.deepspeed_engine_wrapped is None
     engine, _ = prepared(accelerator)
     assert type(accelerator.deepspeed_engine_wrapped) is DeepSpeedEngineWrapper
     accelerator.backward(loss_of(engine))

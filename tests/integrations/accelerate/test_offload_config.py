@@ -90,10 +90,8 @@ def test_the_words_of_an_accelerate_file(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH", "/local_nvme")
     plugin = DeepSpeedPlugin(zero_stage=3, gradient_accumulation_steps=1)
     config = ZeroConfig.from_dict(plugin.deepspeed_config, allow_auto=True)
-    assert (
-        config.offload_optimizer == OffloadOptimizer("nvme", ("/local_nvme",))
-        and config.offload_param == OffloadParam()
-    )
+    assert config.offload_optimizer == OffloadOptimizer("nvme", ("/local_nvme",))
+    assert config.offload_param == OffloadParam()
     assert plugin.hf_ds_config.is_offload()
 
 
@@ -134,10 +132,8 @@ def test_the_arguments_of_a_trainer(route: str, tmp_path: Path) -> None:
         args = transformers.TrainingArguments(**shared, deepspeed=config)
     live = args.deepspeed_plugin.hf_ds_config
     args.deepspeed_plugin.deepspeed_config_process(must_match=False)
-    assert (
-        live.is_offload()
-        and live.config["zero_optimization"]["offload_optimizer"]["ratio"] == "auto"
-    )
+    assert live.is_offload()
+    assert live.config["zero_optimization"]["offload_optimizer"]["ratio"] == "auto"
     assert ZeroConfig.from_dict(live.config, allow_auto=True).offload_optimizer == OffloadOptimizer(
         "cpu", ratio="auto"
     )

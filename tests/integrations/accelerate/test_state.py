@@ -52,10 +52,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plain_process_has_a_group_of_one_rank() -> None:
     accelerator = Accelerator(deepspeed_plugin=plugin())
     assert accelerator.distributed_type == DistributedType.DEEPSPEED
-    assert (
-        process_group.is_initialized()
-        and process_group.get_world_size() == accelerator.num_processes == 1
-    )
+    assert process_group.is_initialized()
+    assert process_group.get_world_size() == accelerator.num_processes == 1
     accelerator.wait_for_everyone()
     PartialState().wait_for_everyone()
     assert accelerator.gather(torch.arange(3)).tolist() == [0, 1, 2]

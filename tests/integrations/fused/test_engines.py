@@ -150,10 +150,8 @@ def test_what_will_be_compiled_is_known_before_the_engine_is_made(name: str) -> 
 def test_auto_is_settled_and_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = started(kernels="auto")
     row = next(row for row in engine.config.explain() if row.key == "kernels")
-    assert (
-        row.value == ("loss", "optimizer")
-        and row.source == "computed: config dict: kernels is auto, on cpu"
-    )
+    assert row.value == ("loss", "optimizer")
+    assert row.source == "computed: config dict: kernels is auto, on cpu"
     assert {line.kernels for line in report(engine.module).lines} == {("loss",)}
     engine.destroy()
 

@@ -91,17 +91,14 @@ def test_printing_and_copying_outputs_makes_no_logits() -> None:
     _, fused = pair("llama")
     fuse(fused)
     outputs = fused(**batch(), use_cache=False)
-    assert "logits" not in repr(outputs) and repr(outputs).startswith(
-        "CausalLMOutputWithPast(loss=tensor("
-    )
+    assert "logits" not in repr(outputs)
+    assert repr(outputs).startswith("CausalLMOutputWithPast(loss=tensor(")
     with torch.no_grad():
         outputs["loss"] = outputs.loss.detach()
     copied = pickle.loads(pickle.dumps(outputs))
-    assert (
-        type(copied) is type(pair("llama")[0](**batch()))
-        and copied.logits is None
-        and torch.equal(copied.loss, outputs.loss)
-    )
+    assert type(copied) is type(pair("llama")[0](**batch()))
+    assert copied.logits is None
+    assert torch.equal(copied.loss, outputs.loss)
     assert outputs.logits is not None
 
 

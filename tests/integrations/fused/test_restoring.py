@@ -106,9 +106,8 @@ def test_weights_are_saved_as_before(tmp_path: Any) -> None:
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     right = build("llama-biased").state_dict()
-    assert saved.keys() == right.keys() and all(
-        torch.equal(saved[key], right[key]) for key in right
-    )
+    assert saved.keys() == right.keys()
+    assert all(torch.equal(saved[key], right[key]) for key in right)
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     assert "forward" not in again.model.layers[0].mlp.__dict__
 
@@ -118,9 +117,8 @@ def test_q_k_and_v_lie_side_by_side() -> None:
 
     attention = hf_zero.optimize(build("llama-biased"), ["qkv"]).model.layers[0].self_attn
     layers = (attention.q_proj, attention.k_proj, attention.v_proj)
-    assert adjacent([layer.weight for layer in layers]) and adjacent(
-        [layer.bias for layer in layers]
-    )
+    assert adjacent([layer.weight for layer in layers])
+    assert adjacent([layer.bias for layer in layers])
 
 
 def test_a_forward_that_somebody_replaced_is_left() -> None:
@@ -311,6 +309,5 @@ def test_sparse_attention_is_restored_on_the_copy_it_is_asked_for() -> None:
     )
     assert same_step(twin, build("bert"), "bert")
     hf_zero.restore(model)
-    assert attributes(model) == attributes(build("bert")) and same_step(
-        model, build("bert"), "bert"
-    )
+    assert attributes(model) == attributes(build("bert"))
+    assert same_step(model, build("bert"), "bert")

@@ -87,9 +87,8 @@ def test_a_dense_layout_is_the_models_own_attention(name: str) -> None:
         torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-4)
     replacement.undo()
     replacement.undo()
-    assert model.config._attn_implementation == before and not any(
-        hasattr(module, ATTRIBUTE) for module in model.modules()
-    )
+    assert model.config._attn_implementation == before
+    assert not any(hasattr(module, ATTRIBUTE) for module in model.modules())
     for ours, theirs in zip(loss_and_gradients(model, given), own, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -128,9 +127,8 @@ def test_dropout_of_attention_trains_and_replays() -> None:
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         losses.append(loss_and_gradients(model, given))
-    assert all(torch.equal(a, b) for a, b in zip(losses[0], losses[1])) and not torch.equal(
-        losses[0][0], losses[2][0]
-    )
+    assert all(torch.equal(a, b) for a, b in zip(losses[0], losses[1]))
+    assert not torch.equal(losses[0][0], losses[2][0])
     model.gradient_checkpointing_enable()
     torch.manual_seed(1)
     for ours, plain in zip(loss_and_gradients(model, given), losses[0], strict=True):

@@ -84,7 +84,5 @@ def test_a_fit_with_the_keys_is_one_without(
     want, found = (fitted(architecture, precision, keys) for keys in ({}, KEYS))
     assert want[2] == 0 and found[2] > 8 and len(found[0]) == 8
     assert found[0] == pytest.approx(want[0], rel=relative)
-    assert (
-        found[1]["val_loss"] == pytest.approx(want[1]["val_loss"], rel=relative)
-        and "accuracy" in found[1]
-    )
+    assert found[1]["val_loss"] == pytest.approx(want[1]["val_loss"], rel=relative)
+    assert "accuracy" in found[1]

@@ -261,10 +261,8 @@ def test_the_best_whole_model_is_loaded_at_the_end(
     assert min(losses) == losses[0]
     left = {step: loss for step, loss in enumerate(losses, 1) if f"checkpoint-{step}" not in torn}
     chosen = min(left, key=lambda step: left[step])
-    assert (
-        run.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{chosen}")
-        and run.state.best_metric == left[chosen]
-    )
+    assert run.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{chosen}")
+    assert run.state.best_metric == left[chosen]
     assert any(
         "the best checkpoint" in text and "checkpoint-1 is not whole" in text for text in heard
     )
@@ -283,9 +281,8 @@ def test_the_best_of_checkpoints_of_the_model_alone_stays_the_best(
     }
     run = routed("ours", 3, tmp_path, **EVERY_STEP, **best, save_only_model=True)
     run.train()
-    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-1") and kept(tmp_path) == [
-        "checkpoint-1"
-    ]
+    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+    assert kept(tmp_path) == ["checkpoint-1"]
     assert not [text for text in heard if "whole" in text]
 
 

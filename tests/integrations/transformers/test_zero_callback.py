@@ -73,11 +73,9 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE")} == {
         name: value for name, value in before.items() if name.startswith("ACCELERATE")
     }
-    assert (
-        args.deepspeed is None
-        and args.deepspeed_plugin is None
-        and not hasattr(args, "hf_deepspeed_config")
-    )
+    assert args.deepspeed is None
+    assert args.deepspeed_plugin is None
+    assert not hasattr(args, "hf_deepspeed_config")
     assert deepspeed_config() is None and not is_deepspeed_zero3_enabled()
 
 
