@@ -13,7 +13,7 @@ from hf_zero import checkpoint
 from hf_zero.checkpoint.async_save import AsyncSaver
 from hf_zero.device.spans import span
 from hf_zero.distributed.mesh import Mesh
-from hf_zero.distributed.step_events import STOP
+from hf_zero.distributed.rank_requests import STOP
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.logging import logger
 from hf_zero.techniques.data_sampling import Finish

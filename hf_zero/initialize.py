@@ -23,7 +23,7 @@ from hf_zero.config.curriculum import METRICS
 from hf_zero.config.monitors import MONITORS
 from hf_zero.device.kinds import device_count
 from hf_zero.distributed import init, process_group
-from hf_zero.distributed.mpu import check_mpu
+from hf_zero.distributed.parallel_dims import check_mpu
 from hf_zero.distributed.rendezvous import announce
 from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.engine import Engine

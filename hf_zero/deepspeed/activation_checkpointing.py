@@ -18,7 +18,7 @@ from hf_zero.activations.policy import offload_of
 from hf_zero.config import ZeroConfig
 from hf_zero.deepspeed.accelerator import get_accelerator
 from hf_zero.distributed import process_group
-from hf_zero.distributed.mpu import check_mpu
+from hf_zero.distributed.parallel_dims import check_mpu
 from hf_zero.errors import ConfigError
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_zero.deepspeed.placeholders import refuse
 from hf_zero.distributed import process_group
-from hf_zero.distributed.mpu import check_mpu
+from hf_zero.distributed.parallel_dims import check_mpu
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.expert.axis import AXIS, expert_axis

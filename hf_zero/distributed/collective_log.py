@@ -1,10 +1,17 @@
 """Logs of the collectives that this rank has issued on each communicator, in order.
 
 The k-th collective of a rank on a communicator matches the k-th of the others.
+
+[Note: deferred collectives]
+Communicators of one device share it. If two threads issue on them, a rank's collectives have no
+order but that of a clock, and two ranks may each run the one that the other has yet to start: NCCL
+allows that on no device that cannot run both at once. So every rank issues the collectives of other
+threads before the next collective of its training thread.
 """
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -62,7 +69,7 @@ class CollectiveLog:
         self.closed = ""  # why this rank will issue nothing more
         # called before the next collective, after a pass has broken (recovery.py)
         self.before_issue: Callable[[CollectiveLog, str], None] | None = None
-        # issues the deferred collectives first (deferred.py)
+        # issues the deferred collectives first (the note)
         self.issue_deferred: Callable[[], None] = lambda: None
 
     def issue(self, what: str, needs: tuple[int, ...] | None = None) -> PendingCollective:
@@ -104,3 +111,23 @@ class CollectiveStats:
         self.bytes[operation] += size
         if self.keep_log:
             self.log.append((operation, key, size))
+
+
+class DeferredCollectives:
+    """Calls that issue the collectives of this rank's other threads; shared by all engines."""
+
+    def __init__(self) -> None:
+        self._calls: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+    def add(self, call: Callable[[], None]) -> None:
+        """Have ``call``, a method whose object is held weakly, called before each collective."""
+        self._calls.append(weakref.WeakMethod(call))
+
+    def issue(self) -> None:
+        """Issue all deferred collectives. Waits for no other rank."""
+        for each in list(self._calls):
+            call = each()
+            if call is None:
+                self._calls.remove(each)
+            else:
+                call()

@@ -22,20 +22,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from hf_zero.device import kinds
+from hf_zero.device import kinds, streams
 from hf_zero.device.spans import span
-from hf_zero.distributed import rank_hosts
-from hf_zero.distributed.codec import Codec
-from hf_zero.distributed.collective_handle import Handle
+from hf_zero.distributed import hosts
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
-from hf_zero.distributed.group_ends import CPU, abort, destroy_group
-from hf_zero.distributed.process_group import backend_serving
-from hf_zero.distributed.tagged_barrier import maximum_between_hosts, tagged_barrier
+from hf_zero.distributed.process_group import CPU, abort, backend_serving, destroy_group
 from hf_zero.distributed.two_hops import TwoHops
 from hf_zero.distributed.watchdog import Watchdog
 
@@ -94,7 +90,7 @@ class MeshDim:
         logs = []
         for kind, each in (("gathers", groups.gather), ("reductions", groups.reduce)):
             off = partial(abort, each, backend, self.size, self.rank, device)
-            title = f"{kind} of {name} over ranks {rank_hosts.numbers(self.ranks)}"
+            title = f"{kind} of {name} over ranks {hosts.numbers(self.ranks)}"
             log = CollectiveLog(title, self.ranks, timeout, off, native=self._follows is None)
             logs.append(
                 log
@@ -450,3 +446,202 @@ class MeshDim:
 def _call_each(calls: Sequence[Callable[[], None]]) -> None:
     for call in calls:
         call()
+
+
+class Handle:
+    """A collective in flight."""
+
+    def __init__(
+        self,
+        works: Sequence[Any],
+        watchdog: Watchdog,
+        pending: PendingCollective,
+        parts: Sequence[torch.Tensor] = (),
+        free: Callable[[], None] | None = None,
+        finish: Callable[[], None] | None = None,
+        follows: torch.device | None = None,
+    ):
+        """``follows``: the device whose streams alone wait for the works; ``wait`` then returns
+        before they are completed.
+        """
+        self._works = list(works)
+        self._watchdog = watchdog
+        self._pending = pending
+        self._parts = list(parts)
+        self._free = free
+        self._finish = finish
+        self._follows = follows
+
+    def finish_with(self, finish: Callable[[], None]) -> None:
+        """Have the first wait call ``finish`` once the collective is done."""
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Block (on a GPU: make the current stream wait) until the collective is done."""
+        if not self._works:
+            return
+        works, self._works = self._works, []
+        try:
+            with self._watchdog.watching(self._pending):
+                for work in works:
+                    work.wait()
+        except RuntimeError as error:
+            raise self._watchdog.explain_failure(self._pending, error) from error
+        if self._follows is not None:
+            # Works keep tensors alive; an event recorded on the stream that waits for them does
+            # not.
+            event = streams.record_here(self._follows)
+            is_over = partial(_are_completed, works) if event is None else event.query
+            self._watchdog.follow(self._pending, is_over, self._follows)
+        if self._finish is not None:
+            self._finish()
+
+    def reduce_into(self, out: torch.Tensor, accumulate: bool, scale: float) -> None:
+        """Wait, then set ``out = scale * sum`` or, if ``accumulate``, ``out += scale * sum``. The
+        sum is taken in the dtype of ``out``.
+        """
+        self.wait()
+        first, *rest = self._parts
+        if accumulate:
+            for part in self._parts:
+                out.add_(part, alpha=scale)
+        else:
+            # equal dtypes: sum or scale straight into `out`, without a copy first
+            if rest and first.dtype == out.dtype == rest[0].dtype:
+                torch.add(first, rest[0], out=out)
+                rest = rest[1:]
+            elif not rest and first.dtype == out.dtype:
+                torch.mul(first, scale, out=out) if scale != 1.0 else _copy(out, first)
+                scale = 1.0
+            elif first.data_ptr() != out.data_ptr() or first.dtype != out.dtype:
+                out.copy_(first)
+            for part in rest:
+                out.add_(part)
+            if scale != 1.0:
+                out.mul_(scale)
+        self._release()
+
+    def split(self, sizes: Sequence[int]) -> list[Handle]:
+        """Return a handle for each of ``sizes`` consecutive elements of the result: several tensors
+        share one message.
+        """
+        handles: list[Handle] = []
+        left, at = [len(sizes)], 0
+
+        def free() -> None:
+            left[0] -= 1
+            if not left[0]:
+                self._release()
+
+        for size in sizes:
+            parts = [part.narrow(0, at, size) for part in self._parts]
+            # each part waits for the whole message
+            handles.append(Handle([self], self._watchdog, self._pending, parts, free))
+            at += size
+        return handles
+
+    def drop(self) -> None:
+        """Wait and discard the result: the peers need what this rank sends."""
+        self.wait()
+        self._release()
+
+    def _release(self) -> None:
+        self._parts = []
+        if self._free is not None:
+            self._free()
+            self._free = None
+
+
+def _are_completed(works: Sequence[Any]) -> bool:
+    return all(work.is_completed() for work in works)
+
+
+def _copy(out: torch.Tensor, source: torch.Tensor) -> None:
+    if out.data_ptr() != source.data_ptr():
+        out.copy_(source)
+
+
+def tagged_barrier(
+    pending: PendingCollective,
+    ranks: Sequence[int],
+    rank: int,
+    group: Any,
+    watchdog: Watchdog,
+    source: int | None = None,
+) -> list[Any]:
+    """Return when the ranks that ``pending`` needs are at the same collective. ``rank`` and
+    ``source`` are indices into ``ranks``.
+
+    The ``source`` of a broadcast waits for no rank: it gets the works to wait for once its values
+    are sent.
+    """
+    peers = [peer for peer in range(len(ranks)) if peer != rank]
+    empty, tag = torch.zeros(1, dtype=torch.uint8), pending.tag
+    watchdog.check()
+    try:
+        sent = [
+            dist.isend(empty, ranks[peer], group, tag)
+            for peer in peers
+            if source is None or rank == source
+        ]
+        came = [
+            dist.irecv(empty.clone(), ranks[peer], group, tag)
+            for peer in peers
+            if source is None or peer == source
+        ]
+    except RuntimeError as error:
+        raise watchdog.explain_failure(pending, error) from error
+    if rank == source:
+        return sent
+    Handle([*came, *sent], watchdog, pending).wait()
+    return []
+
+
+def maximum_between_hosts(
+    own: torch.Tensor,
+    ranks: Sequence[int],
+    rank: int,
+    pending: PendingCollective,
+    watchdog: Watchdog,
+) -> torch.Tensor:
+    """Return the element-wise maximum of ``own``, in host memory, over ``ranks`` (global), of which
+    this one is number ``rank``: in log2(ranks) rounds over the default group.
+    """
+    for step in (1 << power for power in range((len(ranks) - 1).bit_length())):
+        came = torch.empty_like(own)
+        source, target = (ranks[(rank + way) % len(ranks)] for way in (-step, step))
+        works = [
+            dist.irecv(came, source, None, pending.tag),
+            dist.isend(own, target, None, pending.tag),
+        ]
+        Handle(works, watchdog, pending).wait()
+        own = torch.maximum(own, came)
+    return own
+
+
+class Codec(Protocol):
+    """Encode what one rank sends to another as a message of bytes, and decode what it receives.
+
+    The result is the same on all ranks: the sender, too, uses the decoded values of its message.
+    """
+
+    @property
+    def differences(self) -> bool:
+        """Whether messages are differences from the values that the receivers already have."""
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of a message of ``numel`` elements."""
+
+    def encode(
+        self, values: torch.Tensor, rows: int = 1, there: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return messages for ``rows`` equal parts of ``values``, 1-D: uint8 [rows, bytes].
+
+        ``there``: the receivers' present values at the place of ``values``, equal on all of them.
+        """
+
+    def decode(self, messages: torch.Tensor, full: torch.Tensor) -> None:
+        """Decode the rows of ``messages`` into ``full``, one part after the other."""
+
+    def decode_sum(self, messages: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the sum over the rows of ``messages``, in their order, to ``out``, fp32."""

@@ -16,15 +16,141 @@ failed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hf_zero.distributed.collective_log import CollectiveLog
-from hf_zero.distributed.gather_agreement import GatherAgreement
-from hf_zero.distributed.shard_fetches import ShardFetches
-from hf_zero.distributed.step_events import StepEvents
-from hf_zero.distributed.store_wait import ENDED, StoreWait
+from hf_zero.distributed.rank_requests import ShardFetches, StepEvents
+from hf_zero.distributed.store import ENDED, StoreWait
 from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.errors import RankMismatchError
+
+Wish = tuple[int, int]
+APART = "apart"  # the outcome if some ranks gather for a script while the others are in a pass
+
+
+class GatherAgreement:
+    """One rank's side of the agreement, through ``store``; ``log`` numbers the agreements."""
+
+    def __init__(
+        self, store: Any, rank: int, ranks: Sequence[int], waits: StoreWait, log: CollectiveLog
+    ):
+        self._store = store
+        self._rank = rank
+        self._ranks = tuple(ranks)
+        self._waits = waits
+        self._log = log
+        self._sequence = 0
+        self._left = False  # the last gather for a script was given up
+        self._asking = False  # this rank alone asks for values
+        self.all_launched = 0  # reductions that every rank had launched at the last agreement
+
+    def agree(self, where: str, wish: Wish, name: Callable[[Wish], str], launched: int = 0) -> Wish:
+        """Return the largest wish of all ranks, each a pair ``(kind, unit)``, for the next gather
+        (collective).
+
+        ``name`` describes a wish in messages. ``launched``: number of reductions that this rank has
+        launched; :attr:`all_launched` is set to the least of all ranks. Ranks in different passes
+        (``where``) can never match: RankMismatchError on all of them. A missing rank is named in a
+        warning every minute and in the error at the timeout.
+        """
+        while True:
+            agreed = self._agree(where, wish, name, launched, may_leave=False)
+            if agreed is not None:
+                return agreed
+
+    def agree_or_leave(self, where: str, wish: Wish, name: Callable[[Wish], str]) -> Wish | None:
+        """Agree like :meth:`agree` on a gather outside passes, which one rank alone may ask for.
+        Return None if this rank is alone: the others are in a pass, have ended, or wait for
+        something that needs this rank.
+        """
+        if not self._asking:
+            self._asking = True
+            self._store.set(_asking(self._rank), "")
+        agreed = self._agree(where, wish, name, 0, may_leave=True)
+        self._left = agreed is None
+        if agreed is not None:
+            self.end_asking()
+        return agreed
+
+    def end_asking(self) -> None:
+        """Withdraw this rank's lone request: it is complete. Idempotent."""
+        if self._asking:
+            self._asking = False
+            self._store.delete_key(_asking(self._rank))
+
+    def is_awaited_by(self, rank: int) -> bool:
+        """Whether ``rank`` waits for a gather that it may leave, or fetches its values."""
+        return bool(self._store.check([_asking(rank)]))
+
+    def _agree(
+        self, where: str, wish: Wish, name: Callable[[Wish], str], launched: int, may_leave: bool
+    ) -> Wish | None:
+        """Run one agreement; return None if ranks that may leave are on their own."""
+        step, self._sequence = self._sequence, self._sequence + 1
+        what = f"join the {name(wish)} in {where}"
+        pending = self._log.issue("agreement on the next gather")._replace(
+            what=f"all ranks to {what}", warns=True
+        )
+        if may_leave:
+            pending = pending._replace(log=None)  # not a wait that others can be proved to block
+        store = self._store
+        store.set(f"{step}/{self._rank}", f"{where}|{wish[0]}|{wish[1]}|{launched}|{may_leave:d}")
+        if store.add(f"{step}/n", 1) == len(self._ranks):
+            store.set(f"{step}/go", self._outcome(step, name))
+            if step:  # every rank has arrived here, hence has read the last outcome
+                for key in ("n", "go", *self._ranks):
+                    store.delete_key(f"{step - 1}/{key}")
+        arrivals = {rank: f"{step}/{rank}" for rank in self._ranks}
+        outcome = None
+        while outcome is None:
+            outcome = self._waits.wait_or_leave(
+                f"{step}/go", arrivals, what, pending, may_leave, at_once=self._left
+            )
+            if outcome is None and self._withdraw(step):
+                return None
+        if outcome == APART:
+            return None
+        if outcome.startswith("!"):
+            raise RankMismatchError(
+                f"ranks ask for different collectives ({outcome[1:]}). Every rank must run the "
+                "same parts of the model in the same order; "
+                "look for a forward, backward or state_dict that only some ranks call"
+            )
+        kind, unit, self.all_launched = map(int, outcome.split("|"))
+        return kind, unit
+
+    def _withdraw(self, step: int) -> bool:
+        """Leave agreement ``step``; return False if all ranks have arrived by now."""
+        # all ranks had been counted: the last one publishes an outcome, binding this one too
+        if self._store.add(f"{step}/n", -1) == len(self._ranks) - 1:
+            self._store.add(f"{step}/n", 1)
+            return False
+        self._store.delete_key(f"{step}/{self._rank}")
+        self._sequence = step
+        self._log.withdraw()
+        return True
+
+    def _outcome(self, step: int, name: Callable[[Wish], str]) -> str:
+        """Return the outcome of the wishes of all ranks: ``kind|unit|launched``; :data:`APART` if
+        ranks that may leave meet others; or an exclamation mark and the ranks' wishes if they are
+        in different passes.
+        """
+        entries = [self._store.get(f"{step}/{rank}").decode() for rank in self._ranks]
+        split = [entry.rsplit("|", 4) for entry in entries]
+        if len({where for where, *_ in split}) > 1:
+            if len({where for where, *_, may_leave in split if may_leave == "0"}) == 1:
+                return APART
+            wishes = [f"{where}: {name((int(kind), int(unit)))}" for where, kind, unit, *_ in split]
+            return "!" + "; ".join(
+                f"rank {rank}: {wish}" for rank, wish in zip(self._ranks, wishes)
+            )
+        kind, unit = max((int(kind), int(unit)) for _, kind, unit, *_ in split)
+        return f"{kind}|{unit}|{min(int(count) for *_, count, _ in split)}"
+
+
+def _asking(rank: int) -> str:
+    return f"asking/{rank}"
 
 
 class Consensus:

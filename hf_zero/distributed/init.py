@@ -15,7 +15,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
 from hf_zero.distributed.collective_log import PendingCollective
 from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MARGIN_SECONDS
-from hf_zero.distributed.network_interface import choose_interface
+from hf_zero.distributed.hosts import choose_interface
 from hf_zero.distributed.process_group import (
     backends_asked,
     default_device,

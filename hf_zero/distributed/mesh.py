@@ -1,34 +1,157 @@
-"""The device mesh of one engine: the ranks of each kind of its flat buffers, and their shared
-state.
+"""The device mesh of one engine: the ranks of each kind of its flat buffers, their shared state,
+and the resources of the job that the engine holds on this rank.
+
+[Note: the end of an engine]
+``destroy`` closes the process groups at once. A garbage-collected engine may have left collectives
+that other ranks still need, or that some of them never join: its groups are aborted and closed when
+all ranks have met to make the next engine. Logs and keys end at a time common to all ranks. Each
+rank that holds the engine counts in the store; the last one to leave deletes the engine's keys.
+Until then the logs stay in the posts of a rank (rank_status.py), where they prove to others that it
+issues nothing more.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from hf_zero.device import kinds
-from hf_zero.distributed import rank_hosts
+from hf_zero.distributed import hosts
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats
 from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MeshDim
 from hf_zero.distributed.consensus import Consensus
-from hf_zero.distributed.dim_maker import DimMaker
-from hf_zero.distributed.flat_mesh import DATA_PARALLEL, FlatMesh, FlatMeshMaker, MeshOptions, Sums
-from hf_zero.distributed.mesh_resources import MeshResources, settle_all
+from hf_zero.distributed.flat_mesh import (
+    DATA_PARALLEL,
+    DimMaker,
+    FlatMesh,
+    FlatMeshMaker,
+    MeshOptions,
+    Sums,
+)
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import ParallelGroups
-from hf_zero.distributed.process_group import get_rank, get_world_size, group_backend
-from hf_zero.distributed.rank_status import first_line
+from hf_zero.distributed.process_group import (
+    abort_together,
+    get_rank,
+    get_world_size,
+    group_backend,
+)
+from hf_zero.distributed.rank_status import RankStatus, first_line
 from hf_zero.distributed.recovery import PassTracker
 from hf_zero.distributed.store import StoreMessages
 from hf_zero.distributed.watchdog import Watchdog
-from hf_zero.distributed.world_group import get_world_group
+from hf_zero.distributed.world_group import RankGroup, get_world_group
+
+HOLDERS = "holders"  # ranks that have made the engine and not left it
+
+
+class Server(Protocol):
+    """A thread that answers other ranks."""
+
+    def end(self) -> None: ...
+
+
+class MeshResources:
+    """The resources of one engine. Holds no reference to the engine itself, and outlives it.
+
+    ``rank_status`` publishes its logs, None if ranks share no store; ``unsettled`` are the
+    resources of this rank that are not released yet.
+    """
+
+    def __init__(self, rank_status: RankStatus | None, unsettled: list[MeshResources]):
+        self._rank_status, self._unsettled = rank_status, unsettled
+        self._store: Any = None
+        self._server: Server | None = None
+        self._dims: list[MeshDim] = []
+        self._groups: list[RankGroup] = []
+        self._logs: list[CollectiveLog] = []
+        self._abandoned = self._left = False
+
+    def join(self, store: Any) -> None:
+        """Count this rank among the holders of the keys in ``store``, the engine's own."""
+        self._store = store
+        store.add(HOLDERS, 1)
+
+    def hold(
+        self,
+        dims: Sequence[MeshDim],
+        groups: Sequence[RankGroup],
+        logs: Sequence[CollectiveLog],
+        server: Server | None,
+    ) -> None:
+        """Take over process groups and logs, and the thread that uses the store."""
+        self._server = server
+        self._dims, self._groups, self._logs = list(dims), list(groups), list(logs)
+        for axis in dims:
+            self._logs += [axis.gathers, axis.reductions]
+        self._logs += [group.log for group in groups]
+
+    def abandon(self) -> None:
+        """Note that the engine was garbage-collected: :meth:`settle` closes what it left open."""
+        self._abandoned = True
+        for axis in self._dims:
+            axis.free_buffers()
+        self._unsettled.append(self)
+
+    def close_groups(self) -> None:
+        """Destroy the process groups. Idempotent."""
+        for axis in self._dims:
+            axis.close()
+        for group in self._groups:
+            group.close()
+        self._dims, self._groups = [], []
+
+    def leave(self) -> None:
+        """Note that this rank no longer uses the engine; the last such rank deletes the keys.
+        Idempotent.
+        """
+        if self._left:
+            return
+        self._left = True
+        self._unsettled.append(self)
+        if self._server is not None:
+            self._server.end()
+        if self._store is None:
+            return
+        try:
+            if self._store.add(HOLDERS, -1) == 0:
+                for key in self._store.list_keys():
+                    self._store.delete_key(key)
+        except RuntimeError:
+            self._store = None  # the store is gone, and its keys with it
+
+    def settle(self) -> None:
+        """Release what can be released: the process groups of a garbage-collected engine, and the
+        logs of one that all ranks have left.
+        """
+        if self._abandoned:
+            abort_together(dict(each for axis in self._dims for each in axis.aborts().items()))
+            self.close_groups()
+            self.leave()
+        if self._dims or self._used_elsewhere():
+            return
+        if self._rank_status is not None:
+            self._rank_status.unregister(self._logs)
+        self._logs = []
+        self._unsettled[:] = [each for each in self._unsettled if each is not self]
+
+    def _used_elsewhere(self) -> bool:
+        try:
+            return self._store is not None and bool(self._store.check([HOLDERS]))
+        except RuntimeError:
+            return False
+
+
+def settle_all(unsettled: Sequence[MeshResources]) -> None:
+    """Settle each of ``unsettled``."""
+    for each in list(unsettled):
+        each.settle()
 
 
 class Mesh:
@@ -137,7 +260,7 @@ class Mesh:
             # Making groups blocks in native code, which cannot name a missing rank.
             self.consensus.gathers.agree("initialize", (0, 0), lambda _: "making of the engine")
         if rank_status is not None:
-            rank_hosts.learn(store, self.rank, self.dims.world)
+            hosts.learn(store, self.rank, self.dims.world)
             if rank_status.store_host is not None:
                 rank_status.learn_identity(rank_status.store_host)  # while it can still be asked
         return log

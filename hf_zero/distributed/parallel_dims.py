@@ -1,4 +1,5 @@
-"""The parallel dimensions of a job, and the coordinates of each rank along them.
+"""The parallel dimensions of a job, the coordinates of each rank along them, and the check of a
+Megatron-style ``mpu`` that states them.
 
 Ranks are numbered with the pipeline slowest, then data, then sequence, and tensor fastest: the
 ranks of a tensor-parallel group are neighbours, so that they share a host. Experts are spread over
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, NotBuiltError
 
 AXES = ("pipeline", "data", "sequence", "tensor", "expert_data", "expert")
 # the two orders in which axes number all ranks
@@ -126,3 +127,52 @@ class ParallelDims:
             for other in range(self.world)
             if [self.coordinate(other, axis) for axis in axes] == own
         )
+
+
+# The ways to split a model or a sample among ranks, with every name that Megatron and DeepSpeed
+# have used for their sizes.
+_SPLITS = {
+    "model parallelism": (
+        "get_tensor_model_parallel_world_size",
+        "get_slice_parallel_world_size",
+        "get_model_parallel_world_size",
+    ),
+    "pipeline parallelism": (
+        "get_pipeline_model_parallel_world_size",
+        "get_pipe_parallel_world_size",
+    ),
+    "sequence parallelism": ("get_sequence_parallel_world_size",),
+    "context parallelism": ("get_context_parallel_world_size",),
+    "expert parallelism": ("get_expert_model_parallel_world_size",),
+}
+_DATA = "get_data_parallel_world_size"
+
+
+def check_mpu(mpu: Any, world_size: int) -> None:
+    """Raise unless ``mpu`` reports that all ``world_size`` ranks hold the same model and read
+    different data.
+
+    Sizes that it lacks count as 1, as in the scripts' own code. Raises NotBuiltError for a split
+    model or sample, and ConfigError if its data-parallel ranks are not all ranks.
+    """
+    for kind, names in _SPLITS.items():
+        for name in names:
+            size = _ask(mpu, name)
+            if size is not None and size > 1:
+                raise NotBuiltError(
+                    f"initialize(mpu=...): mpu.{name}() is {size}, and {kind} is not built in this "
+                    "version; make it 1: ZeRO shards the model over "
+                    "the data-parallel ranks"
+                )
+    replicas = _ask(mpu, _DATA)
+    if replicas is not None and replicas != world_size:
+        raise ConfigError(
+            f"initialize(mpu=...): mpu.{_DATA}() is {replicas}, but {world_size} ranks were "
+            "started and no other parallelism is named; let its "
+            "data-parallel group hold all ranks, or leave mpu out"
+        )
+
+
+def _ask(mpu: Any, name: str) -> int | None:
+    method = getattr(mpu, name, None)
+    return None if method is None else int(method())

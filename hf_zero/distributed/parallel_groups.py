@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats
 from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MeshDim
-from hf_zero.distributed.dim_maker import DimMaker
+from hf_zero.distributed.flat_mesh import DimMaker
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.process_group import (
     default_device,

@@ -1,8 +1,13 @@
-"""The default process group: ranks, devices and their backends."""
+"""The default process group, its ranks, devices and backends; and the end of any process group:
+abort, so that its waits raise, or destruction.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -10,9 +15,12 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.device import kinds
-from hf_zero.distributed.network_interface import choose_interface
+from hf_zero.distributed.hosts import choose_interface
+from hf_zero.logging import logger
 
-HOST = torch.device("cpu")
+CPU = torch.device("cpu")
+BREAK_TAG = 0x7FFFFFFF
+ABORT_SECONDS = 30.0  # longest wait for aborts
 
 
 def is_initialized() -> bool:
@@ -90,7 +98,7 @@ def add_host_backend(timeout: timedelta) -> None:
     """Add gloo for host memory to the default group if a script has made it for the device alone
     (collective).
     """
-    if backend_serving(HOST) or not dist.is_gloo_available():
+    if backend_serving(CPU) or not dist.is_gloo_available():
         return
     group = dist.group.WORLD
     assert group is not None
@@ -99,17 +107,17 @@ def add_host_backend(timeout: timedelta) -> None:
     store = dist.PrefixStore("hf_zero/host", dist.distributed_c10d._get_default_store())
     gloo = dist.ProcessGroupGloo(store, get_rank(), get_world_size(), timeout=timeout)
     gloo._set_sequence_number_for_group()
-    group._register_backend(HOST, dist.ProcessGroup.BackendType.GLOO, gloo)
+    group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
     # torch reads the backends of a group from here (get_backend_config)
     configs = dist.distributed_c10d._world.pg_backend_config
-    configs[group] = f"{HOST.type}:gloo,{configs[group]}"
+    configs[group] = f"{CPU.type}:gloo,{configs[group]}"
 
 
 def backends_of_parts() -> str | None:
     """Return the backend string for groups of some ranks, so that they serve what the default group
     serves; None if torch derives the same from the name that the script has given.
     """
-    name, host = str(dist.get_backend()), backend_serving(HOST)
+    name, host = str(dist.get_backend()), backend_serving(CPU)
     return str(dist.get_backend_config()) if ":" not in name and host not in ("", name) else None
 
 
@@ -125,3 +133,51 @@ def backend_serving(device: torch.device) -> str:
         if kind in ("", device.type):
             return name
     return ""
+
+
+def abort(group: Any, backend: str, size: int, rank: int, device: torch.device) -> None:
+    """Make all waits in ``group`` raise, on this rank and on its other ranks."""
+    if backend != "gloo":
+        group._get_backend(device).abort()
+        return
+    gloo = group._get_backend(CPU)
+    for peer in range(size):
+        if peer != rank:
+            try:  # gloo closes connections only when a message on them has timed out
+                gloo.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                pass  # the time-out is the purpose
+
+
+def abort_together(aborts: Mapping[str, Callable[[], None]]) -> None:
+    """Call ``aborts``, by name of communicator, concurrently; return when they have ended or after
+    :data:`ABORT_SECONDS`. An exception of one is logged and does not stop the others.
+
+    In sequence they might never end: NCCL frees memory in an abort, for which the driver waits
+    until the device is idle, and a collective on a communicator that is still to be aborted never
+    ends.
+    """
+    under_way = []
+    for each in aborts.items():
+        thread = threading.Thread(target=_try, args=each, name="hf_zero-abort", daemon=True)
+        try:
+            thread.start()
+            under_way.append(thread)
+        except RuntimeError:  # the interpreter is shutting down and starts no thread
+            _try(*each)
+    limit = time.monotonic() + ABORT_SECONDS
+    for thread in under_way:
+        thread.join(max(0.0, limit - time.monotonic()))
+
+
+def _try(name: str, abort: Callable[[], None]) -> None:
+    try:
+        abort()
+    except Exception:
+        logger.exception("could not abort %s", name)
+
+
+def destroy_group(group: Any) -> None:
+    """Destroy a process group of the current job; do nothing for None or a former job's group."""
+    if group is not None and dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)

@@ -24,8 +24,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hf_zero.distributed.agent_store import connect_to_agent_store
-
 SWITCH = "HF_ZERO_TRACEBACK"
 OFF = {"", "0", "false", "off", "no"}
 WAIT_SECONDS = 2.0
@@ -149,3 +147,17 @@ class _Said:
         with suppress(Exception):
             return self._store is None or self._store.add(self._key, 1) == 1
         return True
+
+
+def connect_to_agent_store(timeout: timedelta) -> Any:
+    """Return a client of the store at MASTER_ADDR and MASTER_PORT, or None if torchrun's agent
+    hosts none.
+
+    ``timeout`` limits each call. Raises torch's error if the store does not answer.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() != "true":
+        return None
+    from torch.distributed import TCPStore
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)

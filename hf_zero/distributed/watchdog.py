@@ -27,11 +27,16 @@ from typing import Any
 import torch
 
 from hf_zero.device import kinds
-from hf_zero.distributed import rank_hosts, uncaught
+from hf_zero.distributed import hosts, uncaught
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
-from hf_zero.distributed.group_ends import abort_together
-from hf_zero.distributed.hang_diagnosis import HangDiagnosis
-from hf_zero.distributed.rank_status import PATIENCE_SECONDS, POLL_SECONDS, SCRIPT, RankStatus
+from hf_zero.distributed.process_group import abort_together
+from hf_zero.distributed.rank_status import (
+    PATIENCE_SECONDS,
+    POLL_SECONDS,
+    SCRIPT,
+    HangDiagnosis,
+    RankStatus,
+)
 from hf_zero.errors import HfZeroError, RankMismatchError
 from hf_zero.logging import logger
 
@@ -180,7 +185,7 @@ class Watchdog:
                 self._conclude(*found)
                 return RankMismatchError(found.text)
         if cause is None:
-            others = rank_hosts.of(
+            others = hosts.of(
                 rank
                 for rank in pending.needs
                 if self.rank_status is None or rank != self.rank_status.rank
@@ -340,7 +345,7 @@ class Watchdog:
             needed = late or [rank for rank in pending.needs if rank != rank_status.rank]
             text = (
                 f"rank {rank_status.rank} has waited {waited:.0f} s, which is the timeout, for "
-                f"{pending}; {rank_hosts.of(needed)} {'has' if len(needed) == 1 else 'have'} not "
+                f"{pending}; {hosts.of(needed)} {'has' if len(needed) == 1 else 'have'} not "
                 "come there. See where such a rank stands (py-spy dump): it hangs, or it is "
                 "through with a loop of fewer steps than the others. Or set a longer timeout in "
                 "the config"

@@ -29,15 +29,15 @@ class BlockCodec:
 
     @torch.no_grad()
     def encode(self, values: Tensor, rows: int = 1, there: Tensor | None = None) -> Tensor:
-        """Encode, see :class:`hf_zero.distributed.codec.Codec`."""
+        """Encode, see :class:`hf_zero.distributed.collectives.Codec`."""
         return self.blocks.quantise(values, rows, there if self.differences else None)
 
     @torch.no_grad()
     def decode(self, messages: Tensor, full: Tensor) -> None:
-        """Decode, see :class:`hf_zero.distributed.codec.Codec`."""
+        """Decode, see :class:`hf_zero.distributed.collectives.Codec`."""
         self.blocks.dequantise(messages, full, self.differences)
 
     @torch.no_grad()
     def decode_sum(self, messages: Tensor, out: Tensor) -> None:
-        """Decode and sum, see :class:`hf_zero.distributed.codec.Codec`."""
+        """Decode and sum, see :class:`hf_zero.distributed.collectives.Codec`."""
         self.blocks.dequantise_sum(messages, out)

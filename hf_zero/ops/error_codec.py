@@ -42,7 +42,7 @@ class ErrorCodec:
 
     @torch.no_grad()
     def encode(self, values: Tensor, rows: int = 1, there: Tensor | None = None) -> Tensor:
-        """Encode, see :class:`hf_zero.distributed.codec.Codec`. Uses 8 more bytes an element."""
+        """Encode, see :class:`~hf_zero.distributed.collectives.Codec`. Uses 8 bytes an element."""
         wanted = values.to(torch.float32, copy=True)
         if self._error is not None:
             self._blocks.dequantise(self._error, wanted, add=True)
@@ -56,11 +56,11 @@ class ErrorCodec:
         return messages
 
     def decode(self, messages: Tensor, full: Tensor) -> None:
-        """Decode, see :class:`hf_zero.distributed.codec.Codec`."""
+        """Decode, see :class:`hf_zero.distributed.collectives.Codec`."""
         self._codec.decode(messages, full)
 
     def decode_sum(self, messages: Tensor, out: Tensor) -> None:
-        """Decode and sum, see :class:`hf_zero.distributed.codec.Codec`."""
+        """Decode and sum, see :class:`hf_zero.distributed.collectives.Codec`."""
         self._codec.decode_sum(messages, out)
 
     def clear(self) -> None:

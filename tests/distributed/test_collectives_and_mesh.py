@@ -17,10 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed import init, process_group, world_group
-from hf_zero.distributed.collective_handle import Handle
 from hf_zero.distributed.collective_log import CollectiveStats, PendingCollective
-from hf_zero.distributed.collectives import DimGroups, MeshDim
-from hf_zero.distributed.dim_maker import DimMaker
+from hf_zero.distributed.collectives import DimGroups, Handle, MeshDim
+from hf_zero.distributed.flat_mesh import DimMaker
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel

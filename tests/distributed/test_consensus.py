@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hf_zero.distributed import shard_fetches, store_wait
+from hf_zero.distributed import rank_requests
+from hf_zero.distributed import store as job_store
 from hf_zero.distributed.consensus import Consensus
-from hf_zero.distributed.step_events import STOP
-from hf_zero.distributed.store_wait import StoreWait
+from hf_zero.distributed.rank_requests import STOP
+from hf_zero.distributed.store import StoreWait
 from hf_zero.errors import RankMismatchError
 
 
@@ -165,7 +166,7 @@ def test_a_rank_that_is_late_is_named_each_minute_until_the_timeout(
 ) -> None:
     store = SilentStore({"0/1"})
     monkeypatch.setattr(
-        store_wait, "time", SimpleNamespace(monotonic=lambda: store.now, sleep=store.sleep)
+        job_store, "time", SimpleNamespace(monotonic=lambda: store.now, sleep=store.sleep)
     )
     with pytest.raises(
         RankMismatchError, match="waited 150 s for ranks 2 to join the gather of unit 4"
@@ -196,8 +197,8 @@ class Chunks:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_fetches, "PART", 16)
-    for module in (shard_fetches, store_wait):
+    monkeypatch.setattr(rank_requests, "PART", 16)
+    for module in (rank_requests, job_store):
         monkeypatch.setattr(module, "POLL_SECONDS", 0.002)
 
 

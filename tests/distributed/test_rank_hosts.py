@@ -8,9 +8,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from hf_zero.distributed import rank_hosts
-from hf_zero.distributed.collective_handle import Handle
+from hf_zero.distributed import hosts
 from hf_zero.distributed.collective_log import CollectiveLog
+from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import RankMismatchError
 
@@ -21,45 +21,44 @@ class Lost:
 
 
 @pytest.fixture
-def hosts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def known(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
-    monkeypatch.setattr(rank_hosts, "_hosts", names)
+    monkeypatch.setattr(hosts, "_hosts", names)
     return names
 
 
-def test_every_rank_learns_every_host(hosts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_learns_every_host(known: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with ThreadPoolExecutor(3) as ranks:
         for rank in (2, 1):  # they wait for rank 0, which collects
             monkeypatch.setenv("HF_ZERO_HOST", "worker-1")
-            ranks.submit(rank_hosts.learn, store, rank, 3)
-            store.wait([f"{rank_hosts.KEY}/{rank}"], timedelta(seconds=60))
+            ranks.submit(hosts.learn, store, rank, 3)
+            store.wait([f"{hosts.KEY}/{rank}"], timedelta(seconds=60))
         monkeypatch.setenv("HF_ZERO_HOST", "worker-0")
-        rank_hosts.learn(store, 0, 3)
-    assert hosts == ["worker-0 (127.0.0.1)", "worker-1 (127.0.0.1)", "worker-1 (127.0.0.1)"]
+        hosts.learn(store, 0, 3)
+    assert known == ["worker-0 (127.0.0.1)", "worker-1 (127.0.0.1)", "worker-1 (127.0.0.1)"]
     assert (
-        rank_hosts.of([0, 1, 2])
-        == "rank 0 on worker-0 (127.0.0.1), ranks 1, 2 on worker-1 (127.0.0.1)"
+        hosts.of([0, 1, 2]) == "rank 0 on worker-0 (127.0.0.1), ranks 1, 2 on worker-1 (127.0.0.1)"
     )
 
 
-@pytest.mark.parametrize("name", rank_hosts.NAMES)
+@pytest.mark.parametrize("name", hosts.NAMES)
 def test_a_host_has_the_name_that_its_launcher_gives_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for each in (*rank_hosts.NAMES, "MASTER_ADDR"):
+    for each in (*hosts.NAMES, "MASTER_ADDR"):
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, "gpu07")
-    assert rank_hosts.own_host() == "gpu07"
+    assert hosts.own_host() == "gpu07"
 
 
-def test_hosts_that_nobody_told_are_left_out(hosts: list[str]) -> None:
-    assert rank_hosts.of([0, 3]) == "ranks 0, 3"
+def test_hosts_that_nobody_told_are_left_out(known: list[str]) -> None:
+    assert hosts.of([0, 3]) == "ranks 0, 3"
 
 
-def test_a_collective_that_breaks_names_the_peers_and_their_hosts(hosts: list[str]) -> None:
-    hosts += ["a (10.0.0.1)", "b (10.0.0.2)"]
+def test_a_collective_that_breaks_names_the_peers_and_their_hosts(known: list[str]) -> None:
+    known += ["a (10.0.0.1)", "b (10.0.0.2)"]
     log = CollectiveLog("gathers", [0, 1], 60.0)
     handle = Handle([Lost()], Watchdog(enabled=False), log.issue("all-gather of layer.1", (1,)))
     with pytest.raises(
@@ -73,4 +72,4 @@ def test_a_collective_that_breaks_names_the_peers_and_their_hosts(hosts: list[st
 def test_numbers_of_ranks_name_those_alone() -> None:
     groups = ([0, 1, 2, 3], [0, 2], [4, 5], [0, 1, 2, 8, 10, 9], [7])
     said = ["0-3", "0, 2", "4, 5", "0-2, 8-10", "7"]
-    assert [rank_hosts.numbers(ranks) for ranks in groups] == said
+    assert [hosts.numbers(ranks) for ranks in groups] == said

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from hf_zero.distributed import rank_status as module
 from hf_zero.distributed import watchdog as watching
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
-from hf_zero.distributed.hang_diagnosis import StatusPost, diagnose_hang
-from hf_zero.distributed.rank_status import RankStatus
+from hf_zero.distributed.rank_status import RankStatus, StatusPost, diagnose_hang
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import RankMismatchError
 

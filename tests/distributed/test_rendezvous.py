@@ -17,8 +17,9 @@ from hf_zero.distributed.rendezvous import (
     Place,
     announce,
     discover,
+    expand_hosts,
+    expand_tasks,
 )
-from hf_zero.distributed.slurm import expand_hosts, expand_tasks
 from hf_zero.errors import LaunchError
 
 TORCHRUN = {

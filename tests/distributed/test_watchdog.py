@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.device import kinds
-from hf_zero.distributed import group_ends
+from hf_zero.distributed import process_group
 from hf_zero.distributed import watchdog as module
-from hf_zero.distributed.collective_handle import Handle
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
+from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.rank_status import RankStatus
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import RankMismatchError
@@ -299,9 +299,9 @@ def test_communicators_are_aborted_together(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_an_abort_that_does_not_end_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_ends, "ABORT_SECONDS", 0.01)
+    monkeypatch.setattr(process_group, "ABORT_SECONDS", 0.01)
     ends = threading.Event()
-    group_ends.abort_together({"gathers": ends.wait})  # type: ignore[dict-item]
+    process_group.abort_together({"gathers": ends.wait})  # type: ignore[dict-item]
     ends.set()
 
 
@@ -314,7 +314,7 @@ def test_communicators_are_aborted_where_no_thread_starts_any_more(
     monkeypatch.setattr(threading.Thread, "start", start)
     aborted: list[str] = []
     names = ("gathers", "reductions")
-    group_ends.abort_together({name: partial(aborted.append, name) for name in names})
+    process_group.abort_together({name: partial(aborted.append, name) for name in names})
     assert aborted == [*names]
 
 

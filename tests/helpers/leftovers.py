@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_zero.distributed.mesh_resources import settle_all
+from hf_zero.distributed.mesh import settle_all
 from hf_zero.distributed.world_group import get_world_group
 from tests.helpers.broken_stacks import Armed
 from tests.helpers.models import seeded

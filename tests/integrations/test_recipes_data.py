@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hf_zero.config import OffloadOptimizer, ZeroConfig
-from hf_zero.distributed.mpu import check_mpu
+from hf_zero.distributed.parallel_dims import check_mpu
 from hf_zero.errors import NotBuiltError
 from tests.integrations.test_recipes import ROOT, module_of, script_of
 

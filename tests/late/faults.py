@@ -246,7 +246,7 @@ FAULTS: dict[str, Fault] = {
         ALL, left_out("wait", "unit.py launch_gather"), COPIES
     ),
     "compute does not wait for a reduction": Fault(
-        "stage 2", left_out("wait", "collective_handle.py reduce_into"), COPIES
+        "stage 2", left_out("wait", "collectives.py reduce_into"), COPIES
     ),
     "a unit's memory is given back under its gather": Fault(
         "stage 3", replaced(unit.Unit, "launch_gather", _released_at_once), COPIES

@@ -97,21 +97,17 @@ OTHER_LIBRARIES = {
     "transformers": {"accelerate"},
 }
 TORCH_DISTRIBUTED = (
-    "hf_zero.distributed.agent_store",
+    "hf_zero.distributed.uncaught",
     "hf_zero.distributed.process_group",
     "hf_zero.distributed.init",
-    "hf_zero.distributed.world_group",
-    "hf_zero.distributed.mesh",
     "hf_zero.distributed.collectives",
-    "hf_zero.distributed.group_ends",
-    "hf_zero.distributed.dim_maker",
+    "hf_zero.distributed.world_group",
     "hf_zero.distributed.flat_mesh",
+    "hf_zero.distributed.mesh",
     "hf_zero.distributed.parallel_groups",
-    "hf_zero.distributed.rank_group",
-    "hf_zero.distributed.tagged_barrier",
-    "hf_zero.distributed.dtensors",
-    "hf_zero.distributed.pipeline_stage",
-    "hf_zero.distributed.stage_messages",
+    "hf_zero.parallel.tensor.dtensors",
+    "hf_zero.parallel.pipeline.rank_stages",
+    "hf_zero.parallel.pipeline.stage_messages",
 )
 HUGGING_FACE = {
     "transformers",

@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.distributed import dim_maker, stage_messages
+from hf_zero.distributed import flat_mesh
 from hf_zero.distributed.collective_log import CollectiveStats
 from hf_zero.distributed.parallel_dims import ParallelDims
-from hf_zero.distributed.stage_messages import StageMessages
 from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.parallel.pipeline import stage_messages
+from hf_zero.parallel.pipeline.stage_messages import StageMessages
 
 DEVICE = torch.device("cuda", 0)
 
@@ -53,7 +54,7 @@ def test_the_communicator_is_made_with_its_group(monkeypatch: pytest.MonkeyPatch
 
 def test_the_host_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_reduce", None)
-    dim_maker.connect(None, (0, 1), torch.device("cpu"), Watchdog(enabled=False), "an axis")
+    flat_mesh.connect(None, (0, 1), torch.device("cpu"), Watchdog(enabled=False), "an axis")
 
 
 def _messages() -> StageMessages:

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from hf_zero.device import kinds
-from hf_zero.distributed import shard_fetches
+from hf_zero.distributed import rank_requests
 from hf_zero.zero.step.update import Updater
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import ARCHITECTURES
@@ -31,7 +31,7 @@ def train(rank, models, section):
 
 
 @pytest.mark.parametrize(
-    "stage, where, thread", [(2, Updater, "hf-zero update"), (3, shard_fetches, "hf_zero-serve")]
+    "stage, where, thread", [(2, Updater, "hf-zero update"), (3, rank_requests, "hf_zero-serve")]
 )
 def test_the_device_is_set_first(stage, where, thread, tmp_path, monkeypatch):
     current, worked = threading.local(), []

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_zero.config.accelerate_yaml import PASSED_ON
-from hf_zero.distributed.network_interface import choose_interface
+from hf_zero.distributed.hosts import choose_interface
 from hf_zero.distributed.rendezvous import announce
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder

@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_flatten
 from hf_zero.device.pinned import upload
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_groups import get_parallel
-from hf_zero.distributed.pipeline_stage import PipelineRun, Stage
-from hf_zero.distributed.stage_messages import StageMessages
 from hf_zero.errors import ConfigError, PipelineError, RankMismatchError
 from hf_zero.logging import logger
 from hf_zero.parallel.alike import Calls, differing, hash_of
 from hf_zero.parallel.pipeline.grid import PipelineParallelGrid
+from hf_zero.parallel.pipeline.rank_stages import PipelineRun, Stage
+from hf_zero.parallel.pipeline.stage_messages import StageMessages
 from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.parallel.pipeline.tied import TiedParameters
 from hf_zero.zero.layout.tree import map_tensors

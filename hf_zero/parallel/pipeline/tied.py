@@ -15,9 +15,9 @@ import torch
 
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.parallel_groups import ParallelGroups
-from hf_zero.distributed.stage_messages import dim_of_stages
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import PartitionError
+from hf_zero.parallel.pipeline.stage_messages import dim_of_stages
 from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.sharding import set_sharding, sharding_of

@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.distributed.collective_handle import Handle
-from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.collectives import Handle, MeshDim
 from hf_zero.parallel.tensor.weight_gradients import WeightGradients
 
 STRETCH = 64 << 20  # bytes of joined tensors per all-gather

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_zero.config import ZeroConfig
-from hf_zero.distributed.codec import Codec
+from hf_zero.distributed.collectives import Codec
 from hf_zero.logging import logger
 from hf_zero.ops.block_codec import BlockCodec
 from hf_zero.ops.error_codec import ErrorCodec

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.distributed.codec import Codec
+from hf_zero.distributed.collectives import Codec
 from hf_zero.distributed.flat_mesh import FlatMesh
 from hf_zero.ops.sign_blocks import SignBlocks
 from hf_zero.zero.layout.flat_layout import FlatLayout

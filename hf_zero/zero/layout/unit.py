@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_zero.device import kinds, streams
 from hf_zero.device.spans import span
-from hf_zero.distributed.collective_handle import Handle
+from hf_zero.distributed.collectives import Handle
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter_guard import ParameterGuard
 

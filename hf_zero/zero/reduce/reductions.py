@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hf_zero.device.spans import span
-from hf_zero.distributed.collective_handle import Handle
+from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.gradient_buffer import GradState

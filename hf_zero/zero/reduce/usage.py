@@ -21,7 +21,7 @@ from operator import mul
 import torch
 
 from hf_zero.device.pinned import upload
-from hf_zero.distributed.collective_handle import Handle
+from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.zero.layout.flat_buffer import FlatBuffer

@@ -6,7 +6,7 @@ The device runs the collectives of all communicators, and every rank must issue 
 So a gather is not issued at the end of its unit's update, at a time that depends on the clock, but
 when the training thread allows it and waits until it is issued: a forward allows all units up to
 the one it needs (:meth:`UpdateGathers.wait`), and every other collective allows all remaining ones
-(:meth:`UpdateGathers.issue_all`, called through ``deferred.py``).
+(:meth:`UpdateGathers.issue_all`, a deferred collective of ``collective_log.py``).
 
 A rank may reach neither while another one needs its part: rank 0 evaluates alone, the others wait
 in a torch barrier. So a rank that needs a gather posts this in the store. A rank that reads the
@@ -28,8 +28,7 @@ from functools import partial
 import torch
 
 from hf_zero.device import streams
-from hf_zero.distributed.collective_handle import Handle
-from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.collectives import Handle, MeshDim
 from hf_zero.distributed.store import StoreMessages
 
 GRACE_SECONDS = 0.3

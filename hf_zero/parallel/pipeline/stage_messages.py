@@ -29,10 +29,11 @@ import torch.distributed as dist
 from hf_zero.device import kinds
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
 from hf_zero.distributed.collectives import MARGIN_SECONDS, MeshDim
-from hf_zero.distributed.dim_maker import DimMaker, connect
-from hf_zero.distributed.group_ends import CPU, abort
+from hf_zero.distributed.flat_mesh import DimMaker, connect
 from hf_zero.distributed.parallel_groups import ParallelGroups
 from hf_zero.distributed.process_group import (
+    CPU,
+    abort,
     backend_serving,
     backends_of_parts,
     group_backend,

@@ -1,7 +1,10 @@
-"""The network interface that gloo listens on: the one that leads to the rendezvous address.
+"""The host of each rank: its network interface that leads to the rendezvous address, and its name
+and address in messages.
 
+[Note: the interface]
 By default gloo uses the address that the host's own name resolves to, which on many machines is
-127.0.1.1: peers on other hosts would then connect to themselves.
+127.0.1.1: peers on other hosts would then connect to themselves. The hosts of all ranks are
+published through the store while all ranks are well, for messages about a lost rank.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ import os
 import socket
 import struct
 import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from hf_zero.distributed.rendezvous import is_loopback
 from hf_zero.errors import LaunchError
@@ -17,6 +22,12 @@ from hf_zero.errors import LaunchError
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SOMEWHERE = "192.0.2.1"  # reserved for documentation: reached by the default route
 SIOCGIFADDR = 0x8915
+
+
+NAMES = ("HF_ZERO_HOST", "SLURMD_NODENAME")  # names that the user knows: of the hostfile, of SLURM
+KEY = "hf_zero/launch"
+
+_hosts: list[str] = []
 
 
 def choose_interface(
@@ -95,3 +106,51 @@ def _check(names: str, where: str) -> None:
             f"{where}={names}: this host has no network interface {', '.join(missing)}; it has "
             f"{', '.join(interfaces())}"
         )
+
+
+def learn(store: Any, rank: int, world: int) -> None:
+    """Publish this rank's host and read those of all ranks (collective over the store, once per
+    process).
+
+    Rank 0 collects, so that n ranks read n keys.
+    """
+    if len(_hosts) == world:
+        return
+    store.set(f"{KEY}/{rank}", own_host())
+    if rank == 0:
+        store.set(KEY, "\n".join(store.get(f"{KEY}/{each}").decode() for each in range(world)))
+    _hosts[:] = store.get(KEY).decode().split("\n")
+
+
+def own_host() -> str:
+    """Return this host's name and address: ``worker-1 (10.0.0.2)``."""
+    name = next((os.environ[each] for each in NAMES if os.environ.get(each)), socket.gethostname())
+    address = own_address(os.environ.get("MASTER_ADDR"))
+    return f"{name} ({address})" if address and address != name else name
+
+
+def numbers(ranks: Sequence[int]) -> str:
+    """Return ``0-3`` for ranks 0 to 3, ``0, 2`` for ranks 0 and 2; a range has at least three."""
+    ranges: list[list[int]] = []
+    for rank in sorted(ranks):
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1].append(rank)
+        else:
+            ranges.append([rank])
+    parts = [[f"{each[0]}-{each[-1]}"] if len(each) > 2 else map(str, each) for each in ranges]
+    return ", ".join(text for part in parts for text in part)
+
+
+def of(ranks: Iterable[int]) -> str:
+    """Return ``rank 1 on worker-0 (10.0.0.1), ranks 2, 3 on worker-1 (10.0.0.2)``; only the numbers
+    if :func:`learn` was never called.
+    """
+    by_host: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_host.setdefault(_hosts[rank] if rank < len(_hosts) else "", []).append(rank)
+    parts = [
+        f"rank{'s' * (len(group) > 1)} {', '.join(map(str, group))}"
+        + (f" on {host}" if host else "")
+        for host, group in by_host.items()
+    ]
+    return ", ".join(parts)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.distributed.stage_messages import Activations, StageMessages
 from hf_zero.errors import ConfigError
+from hf_zero.parallel.pipeline.stage_messages import Activations, StageMessages
 
 Forward = Callable[[int, int, Any], Any]
 Backward = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
