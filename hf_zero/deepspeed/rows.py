@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+HERE = __name__.rpartition(".")[0]
+
 
 @dataclass(frozen=True)
 class Provided:
@@ -89,16 +91,15 @@ def module(
     found = [row for part in rows for row in part]
     left_out = {row.name: row.reason for row in found if isinstance(row, LeftOut)}
     there = {row.name: row for row in found if not isinstance(row, LeftOut)}
-    return Module(path, about, there, left_out, others, command)
+    return Module(path, about, there, left_out, others, _absolute(command))
 
 
 def names(home: str, *wanted: str) -> list[Provided]:
-    """Return rows of ``home``'s attributes, each ``"name"`` or ``"attribute as name"``."""
-    found = []
-    for each in wanted:
-        attribute, _, name = each.partition(" as ")
-        found.append(Provided(name or attribute, home, attribute))
-    return found
+    """Return rows of the attributes of ``home``, ".file" for one of this folder. Each text may hold
+    several, as ``name``, or ``name=attribute`` where they differ.
+    """
+    parted = [word.partition("=") for word in _split(wanted)]
+    return [Provided(name, _absolute(home), attribute or name) for name, _, attribute in parted]
 
 
 def functions_not_built(instead: str, *wanted: str) -> list[NotBuilt]:
@@ -114,6 +115,10 @@ def classes_not_built(instead: str, *wanted: str, base: str = "") -> list[NotBui
 def left_out(reason: str, *wanted: str) -> list[LeftOut]:
     """Return rows of names that do not exist; ``*``: all others of the module."""
     return [LeftOut(name, reason) for name in _split(wanted)]
+
+
+def _absolute(home: str) -> str:
+    return f"{HERE}{home}" if home.startswith(".") else home
 
 
 def _split(wanted: Iterable[str]) -> list[str]:

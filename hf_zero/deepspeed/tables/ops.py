@@ -12,44 +12,22 @@ from hf_zero.deepspeed.rows import (
 from hf_zero.deepspeed.tables.remedies import (
     CONSTANT,
     GENERATE,
-    HERE,
     INTERNAL,
     KERNELS,
 )
 
 BUILDERS = names(
-    f"{HERE}.op_builders",
-    "AsyncIOBuilder",
-    "CCLCommBuilder",
-    "CPUAdagradBuilder",
-    "CPUAdamBuilder",
-    "CPULionBuilder",
-    "DeepCompileBuilder",
-    "EvoformerAttnBuilder",
-    "FPQuantizerBuilder",
-    "FusedAdamBuilder",
-    "FusedLambBuilder",
-    "FusedLionBuilder",
-    "GDSBuilder",
-    "InferenceBuilder",
-    "InferenceCoreBuilder",
-    "InferenceCutlassBuilder",
-    "NotImplementedBuilder",
-    "OpBuilder",
-    "PinMemoryBuilder",
-    "QuantizerBuilder",
-    "RaggedOpsBuilder",
-    "RaggedUtilsBuilder",
-    "RandomLTDBuilder",
-    "ShareMemCommBuilder",
-    "SparseAttnBuilder",
-    "SpatialInferenceBuilder",
-    "StochasticTransformerBuilder",
-    "TransformerBuilder",
-    "UtilsBuilder",
+    ".op_builders",
+    "AsyncIOBuilder CCLCommBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder "
+    "DeepCompileBuilder EvoformerAttnBuilder FPQuantizerBuilder FusedAdamBuilder "
+    "FusedLambBuilder FusedLionBuilder GDSBuilder InferenceBuilder "
+    "InferenceCoreBuilder InferenceCutlassBuilder NotImplementedBuilder OpBuilder "
+    "PinMemoryBuilder QuantizerBuilder RaggedOpsBuilder RaggedUtilsBuilder "
+    "RandomLTDBuilder ShareMemCommBuilder SparseAttnBuilder SpatialInferenceBuilder "
+    "StochasticTransformerBuilder TransformerBuilder UtilsBuilder",
 )
-CPU_ADAM = names(f"{HERE}.optimizers", "DeepSpeedCPUAdam")
-FUSED_ADAM = names(f"{HERE}.optimizers", "FusedAdam")
+CPU_ADAM = names(".optimizers", "DeepSpeedCPUAdam")
+FUSED_ADAM = names(".optimizers", "FusedAdam")
 LAYERS = classes_not_built(KERNELS, "DeepSpeedTransformerLayer DeepSpeedTransformerConfig")
 CPU_LAMB = classes_not_built(
     "take FusedLamb, also with offload", "DeepSpeedCPULamb", base="torch.optim:Optimizer"
@@ -59,13 +37,13 @@ OPS = (
     module(
         "deepspeed.ops",
         "Optimizers and sparse attention, and which operators are here.",
-        names(f"{HERE}.op_builders", "COMPATIBLE as __compatible_ops__"),
+        names(".op_builders", "__compatible_ops__=COMPATIBLE"),
         LAYERS,
     ),
     module(
         "deepspeed.ops.adagrad",
         "Adagrad.",
-        names(f"{HERE}.optimizers", "DeepSpeedCPUAdagrad"),
+        names(".optimizers", "DeepSpeedCPUAdagrad"),
     ),
     module(
         "deepspeed.ops.adam",
@@ -88,13 +66,13 @@ OPS = (
     module(
         "deepspeed.ops.aio",
         "Files.",
-        names(f"{HERE}.op_builders", "AsyncIOBuilder"),
+        names(".op_builders", "AsyncIOBuilder"),
     ),
-    module("deepspeed.ops.lamb", "Lamb.", names(f"{HERE}.optimizers", "FusedLamb"), CPU_LAMB),
+    module("deepspeed.ops.lamb", "Lamb.", names(".optimizers", "FusedLamb"), CPU_LAMB),
     module(
         "deepspeed.ops.lion",
         "Lion.",
-        names(f"{HERE}.optimizers", "DeepSpeedCPULion", "FusedLion"),
+        names(".optimizers", "DeepSpeedCPULion FusedLion"),
     ),
     module(
         "deepspeed.ops.op_builder",
@@ -105,13 +83,13 @@ OPS = (
     module(
         "deepspeed.ops.op_builder.all_ops",
         "All of them.",
-        names(f"{HERE}.op_builders", "ALL_OPS"),
+        names(".op_builders", "ALL_OPS"),
         left_out(INTERNAL, "*"),
     ),
     module(
         "deepspeed.ops.op_builder.builder",
         "What an operator answers.",
-        names(f"{HERE}.op_builders", "OpBuilder", "OpBuilder as CUDAOpBuilder"),
+        names(".op_builders", "OpBuilder CUDAOpBuilder=OpBuilder"),
         left_out(CONSTANT, "YELLOW END WARNING DEFAULT_TORCH_EXTENSION_PATH"),
         left_out(
             "nothing is compiled on this machine",
@@ -124,15 +102,11 @@ OPS = (
     module(
         "deepspeed.ops.sparse_attention",
         "Block-sparse attention.",
-        names(f"{HERE}.sparse_attention", "SparseAttentionUtils", "SparseSelfAttention"),
+        names(".sparse_attention", "SparseAttentionUtils SparseSelfAttention"),
         names(
             "hf_zero.ops.sparse_attention",
-            "BSLongformerSparsityConfig",
-            "BigBirdSparsityConfig",
-            "DenseSparsityConfig",
-            "FixedSparsityConfig",
-            "LocalSlidingWindowSparsityConfig",
-            "SparsityConfig",
+            "BSLongformerSparsityConfig BigBirdSparsityConfig DenseSparsityConfig "
+            "FixedSparsityConfig LocalSlidingWindowSparsityConfig SparsityConfig "
             "VariableSparsityConfig",
         ),
         classes_not_built(

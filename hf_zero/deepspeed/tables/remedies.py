@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-HERE = "hf_zero.deepspeed"
 EXPERT = "hf_zero.parallel.expert"
 NO_SEQUENCE_PARALLEL = "use hf_zero.sequence_parallel, or UlyssesSPAttentionHF"
 BY_TENSOR_PARALLEL = "write tensor_parallel.autotp_size, or call hf_zero.tensor_parallel"

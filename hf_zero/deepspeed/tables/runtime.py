@@ -16,7 +16,6 @@ from hf_zero.deepspeed.tables.remedies import (
     CONSTANT,
     FILES,
     GENERATE,
-    HERE,
     INTERNAL,
     NO_DUALPIPE,
     NO_SEQUENCE_PARALLEL,
@@ -27,22 +26,15 @@ from hf_zero.deepspeed.tables.top import CONFIG, CONFIG_ERROR
 
 ACTIVATION_CHECKPOINTING: tuple[Row, ...] = (
     *names(
-        f"{HERE}.activation_checkpointing",
-        "checkpoint",
-        "configure",
-        "is_configured",
-        "checkpoint as non_reentrant_checkpoint",
-        "partition_activations_in_checkpoint",
-        "reset",
-        "set_num_layers",
+        ".activation_checkpointing",
+        "checkpoint configure is_configured non_reentrant_checkpoint=checkpoint "
+        "partition_activations_in_checkpoint reset set_num_layers",
     ),
     *names(
-        f"{HERE}.activation_checkpointing",
-        "RandomStates as CudaRNGStatesTracker",
-        "get_cuda_rng_tracker",
-        "_states as _CUDA_RNG_STATE_TRACKER",
-        "model_parallel_cuda_manual_seed",
-        "model_parallel_cuda_manual_seed as model_parallel_reconfigure_tp_seed",
+        ".activation_checkpointing",
+        "CudaRNGStatesTracker=RandomStates get_cuda_rng_tracker "
+        "_CUDA_RNG_STATE_TRACKER=_states model_parallel_cuda_manual_seed "
+        "model_parallel_reconfigure_tp_seed=model_parallel_cuda_manual_seed",
     ),
     *left_out(
         "torch.utils.checkpoint keeps and recomputes activations",
@@ -59,7 +51,7 @@ ACTIVATION_CHECKPOINTING: tuple[Row, ...] = (
         "PARTITION_ACTIVATIONS CPU_CHECKPOINT CONTIGUOUS_CHECKPOINTING SYNCHRONIZE PROFILE_TIME",
     ),
 )
-OPTIMIZERS = names("torch.optim", "Optimizer as DeepSpeedOptimizer", "Optimizer as ZeROOptimizer")
+OPTIMIZERS = names("torch.optim", "DeepSpeedOptimizer=Optimizer ZeROOptimizer=Optimizer")
 ANY_RANKS = "every checkpoint of hf-zero resumes on any number of ranks and at any stage as it is"
 ONE_BIT = classes_not_built(
     "name it in the configuration, optimizer.type: OneBitAdam, OneBitLamb or ZeroOneAdam, or take "
@@ -69,12 +61,7 @@ ONE_BIT = classes_not_built(
 )
 
 CHECKPOINT_ENGINES: tuple[Row, ...] = (
-    *names(
-        f"{HERE}.checkpoint_files",
-        "CheckpointCommitInfo",
-        "CheckpointEngine",
-        "TorchCheckpointEngine",
-    ),
+    *names(".checkpoint_files", "CheckpointCommitInfo CheckpointEngine TorchCheckpointEngine"),
     *left_out("engine.save_checkpoint writes; write checkpoint.async_save for another thread", "*"),
 )
 
@@ -93,21 +80,21 @@ RUNTIME = (
     module(
         "deepspeed.checkpoint",
         "Checkpoints.",
-        names(f"{HERE}.constants", "UNIVERSAL_CHECKPOINT_INFO"),
+        names(".constants", "UNIVERSAL_CHECKPOINT_INFO"),
         classes_not_built(ANY_RANKS, "DeepSpeedCheckpoint ZeROCheckpoint"),
         left_out(FILES, "*"),
     ),
     module(
         "deepspeed.checkpoint.ds_to_universal",
         "Checkpoints for any number of ranks.",
-        names(f"{HERE}.universal_files", "main", "parse_arguments"),
+        names(".universal_files", "main parse_arguments"),
         left_out(FILES, "*"),
-        command=f"{HERE}.universal_files:main",
+        command=".universal_files:main",
     ),
     module(
         "deepspeed.checkpoint.utils",
         "State dicts to be saved.",
-        names(f"{HERE}.state_dicts", "clone_tensors_for_torch_save"),
+        names(".state_dicts", "clone_tensors_for_torch_save"),
         functions_not_built(
             "the files of a checkpoint are listed in its manifest.json",
             "get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank get_layer_ckpt_name_for_rank",
@@ -133,14 +120,9 @@ RUNTIME = (
         CONFIG,
         CONFIG_ERROR,
         names(
-            f"{HERE}.zero_config",
-            "ADAGRAD_OPTIMIZER",
-            "ADAMW_OPTIMIZER",
-            "ADAM_OPTIMIZER",
-            "LAMB_OPTIMIZER",
-            "LION_OPTIMIZER",
-            "get_gradient_clipping",
-            "get_log_level",
+            ".zero_config",
+            "ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER "
+            "get_gradient_clipping get_log_level",
         ),
         left_out(BY_CONFIG, "*"),
     ),
@@ -148,7 +130,7 @@ RUNTIME = (
     module(
         "deepspeed.runtime.comm.coalesced_collectives",
         "Collectives of several tensors.",
-        names(f"{HERE}.runtime_utils", "reduce_scatter_coalesced"),
+        names(".runtime_utils", "reduce_scatter_coalesced"),
         functions_not_built(
             "hf-zero reduces in the dtype of communication_data_type",
             "all_to_all_quant_reduce all_to_all_loco_quant_reduce",
@@ -159,24 +141,21 @@ RUNTIME = (
         "deepspeed.runtime.precision_config",
         "The sections bf16 and fp16 of a configuration.",
         names(
-            f"{HERE}.config_model",
-            "DeepSpeedBF16Config",
-            "DeepSpeedFP16Config",
-            "get_bfloat16_config",
-            "get_float16_config",
+            ".config_model",
+            "DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config get_float16_config",
         ),
         left_out(CONSTANT, "*"),
     ),
     module(
         "deepspeed.runtime.swap_tensor",
         "State in files.",
-        names(f"{HERE}.constants", "MIN_SWAPPABLE_BYTES"),
+        names(".constants", "MIN_SWAPPABLE_BYTES"),
         left_out(INTERNAL, "*"),
     ),
     module(
         "deepspeed.runtime.config_utils",
         "Parts of configurations.",
-        names(f"{HERE}.config_model", "DeepSpeedConfigModel"),
+        names(".config_model", "DeepSpeedConfigModel"),
         left_out(
             BY_CONFIG,
             "get_config_default pp_int ScientificNotationEncoder DeepSpeedConfigObject "
@@ -186,18 +165,14 @@ RUNTIME = (
     module(
         "deepspeed.runtime.dataloader",
         "Data loaders: that of initialize(training_data=...) is torch's.",
-        names("torch.utils.data", "DataLoader as DeepSpeedDataLoader"),
-        names(f"{HERE}.repeating_loader", "RepeatingLoader"),
+        names("torch.utils.data", "DeepSpeedDataLoader=DataLoader"),
+        names(".repeating_loader", "RepeatingLoader"),
     ),
     module(
         "deepspeed.runtime.engine",
         "The engine.",
-        names(f"{HERE}.engine", "DeepSpeedEngine"),
-        names(
-            f"{HERE}.initializing",
-            "DeepSpeedOptimizerCallable",
-            "DeepSpeedSchedulerCallable",
-        ),
+        names(".engine", "DeepSpeedEngine"),
+        names(".initializing", "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable"),
         left_out(CONSTANT, "MEMORY_OPT_ALLREDUCE_SIZE CASTABLE_DTYPES"),
         left_out(INTERNAL, "split_half_float_double_sparse EngineTimers"),
     ),
@@ -211,18 +186,10 @@ RUNTIME = (
         "deepspeed.runtime.constants",
         "Names of keys, and defaults.",
         names(
-            f"{HERE}.constants",
-            "GRADIENT_ACCUMULATION_STEPS",
-            "GRADIENT_CLIPPING",
-            "GRADIENT_CLIPPING_DEFAULT",
-            "LOG_LEVEL",
-            "LOG_LEVEL_DEFAULT",
-            "ROUTE_ENCODE",
-            "ROUTE_EVAL",
-            "ROUTE_PREDICT",
-            "ROUTE_TRAIN",
-            "TRAIN_BATCH_SIZE",
-            "TRAIN_MICRO_BATCH_SIZE_PER_GPU",
+            ".constants",
+            "GRADIENT_ACCUMULATION_STEPS GRADIENT_CLIPPING GRADIENT_CLIPPING_DEFAULT "
+            "LOG_LEVEL LOG_LEVEL_DEFAULT ROUTE_ENCODE ROUTE_EVAL ROUTE_PREDICT ROUTE_TRAIN "
+            "TRAIN_BATCH_SIZE TRAIN_MICRO_BATCH_SIZE_PER_GPU",
         ),
         left_out(CONSTANT, "*"),
     ),
@@ -247,16 +214,9 @@ RUNTIME = (
         "deepspeed.runtime.fp16.loss_scaler",
         "Loss scales.",
         names(
-            f"{HERE}.loss_scalers",
-            "CONSECUTIVE_HYSTERESIS",
-            "CreateLossScaler",
-            "DELAYED_SHIFT",
-            "DynamicLossScaler",
-            "INITIAL_LOSS_SCALE",
-            "LossScaler",
-            "LossScalerBase",
-            "MIN_LOSS_SCALE",
-            "SCALE_WINDOW",
+            ".loss_scalers",
+            "CONSECUTIVE_HYSTERESIS CreateLossScaler DELAYED_SHIFT DynamicLossScaler "
+            "INITIAL_LOSS_SCALE LossScaler LossScalerBase MIN_LOSS_SCALE SCALE_WINDOW",
         ),
         left_out("float(value)", "to_python_float"),
         left_out(
@@ -274,20 +234,12 @@ RUNTIME = (
         "Learning rate schedules.",
         names(
             "hf_zero.optim.schedules",
-            "VALID_LR_SCHEDULES",
-            "LRRangeTest",
-            "OneCycle",
-            "WarmupCosineLR",
-            "WarmupDecayLR",
-            "WarmupLR",
+            "VALID_LR_SCHEDULES LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
         ),
-        names(f"{HERE}.schedule_names", *CONSTANTS),
+        names(".schedule_names", *CONSTANTS),
         names(
-            f"{HERE}.arguments",
-            "add_tuning_arguments",
-            "get_config_from_args",
-            "get_lr_from_config",
-            "parse_arguments",
+            ".arguments",
+            "add_tuning_arguments get_config_from_args get_lr_from_config parse_arguments "
             "update_lr",
         ),
         left_out(
@@ -301,43 +253,31 @@ RUNTIME = (
         "deepspeed.runtime.pipe",
         "Pipeline parallelism.",
         names(PIPELINE + ".module", "PipelineModule"),
-        names(PIPELINE + ".layers", "LayerSpec", "TiedLayerSpec"),
+        names(PIPELINE + ".layers", "LayerSpec TiedLayerSpec"),
         names(PIPELINE + ".topology", "ProcessTopology"),
     ),
     module(
         "deepspeed.runtime.pipe.engine",
         "Its engine.",
-        names(f"{HERE}.pipeline", "PipelineEngine"),
+        names(".pipeline", "PipelineEngine"),
         left_out(INTERNAL, "*"),
     ),
     module(
         "deepspeed.runtime.pipe.module",
         "Its layers.",
         names(PIPELINE + ".module", "PipelineModule"),
-        names(PIPELINE + ".layers", "LayerSpec", "TiedLayerSpec"),
+        names(PIPELINE + ".layers", "LayerSpec TiedLayerSpec"),
         names("hf_zero.errors", "PipelineError"),
     ),
     module(
         "deepspeed.runtime.pipe.schedule",
         "What each stage does, step by step.",
         names(
-            f"{HERE}.pipe_schedules",
-            "BackwardPass",
-            "BufferOpInstruction",
-            "DataParallelSchedule",
-            "ForwardPass",
-            "InferenceSchedule",
-            "LoadMicroBatch",
-            "WeightUpdate as OptimizerStep",
-            "PipeInstruction",
-            "PipeSchedule",
-            "RecvActivation",
-            "RecvGrad",
-            "ReduceGrads",
-            "ReduceTiedGrads",
-            "SendActivation",
-            "SendGrad",
-            "TrainSchedule",
+            ".pipe_schedules",
+            "BackwardPass BufferOpInstruction DataParallelSchedule ForwardPass "
+            "InferenceSchedule LoadMicroBatch OptimizerStep=WeightUpdate PipeInstruction "
+            "PipeSchedule RecvActivation RecvGrad ReduceGrads ReduceTiedGrads SendActivation "
+            "SendGrad TrainSchedule",
         ),
         classes_not_built(NO_DUALPIPE, "DualPipeVSchedule"),
         left_out(INTERNAL, "CommitP2P"),
@@ -347,9 +287,7 @@ RUNTIME = (
         "Its ranks.",
         names(
             PIPELINE + ".topology",
-            "PipeDataParallelTopology",
-            "PipeModelDataParallelTopology",
-            "ProcessTopology",
+            "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology",
         ),
         names(PIPELINE + ".grid", "PipelineParallelGrid"),
     ),
@@ -357,13 +295,10 @@ RUNTIME = (
     module(
         "deepspeed.runtime.sequence_parallel.ulysses_sp",
         "Sequence parallelism by attention heads.",
-        names(f"{HERE}.ulysses", "UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter"),
+        names(".ulysses", "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"),
         names(
-            f"{HERE}.tiled_compute",
-            "AutogradComputeMLP",
-            "SequenceTiledCompute",
-            "TiledFusedLogitsLoss",
-            "TiledMLP",
+            ".tiled_compute",
+            "AutogradComputeMLP SequenceTiledCompute TiledFusedLogitsLoss TiledMLP "
             "sequence_tiled_compute",
         ),
     ),
@@ -385,27 +320,17 @@ RUNTIME = (
     module(
         "deepspeed.runtime.utils",
         "Small helpers.",
-        names(f"{HERE}.rank_logging", "see_memory_usage"),
+        names(".rank_logging", "see_memory_usage"),
         names(
-            f"{HERE}.runtime_utils",
-            "CheckOverflow",
-            "call_to_str",
-            "clip_grad_norm_",
-            "copy_to_device",
-            "empty_cache",
-            "ensure_directory_exists",
-            "get_global_norm",
-            "get_only_unique_item",
-            "get_weight_norm",
-            "has_inf_or_nan",
-            "move_to_device",
-            "noop_decorator",
-            "prefix_sum_inc",
+            ".runtime_utils",
+            "CheckOverflow call_to_str clip_grad_norm_ copy_to_device empty_cache "
+            "ensure_directory_exists get_global_norm get_only_unique_item get_weight_norm "
+            "has_inf_or_nan move_to_device noop_decorator prefix_sum_inc",
         ),
         names(PIPELINE + ".layers", "set_random_seed"),
-        names(PIPELINE + ".partition", "partition_balanced", "partition_uniform"),
-        names(f"{HERE}.runtime_utils", "PartitionedTensor"),
-        names("contextlib", "nullcontext as noop_context"),
+        names(PIPELINE + ".partition", "partition_balanced partition_uniform"),
+        names(".runtime_utils", "PartitionedTensor"),
+        names("contextlib", "noop_context=nullcontext"),
         left_out("use see_memory_usage", "memory_status get_ma_status mem_alloced mem_cached"),
         left_out(
             "use get_accelerator().memory_reserved",

@@ -17,7 +17,6 @@ from hf_zero.deepspeed.tables.remedies import (
     CONSTANT,
     EXPERT,
     GENERATE,
-    HERE,
     INTERNAL,
     KERNELS,
     NO_DUALPIPE,
@@ -29,76 +28,34 @@ from hf_zero.deepspeed.tables.remedies import (
 )
 
 VERSIONS = names(
-    f"{HERE}.version",
-    "VERSION as __version__",
-    "VERSION as version",
-    "GIT as git_hash",
-    "GIT as git_branch",
-    "GIT as __git_hash__",
-    "GIT as __git_branch__",
+    ".version",
+    "__version__=VERSION version=VERSION git_hash=GIT git_branch=GIT __git_hash__=GIT "
+    "__git_branch__=GIT",
 )
-CONFIG = names(f"{HERE}.zero_config", "DeepSpeedConfig")
-CONFIG_ERROR = names("hf_zero.errors", "ConfigError as DeepSpeedConfigError")
+CONFIG = names(".zero_config", "DeepSpeedConfig")
+CONFIG_ERROR = names("hf_zero.errors", "DeepSpeedConfigError=ConfigError")
 
 COMM: tuple[Row, ...] = (
     *names(
         "hf_zero.distributed.process_group",
-        "destroy_process_group",
-        "get_local_rank",
-        "get_rank",
-        "get_world_size",
-        "is_initialized",
+        "destroy_process_group get_local_rank get_rank get_world_size is_initialized",
     ),
     *names(
-        f"{HERE}.comm",
-        "all_gather",
-        "all_gather_coalesced",
-        "all_gather_into_tensor",
-        "all_gather_object",
-        "all_reduce",
-        "all_reduce_coalesced",
-        "all_to_all",
-        "all_to_all_single",
-        "allgather_fn",
-        "barrier",
-        "batch_isend_irecv",
-        "broadcast",
-        "broadcast_object_list",
-        "default_pg_timeout",
-        "gather",
-        "get_all_ranks_from_group",
-        "get_global_rank",
-        "get_world_group",
-        "has_all_gather_into_tensor",
-        "has_all_reduce_coalesced",
-        "has_coalescing_manager",
-        "has_reduce_scatter_tensor",
-        "inference_all_reduce",
-        "init_distributed",
-        "initialize_mesh_device",
-        "irecv",
-        "is_available",
-        "isend",
-        "monitored_barrier",
-        "mpi_discovery",
-        "new_group",
-        "recv",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_fn",
-        "reduce_scatter_tensor",
-        "scatter",
-        "send",
+        ".comm",
+        "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object "
+        "all_reduce all_reduce_coalesced all_to_all all_to_all_single allgather_fn "
+        "barrier batch_isend_irecv broadcast broadcast_object_list default_pg_timeout "
+        "gather get_all_ranks_from_group get_global_rank get_world_group "
+        "has_all_gather_into_tensor has_all_reduce_coalesced has_coalescing_manager "
+        "has_reduce_scatter_tensor inference_all_reduce init_distributed "
+        "initialize_mesh_device irecv is_available isend monitored_barrier mpi_discovery "
+        "new_group recv reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor "
+        "scatter send",
     ),
     *names(
-        f"{HERE}.comm_log",
-        "comms_logger",
-        "configure",
-        "get_comm_operation_count",
-        "get_logged_comm_ops",
-        "has_comm_data",
-        "log_summary",
-        "reset_log",
+        ".comm_log",
+        "comms_logger configure get_comm_operation_count get_logged_comm_ops "
+        "has_comm_data log_summary reset_log",
     ),
     *classes_not_built(TORCH_GROUPS, "TorchBackend"),
     *left_out(
@@ -120,49 +77,39 @@ TOP = (
     module(
         "deepspeed",
         "hf-zero answering to the name of DeepSpeed; nothing is installed under this name.",
-        names(f"{HERE}.engine", "DeepSpeedEngine"),
-        names(f"{HERE}.initializing", "initialize"),
+        names(".engine", "DeepSpeedEngine"),
+        names(".initializing", "initialize"),
         CONFIG,
         CONFIG_ERROR,
         VERSIONS,
         names(
-            f"{HERE}.version",
-            "MAJOR as __version_major__",
-            "MINOR as __version_minor__",
-            "PATCH as __version_patch__",
+            ".version", "__version_major__=MAJOR __version_minor__=MINOR __version_patch__=PATCH"
         ),
-        names(f"{HERE}.accelerator", "get_accelerator"),
-        names(f"{HERE}.arguments", "add_config_arguments"),
-        names(f"{HERE}.comm", "init_distributed", "DEFAULT_PORT as TORCH_DISTRIBUTED_DEFAULT_PORT"),
-        names(f"{HERE}.on_device", "OnDevice"),
-        names(f"{HERE}.op_builders", "HAS_TRITON"),
-        names(f"{HERE}.rank_logging", "log_dist"),
-        names(
-            f"{HERE}.initializing",
-            "DeepSpeedOptimizerCallable",
-            "DeepSpeedSchedulerCallable",
-        ),
+        names(".accelerator", "get_accelerator"),
+        names(".arguments", "add_config_arguments"),
+        names(".comm", "init_distributed TORCH_DISTRIBUTED_DEFAULT_PORT=DEFAULT_PORT"),
+        names(".on_device", "OnDevice"),
+        names(".op_builders", "HAS_TRITON"),
+        names(".rank_logging", "log_dist"),
+        names(".initializing", "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable"),
         names("hf_zero.logging", "logger"),
-        names("torch.optim", "Optimizer as DeepSpeedOptimizer"),
-        names("torch.utils.data", "DataLoader as DeepSpeedDataLoader"),
-        names("deepspeed", "comm as dist"),
+        names("torch.optim", "DeepSpeedOptimizer=Optimizer"),
+        names("torch.utils.data", "DeepSpeedDataLoader=DataLoader"),
+        names("deepspeed", "dist=comm"),
         names("deepspeed.pipe", "PipelineModule"),
         names("deepspeed.runtime", "zero"),
         names(
-            f"{HERE}.inference",
-            "DeepSpeedInferenceConfig",
-            "InferenceEngine",
-            "default_inference_config",
-            "init_inference",
+            ".inference",
+            "DeepSpeedInferenceConfig InferenceEngine default_inference_config init_inference",
         ),
         functions_not_built(KERNELS, "replace_transformer_layer"),
-        names(f"{HERE}.tensor_parallel", "set_autotp_mode", "tp_model_init"),
+        names(".tensor_parallel", "set_autotp_mode tp_model_init"),
         functions_not_built(
             BY_TENSOR_PARALLEL, "record_tp_model_init_args merge_tp_model_init_into_config"
         ),
         classes_not_built(GENERATE, "DeepSpeedHybridEngine"),
         classes_not_built(KERNELS, "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"),
-        names(f"{HERE}.pipeline", "PipelineEngine"),
+        names(".pipeline", "PipelineEngine"),
         classes_not_built(NO_DUALPIPE, "DualPipeVEngine DualPipeVModule"),
         left_out("hf_zero.ZeroConfig.coerce reads configurations", "load_ds_config"),
         left_out(
@@ -174,69 +121,52 @@ TOP = (
         "deepspeed.git_version_info",
         "The release.",
         VERSIONS,
-        names(f"{HERE}.version", "TORCH_INFO as torch_info"),
+        names(".version", "torch_info=TORCH_INFO"),
     ),
     module(
         "deepspeed.constants",
         "The default port and timeout.",
+        names(".comm", "TORCH_DISTRIBUTED_DEFAULT_PORT=DEFAULT_PORT default_pg_timeout"),
         names(
-            f"{HERE}.comm", "DEFAULT_PORT as TORCH_DISTRIBUTED_DEFAULT_PORT", "default_pg_timeout"
-        ),
-        names(
-            f"{HERE}.constants",
-            "INFERENCE_GENERIC_MODE",
-            "INFERENCE_SPECIALIZED_MODE",
-            "CROSS_RANK",
-            "CROSS_SIZE",
-            "LOCAL_RANK",
+            ".constants",
+            "INFERENCE_GENERIC_MODE INFERENCE_SPECIALIZED_MODE CROSS_RANK CROSS_SIZE LOCAL_RANK",
         ),
     ),
     module(
         "deepspeed.accelerator",
         "The device that this process computes on.",
         names(
-            f"{HERE}.accelerator",
-            "DeepSpeedAccelerator",
-            "get_accelerator",
-            "is_current_accelerator_supported",
-            "set_accelerator",
+            ".accelerator",
+            "DeepSpeedAccelerator get_accelerator is_current_accelerator_supported set_accelerator",
         ),
     ),
     module(
         "deepspeed.accelerator.abstract_accelerator",
         "The class of accelerators.",
-        names(f"{HERE}.accelerator", "DeepSpeedAccelerator"),
+        names(".accelerator", "DeepSpeedAccelerator"),
     ),
     module(
         "deepspeed.accelerator.cpu_accelerator",
         "The CPU as an accelerator.",
-        names(f"{HERE}.accelerator", "CPUAccelerator as CPU_Accelerator"),
+        names(".accelerator", "CPU_Accelerator=CPUAccelerator"),
     ),
     module(
         "deepspeed.accelerator.real_accelerator",
         "The accelerator of this process.",
-        names(
-            f"{HERE}.accelerator",
-            "get_accelerator",
-            "is_current_accelerator_supported",
-            "set_accelerator",
-        ),
+        names(".accelerator", "get_accelerator is_current_accelerator_supported set_accelerator"),
         left_out(CONSTANT, "SUPPORTED_ACCELERATOR_LIST ds_accelerator"),
     ),
     module("deepspeed.launcher", "The launcher."),
     module(
         "deepspeed.launcher.runner",
         "The launcher, and the name that `accelerate launch` reads on every launch.",
-        names(f"{HERE}.launcher", "ENVIRONMENT_FILE as DEEPSPEED_ENVIRONMENT_NAME", "main"),
-        names(f"{HERE}.launcher", "DEFAULT_HOSTFILE as DLTS_HOSTFILE"),
-        names(f"{HERE}.constants", "EXPORT_ENVS"),
-        names(f"{HERE}.launcher", "parse_args"),
+        names(".launcher", "DEEPSPEED_ENVIRONMENT_NAME=ENVIRONMENT_FILE main"),
+        names(".launcher", "DLTS_HOSTFILE=DEFAULT_HOSTFILE"),
+        names(".constants", "EXPORT_ENVS"),
+        names(".launcher", "parse_args"),
         names(
-            f"{HERE}.hostfiles",
-            "encode_world_info",
-            "fetch_hostfile",
-            "parse_inclusion_exclusion",
-            "parse_resource_filter",
+            ".hostfiles",
+            "encode_world_info fetch_hostfile parse_inclusion_exclusion parse_resource_filter",
         ),
         left_out(
             BY_HOSTS,
@@ -247,19 +177,14 @@ TOP = (
             CONSTANT,
             "EXCLUDE_ENVS DEEPSPEED_ENVIRONMENT_PATHS PDSH_MAX_FAN_OUT",
         ),
-        command=f"{HERE}.launcher:main",
+        command=".launcher:main",
     ),
     module(
         "deepspeed.launcher.multinode_runner",
         "Launchers of several hosts.",
         names(
-            f"{HERE}.multinode_runner",
-            "IMPIRunner",
-            "MPICHRunner",
-            "MVAPICHRunner",
-            "MultiNodeRunner",
-            "OpenMPIRunner",
-            "PDSHRunner",
+            ".multinode_runner",
+            "IMPIRunner MPICHRunner MVAPICHRunner MultiNodeRunner OpenMPIRunner PDSHRunner "
             "SlurmRunner",
         ),
     ),
@@ -279,19 +204,14 @@ TOP = (
     module(
         "deepspeed.inference.config",
         "Their configuration.",
-        names(
-            f"{HERE}.inference",
-            "DeepSpeedInferenceConfig",
-            "DeepSpeedMoEConfig",
-            "DeepSpeedTPConfig",
-        ),
+        names(".inference", "DeepSpeedInferenceConfig DeepSpeedMoEConfig DeepSpeedTPConfig"),
         classes_not_built(QUANTIZED_MODEL, "QuantizationConfig"),
         left_out(INTERNAL, "*"),
     ),
     module(
         "deepspeed.inference.engine",
         "The engine.",
-        names(f"{HERE}.inference", "InferenceEngine"),
+        names(".inference", "InferenceEngine"),
         left_out(INTERNAL, "*"),
     ),
     module(
@@ -302,12 +222,8 @@ TOP = (
         "deepspeed.monitor.monitor",
         "All of them.",
         names(
-            f"{HERE}.monitors",
-            "CometMonitor",
-            "CsvMonitor as csvMonitor",
-            "Monitor",
-            "MonitorMaster",
-            "TensorBoardMonitor",
+            ".monitors",
+            "CometMonitor csvMonitor=CsvMonitor Monitor MonitorMaster TensorBoardMonitor "
             "WandbMonitor",
         ),
     ),
@@ -315,12 +231,12 @@ TOP = (
         module(
             f"deepspeed.monitor.{name}",
             "One of them.",
-            names(f"{HERE}.monitors", kind),
+            names(".monitors", kind),
             left_out(INTERNAL, "*"),
         )
         for name, kind in (
             ("comet", "CometMonitor"),
-            ("csv_monitor", "CsvMonitor as csvMonitor"),
+            ("csv_monitor", "csvMonitor=CsvMonitor"),
             ("tensorboard", "TensorBoardMonitor"),
             ("wandb", "WandbMonitor"),
         )
@@ -329,13 +245,9 @@ TOP = (
         "deepspeed.monitor.config",
         "Their configuration.",
         names(
-            f"{HERE}.monitors",
-            "CometSection as CometConfig",
-            "CsvSection as CSVConfig",
-            "DeepSpeedMonitorConfig",
-            "TensorBoardSection as TensorBoardConfig",
-            "WandbSection as WandbConfig",
-            "get_monitor_config",
+            ".monitors",
+            "CometConfig=CometSection CSVConfig=CsvSection DeepSpeedMonitorConfig "
+            "TensorBoardConfig=TensorBoardSection WandbConfig=WandbSection get_monitor_config",
         ),
     ),
     module("deepspeed.profiling", "Profiles."),
@@ -343,15 +255,9 @@ TOP = (
         "deepspeed.profiling.flops_profiler",
         "Counts of operations.",
         names(
-            f"{HERE}.flops_profiler",
-            "DEFAULT_PRECISION",
-            "FlopsProfiler",
-            "duration_to_string",
-            "flops_to_string",
-            "get_model_profile",
-            "macs_to_string",
-            "number_to_string",
-            "params_to_string",
+            ".flops_profiler",
+            "DEFAULT_PRECISION FlopsProfiler duration_to_string flops_to_string "
+            "get_model_profile macs_to_string number_to_string params_to_string",
         ),
         left_out(
             INTERNAL,
@@ -363,12 +269,12 @@ TOP = (
     module(
         "deepspeed.moe.layer",
         "The layer.",
-        names(f"{EXPERT}.moe_layer", "Experts", "MOELayer", "MoE", "TopKGate"),
+        names(f"{EXPERT}.moe_layer", "Experts MOELayer MoE TopKGate"),
     ),
     module(
         "deepspeed.moe.sharded_moe",
         "Its gate, and the way to the experts.",
-        names(f"{EXPERT}.moe_layer", "Experts", "MOELayer", "TopKGate"),
+        names(f"{EXPERT}.moe_layer", "Experts MOELayer TopKGate"),
         left_out(
             "TopKGate.route returns where tokens go",
             "top1gating top2gating topkgating einsum einsum_sec_sm_ecm multiplicative_jitter "
@@ -380,17 +286,12 @@ TOP = (
     module(
         "deepspeed.moe.utils",
         "Parameters of experts.",
-        names(
-            f"{HERE}.groups",
-            "configure_moe_param_groups",
-            "has_moe_layers",
-            "is_moe_param_group",
-        ),
+        names(".groups", "configure_moe_param_groups has_moe_layers is_moe_param_group"),
         names(
             f"{EXPERT}.marks",
-            "is_expert_parameter as is_moe_param",
-            "split_groups as split_params_into_different_moe_groups_for_optimizer",
-            "split as split_params_into_shared_and_expert_params",
+            "is_moe_param=is_expert_parameter "
+            "split_params_into_different_moe_groups_for_optimizer=split_groups "
+            "split_params_into_shared_and_expert_params=split",
         ),
         left_out(
             "gradients are the engine's: safe_get_full_grad",
@@ -418,7 +319,7 @@ TOP = (
         "deepspeed.pipe",
         "Pipeline parallelism.",
         names(PIPELINE + ".module", "PipelineModule"),
-        names(PIPELINE + ".layers", "LayerSpec", "TiedLayerSpec"),
+        names(PIPELINE + ".layers", "LayerSpec TiedLayerSpec"),
         classes_not_built(NO_DUALPIPE, "DualPipeVModule"),
     ),
     module(
@@ -437,7 +338,7 @@ TOP = (
     module(
         "deepspeed.compression.helper",
         "Modules by dotted names.",
-        names(f"{HERE}.runtime_utils", "recursive_getattr", "recursive_setattr"),
+        names(".runtime_utils", "recursive_getattr recursive_setattr"),
         left_out(INTERNAL, "*"),
     ),
     module(
@@ -448,7 +349,7 @@ TOP = (
     module(
         "deepspeed.module_inject.layers",
         "Their parameters.",
-        names(f"{HERE}.tensor_parallel", "GatherReplacedLayerParams"),
+        names(".tensor_parallel", "GatherReplacedLayerParams"),
         left_out(INTERNAL, "*"),
     ),
     module(

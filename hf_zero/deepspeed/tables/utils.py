@@ -14,7 +14,6 @@ from hf_zero.deepspeed.tables.remedies import (
     BY_TENSOR_PARALLEL,
     CONSTANT,
     FILES,
-    HERE,
     INTERNAL,
     PROFILE,
 )
@@ -22,21 +21,13 @@ from hf_zero.deepspeed.tables.remedies import (
 ACCESS: tuple[Row, ...] = (
     *names(
         "hf_zero.zero.access.full",
-        "safe_get_full_fp32_param",
-        "safe_get_full_grad",
-        "safe_get_full_optimizer_state",
-        "safe_set_full_fp32_param",
-        "safe_set_full_grad",
-        "safe_set_full_optimizer_state",
+        "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
+        "safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state",
     ),
     *names(
         "hf_zero.zero.access.local",
-        "safe_get_local_fp32_param",
-        "safe_get_local_grad",
-        "safe_get_local_optimizer_state",
-        "safe_set_local_fp32_param",
-        "safe_set_local_grad",
-        "safe_set_local_optimizer_state",
+        "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state "
+        "safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
         "safe_update_full_grad_vectorized",
     ),
     *left_out(
@@ -48,33 +39,24 @@ ACCESS: tuple[Row, ...] = (
 LEAVES: tuple[Row, ...] = (
     *names(
         "hf_zero.zero.layout.leaf_modules",
-        "get_z3_leaf_modules",
-        "set_z3_leaf_module",
-        "set_z3_leaf_modules",
-        "set_z3_leaf_modules_by_name",
-        "set_z3_leaf_modules_by_suffix",
-        "unset_z3_leaf_modules",
+        "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules "
+        "set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules "
         "z3_leaf_module",
     ),
     *left_out("ask z3_leaf_module of its module", "z3_leaf_parameter"),
 )
 GROUPS: tuple[Row, ...] = (
     *names(
-        f"{HERE}.groups",
-        "get_data_parallel_group",
-        "get_data_parallel_rank",
-        "get_data_parallel_world_size",
-        "initialize",
+        ".groups",
+        "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size initialize",
     ),
     *names(
-        f"{HERE}.tensor_parallel",
-        "get_group as get_model_parallel_group",
-        "get_group as get_tensor_model_parallel_group",
-        "get_rank as get_model_parallel_rank",
-        "get_rank as get_tensor_model_parallel_rank",
-        "get_world_size as get_model_parallel_world_size",
-        "get_world_size as get_tensor_model_parallel_world_size",
-        "get_first_rank as get_tensor_model_parallel_src_rank",
+        ".tensor_parallel",
+        "get_model_parallel_group=get_group get_tensor_model_parallel_group=get_group "
+        "get_model_parallel_rank=get_rank get_tensor_model_parallel_rank=get_rank "
+        "get_model_parallel_world_size=get_world_size "
+        "get_tensor_model_parallel_world_size=get_world_size "
+        "get_tensor_model_parallel_src_rank=get_first_rank",
     ),
     *functions_not_built(
         BY_TENSOR_PARALLEL,
@@ -84,8 +66,8 @@ GROUPS: tuple[Row, ...] = (
         "the state of DeepSpeed's module", "mpu mesh_device expert_tensor_parallel_world_size"
     ),
 )
-ON_DEVICE = names(f"{HERE}.on_device", "OnDevice")
-NVTX = names(f"{HERE}.flops_profiler", "instrument_w_nvtx")
+ON_DEVICE = names(".on_device", "OnDevice")
+NVTX = names(".flops_profiler", "instrument_w_nvtx")
 
 UTILS = (
     module(
@@ -98,14 +80,9 @@ UTILS = (
         NVTX,
         names("hf_zero.distributed.process_group", "is_initialized"),
         names("hf_zero.logging", "logger"),
-        names(
-            f"{HERE}.rank_logging",
-            "log_dist",
-            "log_dist_once",
-            "set_log_level_from_string",
-        ),
-        names(f"{HERE}.repeating_loader", "RepeatingLoader"),
-        names(f"{HERE}.flops_profiler", "recursive_getattr", "recursive_setattr"),
+        names(".rank_logging", "log_dist log_dist_once set_log_level_from_string"),
+        names(".repeating_loader", "RepeatingLoader"),
+        names(".flops_profiler", "recursive_getattr recursive_setattr"),
         left_out(INTERNAL, "get_caller_func link_hp_params lazy_init_hp_params_optimizer_state"),
         left_out("start the script with numactl and --no_python", "get_numactl_cmd"),
     ),
@@ -114,33 +91,32 @@ UTILS = (
         "All ranks are data parallel; of other parallelism there is one rank.",
         GROUPS,
         names(
-            f"{HERE}.groups",
-            "get_data_parallel_group as _get_data_parallel_group",
-            "get_data_parallel_group_ranks as _get_data_parallel_group_ranks",
-            "get_data_parallel_rank as _get_data_parallel_rank",
-            "get_data_parallel_world_size as _get_data_parallel_world_size",
-            "get_data_parallel_group as _get_sequence_data_parallel_group",
-            "get_data_parallel_rank as _get_sequence_data_parallel_rank",
-            "get_data_parallel_world_size as _get_sequence_data_parallel_world_size",
-            "first_rank as _get_broadcast_src_rank",
+            ".groups",
+            "_get_data_parallel_group=get_data_parallel_group "
+            "_get_data_parallel_group_ranks=get_data_parallel_group_ranks "
+            "_get_data_parallel_rank=get_data_parallel_rank "
+            "_get_data_parallel_world_size=get_data_parallel_world_size "
+            "_get_sequence_data_parallel_group=get_data_parallel_group "
+            "_get_sequence_data_parallel_rank=get_data_parallel_rank "
+            "_get_sequence_data_parallel_world_size=get_data_parallel_world_size "
+            "_get_broadcast_src_rank=first_rank",
         ),
-        names(f"{HERE}.tensor_parallel", "get_world_size as _get_model_parallel_world_size"),
+        names(".tensor_parallel", "_get_model_parallel_world_size=get_world_size"),
         names(
-            f"{HERE}.ulysses",
-            "get_group as _get_sequence_parallel_group",
-            "get_rank as _get_sequence_parallel_rank",
-            "get_world_size as _get_sequence_parallel_world_size",
+            ".ulysses",
+            "_get_sequence_parallel_group=get_group _get_sequence_parallel_rank=get_rank "
+            "_get_sequence_parallel_world_size=get_world_size",
         ),
         names(
-            f"{HERE}.groups",
-            "create as _create_expert_and_data_parallel",
-            "get_expert_data_parallel_rank as _get_expert_data_parallel_rank",
-            "get_expert_data_parallel_world_size as _get_expert_data_parallel_world_size",
-            "get_expert_parallel_group as _get_expert_parallel_group",
-            "get_expert_parallel_rank as _get_expert_parallel_rank",
-            "get_expert_parallel_world_size as _get_expert_parallel_world_size",
-            "get_max_expert_size as _get_max_expert_size",
-            "get_max_expert_size_name as _get_max_expert_size_name",
+            ".groups",
+            "_create_expert_and_data_parallel=create "
+            "_get_expert_data_parallel_rank=get_expert_data_parallel_rank "
+            "_get_expert_data_parallel_world_size=get_expert_data_parallel_world_size "
+            "_get_expert_parallel_group=get_expert_parallel_group "
+            "_get_expert_parallel_rank=get_expert_parallel_rank "
+            "_get_expert_parallel_world_size=get_expert_parallel_world_size "
+            "_get_max_expert_size=get_max_expert_size "
+            "_get_max_expert_size_name=get_max_expert_size_name",
         ),
         functions_not_built("use the engine's own reductions", "_get_expert_data_parallel_group"),
     ),
@@ -149,18 +125,10 @@ UTILS = (
         "Logging on chosen ranks.",
         names("hf_zero.logging", "logger"),
         names(
-            f"{HERE}.rank_logging",
-            "LEVELS as log_levels",
-            "get_current_level",
-            "get_log_level_from_string",
-            "log_dist",
-            "log_dist_once",
-            "print_dist",
-            "print_json_dist",
-            "print_rank_0",
-            "set_log_level_from_string",
-            "should_log_le",
-            "warning_once",
+            ".rank_logging",
+            "log_levels=LEVELS get_current_level get_log_level_from_string log_dist "
+            "log_dist_once print_dist print_json_dist print_rank_0 set_log_level_from_string "
+            "should_log_le warning_once",
         ),
         left_out("logging.getLogger makes loggers", "LoggerFactory"),
         left_out("print(vars(args))", "print_configuration"),
@@ -169,13 +137,13 @@ UTILS = (
     module(
         "deepspeed.utils.comms_logging",
         "The log of collectives.",
-        names(f"{HERE}.comm_log", "CommsLogger", "convert_size"),
+        names(".comm_log", "CommsLogger convert_size"),
         left_out(INTERNAL, "*"),
     ),
     module(
         "deepspeed.utils.numa",
         "Cores of this machine.",
-        names(f"{HERE}.hostfiles", "parse_range_list"),
+        names(".hostfiles", "parse_range_list"),
         functions_not_built(
             "start the script with numactl and --no_python",
             "get_numactl_cmd get_numa_cores check_for_numactl_pkg",
@@ -192,7 +160,7 @@ UTILS = (
     module(
         "deepspeed.utils.pin_memory",
         "Who pins host memory: torch.",
-        names(f"{HERE}.locked_memory", "get_active_native_pinned_memory"),
+        names(".locked_memory", "get_active_native_pinned_memory"),
         left_out(
             "torch pins and frees; PinMemoryBuilder().load().pin_handle() locks by itself",
             "NativePinnedMemory get_native_pinned_memory",
@@ -202,13 +170,7 @@ UTILS = (
     module(
         "deepspeed.utils.timer",
         "Timers.",
-        names(
-            f"{HERE}.timers",
-            "NoopTimer",
-            "SynchronizedWallClockTimer",
-            "ThroughputTimer",
-            "trim_mean",
-        ),
+        names(".timers", "NoopTimer SynchronizedWallClockTimer ThroughputTimer trim_mean"),
         classes_not_built(PROFILE, "CudaEventTimer"),
         left_out(
             CONSTANT,
@@ -220,7 +182,7 @@ UTILS = (
     module(
         "deepspeed.utils.torch",
         "Versions of torch.",
-        names(f"{HERE}.runtime_utils", "required_torch_version"),
+        names(".runtime_utils", "required_torch_version"),
         left_out(INTERNAL, "is_functorch_transforming register_grad_hook jit_script_compat"),
     ),
     module(
@@ -234,11 +196,10 @@ UTILS = (
         "Whole weights out of a sharded checkpoint.",
         names(
             "hf_zero.checkpoint",
-            "get_fp32_state_dict_from_zero_checkpoint",
-            "load_state_dict_from_zero_checkpoint",
+            "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint",
         ),
-        names(f"{HERE}.state_dicts", "convert_zero_checkpoint_to_fp32_state_dict"),
-        names(f"{HERE}.state_dicts", "get_model_state_file", "get_optim_files"),
+        names(".state_dicts", "convert_zero_checkpoint_to_fp32_state_dict"),
+        names(".state_dicts", "get_model_state_file get_optim_files"),
         functions_not_built(
             "convert_zero_checkpoint_to_fp32_state_dict writes fp32; cast what it wrote",
             "convert_zero_checkpoint_to_state_dict",

@@ -12,7 +12,6 @@ from hf_zero.deepspeed.rows import (
 from hf_zero.deepspeed.tables.remedies import (
     BY_CONFIG,
     GATHERED,
-    HERE,
     INTERNAL,
     OWN_OPTIMIZER,
     QUANTIZED,
@@ -21,18 +20,16 @@ from hf_zero.deepspeed.tables.remedies import (
 ZERO: tuple[Row, ...] = (
     *names("hf_zero.zero.access.full", "GatheredParameters"),
     *names("hf_zero.zero.layout.parameter", "ZeroParamStatus"),
-    *names(f"{HERE}.zero_init", "Init", "register_external_parameter"),
+    *names(".zero_init", "Init register_external_parameter"),
     *left_out("all parameters are of this rank: there are no remote ones", "ZeroParamType"),
     *left_out("tensor constructors are left alone", "DeepSpeedTensorOverride"),
 )
-TILED = names(f"{HERE}.tiled_compute", "TiledLinear", "TiledLinearReturnBias")
-GENERATION = names(f"{HERE}.generation", "unwrap_model_for_generation")
+TILED = names(".tiled_compute", "TiledLinear TiledLinearReturnBias")
+GENERATION = names(".generation", "unwrap_model_for_generation")
 OFFLOAD = names(
-    f"{HERE}.zero_config",
-    "DeepSpeedZeroOffloadOptimizerConfig",
-    "DeepSpeedZeroOffloadParamConfig",
-    "OffloadDeviceEnum",
-    "OffloadStateTypeEnum",
+    ".zero_config",
+    "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig "
+    "OffloadDeviceEnum OffloadStateTypeEnum",
 )
 
 ZERO_ROWS = (
@@ -47,8 +44,8 @@ ZERO_ROWS = (
     module(
         "deepspeed.runtime.zero.config",
         "The section zero_optimization.",
-        names(f"{HERE}.zero_config", "DeepSpeedZeroConfig", "ZeroStageEnum", "get_zero_config"),
-        names(f"{HERE}.zero_config", "ZERO as ZERO_OPTIMIZATION"),
+        names(".zero_config", "DeepSpeedZeroConfig ZeroStageEnum get_zero_config"),
+        names(".zero_config", "ZERO_OPTIMIZATION=ZERO"),
         OFFLOAD,
         left_out(BY_CONFIG, "ZERO_FORMAT read_zero_config_deprecated"),
     ),
@@ -56,9 +53,8 @@ ZERO_ROWS = (
         "deepspeed.runtime.zero.leaf_module_config",
         "Its section of modules that are gathered whole.",
         names(
-            f"{HERE}.constants",
-            "DEFAULT_LEAF_MODULE_CLASSES",
-            "DEFAULT_LEAF_MODULE_NAMES",
+            ".constants",
+            "DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES "
             "DEFAULT_LEAF_MODULE_NAME_SUFFIXES",
         ),
         classes_not_built(
@@ -76,18 +72,18 @@ ZERO_ROWS = (
     module(
         "deepspeed.runtime.zero.utils",
         "Errors.",
-        names("hf_zero.errors", "HfZeroError as ZeRORuntimeException"),
+        names("hf_zero.errors", "ZeRORuntimeException=HfZeroError"),
         left_out(INTERNAL, "*"),
     ),
     module(
         "deepspeed.runtime.zero.partition_parameters",
         "Models in shards: construction, access.",
         ZERO,
-        names(f"{HERE}.zero_init", "zero_wrapper_for_fp_tensor_constructor"),
-        names(f"{HERE}.accelerator", "get_accelerator"),
-        names("torch", "arange as _orig_torch_arange"),
-        names("torch.nn.functional", "linear as zero3_linear_wrap"),
-        names(f"{HERE}.constants", "PARTITIONED_SHAPE as partitioned_param_data_shape"),
+        names(".zero_init", "zero_wrapper_for_fp_tensor_constructor"),
+        names(".accelerator", "get_accelerator"),
+        names("torch", "_orig_torch_arange=arange"),
+        names("torch.nn.functional", "zero3_linear_wrap=linear"),
+        names(".constants", "partitioned_param_data_shape=PARTITIONED_SHAPE"),
         classes_not_built(QUANTIZED, "CUDAQuantizer QuantizationInfo"),
         classes_not_built(GATHERED, "MultipleAllGatherHandles AllGatherHandle"),
         left_out(
@@ -105,9 +101,9 @@ ZERO_ROWS = (
         "deepspeed.runtime.zero.stage3",
         "Estimates of memory for stage 3.",
         names(
-            f"{HERE}.memory_needs",
-            "estimate_zero3_model_states_mem_needs",
-            "estimate_zero3_model_states_mem_needs_all_cold",
+            ".memory_needs",
+            "estimate_zero3_model_states_mem_needs "
+            "estimate_zero3_model_states_mem_needs_all_cold "
             "estimate_zero3_model_states_mem_needs_all_live",
         ),
         GENERATION,
@@ -123,9 +119,9 @@ ZERO_ROWS = (
         "deepspeed.runtime.zero.stage_1_and_2",
         "Estimates of memory for stages 1 and 2.",
         names(
-            f"{HERE}.memory_needs",
-            "estimate_zero2_model_states_mem_needs",
-            "estimate_zero2_model_states_mem_needs_all_cold",
+            ".memory_needs",
+            "estimate_zero2_model_states_mem_needs "
+            "estimate_zero2_model_states_mem_needs_all_cold "
             "estimate_zero2_model_states_mem_needs_all_live",
         ),
         classes_not_built(OWN_OPTIMIZER, "DeepSpeedZeroOptimizer"),
@@ -140,8 +136,8 @@ ZERO_ROWS = (
     module(
         "deepspeed.runtime.zero.linear",
         "Linear layers: torch's, which keep no whole weights.",
-        names("torch.nn", "Linear as LinearModuleForZeroStage3"),
-        names("torch.nn.functional", "linear as zero3_linear_wrap"),
+        names("torch.nn", "LinearModuleForZeroStage3=Linear"),
+        names("torch.nn.functional", "zero3_linear_wrap=linear"),
         left_out(INTERNAL, "*"),
     ),
     module("deepspeed.runtime.zero.muon", "Muon."),
@@ -149,10 +145,9 @@ ZERO_ROWS = (
         "deepspeed.runtime.zero.muon.original_muon",
         "The update of Muon.",
         names(
-            f"{HERE}.muon_update",
-            "muon_update",
-            "zeropower_via_newtonschulz5",
-            "zeropower_via_newtonschulz5 as zeropower_via_gram_newtonschulz",
+            ".muon_update",
+            "muon_update zeropower_via_newtonschulz5 "
+            "zeropower_via_gram_newtonschulz=zeropower_via_newtonschulz5",
         ),
         left_out("write optimizer.type Muon: hf_zero.optim.muon", "*"),
     ),
@@ -160,6 +155,6 @@ ZERO_ROWS = (
         "deepspeed.runtime.zero.tiling",
         "Linear layers in tiles.",
         TILED,
-        names(f"{HERE}.tiled_compute", "split_tensor_along_last_dim"),
+        names(".tiled_compute", "split_tensor_along_last_dim"),
     ),
 )
